@@ -24,6 +24,7 @@ BENCHMARKS: dict[str, list[str]] = {  # by name: script, arguments
     "padding": ["padding.py", "--write"],
     "plan": ["plan.py", "--write"],
     "plan_ranks": ["plan_ranks.py", "--write"],
+    "plan_models": ["plan_models.py", "--write"],
     "beside_fsdp2": ["beside_fsdp2.py"],
     "scale": ["scale.py", "--write"],
     "reshard": ["reshard.py", "--vs", "torch", "--write"],

@@ -114,7 +114,7 @@ def test_a_gather_beside_computation_is_exposed_only_where_it_is_longer() -> Non
         mark = Mark()
         events = [Send(call, "", "all-gather"), Record(mark, "all-gather"), computes, Wait(mark, COMPUTATION)]
         segment = Segment(Place(0, 0, "forward", None), [*events, computes])
-        times = time_of(Recording(1, [segment], 0, 0, 0), hardware, 1)
+        times = time_of(Recording(1, [segment], 0, 0, ()), hardware, 1)
         assert times.exposed == pytest.approx(max(0.0, 1 - longer) * sends, rel=1e-6)
         assert times.step == pytest.approx((max(1, longer) + longer) * sends, rel=1e-6)
 
@@ -132,7 +132,7 @@ def test_in_pieces_a_gather_or_a_reduction_is_beside_the_matmul_but_for_one(long
         marks = Mark(), Mark()
         waits = [Record(marks[0], COMPUTATION), Wait(marks[0], TENSOR_PARALLEL), send]
         waits += [Record(marks[1], TENSOR_PARALLEL), Wait(marks[1], COMPUTATION)]
-        recording = Recording(1, [Segment(Place(0, 0, "forward", 0), [*before, *waits, *after])], 0, 0, 0)
+        recording = Recording(1, [Segment(Place(0, 0, "forward", 0), [*before, *waits, *after])], 0, 0, ())
         whole, pieces = (time_of(recording, hardware, 1, pieces=n).step for n in (1, 4))
         assert whole == pytest.approx((1 + longer) * sends, rel=1e-6)
         adds = 0 if send is gather else 9 * 10**9 / rate  # what came from eight ranks
@@ -146,6 +146,6 @@ def test_blocks_that_the_host_issues_more_slowly_than_the_device_computes_are_na
     hardware = replace(hardware_of("h100"), host_seconds=host_seconds)
     computes = Compute("add", 0, int(hardware.memory_bytes_per_s * 1e-3), "bfloat16", COMPUTATION)
     segments = [Segment(Place(0, 0, "forward", layer), [computes, computes]) for layer in range(3)]
-    found = list(host_bound(time_of(Recording(3, segments, 0, 0, 0), hardware, 1)))
+    found = list(host_bound(time_of(Recording(3, segments, 0, 0, ()), hardware, 1)))
     assert len(found) == bound
     assert all("forward of 3 blocks: the host takes 20.00 ms" in words for words in found)

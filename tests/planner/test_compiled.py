@@ -169,7 +169,7 @@ def test_reductions_in_pieces_hide_beside_their_matmul_and_are_added_up_after() 
     events += [Wait(after, COMPUTATION)]
     seconds = {}
     for layer in (0, None):  # a block's, which is compiled, and what is around them
-        recording = Recording(1, [Segment(Place(0, 0, "forward", layer), events)], 0, 0, 0)
+        recording = Recording(1, [Segment(Place(0, 0, "forward", layer), events)], 0, 0, ())
         seconds[layer] = [time_of(recording, hardware, 1, pieces=n).step for n in (1, 8)]
     takes, sends = compute_seconds(multiplies, hardware), send_seconds(call, hardware)
     adds = (2**30 + 2**27) / (hardware.memory_bytes_per_s * hardware.bandwidth_efficiency)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from planner.models import Even
 from shardwise import planner
 from shardwise.cli import app
 from shardwise.errors import ShardingError
-from shardwise.planner.setup import Setup
+from shardwise.fsdp.strategy import NAMED
+from shardwise.planner.setup import Setup, Strategy
 
 
 class Tied(Even):
@@ -73,6 +75,10 @@ def test_a_factory_that_ends_the_program_is_an_error_and_not_the_status_of_a_pla
 def test_what_the_loop_or_the_environment_must_do_is_said_in_the_code(field: str, said: str) -> None:
     assert said in planner.python(Even, Setup(ranks=2, accumulation=4, **{field: True}))
     assert said not in planner.python(Even, Setup(ranks=2, accumulation=4))
+
+
+def test_a_setup_knows_the_strategies_that_there_are() -> None:
+    assert get_args(Strategy) == tuple(NAMED)
 
 
 class Shared(Even):

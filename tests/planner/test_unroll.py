@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.planner.events import Allocate, Free, Recording
-from shardwise.planner.measure import allocated, moments, sent
+from shardwise.planner.measure import allocated, groups, moments, sent
 from shardwise.planner.models import model_of
-from shardwise.planner.plan import plan
+from shardwise.planner.plan import plan, recording_of
 from shardwise.planner.record import record
 from shardwise.planner.setup import Setup
 from shardwise.planner.unroll import RECORDED, NotRegular, grown, unroll
@@ -132,6 +132,28 @@ class Tripled(Doubled):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient + gradient.new_ones(3, *gradient.shape).mean(0)
+
+
+def dense_first(count: int) -> nn.Module:
+    model = Model(14)
+    for block in model.blocks[count:]:
+        block.up, block.down = nn.Linear(24, 96), nn.Linear(96, 24, bias=False)
+    return model
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_blocks_at_the_beginning_may_be_others(count: int) -> None:
+    model, setup = model_of(lambda: dense_first(count), sequence=16), Setup(ranks=3, sequence=16)
+    found, whole = recording_of(model, setup)
+    deep = record(model, setup, layers=14)
+    assert not whole
+    assert found.parameters == deep.parameters
+    assert figures(found) == figures(deep)
+    assert groups(found, 1) == groups(deep, 1)
+
+
+def test_more_others_at_the_beginning_than_few_blocks_have_are_all_run() -> None:
+    assert plan(lambda: dense_first(4), sequence=16).whole == "block 4 has something else than block 0"
 
 
 class ByHand(Model):

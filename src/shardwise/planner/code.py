@@ -176,10 +176,11 @@ def _parts(model: Model, setup: Setup) -> tuple[str, list[str], bool]:
         module = model.build(2)
     names = {id(one): name for name, one in module.named_modules()}
     blocks = [names[id(block)] for block in model.blocks(module)]
-    parents = {name.rpartition(".")[0] for name in blocks}
+    parents = list(dict.fromkeys(name.rpartition(".")[0] for name in blocks))
     ends = [names[id(end)] for end in model.ends(module)]
     converted = bool(other_dtypes(module, setup.stored_dtype))
-    if len(parents) == 1 and all(name.rpartition(".")[2].isdecimal() for name in blocks):
-        return f"model.{parents.pop()}", ends, converted
+    if all(name.rpartition(".")[2].isdecimal() for name in blocks):
+        lists = [f"model.{name}" for name in parents]
+        return lists[0] if len(lists) == 1 else f"[*{', *'.join(lists)}]", ends, converted
     pattern = blocks[0].replace("0", "{i}")
     return f'[model.get_submodule(f"{pattern}") for i in range({model.layers})]', ends, converted

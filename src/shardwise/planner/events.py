@@ -97,8 +97,8 @@ class Recording:
     layers: int
     segments: list[Segment]
     parameters: int
-    block_parameters: int
-    gathered_parameters: int  # of a block, by a rank: its part of those that tensor parallelism cuts
+    block_parameters: int  # of the middle one
+    gathered_parameters: tuple[int, ...]  # of each block, by a rank: its part of what tensor parallelism cuts
     converted: tuple[str, ...] = ()  # dtypes that the model makes parameters in, and that are not stored
     whole_logits: bool = False  # on each rank, of those that tensor parallelism cuts the model over
 

@@ -85,7 +85,8 @@ def groups(recording: Recording, accumulation: int) -> list[GroupSent]:
         alike.setdefault(key if is_block else (*key, group), []).append(group)
     found = []
     for (is_block, nbytes, ranks, itemsize, gathered, reduced, wire, *_), names in alike.items():
-        padding = 1 - recording.gathered_parameters * itemsize / nbytes if is_block and nbytes else None
+        own = recording.gathered_parameters[int(names[0])] if is_block else 0
+        padding = 1 - own * itemsize / nbytes if is_block and nbytes else None
         shard = nbytes // ranks
         found.append(GroupSent(_named(names), len(names), nbytes, shard, gathered, reduced, wire, padding))
     return found

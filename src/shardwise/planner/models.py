@@ -39,7 +39,7 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Stage:
-    """Which stage of a pipeline, of how many; and micro-batches of a step."""
+    """A stage of a pipeline, of how many; and micro-batches of a step."""
 
     number: int
     count: int
@@ -102,9 +102,9 @@ def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
         return _of_factory(source)
     if source in PUBLISHED:
         return of_shape(source, PUBLISHED[source], sequence)
+    check_source(source)
     if source.endswith(".json"):
         return _of_transformers(Path(source))
-    check_source(source)
     module, _, name = source.partition(":")
     try:
         factory = getattr(importlib.import_module(module), name)
@@ -237,14 +237,6 @@ def block_lists(module: nn.Module) -> dict[str, nn.ModuleList]:
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
-def _blocks(module: nn.Module) -> list[nn.Module]:
-    return list(next(iter(block_lists(module).values())))
-
-
-def _no_ends(module: nn.Module) -> list[nn.Module]:
-    return []
-
-
 def of_shape(name: str, shape: Shape, sequence: int) -> Model:
     """Return the built-in model of this shape."""
 
@@ -266,8 +258,11 @@ def of_shape(name: str, shape: Shape, sequence: int) -> Model:
 
         return loss
 
+    def blocks(module: nn.Module) -> list[nn.Module]:
+        return list(cast(Decoder, module).blocks)
+
     return Model(
-        name, shape.layers, build, _blocks, ends, logits_loss, stage=stage, cut_sequences=cut_sequences
+        name, shape.layers, build, blocks, ends, logits_loss, stage=stage, cut_sequences=cut_sequences
     )
 
 
@@ -296,41 +291,68 @@ def _of_factory(factory: Factory) -> Model:
         raise ShardingError(
             f"the factory of a model returns a module, not a {type(module).__name__}: {module!r}"
         )
-    lists = block_lists(module)
-    chosen, *others = lists
-    places: dict[nn.Module, str] = {}
-    for index, block in enumerate(lists[chosen]):
-        name = f"{chosen}.{index}"
-        if (other := places.setdefault(block, name)) != name:
-            raise ShardingError(
-                f"'{other}' and '{name}' are one module, which cannot be sharded as two blocks: plan blocks"
-                " of their own"
-            )
-
-    def blocks(module: nn.Module) -> list[nn.Module]:
-        return list(cast(nn.ModuleList, module.get_submodule(chosen)))
 
     def build(layers: int) -> nn.Module:
-        if takes_layers:
-            return factory(layers=layers)
-        made = factory()
-        del cast(nn.ModuleList, made.get_submodule(chosen))[layers:]
-        return made
-
-    count, rest = len(lists[chosen]), ", ".join(f"'{name}' ({len(lists[name])})" for name in others)
-    assumed = (
-        f"Its blocks are the {count} of '{chosen}', the longest ModuleList; the modules of {rest} are no"
-        " groups of their own: pass a shardwise.planner.Model that says which are"
-    )
+        return factory(layers=layers) if takes_layers else factory()
 
     def stage(layers: int, first: bool, last: bool) -> nn.Module:
         return factory(layers=layers, first=first, last=last)
 
-    name = getattr(factory, "__name__", "model")
-    told = (assumed,) if others else ()
-    return Model(
-        name, count, build, blocks, _no_ends, logits_loss, told, stage=stage if takes_stage else None
+    made = _of_lists(getattr(factory, "__name__", "model"), module, build, logits_loss, [module])
+    return replace(made, stage=stage if takes_stage else None)
+
+
+def _of_lists(
+    name: str, module: nn.Module, make: Callable[[int], nn.Module], loss: Loss, towers: list[nn.Module]
+) -> Model:
+    """Return the model whose blocks are the longest `ModuleList` of each tower; one alone is cut short.
+
+    Args:
+        module: all of it; `towers` are modules of it.
+        make: makes it with so many blocks, or with more.
+    """
+    names = {one: name for name, one in module.named_modules()}
+    lists = block_lists(module)
+    chosen = list(dict.fromkeys(names[next(iter(block_lists(tower).values()))] for tower in towers))
+    others = [one for one in lists if one not in chosen]
+
+    def blocks(module: nn.Module) -> list[nn.Module]:
+        return [block for one in chosen for block in cast(nn.ModuleList, module.get_submodule(one))]
+
+    def build(layers: int) -> nn.Module:
+        made = make(layers)
+        if len(chosen) == 1:
+            del cast(nn.ModuleList, made.get_submodule(chosen[0]))[layers:]
+        return made
+
+    places: dict[nn.Module, str] = {}
+    for one in chosen:
+        for index, block in enumerate(lists[one]):
+            place = f"{one}.{index}"
+            if (other := places.setdefault(block, place)) != place:
+                raise ShardingError(
+                    f"'{other}' and '{place}' are one module, which cannot be sharded as two blocks: plan"
+                    " blocks of their own"
+                )
+    mine = " and ".join(f"'{one}'" for one in chosen)
+    count, rest = len(places), ", ".join(f"'{name}' ({len(lists[name])})" for name in others)
+    assumed = (
+        f"Its blocks are the {count} of {mine}, the longest ModuleList; the modules of"
+        f" {rest} are no groups of their own: pass a shardwise.planner.Model that says which are"
     )
+    return Model(name, count, build, blocks, lambda _: [], loss, (assumed,) if others else ())
+
+
+def _has_blocks(module: nn.Module) -> bool:
+    return any(isinstance(one, nn.ModuleList) and len(one) for one in module.modules())
+
+
+# What a config is planned as: the first that transformers makes of it, but for what its architectures name.
+_KINDS = {
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "AutoModelForMaskedLM": "MODEL_FOR_MASKED_LM_MAPPING",
+}
 
 
 def _of_transformers(path: Path) -> Model:
@@ -342,20 +364,30 @@ def _of_transformers(path: Path) -> Model:
         config = transformers.AutoConfig.for_model(**told)
     except Exception as error:  # of the file, and of transformers' own checks
         raise ShardingError(f"{path} is no transformers config: {error}") from error
+    classes = {
+        kind: getattr(transformers, mapping).get(type(config), None) for kind, mapping in _KINDS.items()
+    }
+    found = [kind for kind, one in classes.items() if one is not None]
+    if not found:
+        raise ShardingError(
+            f"{path}: transformers makes no language model, which alone are planned, of"
+            f" {type(config).__name__}: none of {', '.join(_KINDS)}"
+        )
+    named = [kind for kind in found if classes[kind].__name__ in (config.architectures or ())]
+    first = sorted(found, key=lambda kind: config.is_encoder_decoder and "Seq2Seq" not in kind)[0]
+    kind = named[0] if named else first
+    both = "Seq2Seq" in kind
+    text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
+    whole_layers = getattr(text, "num_hidden_layers", 0)
+    each = {key: one for key, one in vars(text).items() if isinstance(one, list) and len(one) == whole_layers}
 
-    kinds = list(vars(config).get("layer_types") or ())  # some configs make theirs from the number of blocks
-
-    def build(layers: int) -> nn.Module:
-        config.num_hidden_layers, config.use_cache = layers, False
-        if kinds:
-            config.layer_types = kinds[:layers]
-        try:
-            made: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-        except ValueError as error:
-            raise ShardingError(
-                f"{path}: transformers makes no causal language model, which alone are planned, of"
-                f" {type(config).__name__}: {str(error).splitlines()[0]}"
-            ) from error
+    def build(layers: int | None) -> nn.Module:
+        text.use_cache = config.use_cache = False
+        if not both and layers is not None and hasattr(text, "num_hidden_layers"):
+            text.num_hidden_layers = layers
+            for key, one in each.items():  # of each block
+                setattr(text, key, one[:layers])
+        made: nn.Module = getattr(transformers, kind).from_config(config)
         return made
 
     def loss(module: Any, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -364,16 +396,36 @@ def _of_transformers(path: Path) -> Model:
         for table in [one for one in module.modules() if isinstance(one, nn.Embedding) and one is not words]:
             if learned and learned <= table.num_embeddings <= learned + 2:  # some leave two out
                 check_positions(tokens.shape[1], learned)
-        logits = module(input_ids=tokens).logits
-        return whole_loss(logits, targets)
+        also = {"decoder_input_ids": tokens} if both else {}
+        return whole_loss(module(input_ids=tokens, **also).logits, targets)
 
     def cut_sequences(module: Any, mesh: DeviceMesh) -> Loss:
         hf: Any = importlib.import_module("shardwise.hf")
         cut: SequenceCut = hf.cut_sequences(module, mesh)
         return lambda module, tokens, targets: loss_of_piece(module(input_ids=tokens).logits, targets, cut)
 
-    layers: Any = told.get("num_hidden_layers", config.num_hidden_layers)
-    return Model(path.stem, layers, build, _blocks, _no_ends, loss, cut_sequences=cut_sequences)
+    try:
+        with torch.device("meta"):
+            whole: Any = build(None)
+    except Exception as error:  # of transformers
+        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise ShardingError(
+            f"{path}: transformers' {classes[kind].__name__} cannot be made: {why}"
+        ) from error
+    if whole.main_input_name != "input_ids":
+        raise ShardingError(
+            f"{path}: {type(whole).__name__} takes {whole.main_input_name}, and models of tokens alone are"
+            " planned"
+        )
+    decoder = whole.get_decoder()
+    towers = [whole.get_encoder(), decoder] if both else [decoder if _has_blocks(decoder) else whole]
+    made = _of_lists(path.stem, whole, build, loss, towers)
+    said: tuple[str, ...] = (
+        (f"It is planned as a {type(whole).__name__}",) if kind != next(iter(_KINDS)) else ()
+    )
+    if both:
+        said += ("Its encoder reads as many tokens as its decoder",)
+    return replace(made, assumed=(*said, *made.assumed), cut_sequences=cut_sequences)
 
 
 def _float(value: dict[str, Any]) -> Any:

@@ -186,7 +186,7 @@ def plan(
     device = hardware_of(hardware) if isinstance(hardware, str) else hardware
     if setup.pipeline > 1:
         return _pipelined(asked, setup, device)
-    recording, whole = _recording(asked, setup)
+    recording, whole = recording_of(asked, setup)
     return plan_of(recording, asked, setup, device, whole=whole)
 
 
@@ -231,7 +231,7 @@ def _pipelined(model: Model, setup: Setup, device: Hardware | None) -> Plan:
     found: dict[int, tuple[Recording, Plan]] = {}
     for number in (0, setup.pipeline - 1):
         part = stage_of(model, setup, number)
-        recording, whole = _recording(part, setup, of=model)
+        recording, whole = recording_of(part, setup, of=model)
         recording = filled(recording, in_flight(setup, number) - in_flight(few, number))
         found[number] = recording, plan_of(recording, part, setup, device, whole=whole)
     most = max(found, key=lambda number: found[number][1].needed_bytes)
@@ -251,7 +251,7 @@ def _pipelined(model: Model, setup: Setup, device: Hardware | None) -> Plan:
     )
 
 
-def _recording(model: Model, setup: Setup, *, of: Model | None = None) -> tuple[Recording, str]:
+def recording_of(model: Model, setup: Setup, *, of: Model | None = None) -> tuple[Recording, str]:
     """Record all blocks of the model, a stage of `of` maybe; return why all were run, too, if they were."""
     try:
         return _run(model, setup, of=of)
@@ -262,15 +262,15 @@ def _recording(model: Model, setup: Setup, *, of: Model | None = None) -> tuple[
 
 
 def _run(model: Model, setup: Setup, *, of: Model | None = None) -> tuple[Recording, str]:
-    """Record as `_recording` does; raise NotRun without a look for the cause."""
+    """Record as `recording_of` does; raise NotRun without a look for the cause."""
     if model.layers <= RECORDED + 1:
         return recorded(model, setup, model.layers), ""
     try:
-        regular.check(of or model, setup)
+        leading = regular.check(of or model, setup)
     except NotRegular as error:
         return recorded(model, setup, model.layers), str(error)
     why = ""
-    for number in numbers_of_blocks(setup):
+    for number in numbers_of_blocks(setup, leading):
         try:
             few, more = (recorded(model, setup, layers) for layers in (number, number + 1))
             return unroll(few, more, model.layers), ""
@@ -281,12 +281,14 @@ def _run(model: Model, setup: Setup, *, of: Model | None = None) -> tuple[Record
     return recorded(model, setup, model.layers), why
 
 
-def numbers_of_blocks(setup: Setup) -> tuple[int, ...]:
-    """Return how many equal blocks to run, and the next numbers to try."""
+def numbers_of_blocks(setup: Setup, leading: int) -> list[int]:
+    """Return how many blocks to run, and the next numbers to try; so many at the beginning are others."""
     reshard = setup.reshard_after_forward
     reaches_far = setup.layout == "contiguous" and reshard is not False
     reaches_far |= reshard is not None and not isinstance(reshard, bool)
-    return (RECORDED,) if reaches_far else (FEW, RECORDED)
+    numbers = (RECORDED,) if reaches_far else (FEW, RECORDED)
+    least = 2 * leading + 3 if leading else 0  # so that the middle one and its neighbours are no others
+    return list(dict.fromkeys(max(number, least) for number in numbers))
 
 
 def recorded(model: Model, setup: Setup, layers: int) -> Recording:
@@ -311,7 +313,7 @@ def explain(error: NotRun, model: Model, setup: Setup) -> NoReturn:
     """
     raised = error.__cause__
     if setup.tensor > 1:
-        _recording(model, replace(setup, tensor=1))
+        recording_of(model, replace(setup, tensor=1))
         raise NotRun(error.why, _OF_TENSOR_PLAN.format(setup.tensor)) from raised
     lengths = [setup.sequence // times for times in (2, 4, 8, 16, 32) if setup.sequence >= 2 * times]
     cannot_stand_in = type(raised).__module__ == FakeTensorMode.__module__

@@ -119,7 +119,8 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         if not any(p.requires_grad for p in module.parameters()):
             raise ShardingError(f"{model.name} has no parameter that requires a gradient: nothing is trained")
         parameters = sum(p.numel() for p in module.parameters())
-        in_block = sum(p.numel() for p in model.blocks(module)[0].parameters())
+        blocks = model.blocks(module)
+        in_block = sum(p.numel() for p in blocks[(layers - 1) // 2].parameters())
         if tensor is not None:
             parallelize(module, model.name, tensor, setup)
             loss = loss_parallel()
@@ -133,8 +134,8 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
             apart = hf.cut_experts(module, lines[EXPERTS])
             stack.enter_context(routed(setup.expert_load))
         elsewhere = {id(p) for one in apart for p in one.parameters()}
-        dense = [p for p in model.blocks(module)[0].parameters() if id(p) not in elsewhere]
-        gathered = sum(_compat.local_of(p).numel() for p in dense)
+        dense = ([p for p in block.parameters() if id(p) not in elsewhere] for block in blocks)
+        gathered = tuple(sum(_compat.local_of(p).numel() for p in those) for those in dense)
         for one in apart:
             shard_experts(one, setup, of_experts)
         library.shard(module, model, setup, data)
@@ -155,15 +156,15 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         stack.enter_context(no_packed_sequences())
         if setup.device == "cuda" and setup.fused_norms:
             stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", _fused_norm))
-        recorder = Recorder(model.blocks(module), lanes, touches=setup.compile or setup.compile_loss)
+        recorder = Recorder(blocks, lanes, touches=setup.compile or setup.compile_loss)
         if setup.compile and setup.checkpointing == "none" and not lanes:
-            partition(model.blocks(module), recorder)
+            partition(blocks, recorder)
         if setup.compile_loss:
             compiled_loss = partitioned(models.whole_loss, recorder)
             stack.enter_context(mock.patch.object(models, "whole_loss", compiled_loss))
         stack.enter_context(library.watching(recorder, setup.device == "cuda"))
         stack.enter_context(recorder)
-        _start(recorder, module, model.blocks(module), tokens, pipe)
+        _start(recorder, module, blocks, tokens, pipe)
         recorder.share(looked_up_by_all)
         for step in range(STEPS):
             _step(recorder, model, module, optimizers, tokens, step, setup, pipe)
@@ -204,12 +205,17 @@ def _start(
     recorder: Recorder, module: nn.Module, blocks: list[nn.Module], tokens: Tensor, pipe: Pipe | None
 ) -> None:
     """Record what is there before the first step."""
-    layer_of = {id(p): i for i, block in enumerate(blocks) for p in block.parameters()}
+    owned = {i: [*one.parameters(), *one.buffers()] for i, one in enumerate(blocks)}
+    layer_of = {id(tensor): i for i, tensors in owned.items() for tensor in tensors}
     for tensor in [*module.parameters(), *module.buffers(), tokens]:
-        recorder.by_layer(layer_of.get(id(tensor)))
-        recorder.owner = layer_of.get(id(tensor))
-        recorder.see([_compat.local_of(tensor)])
-        recorder.own([tensor], PARAMETERS)
+        layer = layer_of.get(id(tensor))
+        together = [tensor] if layer is None else owned.pop(layer, [])  # all of a block's
+        if not together:
+            continue
+        recorder.by_layer(layer)
+        recorder.owner = layer
+        recorder.see([_compat.local_of(one) for one in together])
+        recorder.own(together, PARAMETERS)
     if pipe is not None:
         recorder.by_layer(None)
         recorder.owner = None

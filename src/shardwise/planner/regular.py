@@ -1,6 +1,7 @@
 """Whether a model's blocks all do the same, so that a few stand for all: the whole model is looked at.
 
-What blocks have is compared, and what they do in one forward and backward on fake tensors.
+What blocks have is compared, and what they do in one forward and backward on fake tensors. A few at the
+beginning may be others: dense ones before mixtures of experts, say.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from shardwise.planner.cost import tensors_of
 from shardwise.planner.models import Model, chunked, no_packed_sequences, quiet_fakes
 from shardwise.planner.setup import Setup
 from shardwise.planner.sharding import built
-from shardwise.planner.unroll import NotRegular
+from shardwise.planner.unroll import LEADING, NotRegular
 
 DEVICE = torch.ops.prim.device.default
 
 
-def check(model: Model, setup: Setup) -> None:
-    """Raise NotRegular, with the first block that differs, where blocks do not all do the same."""
+def check(model: Model, setup: Setup) -> int:
+    """Return how many blocks at the beginning do not do the same as all others.
+
+    Raises:
+        NotRegular: they are more than a few; names the first block that differs.
+    """
     model = chunked(model) if setup.loss == "chunked" else model
     with quiet_fakes(), FakeTensorMode(allow_non_fake_inputs=True), no_packed_sequences():
         try:
@@ -35,7 +40,7 @@ def check(model: Model, setup: Setup) -> None:
             raise NotRegular(f"the model cannot be made: {error}") from error
         blocks = model.blocks(module)
         holders = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
-        _compare("has", [list(_parts(block, holders)) for block in blocks])
+        leading = _compare("has", [list(_parts(block, holders)) for block in blocks])
         tokens = torch.zeros(setup.micro_batch, setup.sequence, dtype=torch.int64)
         watch = _Watch(blocks)
         try:
@@ -46,18 +51,27 @@ def check(model: Model, setup: Setup) -> None:
         except Exception as error:  # of the user's model
             phase = "backward" if watch.in_backward else "forward"
             raise NotRegular(f"one {phase} of the model cannot be looked at: {error}") from error
-    _compare("does", watch.inside)
-    _compare("is followed by", watch.after[:-1])
-    _compare("does in backward", watch.backward, first=1)  # what is before the blocks comes after block 0
+    leading = max(
+        leading,
+        _compare("does", watch.inside),
+        _compare("is followed by", watch.after[:-1]),
+        _compare(
+            "does in backward", watch.backward, first=1
+        ),  # what is before the blocks comes after block 0
+    )
     firsts = list(dict.fromkeys(watch.order))
     if firsts != sorted(firsts):
         raise NotRegular(f"blocks run in the order {firsts}")
+    return leading
 
 
-def _compare(verb: str, of: list[list[Any]], first: int = 0) -> None:
-    for number, one in enumerate(of[first:], first):
-        if one != of[first]:
-            raise NotRegular(f"block {number} {verb} something else than block {first}")
+def _compare(verb: str, of: list[list[Any]], first: int = 0) -> int:
+    """Return how many are not as the last is."""
+    leading = next((i for i in range(len(of), first, -1) if of[i - 1] != of[-1]), 0)
+    if leading > LEADING:
+        other = next(i for i in range(first, len(of)) if of[i] != of[first])
+        raise NotRegular(f"block {other} {verb} something else than block {first}")
+    return leading
 
 
 def _parts(block: nn.Module, holders: Counter[int]) -> Iterator[Any]:

@@ -17,13 +17,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from shardwise.comm.count import Collective
 from shardwise.errors import ShardingError
-from shardwise.fsdp.strategy import NAMED, AxisPlacement, StatePlacement, StrategyName
+from shardwise.fsdp.strategy import NAMED, AxisPlacement, StatePlacement
 from shardwise.planner import regular, tensor
 from shardwise.planner.code import python
 from shardwise.planner.devices import Hardware, hardware_of
@@ -33,7 +33,7 @@ from shardwise.planner.models import Factory, Model, exits_told, model_of
 from shardwise.planner.plan import NotRun, Plan, explain, numbers_of_blocks, plan, plan_of, recorded
 from shardwise.planner.setup import Setup, changed
 from shardwise.planner.timing import send_seconds
-from shardwise.planner.unroll import FEW, NotRegular, grown, unroll
+from shardwise.planner.unroll import FEW, RECORDED, NotRegular, grown, unroll
 
 FASTER = 0.98  # of another's time, at most, for a point of its own
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -138,7 +138,7 @@ def _as(layout: str, strategy: str | None, reshard: bool | int | None) -> dict[s
 def _axes(setup: Setup) -> list[tuple[AxisPlacement, int, int]]:
     """Return the strategy's row, size and stride for each data-parallel axis, the inner first."""
     sizes = setup.axes
-    outer, inner = NAMED[cast(StrategyName, setup.strategy or ("hsdp" if "replicate" in sizes else "fsdp"))]
+    outer, inner = NAMED[setup.strategy or ("hsdp" if "replicate" in sizes else "fsdp")]
     found = [(inner, sizes["shard"], setup.tensor)]
     if outer is not None:
         found.append((outer, sizes["replicate"], setup.tensor * sizes["shard"]))
@@ -228,13 +228,14 @@ class _Known:
     nearest: dict[Setup, tuple[int, Setup]] = field(default_factory=dict)
     recordings: int = 0
     regular: bool = False  # a few blocks are known to stand for all
+    leading: int = 0  # blocks at the beginning that are others
     whole: str = ""  # why they do not
 
     def look(self) -> None:
         """Plan what looks best until all that does is planned."""
         try:
             if self.model.layers > FEW + 1:
-                regular.check(self.model, self.asked)
+                self.leading = regular.check(self.model, self.asked)
         except NotRegular as error:
             self.whole = str(error)
         for setup in self.space:
@@ -362,8 +363,8 @@ class _Known:
 
     def _recordings(self, setups: list[Setup]) -> list[Recording]:
         first, layers = setups[0], self.model.layers
-        for few in numbers_of_blocks(first):
-            if self.whole or (few == FEW and not self.regular) or layers <= few + 1:
+        for few in numbers_of_blocks(first, self.leading):
+            if self.whole or (few < RECORDED and not self.regular) or layers <= few + 1:
                 continue
             try:
                 small, more = (self._record(first, few + i) for i in (0, 1))

@@ -14,6 +14,7 @@ from shardwise.errors import ShardingError
 DType = Literal["float32", "bfloat16", "float16"]
 Checkpointing = Literal["none", "selective", "full"]
 Optimizer = Literal["AdamW", "AdamW fused", "AdamW flat", "AdamW 8 bits", "Muon", "SGD"]
+Strategy = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp", "hierarchical_fsdp"]  # of `fully_shard`
 MOST = 10_000_000  # ranks, or tokens of a sequence; a plan makes lists of ranks, and of parts of a loss
 T = TypeVar("T")
 _AXES = ("pipeline", "replicas", "tensor", "ulysses", "experts")  # what is left is the data-parallel axis
@@ -84,7 +85,7 @@ class Setup:
     loss_parallel: bool | None = None
     async_tensor: bool = False
     layout: Literal["interleaved", "contiguous"] = "interleaved"
-    strategy: str | None = None
+    strategy: Strategy | None = None
     reshard_after_forward: bool | int | None = None
     stored_dtype: DType = "float32"
     param_dtype: DType = "bfloat16"
@@ -121,6 +122,7 @@ class Setup:
             raise ShardingError("async_tensor is planned of compiled blocks, cut by tensor: compile=True")
         if self.compile_loss and self.tensor > 1:
             raise ShardingError("compile_loss is planned of logits that tensor=1 leaves whole")
+        _check_strategy(self)
         left = self.ranks
         for name in _AXES:
             if left % (size := getattr(self, name)):
@@ -155,6 +157,21 @@ class Setup:
     def tokens(self) -> int:
         """Tokens of a rank's optimizer step, which it shares with `sharing` ranks, itself among them."""
         return self.micro_batch * self.sequence * self.accumulation
+
+
+def _check_strategy(setup: Setup) -> None:
+    if setup.strategy is None:
+        return
+    if setup.layout != "contiguous":
+        raise ShardingError(f"strategy {setup.strategy!r} is of the contiguous layout: layout='contiguous'")
+    if (setup.strategy in ("hsdp", "hierarchical_fsdp")) != (setup.replicas > 1):
+        how = "(--replicas), a divisor of ranks" if setup.replicas == 1 else "1, or hsdp or hierarchical_fsdp"
+        of = (
+            "replicas, and there is 1"
+            if setup.replicas == 1
+            else f"no replicas, and there are {setup.replicas}"
+        )
+        raise ShardingError(f"strategy {setup.strategy!r} is of a mesh of {of}: give replicas {how}")
 
 
 def _check_dimensions(setup: Setup) -> None:

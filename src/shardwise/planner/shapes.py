@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from shardwise.errors import ShardingError
 
@@ -88,6 +89,8 @@ PUBLISHED = {
 
 def check_source(source: str) -> None:
     """Raises ShardingError for text that is no published model's name, config or factory."""
+    if source.endswith(".json") and not Path(source).is_file():
+        raise ShardingError(f"{source} is no file: give the path of a transformers config")
     module, _, name = source.partition(":")
     if source not in PUBLISHED and not source.endswith(".json") and not (name and module):
         raise ShardingError(

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardwise import optim
 from shardwise._compat import fakes_convert
-from shardwise.errors import ShardingError
 from shardwise.fsdp import MixedPrecisionPolicy, fully_shard
 from shardwise.planner.models import Model
 from shardwise.planner.setup import Optimizer, Setup
@@ -105,11 +104,6 @@ def options_of(setup: Setup, mesh: DeviceMesh | None = None) -> dict[str, Any]:
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "layout": setup.layout}
     options["reshard_after_forward"] = reshard
     if setup.strategy is not None:
-        if setup.strategy in ("hsdp", "hierarchical_fsdp") and setup.replicas == 1:
-            raise ShardingError(
-                f"strategy {setup.strategy!r} is of a mesh of replicas, and there is 1: give replicas"
-                " (--replicas), a divisor of ranks"
-            )
         options["strategy"] = setup.strategy
     return options
 

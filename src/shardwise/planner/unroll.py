@@ -36,6 +36,7 @@ from shardwise.planner.events import (
 
 RECORDED = 8  # blocks: at either end as many as prefetches and late frees reach ...
 FEW = 4  # ... in most settings
+LEADING = 3  # blocks at the beginning that may be others than all after them, at most
 # Of memory or a mark: its loop, its block, its kind, its number among those of the segment.
 Birth = tuple[int, int | None, type, int]
 
@@ -189,7 +190,9 @@ def _unrolled(small: Recording, loops: list[_Loop], growths: dict[int, list[Any]
             copies.reverse()
         segments += [copier.copy(segment, number, layer) for segment, layer in copies]
     parameters = small.parameters + copier.more * small.block_parameters
-    return replace(small, layers=layers, segments=segments, parameters=parameters)
+    each, middle = small.gathered_parameters, small.middle
+    each = each[:middle] + each[middle : middle + 1] * copier.more + each[middle:]
+    return replace(small, layers=layers, segments=segments, parameters=parameters, gathered_parameters=each)
 
 
 def _births(loops: list[_Loop]) -> dict[int, Birth]:

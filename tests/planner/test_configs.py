@@ -1,0 +1,86 @@
+"""Plans from transformers' configs: encoders, encoders with decoders, what takes no tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from benchmarks.plan_real import SEQUENCE, compare, setup_of
+from torch import nn
+
+import shardwise
+from planner.models import Even
+from ranks import on_ranks
+from shardwise import planner
+from shardwise.errors import ShardingError
+
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "vocab_size": 96}
+
+
+def written(path: Path, kind: str, **values: Any) -> str:
+    transformers = pytest.importorskip("transformers")
+    transformers.AutoConfig.for_model(kind, **values).to_json_file(path / f"{kind}.json")
+    return str(path / f"{kind}.json")
+
+
+@on_ranks(2)
+def test_a_plan_of_an_encoder_with_its_decoder_is_what_a_real_step_takes(tmp_path: Path) -> None:
+    found = compare(written(tmp_path, "t5", num_layers=2, num_decoder_layers=3, **T5), setup_of(2))
+    if dist.get_rank() == 0:
+        assert found.measured_alive == found.planned_alive
+    assert found.measured_sent == found.planned_sent
+    assert found.same_order
+
+
+def test_blocks_of_an_encoder_and_of_its_decoder_are_groups(tmp_path: Path) -> None:
+    config = written(tmp_path, "t5", num_layers=6, num_decoder_layers=5, **T5)
+    made = shardwise.plan(config, ranks=2, sequence=SEQUENCE)
+    assert made.layers == 11
+    assert made.whole == "block 1 has something else than block 0"  # which has its biases of positions
+    assert [one.name for one in made.groups if one.groups > 1] == ["blocks 1 to 5", "blocks 7 to 10"]
+    assert made.assumed == [
+        "It is planned as a T5ForConditionalGeneration",
+        "Its encoder reads as many tokens as its decoder",
+    ]
+    assert "blocks = [*model.encoder.block, *model.decoder.block]" in planner.python(config, made.setup)
+
+
+def test_an_encoder_is_planned_as_what_its_config_names(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 96}
+    for name in ("BertForMaskedLM", "BertLMHeadModel"):
+        config = written(tmp_path, "bert", num_hidden_layers=12, architectures=[name], **sizes)
+        made = shardwise.plan(config, ranks=2, sequence=SEQUENCE)
+        assert (made.layers, made.whole) == (12, "")
+        assert made.assumed == [f"It is planned as a {name}"] * (name == "BertForMaskedLM")
+
+
+def test_a_model_that_takes_other_than_tokens_is_refused_by_what_it_takes(tmp_path: Path) -> None:
+    config = written(tmp_path, "perceiver")
+    with pytest.raises(ShardingError, match=r"takes inputs, and models of tokens alone are planned$"):
+        shardwise.plan(config, sequence=SEQUENCE)
+
+
+class Biased(Even):
+    """Blocks with a buffer each."""
+
+    def __init__(self, layers: int = 12) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(layers))
+        for block in self.blocks:
+            block.register_buffer("load", torch.zeros(16))
+
+
+def test_a_few_blocks_with_buffers_stand_for_all() -> None:
+    assert not shardwise.plan(Biased, ranks=2, sequence=8).whole
+
+
+def test_a_few_stand_for_all_where_the_first_block_lacks_what_others_have() -> None:
+    def dense_first(layers: int = 12) -> nn.Module:
+        model = Biased(layers)
+        del model.blocks[0].load
+        return model
+
+    assert not shardwise.plan(dense_first, ranks=2, sequence=8).whole
