@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -140,38 +140,59 @@ def same(found: Tensor, whole: Tensor, **tolerance: float) -> None:
 
 
 def agree(
-    function: Callable[..., Any], *operands: Any, cut: dict[int, ShardingSpec], **tolerance: float
+    function: Callable[..., Any],
+    *operands: Any,
+    cut: dict[int, ShardingSpec],
+    leaves: Collection[int] | None = None,
+    of_gradients: float | None = None,
+    **tolerance: float,
 ) -> Any:
     """Check that `function` of operands, those in `cut` sharded, gives what it gives of whole ones.
 
-    So must its gradients. Returns what it gave. `tolerance` is of the values.
+    So must the gradients of those in `leaves`, by default of all floating ones. `tolerance` is of the values.
+    Returns what it gave: one value or several.
     """
 
-    def leaves(shards: bool) -> list[Any]:
+    def given(shards: bool) -> list[Any]:
         found = list(operands)
         for place, value in enumerate(operands):
             if isinstance(value, Tensor):
                 cuts = shards and place in cut
                 value = shard_tensor(value, cut[place], src_rank=None) if cuts else value.clone()
-                found[place] = value.requires_grad_(value.is_floating_point())
+                is_leaf = value.is_floating_point() if leaves is None else place in leaves
+                found[place] = value.requires_grad_(is_leaf)
         return found
 
-    whole, mine = leaves(shards=False), leaves(shards=True)
+    whole, mine = given(shards=False), given(shards=True)
     expected, found = function(*whole), function(*mine)
-    same(found, expected, **tolerance)
-    if not expected.requires_grad:
+    pairs = [(found, expected)]
+    if isinstance(expected, (list, tuple)):
+        pairs = list(zip(found, expected, strict=True))
+    ends: list[tuple[Tensor, Tensor]] = []
+    for one, other in pairs:
+        if not isinstance(other, Tensor):
+            assert one == other
+            continue
+        same(one, other, **tolerance)
+        if not other.requires_grad:
+            continue
+        weight = torch.linspace(-1, 2, other.numel()).reshape(other.shape).to(other.dtype) + 0.3
+        other.backward(weight, retain_graph=True)
+        if isinstance(one, ShardedTensor):
+            parts = [(tensor, part(weight, box)) for tensor, box in zip(one.tensors, one.boxes, strict=True)]
+            ends += parts or [(one.anchor, torch.zeros_like(one.anchor))]
+        else:
+            ends.append((one, weight))
+    if not ends:
         return found
-    weight = torch.linspace(-1, 2, expected.numel()).reshape(expected.shape).to(expected.dtype) + 0.3
-    expected.backward(weight)
-    ends = [(found, weight)]
-    if isinstance(found, ShardedTensor):
-        ends = [(tensor, part(weight, box)) for tensor, box in zip(found.tensors, found.boxes, strict=True)]
-        ends = ends or [(found.anchor, found.anchor.new_empty(0))]
     torch.autograd.backward([end for end, _ in ends], [grad for _, grad in ends])
+    close = {} if of_gradients is None else {"rtol": of_gradients, "atol": of_gradients}
     for one, other in zip(mine, whole, strict=True):
-        if isinstance(other, Tensor) and other.requires_grad:
-            grad = torch.zeros_like(other) if other.grad is None else other.grad  # none for the 0-norm
-            if other.grad is not None or isinstance(one, ShardedTensor):
-                assert one.grad is not None
-                same(one.grad, grad)
+        if not isinstance(other, Tensor) or not other.requires_grad:
+            continue
+        if other.grad is None:  # of the 0-norm, say
+            assert one.grad is None or not one.grad.any()
+        else:
+            assert one.grad is not None
+            same(one.grad, other.grad, **close)
     return found
