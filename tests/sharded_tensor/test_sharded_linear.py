@@ -86,31 +86,6 @@ def _cut(tensor: Tensor, spec: ShardingSpec) -> ShardedTensor:
 
 
 @on_ranks(3)
-def test_products_with_one_sharded_factor_equal_those_of_whole_ones() -> None:
-    rng = random.Random(3)
-    shapes = [
-        ((4, 5), (5, 3)),
-        ((2, 4, 5), (5, 3)),
-        ((2, 1, 4, 5), (3, 5, 3)),
-        ((4, 5), (3, 5, 2)),
-        ((5,), (5, 3)),
-        ((4, 5), (5,)),
-        ((2, 4, 5), (5,)),
-        ((5,), (2, 5, 3)),
-        ((3, 0), (0, 2)),
-        ((0, 3), (3, 2)),
-    ]
-    for left, right in shapes:
-        for side in (0, 1):
-            shape = (left, right)[side]
-            specs: list[ShardingSpec] = [boxes(shape, rng, cuts=4)]
-            specs += [ChunkShardingSpec(dim, cpu(2, 0)) for dim in range(len(shape))]
-            for spec in specs:
-                cuts = (spec, None) if side == 0 else (None, spec)
-                compare(torch.matmul, (normal(*left), cuts[0]), (normal(*right), cuts[1]))
-
-
-@on_ranks(3)
 def test_products_of_two_tensors_sharded_alike_equal_those_of_whole_ones() -> None:
     batch = RaggedShardingSpec(0, [2, 1, 3], cpu(1, 0, 1))
     found = compare(torch.bmm, (normal(6, 2, 4), batch), (normal(6, 4, 3), batch))
@@ -121,18 +96,6 @@ def test_products_of_two_tensors_sharded_alike_equal_those_of_whole_ones() -> No
     whole, cut = ChunkShardingSpec(0, cpu(2)), RaggedShardingSpec(1, [2, 3], cpu(2, 2))
     found = compare(torch.matmul, (normal(3, 4), whole), (normal(4, 5), cut))
     assert isinstance(found, ShardedTensor)
-
-
-@on_ranks(2)
-def test_every_function_of_products_takes_sharded_factors() -> None:
-    rows, columns = (ChunkShardingSpec(dim, cpu(0, 1)) for dim in (0, 1))
-    a, b, v = normal(3, 4), normal(4, 6), normal(4)
-    for spec in (rows, columns):
-        compare(lambda x, y: x @ y, (a, spec), (b, None))
-        compare(lambda x, y: x @ y, (a, None), (b, spec))
-        compare(lambda x, y: x.mm(y), (a, spec), (b, None))
-        compare(torch.mv, (a, spec), (v, None))
-    compare(torch.bmm, (normal(2, 3, 4), rows), (normal(2, 4, 6), rows))
 
 
 @on_ranks(2)

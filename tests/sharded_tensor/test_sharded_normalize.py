@@ -56,30 +56,16 @@ def test_softmax_equals_that_of_the_whole_tensor() -> None:
             found = compare(functools.partial(torch.softmax, dim=dim), (values, spec))
             assert isinstance(found, ShardedTensor)
             compare(functools.partial(F.log_softmax, dim=dim), (values.clamp(min=-9), spec))
-    spec = ChunkShardingSpec(1, cpu(0, 1))
-    for half in (torch.bfloat16, torch.float32):
-        compare(
-            lambda t: t.softmax(1),
-            (normal(3, 4).to(half), spec),
-            tolerance=2e-2 if half.itemsize == 2 else 1e-6,
-        )
-        compare(lambda t: t.log_softmax(1, dtype=torch.float64), (normal(3, 4).float(), spec), tolerance=1e-6)
+    compare(
+        lambda t: t.log_softmax(1, dtype=torch.float64),
+        (normal(3, 4).float(), ChunkShardingSpec(1, cpu(0, 1))),
+        tolerance=1e-6,
+    )
     compare(functools.partial(torch.softmax, dim=0), (normal(1).reshape(()), boxes((), rng, cuts=0)))
 
 
 @on_ranks(3)
-def test_layer_norm_and_rms_norm_equal_those_of_the_whole_tensor() -> None:
-    rng = random.Random(2)
-    for shape, last in (((5, 6), (6,)), ((2, 3, 4), (3, 4))):
-        weight, bias = normal(*last), normal(*last)
-        for spec in specs(shape, rng):
-            values = normal(*shape) + 3
-            compare(
-                lambda t, w, b, n=last: F.layer_norm(t, n, w, b), (values, spec), (weight, None), (bias, None)
-            )
-            compare(lambda t, w, n=last: F.rms_norm(t, n, w), (values, spec), (weight, None))
-            compare(lambda t, b, n=last: F.layer_norm(t, n, bias=b, eps=0.5), (values, spec), (bias, None))
-            compare(lambda t, n=last: F.rms_norm(t, n, eps=0.5), (values, spec))
+def test_layer_norm_takes_weights_cut_alike() -> None:
     columns, alike = ChunkShardingSpec(1, cpu(2, 0)), ChunkShardingSpec(0, cpu(2, 0))
     affine = (normal(6), alike), (normal(6), alike)
     compare(lambda t, w, b: F.layer_norm(t, (6,), w, b), (normal(5, 6), columns), *affine)
