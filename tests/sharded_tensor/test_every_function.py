@@ -58,11 +58,14 @@ def calls() -> list[Call]:
         if not forms or any(word in op.name for word in UNDEFINED.split()):
             continue
         others = [dtype for dtype in OTHERS if dtype in op.dtypes]
-        for dtype in [torch.float64] * (torch.float64 in op.dtypes) + others[number % 3 :][:1]:
+        dtypes = [torch.float64] * (torch.float64 in op.dtypes) + others[number % 3 :][:1]
+        is_handled = forms[0] in HANDLERS
+        for dtype in dtypes if is_handled else dtypes[:1]:
             has_grad = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
-            samples = list(itertools.islice(op.sample_inputs_func(op, "cpu", dtype, has_grad), 50))
-            often = forms[0] in HANDLERS and dtype == torch.float64
-            for sample in samples[:: 1 + len(samples) // (2 + len(samples) // 5) if often else 50]:
+            samples: Iterable[Any] = op.sample_inputs_func(op, "cpu", dtype, has_grad)
+            samples = list(itertools.islice(samples, 50 if is_handled else 1))
+            every = 1 + len(samples) // (2 + len(samples) // 5) if dtype == torch.float64 else 50
+            for sample in samples[::every]:
                 function = forms[(len(found) + number) % len(forms)]
                 values, structure = pytree.tree_flatten(((sample.input, *sample.args), sample.kwargs))
                 tensors = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
