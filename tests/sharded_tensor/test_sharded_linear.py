@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cuts_of_layers import boxes, close, close_gradient, compare, cpu, whole_of
+from covers import boxes, compare, cpu, same, whole_of
 from torch import Tensor, nn
 
 from ranks import on_ranks
@@ -77,7 +77,7 @@ def test_linear_of_a_sharded_input_equals_that_of_the_whole_one() -> None:
         assert [box.offsets[:2] for box in found.boxes] == [
             box.offsets[:2] for box in _cut(batch, spec).boxes
         ]
-    for spec in (rows, boxes((4, 3, 5), rng, cuts=5)):
+    for spec in (rows, boxes((4, 3, 5), rng, cuts=5, dims=[2, 2, 0])):
         assert not isinstance(compare(F.linear, (batch, spec), (weight, None), (bias, None)), ShardedTensor)
 
 
@@ -109,18 +109,18 @@ def test_a_column_cut_layer_and_a_row_cut_one_need_one_all_reduce_each_way() -> 
         layer.weight = nn.Parameter(_cut(layer.weight.detach(), spec))
     model[0].bias = nn.Parameter(_cut(model[0].bias.detach(), columns))
     batch = normal(5, 4).requires_grad_()
-    same = batch.detach().clone().requires_grad_()
+    again = batch.detach().clone().requires_grad_()
     with CommCounter() as counter:
         found = model(batch)
         assert len(counter.calls) == counter.count("all_reduce") == 1
         found.square().sum().backward()
         assert len(counter.calls) == counter.count("all_reduce") == 2
-    expected = reference(same)
+    expected = reference(again)
     expected.square().sum().backward()
-    close(found, expected, 1e-12)
-    close(batch.grad, same.grad, 1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(batch.grad, again.grad, rtol=1e-12, atol=1e-12)
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        close_gradient(mine, theirs.grad, 1e-12)
+        same(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)  # type: ignore[arg-type]
 
 
 @on_ranks(2)
@@ -137,8 +137,8 @@ def test_a_linear_module_cut_by_columns_works_with_a_plain_bias() -> None:
         layer(batch.double())
     whole_of(layer(batch)).sum().backward()
     reference(batch).sum().backward()
-    close_gradient(layer.weight, reference.weight.grad, 1e-6)
-    close(layer.bias.grad, reference.bias.grad, 1e-6)
+    same(layer.weight.grad, reference.weight.grad)  # type: ignore[arg-type]
+    same(layer.bias.grad, reference.bias.grad)  # type: ignore[arg-type]
 
 
 @on_ranks(3)

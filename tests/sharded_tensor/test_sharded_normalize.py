@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cuts_of_layers import boxes, compare, cpu
+from covers import boxes, compare, cpu
 from torch import Tensor, nn
 
 from ranks import on_ranks
