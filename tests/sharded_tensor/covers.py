@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,12 +34,16 @@ def random_shape(rng: random.Random, *, longest: int = 6) -> tuple[int, ...]:
     return tuple(0 if rng.random() < 0.12 else rng.randint(1, longest) for _ in range(rng.randint(0, 4)))
 
 
-def random_cover(rng: random.Random, shape: Sequence[int], *, cuts: int = 6) -> list[Box]:
-    """The whole, cut again and again at random places, also into empty boxes, in random order."""
+def random_cover(
+    rng: random.Random, shape: Sequence[int], *, cuts: int | None = None, dims: Sequence[int] | None = None
+) -> list[Box]:
+    """The whole, cut again and again (by default up to 6 times) at random places along any of `dims`, also
+    into empty boxes, in random order.
+    """
     boxes = [Box((0,) * len(shape), tuple(shape))]
-    for _ in range(rng.randint(0, cuts) if len(shape) else 0):
+    for _ in range((rng.randint(0, 6) if cuts is None else cuts) if len(shape) else 0):
         box = boxes.pop(rng.randrange(len(boxes)))
-        dim = rng.randrange(len(shape))
+        dim = rng.choice(range(len(shape)) if dims is None else dims)
         cut = rng.randint(0, box.sizes[dim])
         low, high = list(box.sizes), list(box.sizes)
         low[dim], high[dim] = cut, box.sizes[dim] - cut
@@ -70,6 +74,24 @@ def random_spec(rng: random.Random, shape: Sequence[int], ranks: Sequence[int]) 
     boxes = random_cover(rng, shape)
     places = zip(boxes, placed(len(boxes)), strict=True)
     return EnumerableShardingSpec([ShardMetadata(box.offsets, box.sizes, place) for box, place in places])
+
+
+def cpu(*ranks: int) -> list[str]:
+    return [f"rank:{rank}/cpu" for rank in ranks]
+
+
+def boxes(
+    shape: Sequence[int],
+    rng: random.Random,
+    *,
+    cuts: int,
+    ranks: Sequence[int] | None = None,
+    dims: Sequence[int] | None = None,
+) -> EnumerableShardingSpec:
+    """`cuts + 1` random boxes, cut along `dims`, on any of `ranks`: some of these have several, some none."""
+    chosen = range(dist.get_world_size()) if ranks is None else ranks
+    found = random_cover(rng, shape, cuts=cuts, dims=dims)
+    return boxes_on(*((box.offsets, box.sizes, rng.choice(chosen)) for box in found))
 
 
 def counted(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -120,6 +142,10 @@ def specs() -> Iterator[ShardingSpec]:
     yield EnumerableShardingSpec([ShardMetadata(*place) for place in places])
 
 
+def whole_of(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
+
+
 def part(whole: Tensor, box: Box) -> Tensor:
     return whole[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))]
 
@@ -140,38 +166,74 @@ def same(found: Tensor, whole: Tensor, **tolerance: float) -> None:
 
 
 def agree(
-    function: Callable[..., Any], *operands: Any, cut: dict[int, ShardingSpec], **tolerance: float
+    function: Callable[..., Any],
+    *operands: Any,
+    cut: dict[int, ShardingSpec],
+    leaves: Collection[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    of_gradients: float | None = None,
+    **tolerance: float,
 ) -> Any:
     """Check that `function` of operands, those in `cut` sharded, gives what it gives of whole ones.
 
-    So must its gradients. Returns what it gave. `tolerance` is of the values.
+    So must the gradients of those in `leaves`, by default of all floating ones. `tolerance` is of the values.
+    Returns what it gave: one value or several.
     """
 
-    def leaves(shards: bool) -> list[Any]:
+    def given(shards: bool) -> list[Any]:
         found = list(operands)
         for place, value in enumerate(operands):
-            if isinstance(value, Tensor):
-                cuts = shards and place in cut
-                value = shard_tensor(value, cut[place], src_rank=None) if cuts else value.clone()
-                found[place] = value.requires_grad_(value.is_floating_point())
+            if not isinstance(value, Tensor):
+                continue
+            if shards and place in cut:
+                found[place] = shard_tensor(value, cut[place], src_rank=None, process_group=group)
+            else:
+                found[place] = value.clone()
+            found[place].requires_grad_(value.is_floating_point() if leaves is None else place in leaves)
         return found
 
-    whole, mine = leaves(shards=False), leaves(shards=True)
+    whole, mine = given(shards=False), given(shards=True)
     expected, found = function(*whole), function(*mine)
-    same(found, expected, **tolerance)
-    if not expected.requires_grad:
+    pairs = [(found, expected)]
+    if isinstance(expected, (list, tuple)):
+        pairs = list(zip(found, expected, strict=True))
+    ends: list[tuple[Tensor, Tensor]] = []
+    for one, other in pairs:
+        if not isinstance(other, Tensor):
+            assert one == other
+            continue
+        same(one, other, **tolerance)
+        if not other.requires_grad:
+            continue
+        weight = torch.linspace(-1, 2, other.numel()).reshape(other.shape).to(other.dtype) + 0.3
+        other.backward(weight, retain_graph=True)
+        if isinstance(one, ShardedTensor):
+            parts = [(tensor, part(weight, box)) for tensor, box in zip(one.tensors, one.boxes, strict=True)]
+            ends += parts or [(one.anchor, torch.zeros_like(one.anchor))]
+        else:
+            ends.append((one, weight))
+    if not ends:
         return found
-    weight = torch.linspace(-1, 2, expected.numel()).reshape(expected.shape).to(expected.dtype) + 0.3
-    expected.backward(weight)
-    ends = [(found, weight)]
-    if isinstance(found, ShardedTensor):
-        ends = [(tensor, part(weight, box)) for tensor, box in zip(found.tensors, found.boxes, strict=True)]
-        ends = ends or [(found.anchor, found.anchor.new_empty(0))]
     torch.autograd.backward([end for end, _ in ends], [grad for _, grad in ends])
+    close = {} if of_gradients is None else {"rtol": of_gradients, "atol": of_gradients}
     for one, other in zip(mine, whole, strict=True):
-        if isinstance(other, Tensor) and other.requires_grad:
-            grad = torch.zeros_like(other) if other.grad is None else other.grad  # none for the 0-norm
-            if other.grad is not None or isinstance(one, ShardedTensor):
-                assert one.grad is not None
-                same(one.grad, grad)
+        if not isinstance(other, Tensor) or not other.requires_grad:
+            continue
+        if other.grad is None:  # of the 0-norm, say
+            assert one.grad is None or not one.grad.any()
+        else:
+            assert one.grad is not None
+            same(one.grad, other.grad, **close)
     return found
+
+
+def compare(
+    function: Callable[..., Tensor],
+    *tensors: tuple[Tensor, ShardingSpec | None],
+    group: dist.ProcessGroup | None = None,
+    tolerance: float = 1e-12,
+) -> Any:
+    """`agree` of tensors beside their cuts (None: plain), values and gradients within `tolerance`."""
+    cuts = {place: spec for place, (_, spec) in enumerate(tensors) if spec is not None}
+    near = {"of_gradients": tolerance, "rtol": tolerance, "atol": tolerance}
+    return agree(function, *(tensor.detach() for tensor, _ in tensors), cut=cuts, group=group, **near)

@@ -1,4 +1,4 @@
-"""Elementwise functions of sharded tensors give what they give of the whole, and the same gradients."""
+"""Operands of elementwise functions: whole, sharded and cut as each other's projection; in place; refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from covers import SHAPE, everywhere, part, same, specs
+from covers import SHAPE, everywhere, same, specs
 
 from ranks import on_ranks
 from shardwise.errors import ShardingError
@@ -27,111 +27,13 @@ from shardwise.sharded_tensor import (
 
 def agree(function: Callable[..., Any], *operands: Any, cut: dict[int, ShardingSpec]) -> None:
     """As `covers.agree`, bit for bit; the result is sharded."""
-    rtol = LAST_BITS if function in ROUNDED_APART else 0.0
-    assert isinstance(covers.agree(function, *operands, cut=cut, rtol=rtol, atol=0.0), ShardedTensor)
-
-
-def gelu_by_tanh(x: Any) -> Any:
-    return F.gelu(x, approximate="tanh")
-
-
-def two_to(x: Any) -> Any:
-    return 2**x
-
-
-# torch computes a tensor's last elements without vector instructions, which round these otherwise (with
-# AVX2); what is last in a shard is not last in the whole.
-ROUNDED_APART = {
-    torch.sigmoid, torch.special.expit, F.gelu, gelu_by_tanh, F.silu, F.softplus, F.mish, two_to,
-    torch.atan2, torch.logaddexp,
-}  # fmt: skip
-LAST_BITS = 3e-7
-
-UNARY = [
-    torch.exp,
-    torch.Tensor.log,
-    torch.sqrt,
-    torch.neg,
-    abs,
-    torch.sigmoid,
-    torch.tanh,
-    torch.erf,
-    F.relu,
-    F.gelu,
-    F.silu,
-    F.softplus,
-    F.elu,
-    F.hardtanh,
-    F.logsigmoid,
-    F.softsign,
-    F.mish,
-    torch.special.expit,
-    torch.isnan,
-    torch.logical_not,
-    torch.round,
-    lambda x: F.leaky_relu(x, 0.2),
-    gelu_by_tanh,
-    lambda x: -x,
-    lambda x: 2 - x,
-    lambda x: 2 / x,
-    two_to,
-    lambda x: x**2,
-    lambda x: 7 // x.detach(),
-    lambda x: 7 % x.detach(),
-    lambda x: x.clamp(min=0.5),
-    lambda x: torch.clamp(x, 0.2, max=0.9),
-    lambda x: x > 1,
-    lambda x: x.eq(1),
-    lambda x: x.masked_fill(x > 1, 3.0),
-    lambda x: torch.where(x > 1, x, -x),
-    lambda x: torch.where(x > 1, x, 0.0),
-    lambda x: F.hardshrink(x, lambd=0.7),
-    lambda x: F.threshold(x, 0.5, 9.0),
-    lambda x: x * x + x,
-    torch.nan_to_num,
-    lambda x: torch.sub(x, x, alpha=3),
-]
-BINARY = [
-    torch.add,
-    torch.Tensor.mul,
-    lambda x, y: x - y,
-    lambda x, y: x / y,
-    torch.maximum,
-    torch.atan2,
-    lambda x, y: torch.where(x > y, x, y),
-    lambda x, y: torch.addcmul(x, x, y, value=0.5),
-    torch.ne,
-    lambda x, y: x.lerp(y, 0.3),
-    lambda x, y: torch.addcdiv(y, x, y),
-    lambda x, y: x.clamp(max=y),
-    torch.isclose,
-    lambda x, y: y.clamp(None, x),
-    lambda x, y: x**y,
-    lambda x, y: (x < y) & (y == y),
-    torch.logaddexp,
-    lambda x, y: x.sub(y, alpha=2),
-]
+    assert isinstance(covers.agree(function, *operands, cut=cut, rtol=0.0, atol=0.0), ShardedTensor)
 
 
 @on_ranks(3)
-def test_functions_of_one_tensor_give_what_they_give_of_the_whole() -> None:
-    torch.manual_seed(0)
-    x = torch.rand(SHAPE) * 2 + 0.01
-    for index, function in enumerate(UNARY):
-        for spec in list(specs())[index % 2 :: 2]:
-            agree(function, x, cut={0: spec})
-
-
-@on_ranks(3)
-def test_functions_of_two_tensors_take_whole_and_sharded_operands_on_either_side() -> None:
+def test_operands_of_several_dtypes_give_the_dtype_that_they_give_whole() -> None:
     torch.manual_seed(0)
     x, y = torch.rand(SHAPE) + 0.5, torch.rand(SHAPE) + 0.5
-    others = [y, y[0], y[:, :1], y[0, 0], y[None, 0]]
-    for index, function in enumerate(BINARY):
-        spec = list(specs())[index % 6]
-        agree(function, x, y, cut={0: spec, 1: spec})
-        agree(function, x, others[index % 5], cut={0: spec})
-        agree(function, others[index % 5], x, cut={1: spec})
     for spec in specs():
         agree(torch.mul, x.double(), y[0, 0], cut={0: spec})
         agree(torch.mul, x.double(), y.bfloat16(), cut={0: spec, 1: spec})
@@ -207,20 +109,11 @@ def test_in_place_functions_write_the_local_tensors() -> None:
     x, y = torch.rand(SHAPE), torch.rand(SHAPE)
     cases: list[Callable[[Any, Any], Any]] = [
         lambda a, b: a.add_(b, alpha=2),
-        lambda a, b: a.mul_(2),
         lambda a, b: a.zero_(),
-        lambda a, b: a.fill_(3),
-        lambda a, b: a.addcmul_(b, b),
-        lambda a, b: a.clamp_(max=0.5),
-        lambda a, b: a.lerp_(b, 0.25),
         lambda a, b: torch.relu_(a),
         lambda a, b: F.relu(a, inplace=True),
         lambda a, b: F.hardtanh(a, 0.1, 0.4, True),
-        lambda a, b: a.masked_fill_(b > 0.5, 0.0),
-        lambda a, b: a.sqrt_(),
-        lambda a, b: a.mul_(y[0]),
         lambda a, b: a.addcdiv_(b, b, value=-0.1),
-        lambda a, b: a.eq_(b),
         lambda a, b: F.elu_(a),
     ]
     for index, case in enumerate(cases):
@@ -299,28 +192,3 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
     with pytest.raises(ShardingError, match="where is not supported"):
         torch.where(x > 0)
     assert (x == None) is False  # noqa: E711
-
-
-@on_ranks(2)
-def test_optimizers_step_as_for_whole_parameters() -> None:
-    makes: list[Callable[[Any], torch.optim.Optimizer]] = [
-        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
-        lambda p: torch.optim.AdamW(p, 0.1, amsgrad=True),
-        lambda p: torch.optim.RMSprop(p, 0.1, momentum=0.5, centered=True),
-        lambda p: torch.optim.Adagrad(p, 0.1),
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-    ]
-    for make in makes:
-        torch.manual_seed(0)
-        whole = [torch.nn.Parameter(torch.randn(SHAPE)) for _ in specs()]
-        mine = [torch.nn.Parameter(shard_tensor(p.detach(), s)) for p, s in zip(whole, specs(), strict=True)]
-        for parameters in (whole, mine):
-            optimizer = make(parameters)
-            for step in range(3):
-                optimizer.zero_grad()
-                sum((p.sin() * p * (step + 1)).sum() for p in parameters).backward()  # type: ignore[union-attr]
-                optimizer.step()
-        for sharded, plain in zip(mine, whole, strict=True):
-            for tensor, box in zip(sharded.detach().tensors, sharded.boxes, strict=True):
-                torch.testing.assert_close(tensor, part(plain.detach(), box))

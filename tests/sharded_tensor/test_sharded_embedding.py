@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cuts_of_layers import boxes, cpu, whole_of
+from covers import boxes, cpu, whole_of
 from torch import Tensor, nn
 
 from ranks import on_ranks

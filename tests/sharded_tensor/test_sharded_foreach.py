@@ -195,11 +195,15 @@ OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda p: torch.optim.ASGD(p, lr=0.1, foreach=True),
     lambda p: torch.optim.Rprop(p, lr=0.1, foreach=True),
     lambda p: torch.optim.Rprop(p, lr=0.1, foreach=False),
+    lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False, amsgrad=True),
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, foreach=False),
+    lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True, foreach=False),
+    lambda p: torch.optim.Adamax(p, lr=0.1, foreach=False),
 ]
 
 
 @on_ranks(3)
-def test_optimizers_with_foreach_train_as_with_plain_parameters() -> None:
+def test_optimizers_train_as_with_plain_parameters() -> None:
     """Bit by bit but for the clipping, whose norms are summed in another order."""
     for number, make in enumerate(OPTIMIZERS):
         (whole,), (mine,) = lists(1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cuts_of_layers import boxes, cpu
+from covers import boxes, cpu
 from torch import Tensor
 
 from ranks import on_ranks

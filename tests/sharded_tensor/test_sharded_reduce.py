@@ -25,49 +25,12 @@ from shardwise.sharded_tensor import (
     shard_tensor,
 )
 
-DIFFERENTIABLE: list[Callable[[Any], Any]] = [
-    torch.sum,
-    torch.mean,
-    torch.max,
-    torch.Tensor.min,
-    torch.amax,
-    torch.amin,
-    torch.var,
-    torch.std,
-    torch.norm,
-    torch.Tensor.norm,
-    torch.linalg.vector_norm,
-    torch.linalg.norm,
-    torch.nansum,
-    lambda x: x.norm(1),
-    lambda x: x.norm(math.inf),
-    lambda x: x.norm(0),
-    lambda x: x.norm(3),
-    lambda x: torch.norm(x, -math.inf),
-    lambda x: torch.linalg.vector_norm(x, 0.5),
-    lambda x: x.norm(-1.5),
-    lambda x: torch.norm(x, "fro"),
-    lambda x: x.sum(dtype=torch.float64),
-    lambda x: x.var(unbiased=False),
-    lambda x: x.std(correction=3),
-    lambda x: x.var(False),
-    lambda x: x.mean(dtype=torch.float64),
-    lambda x: torch.linalg.vector_norm(x, dtype=torch.float64),
-    lambda x: x.sum((0, 1), keepdim=True),
-    lambda x: x.mean((0, 1)),
-    lambda x: torch.logsumexp(x.double() * 500, (0, 1)),
-]
 ALONG: list[Callable[..., Any]] = [
     lambda x, dim, keep: x.sum(dim, keep),
-    lambda x, dim, keep: torch.mean(x, dim=dim, keepdim=keep),
     lambda x, dim, keep: torch.amax(x, dim, keepdim=keep),
     lambda x, dim, keep: x.var(dim, keepdim=keep),
-    lambda x, dim, keep: torch.std(x, dim, correction=0, keepdim=keep),
-    lambda x, dim, keep: x.norm(2, dim, keep),
     lambda x, dim, keep: torch.linalg.vector_norm(x, math.inf, dim, keep),
-    lambda x, dim, keep: torch.linalg.norm(x, 1, dim, keep),
     lambda x, dim, keep: (x > 1).any(dim, keep),
-    lambda x, dim, keep: torch.all(x > 0.3, dim=dim, keepdim=keep),
     lambda x, dim, keep: x.sum(axis=dim, keepdim=keep),
     lambda x, dim, keep: x.logsumexp(dim, keep),
 ]
@@ -87,13 +50,12 @@ def values() -> Tensor:
 
 
 @on_ranks(3)
-def test_reductions_of_all_elements_are_plain_and_the_same_everywhere() -> None:
+def test_reductions_of_all_elements_are_those_of_the_whole_at_ties_zeros_and_what_is_not_finite() -> None:
     x = values()
-    for index, function in enumerate(DIFFERENTIABLE):
-        for spec in list(specs())[index % 2 :: 2]:
-            assert type(agree(function, x, cut={0: spec})) is Tensor
     with_zero = x.index_fill(1, torch.tensor([2]), 0.0)
     for spec in specs():
+        for function in (torch.sum, torch.amax, torch.Tensor.min):
+            assert type(agree(function, x, cut={0: spec})) is Tensor
         agree(torch.norm, torch.zeros(SHAPE), cut={0: spec})
         agree(lambda t: t.norm(1), with_zero, cut={0: spec})
         agree(torch.std, torch.ones(SHAPE), cut={0: spec})
@@ -201,17 +163,11 @@ def test_integers_and_bools_reduce_as_in_torch() -> None:
     kinds: list[Callable[[Any], Any]] = [
         torch.sum,
         torch.max,
-        torch.amin,
         torch.any,
-        torch.all,
         torch.count_nonzero,
-        lambda t: t.sum(dtype=torch.float32),
         lambda t: t.sum(0),
         lambda t: t.mean(dtype=torch.float32),
-        lambda t: t.count_nonzero(1),
         lambda t: t.sum(1, dtype=torch.int32),
-        torch.nansum,
-        lambda t: t.any(1),
         lambda t: t.amax(0),
     ]
     for index, function in enumerate(kinds):

@@ -127,7 +127,7 @@ def _split(start: int, count: int, sizes: Sequence[int]) -> list[_Extent] | None
     """Return the range of `count` elements from `start` on as a box of `sizes`; None where it is none."""
     extents: list[_Extent] = []
     stride = math.prod(sizes)
-    if not count and not (stride and sizes):
+    if not stride or not (count or sizes):
         return None
     if not count:
         return [(min(start * sizes[0] // stride, sizes[0]), 0), *((0, size) for size in sizes[1:])]

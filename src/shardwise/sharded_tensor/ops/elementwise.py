@@ -206,5 +206,5 @@ def _everywhere(func: Any, one: Any, other: Any, options: dict[str, Any]) -> boo
     leader, metadata = broadcast([one, other])
     mine, others = (parts(value, leader=leader, metadata=metadata) for value in (one, other))
     holds = all(func(a, b, **options) for a, b in zip(mine, others, strict=True))
-    answer = torch.tensor(holds, device=leader.anchor.device)
+    answer = torch.tensor(holds or not leader.tensors, device=leader.anchor.device)
     return bool(all_reduced(answer, leader.process_group, dist.ReduceOp.MIN))

@@ -258,7 +258,9 @@ def _stand_in(sharded: ShardedTensor) -> Tensor:
     if sharded.ndim:
         return anchor
     # Of another kind than a 1-D tensor: torch chooses the dtype of a result by tensors with dims first.
-    return torch.cat([anchor, anchor.new_zeros(1)]).reshape(())
+    # Neither 0 nor 1, where gradients of quotients and logarithms are not numbers; integers divide by it.
+    value = 0.5 if anchor.is_floating_point() else 1
+    return torch.cat([anchor, anchor.new_full((1,), value)]).reshape(())
 
 
 def _boxes(leader: ShardedTensor, metadata: ShardedTensorMetadata) -> list[Box]:

@@ -301,9 +301,7 @@ def _variance(
 
 def _power(value: Tensor, p: float) -> Tensor:
     """Raise non-negative numbers to the power of `p`; the gradient of zero is zero."""
-    if p <= 0:
-        return value.pow(p)
-    return value.masked_fill(value == 0, 1).pow(p).masked_fill(value == 0, 0)
+    return value.masked_fill(value == 0, 1).pow(p).masked_fill(value == 0, 0 if p > 0 else math.inf)
 
 
 # ---------------------------------------------------------------- extremes and norms

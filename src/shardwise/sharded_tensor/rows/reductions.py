@@ -159,7 +159,7 @@ def _along(call: _Call) -> Any:
 
 def _combined(call: _Call, *, reduce: Any) -> Tensor:
     """Reduce what the op makes of each rank's rows."""
-    if reduce == PRODUCT and call.wanted.is_complex:
+    if reduce == PRODUCT and call.wanted.is_complex and call.groups:
         call.refuse()
     if call.wanted not in HALF or not any(each.name == "dtype" for each in call.op._schema.arguments):
         return combine(call.on(call.local), call.groups, reduce)
@@ -177,7 +177,7 @@ def _mean(call: _Call) -> Tensor:
 def _norm(call: _Call) -> Tensor:
     order = call.argument("ord", call.argument("p"))
     p = 2.0 if order is None else float(order)
-    if p < 0 and not math.isinf(p):
+    if p < 0 and not math.isinf(p) and (call.groups or not call.count):
         call.refuse(f"for p = {p} on tensors sharded by rows")
     if math.isinf(p) and not call.count:
         call.refuse("along an empty dim")
