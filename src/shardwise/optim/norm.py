@@ -198,7 +198,9 @@ def clip_grad_norm_(
     counts += more
     if len(own) < len(parameters):
         has = {key for key, _ in own}
-        _add_absent((p for p in parameters if id(p) not in has and p.requires_grad), by_axes, groups)
+        lacking = (p for p in parameters if id(p) not in has and p.requires_grad)
+        for axes, locals_ in _local_by_axes(lacking, groups)[0].items():  # other ranks may have theirs
+            by_axes.setdefault(axes, []).append(locals_[0].new_empty(0))
     # A bound that is a tensor is not read: that would wait for its device.
     bound = "" if isinstance(max_norm, Tensor) else f" of {float(max_norm):.6g}"
     total = _norm(by_axes, counts, norm_type, f", to clip them by a bound{bound}", stages, halves)
@@ -230,20 +232,6 @@ def _in_order(groups: Iterable[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
         of = {group: dist.get_process_group_ranks(group) for group in found}
         found.sort(key=lambda group: [rank - of[group][0] for rank in of[group]])
     return found
-
-
-def _add_absent(params: Iterable[Tensor], by_axes: dict[Axes, list[Tensor]], groups: Groups) -> None:
-    """Let this rank come to the all-reduces of parameters that have a gradient on other ranks, it may be."""
-    for param in params:
-        if isinstance(param, ShardedRows):
-            axes, local = param.piece.axes, param._local_tensor
-        elif isinstance(param, DTensor):
-            axes, local = _sharded_axes(param, groups), _compat.local_tensor(param)
-        elif isinstance(param, ShardedTensor):
-            axes, local = (param.process_group,), param.anchor
-        else:
-            continue
-        by_axes.setdefault(axes, []).append(local.new_empty(0))
 
 
 def _sharded_axes(tensor: DTensor, groups: Groups) -> Axes:
