@@ -26,7 +26,7 @@ from shardwise.planner.events import (
     Send,
     Wait,
 )
-from shardwise.planner.measure import last_step
+from shardwise.planner.measure import last_step, moments
 from shardwise.planner.models import model_of
 from shardwise.planner.record import record
 from shardwise.planner.setup import Setup
@@ -125,6 +125,37 @@ def test_float8_halves_what_blocks_gather_and_casts_each_input_once_a_phase() ->
     assert {event.dtype for event in matmuls} == {"float8_e4m3fn"}
     with pytest.raises(ShardingError, match="float8 is planned for compiled blocks"):
         Setup(float8=True)
+
+
+def test_float8_by_rows_gathers_as_it_computes_and_casts_both_factors_with_a_scale_for_each_row() -> None:
+    wide, rows = recorded(compile=True), recorded(compile=True, float8=True, float8_scales="row")
+
+    def sent(of: Recording) -> list[Any]:
+        return [event.collective for _, event, _ in last_step(of, 1) if hasattr(event, "collective")]
+
+    assert sent(rows) == sent(wide)
+    forward = kernels(rows, "forward")
+    multiply = ["prims.cast", "prims.cast", "aten.mm"]
+    assert [one.name for one in forward] == [*multiply, "prims.fused", *multiply * 2, "prims.fused"]
+    casts = {one.nbytes for one in forward if one.name == "prims.cast"}
+    scaled = [3 * TOKENS * WIDTH + 4 * TOKENS, 3 * WIDTH * WIDTH + 4 * WIDTH]  # read at 2 bytes, written at 1
+    assert casts == set(scaled)
+    (nbytes,) = {one.nbytes for one in forward if one.flops}
+    assert nbytes == TOKENS * WIDTH + WIDTH * WIDTH + 4 * (TOKENS + WIDTH) + 2 * TOKENS * WIDTH
+    held = [
+        max(one.alive.get("temporary", 0) for one in moments(of) if one.layer == 0) for of in (wide, rows)
+    ]
+    assert held[1] > held[0]
+    assert moments(rows)[-1].alive == moments(wide)[-1].alive
+
+
+def test_float8_on_hardware_without_it_is_refused_by_name() -> None:
+    asked: dict[str, Any] = {"compile": True, "float8": True, "ranks": 2, "sequence": TOKENS}
+    with pytest.raises(ShardingError, match=r"A100 40GB.* has no peak_flops of float8_e4m3fn"):
+        shardwise.plan(Chain, hardware="a100-40gb", **asked)
+    made = shardwise.plan(lambda layers=10: Chain(layers), hardware="h100", float8_scales="row", **asked)
+    assert "float8 by rows" in str(made)
+    assert not made.whole
 
 
 class Waves(Block):

@@ -207,6 +207,9 @@ def plan(
     compiled: Annotated[bool, typer.Option("--compile", help="Blocks are compiled.")] = False,
     compile_loss: Annotated[bool, typer.Option(help="The loss of whole logits is compiled.")] = False,
     float8: Annotated[bool, typer.Option("--float8", help="Compiled blocks multiply in float8.")] = False,
+    float8_scales: Annotated[
+        str, typer.Option(help="Of float8: one of a tensor, or of each row.")
+    ] = "tensor",
     optimizer: Annotated[
         str, typer.Option(help="AdamW, AdamW fused, AdamW flat, AdamW 8 bits, Muon or SGD.")
     ] = "AdamW fused",
@@ -245,7 +248,8 @@ def plan(
     choices |= {"tensor_plan": tensor_plan, "sequence_parallel": sequence_parallel}
     choices |= {"loss_parallel": loss_parallel, "async_tensor": async_tensor}
     choices |= {"sequence": sequence, "loss": loss, "loop_holds": loop_holds}
-    choices |= {"compile": compiled, "compile_loss": compile_loss, "float8": float8}
+    choices |= {"compile": compiled, "compile_loss": compile_loss}
+    choices |= {"float8": float8, "float8_scales": float8_scales}
     try:
         setup = Setup(ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, **choices)
         for written in (json_path, html_path, trace_path, png_path):  # not only after a search

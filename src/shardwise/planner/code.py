@@ -100,7 +100,9 @@ def _build(model: Model, setup: Setup) -> Iterator[str]:
     yield f"{indent}fully_shard(module, reshard_after_forward={reshard}, **options)"
     yield "    fully_shard(model, **options)"
     if setup.float8:
-        yield "    # before: torchao's convert_to_float8_training(block), with enable_fsdp_float8_all_gather"
+        rows = setup.float8_scales == "row"
+        how = 'the recipe "rowwise"' if rows else "enable_fsdp_float8_all_gather"
+        yield f"    # before: torchao's convert_to_float8_training(block), with {how}"
     if setup.compile:
         yield '    shardwise.compile(model, mode="regional")'
     if setup.async_tensor:

@@ -13,7 +13,8 @@ again instead of kept where nothing is checkpointed, `partition` has cut out bef
 
 With float8 the matmuls of blocks run at that rate. What they take of activations is cast first: read, and
 written at one byte. Its largest magnitude is found by the kernel that made it. Weights are cast before they
-are gathered.
+are gathered. With a scale for each row, along what a matmul adds up, both factors are cast after: each way
+that they are multiplied by itself, with 4 bytes a row. Copies are freed after their last matmul in the block.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ class Touched(NamedTuple):
 Touches = dict[int, Touched]  # by the event's id
 
 
-def compiled(segments: list[Segment], touches: Touches, *, float8: bool) -> list[Segment]:
-    """Return the step with compiled blocks."""
+def compiled(segments: list[Segment], touches: Touches, *, float8: str | None) -> list[Segment]:
+    """Return the step with compiled blocks; in float8, with scales of a "tensor" or a "row"."""
     compiler = _Compiler(segments, touches)
     made = [Segment(one.place, list(compiler.rewritten(one))) for one in segments]
-    if float8:
-        made = [Segment(one.place, list(_in_float8(one, touches))) for one in made]
+    if float8 is not None:
+        cast = _in_float8 if float8 == "tensor" else _by_rows
+        made = [Segment(one.place, list(cast(one, touches))) for one in made]
     return made
 
 
@@ -164,3 +166,34 @@ def _in_float8(segment: Segment, touches: Touches) -> Iterator[Event]:
             yield event._replace(nbytes=event.nbytes - saved, dtype=FLOAT8)
         else:
             yield event
+
+
+def _by_rows(segment: Segment, touches: Touches) -> Iterator[Event]:
+    uses: list[dict[tuple[int, int, int], int]] = []  # by event: bytes of each factor, by its rows
+    for number, event in enumerate(segment.events):
+        touched = touches.get(id(event))
+        uses.append({})
+        if isinstance(event, Compute) and touched and touched.own and event.name in _MATMULS:
+            (left, one), (right, other) = touched.reads[-2:]
+            products = event.flops // 2  # m k n, of factors of 2 m k and 2 k n bytes
+            for memory, rows, nbytes in (
+                (left, products * 2 // other, one),
+                (right, products * 2 // one, other),
+            ):
+                alone = number if memory.category == GATHERED else -1  # which may hold several weights
+                uses[-1][id(memory), rows, alone] = nbytes
+    last = {key: number for number, keys in enumerate(uses) for key in keys}
+    copies: dict[tuple[int, int, int], Memory] = {}
+    for number, (event, factors) in enumerate(zip(segment.events, uses, strict=True)):
+        if not factors or not isinstance(event, Compute):
+            yield event
+            continue
+        for key, nbytes in factors.items():
+            if key not in copies:
+                copies[key] = Memory(nbytes // 2 + 4 * key[1], event.stream)
+                yield Allocate(copies[key])
+                written = nbytes + copies[key].nbytes
+                yield event._replace(name="prims.cast", flops=0, nbytes=written)
+        saved = sum(nbytes - copies[key].nbytes for key, nbytes in factors.items())
+        yield event._replace(nbytes=event.nbytes - saved, dtype=FLOAT8)
+        yield from (Free(copies[key]) for key in factors if last[key] == number)

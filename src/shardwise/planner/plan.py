@@ -16,6 +16,7 @@ from shardwise._compat import FakeTensorMode
 from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.fsdp import FSDPModule
 from shardwise.planner import measure, regular
+from shardwise.planner.compiled import FLOAT8
 from shardwise.planner.devices import Hardware, hardware_of
 from shardwise.planner.events import CATEGORIES, LOGITS, Recording
 from shardwise.planner.measure import GroupSent, Moment, Sent
@@ -194,6 +195,11 @@ def plan_of(
     recording: Recording, model: Model, setup: Setup, device: Hardware | None, *, whole: str = ""
 ) -> Plan:
     """Make a plan of a recording of all blocks."""
+    if setup.float8 and device is not None and FLOAT8 not in device.peak_flops:
+        raise ShardingError(
+            f"{device.name} has no peak_flops of {FLOAT8}, in which float8=True multiplies: choose hardware"
+            " that has, or float8=False"
+        )
     model_flops, computed_flops = measure.flops(recording, setup.accumulation)
     limit = None if device is None else device.usable_bytes
     pieces = setup.tensor if setup.async_tensor else 1
@@ -422,7 +428,8 @@ def _lines(made: Plan) -> Iterator[str]:
         f"{made.model}: {made.parameters:,} parameters, {made.layers} blocks, over {setup.ranks:,} ranks"
         f" ({setup.layout}{f', {setup.replicas} replicas' if setup.replicas > 1 else ''}"
         f"{''.join(f', {axis} over {size}' for axis, size in _axes(setup) if size > 1)}), checkpointing"
-        f" {setup.checkpointing}{', compiled' * setup.compile}{', float8' * setup.float8}, {setup.optimizer},"
+        f" {setup.checkpointing}{', compiled' * setup.compile}{', float8' * setup.float8}"
+        f"{' by rows' * (setup.float8_scales == 'row')}, {setup.optimizer},"
         f" {setup.accumulation} x {setup.micro_batch} x"
         f" {setup.sequence} tokens"
     )

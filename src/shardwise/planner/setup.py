@@ -57,6 +57,8 @@ class Setup:
         compile: blocks are compiled: `shardwise.compile(mode="regional")`.
         compile_loss: so is the loss of whole logits, which then are kept as they are.
         float8: compiled blocks multiply by their linear layers in float8, which is what is gathered of them.
+        float8_scales: one of a tensor; or one of each row that is multiplied, float32, for which parameters
+            are gathered in `param_dtype` and cast for each use.
         fused_norms: RMSNorm is one kernel on "cuda", as of torch 2.9; else the operators that it was before.
         optimizer: "Muon" has the matrices of blocks, and AdamW fused the rest.
         loss: "whole" logits in float32, or "chunked": `shardwise.nn.linear_cross_entropy` in the head.
@@ -95,6 +97,7 @@ class Setup:
     compile: bool = False
     compile_loss: bool = False
     float8: bool = False
+    float8_scales: Literal["tensor", "row"] = "tensor"
     fused_norms: bool = True
     optimizer: Optimizer = "AdamW fused"
     loss: Literal["whole", "chunked"] = "whole"
@@ -118,6 +121,8 @@ class Setup:
             raise ShardingError(
                 "float8 is planned for compiled blocks, whose kernels find its scales: compile=True"
             )
+        if self.float8_scales == "row" and not self.float8:
+            raise ShardingError("float8_scales='row' are of matmuls in float8: float8=True")
         if self.async_tensor and not (self.compile and self.tensor > 1):
             raise ShardingError("async_tensor is planned of compiled blocks, cut by tensor: compile=True")
         if self.compile_loss and self.tensor > 1:
