@@ -182,7 +182,12 @@ def measured_on_mesh(source: Any, model: Model, setup: Setup) -> tuple[int, Any]
     module: Any = model.build(model.layers)
     tokens = torch.zeros(setup.micro_batch * model.at.micro_batches, setup.sequence, dtype=torch.int64)
     if setup.pipeline > 1:
-        schedule, optimizer = names["build"](module, model.at.number, whole_loss)
+        if setup.stages > 1:
+            own = _stages_of(model_of(source, sequence=setup.sequence), setup, model.at.number)
+            module = nn.ModuleList(own.values())
+            schedule, optimizer = names["build"](own, whole_loss)
+        else:
+            schedule, optimizer = names["build"](module, model.at.number, whole_loss)
         ends: dict[str, Any] = {"target": tokens} if model.at.last else {}
         inputs = [tokens] if model.at.first else []
     else:
@@ -208,6 +213,16 @@ def measured_on_mesh(source: Any, model: Model, setup: Setup) -> tuple[int, Any]
     finally:
         uninstall()
     return storages.peaks["step"], counter.calls
+
+
+def _stages_of(model: Model, setup: Setup, rank: int) -> dict[int, nn.Module]:
+    """A rank's stages by number, each an even share of the blocks."""
+    count = setup.pipeline * setup.stages
+    ends = [model.layers * i // count for i in range(count + 1)]
+    make: Any = model.stage
+    return {
+        i: make(ends[i + 1] - ends[i], i == 0, i == count - 1) for i in range(rank, count, setup.pipeline)
+    }
 
 
 def _measured(model: Model, setup: Setup) -> tuple[int, Any]:

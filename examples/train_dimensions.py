@@ -193,8 +193,11 @@ class Step:
 
     def __init__(self, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
         self.mesh, self.device = mesh, device
-        pp, sp = part(mesh, "pp"), part(mesh, "sp")
+        pp, sp, tp = (part(mesh, name) for name in ("pp", "sp", "tp"))
         self.sequences = None if sp is None else SequenceCut(sp)
+        if tp is not None and (args.heads % tp.size() or (sp is not None and args.seq < sp.size())):
+            found = f"--heads {args.heads}, --seq {args.seq}"
+            raise ShardingError(f"{args.mesh}, {found}: tp divides heads; ranks of sp have tokens")
         pieces = share_of_batch(mesh)[1] * (1 if pp is None else args.micro_batches)
         if args.batch % pieces:
             raise ShardingError(f"--batch {args.batch} is no multiple of {pieces}: ranks x micro-batches")
@@ -244,18 +247,16 @@ class Step:
 
 def what_ranks_hold(step: Step, optimizer: torch.optim.Optimizer, dimensions: Dimensions) -> str:
     place = "  ".join(f"{name} {at}" for name, at in dimensions.place(dist.get_rank()).items())
-    parts = [name for name in ENDS if getattr(step.model, name) is not None]
-    parts[:] = [*parts, "blocks " + ", ".join(step.model.blocks)]
+    names = [name for name in ENDS if getattr(step.model, name) is not None]
+    parts = ", ".join([*names, "blocks " + ", ".join(step.model.blocks)])
     held = memory_held(step.model, optimizer)["parameters"]
     lines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(lines, f"rank {dist.get_rank()}: {place}: {', '.join(parts)}; {held:,} bytes")
+    dist.all_gather_object(lines, f"rank {dist.get_rank()}: {place}: {parts}; {held:,} bytes")
     return "\n".join([dimensions.picture(), "", "of parameters", *lines])
 
 
 def run(args: argparse.Namespace, device: torch.device) -> None:
     dimensions = Dimensions(args.mesh)
-    if args.heads % dimensions.sizes.get("tp", 1):
-        raise SystemExit(f"{args.heads} heads over {args.mesh}: give a multiple of the ranks of tp")
     step = Step(args, dimensions.mesh(device.type), device)
     optimizer = torch.optim.AdamW(step.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     text, _ = train_gpt.read_text(args.data, args.seq)
@@ -265,8 +266,7 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
         train_gpt.resume(checkpoints, step.model, optimizer, progress, stages=stages)
         say(f"resumed at step {progress['step']}")
 
-    log = open_log(args, device, done=progress["step"])
-    picture = what_ranks_hold(step, optimizer, dimensions)
+    log, picture = open_log(args, device, done=progress["step"]), what_ranks_hold(step, optimizer, dimensions)
     if log is not None:
         log.note(mesh=picture)
     draw = {"batch": args.batch, "seq": args.seq, "seed": args.seed}

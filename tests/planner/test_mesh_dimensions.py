@@ -121,6 +121,15 @@ def test_the_python_of_a_plan_over_dimensions_allocates_and_sends_what_was_plann
 
 
 @on_ranks(4)
+def test_ranks_of_several_stages_send_what_was_planned_and_keep_no_more() -> None:
+    setup = setup_of(4, pipeline=2, accumulation=4, stages=2, schedule="Interleaved1F1B")
+    found = compare(stages, setup)
+    assert found.measured_sent == found.planned_sent
+    # Planned in whole micro-batches, of which torch keeps halves: less than one of activations more.
+    assert found.measured_alive <= found.planned_alive <= 1.2 * found.measured_alive
+
+
+@on_ranks(4)
 def test_learned_positions_are_cut_with_their_sequence() -> None:
     found = compare(learned, setup_of(4, tensor=2, tensor_plan="torchtitan"))
     assert found.measured_alive == pytest.approx(found.planned_alive, rel=0.01)

@@ -256,7 +256,7 @@ def plan(
             if written is not None:
                 _check_writable(written)
         hardware_of(hardware)
-        check_source(model)
+        check_source(model, experts)
     except ShardwiseError as error:  # in a third of a second: nothing has asked for torch
         print_failure(error, traceback.format_exc() if show_tracebacks else "")
         raise typer.Exit(NOT_RUN) from None

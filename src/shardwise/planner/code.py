@@ -51,37 +51,80 @@ _HOMES = {
 
 
 def _build(model: Model, setup: Setup) -> Iterator[str]:
-    blocks, ends, converted = _parts(model, setup)
-    whole = _has_dimensions(setup)
-    staged = setup.pipeline > 1
-    yield f"def build(model{', number, loss' if staged else ''}):"
+    staged, several = setup.pipeline > 1, setup.stages > 1
+    count = setup.pipeline * setup.stages
+    takes = "parts, loss" if several else "model, number, loss" if staged else "model"
+    yield f"def build({takes}):"
     yield (
         f'    """Over {setup.ranks:,} ranks; a step of each is {setup.accumulation} x {setup.micro_batch}'
         f' sequences of {setup.sequence:,} tokens."""'
     )
+    if several:
+        yield f"    # this rank's stages by number, of {count}: each an even share of {model.layers} blocks"
+    elif staged:
+        yield f"    # stage `number` of {count}: an even share of the {model.layers} blocks"
+    yield from _meshes(setup)
     if staged:
-        parts = setup.pipeline * setup.stages
-        yield f"    # stage `number` of {parts}: an even share of the {model.layers} blocks"
-    if converted:
-        yield f"    model.{CASTS[setup.stored_dtype]}()"
+        yield "    shardwise.install()  # torch's stages ask FSDP2 whether a module is sharded"
+        yield f'    device, group = torch.device("{setup.device}"), whole.get_group("pp")'
+    shards = _shards(model, setup)
+    if several:
+        yield "    stages, every = [], []"
+        yield "    for number, model in parts.items():"
+        yield from (f"    {line}" for line in shards)
+        yield "        every += blocks"
+        yield f"        stages.append(PipelineStage(model, number, {count}, device, group=group))"
+        yield "    model, blocks = torch.nn.ModuleList(parts.values()), every"
+    else:
+        yield from shards
+    if setup.optimizer == "Muon":
+        yield "    matrices = [p for block in blocks for p in block.parameters() if p.ndim == 2]"
+        yield "    others = [p for p in model.parameters() if all(p is not one for one in matrices)]"
+    if setup.reduce_once:
+        yield "    # model.set_requires_gradient_sync(False) before micro-batches, (True) before the last"
+    if setup.clip_norm:
+        yield "    # before the optimizer's step: shardwise.clip_grad_norm_(model.parameters(), 1.0)"
+    if setup.expandable_segments:
+        yield "    # in the environment: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    made = OPTIMIZERS[setup.optimizer]
+    if not staged:
+        yield f"    return {made}"
+        return
+    if not several:
+        yield f"    stages = PipelineStage(model, number, {count}, device, group=group)"
+    kind = f"Schedule{setup.schedule}"
+    yield f"    schedule = {kind}(stages, {setup.accumulation}, loss_fn=loss)"
+    yield "    # schedule.step(..., return_outputs=False), or the last stage keeps all logits"
+    yield f"    return schedule, {made}"
+
+
+def _meshes(setup: Setup) -> Iterator[str]:
     names, sizes = tuple(setup.axes), tuple(setup.axes.values())
     quoted = ", ".join(f'"{name}"' for name in names)
-    if whole:
+    if _has_dimensions(setup):
         yield f'    whole = Dimensions("{setup.dimensions}").mesh("{setup.device}")'
+        yield "    mesh = dense_mesh(whole)"
     else:
         named = f", mesh_dim_names=({quoted})" if len(names) > 1 else ""
-        yield f'    mesh = init_device_mesh("{setup.device}", {sizes}{named})'
-    if setup.tensor > 1:
-        yield from _tensor_parallel(model, setup, 'whole["tp"]' if whole else 'mesh["tensor"]')
-    if whole:
-        yield "    mesh = dense_mesh(whole)"
-    elif setup.tensor > 1:
-        yield f"    mesh = mesh[{quoted.rpartition(', ')[0]}]"
-    if setup.ulysses > 1:
-        yield from _over_sequences(model)
+        made = "whole" if setup.tensor > 1 else "mesh"
+        yield f'    {made} = init_device_mesh("{setup.device}", {sizes}{named})'
+        if setup.tensor > 1:
+            yield f"    mesh = whole[{quoted.rpartition(', ')[0]}]"
     yield f"    policy = MixedPrecisionPolicy(torch.{setup.param_dtype}, torch.{setup.reduce_dtype})"
     strategy = "" if setup.strategy is None else f', "strategy": "{setup.strategy}"'
     yield f'    options = {{"mesh": mesh, "mp_policy": policy, "layout": "{setup.layout}"{strategy}}}'
+
+
+def _shards(model: Model, setup: Setup) -> Iterator[str]:
+    """What is done to the model, or to each of a rank's stages."""
+    blocks, ends, converted = _parts(model, setup)
+    if converted:
+        yield f"    model.{CASTS[setup.stored_dtype]}()"
+    if setup.tensor > 1:
+        axis = "tp" if _has_dimensions(setup) else "tensor"
+        yield from _tensor_parallel(model, setup, f'whole["{axis}"]')
+    if setup.ulysses > 1:
+        yield from _over_sequences(model)
     reshard = options_of(setup)["reshard_after_forward"]
     if setup.experts > 1:
         yield '    for experts in hf.cut_experts(model, whole["ep"]):'
@@ -94,9 +137,9 @@ def _build(model: Model, setup: Setup) -> Iterator[str]:
         yield f"        recompute(block, selective={setup.checkpointing == 'selective'})"
     apart = "".join(f", model.{name}" for name in ends) if setup.ends_apart else ""
     yield f"    for module in [*blocks{apart}]:"
-    if staged and apart:
+    if setup.pipeline > 1 and apart:
         yield "        if module is not None:  # another stage's"
-    indent = " " * (12 if staged and apart else 8)
+    indent = " " * (12 if setup.pipeline > 1 and apart else 8)
     yield f"{indent}fully_shard(module, reshard_after_forward={reshard}, **options)"
     yield "    fully_shard(model, **options)"
     if setup.float8:
@@ -111,31 +154,6 @@ def _build(model: Model, setup: Setup) -> Iterator[str]:
         yield "    # the loss is torch.compile's of cross_entropy(logits.float(), targets)"
     if setup.loss == "chunked":
         yield "    # the head returns shardwise.nn.linear_cross_entropy(x, self.weight, targets)"
-    if setup.optimizer == "Muon":
-        yield "    matrices = [p for block in blocks for p in block.parameters() if p.ndim == 2]"
-        yield "    others = [p for p in model.parameters() if all(p is not one for one in matrices)]"
-    if setup.reduce_once:
-        yield "    # model.set_requires_gradient_sync(False) before micro-batches, (True) before the last"
-    if setup.clip_norm:
-        yield "    # before the optimizer's step: shardwise.clip_grad_norm_(model.parameters(), 1.0)"
-    if setup.expandable_segments:
-        yield "    # in the environment: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    made = OPTIMIZERS[setup.optimizer]
-    if not staged:
-        yield f"    return {made}"
-        return
-    stages = setup.pipeline * setup.stages
-    yield "    shardwise.install()  # torch's stages ask FSDP2 whether a module is sharded"
-    yield f'    device, group = torch.device("{setup.device}"), whole.get_group("pp")'
-    yield f"    stage = PipelineStage(model, number, {stages}, device, group=group)"
-    if setup.stages > 1:
-        yield f"    # then ScheduleInterleaved1F1B(a rank's stages, {setup.accumulation}, loss_fn=loss)"
-        yield f"    return stage, {made}"
-        return
-    kind = {"1F1B": "Schedule1F1B", "GPipe": "ScheduleGPipe"}[setup.schedule]
-    yield f"    schedule = {kind}(stage, {setup.accumulation}, loss_fn=loss)"
-    yield "    # schedule.step(..., return_outputs=False), or the last stage keeps all logits"
-    yield f"    return schedule, {made}"
 
 
 def _has_dimensions(setup: Setup) -> bool:

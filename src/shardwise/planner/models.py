@@ -39,11 +39,12 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a pipeline, of how many; and micro-batches of a step."""
+    """A rank of a pipeline, of how many; micro-batches of a step, and stages that the rank has."""
 
     number: int
     count: int
     micro_batches: int = 1
+    stages: int = 1
 
     @property
     def first(self) -> bool:

@@ -50,7 +50,7 @@ def stage_of(model: Model, setup: Setup, number: int) -> Model:
         raise ShardingError(
             f"accumulation={setup.accumulation} micro-batches do not fill pipeline={ranks}: give as many"
         )
-    at = Stage(number, ranks, setup.accumulation)
+    at = Stage(number, ranks, setup.accumulation, setup.stages)
     begin, end = (model.layers * i // ranks for i in (number, number + 1))
     return replace(model, layers=end - begin, build=lambda layers: make(layers, at.first, at.last), at=at)
 
@@ -97,16 +97,23 @@ def hidden_of(model: Model, setup: Setup, tokens: Tensor) -> Tensor:
 
 
 class Pipe:
-    """A stage's micro-batches, kept as torch's stages keep them."""
+    """A rank's micro-batches, kept as torch's stages keep them.
+
+    Several stages of a rank are one module here, whose blocks are all of theirs. What these hand on between
+    each other, by way of other ranks, is sent, received and kept as it is.
+    """
 
     def __init__(self, model: Model, module: nn.Module, hidden: Tensor, group: dist.ProcessGroup) -> None:
         self.model, self.module, self.group, self.at = model, module, group, model.at
 
-        def buffers(there: bool) -> list[Tensor]:
-            return [torch.empty_like(hidden) for _ in range(self.at.micro_batches * there)]
+        def buffers(stages: int) -> list[list[Tensor]]:
+            count = self.at.micro_batches
+            return [[torch.empty_like(hidden) for _ in range(count)] for _ in range(stages)]
 
-        self.received, self.gradients = buffers(not self.at.first), buffers(not self.at.last)
-        self.cache: dict[int, tuple[Tensor, Tensor]] = {}
+        # By stage, and micro-batch: of those that are not the model's first, and not its last.
+        self.received = buffers(self.at.stages - self.at.first)
+        self.gradients = buffers(self.at.stages - self.at.last)
+        self.cache: dict[int, tuple[Tensor, Tensor, list[Tensor]]] = {}
         self.losses: dict[int, Tensor] = {}
         self.held: dict[str, Tensor] = {}  # by a schedule: the last output, the last that was sent
 
@@ -119,10 +126,15 @@ class Pipe:
     def forward(self, micro: int, tokens: Tensor) -> None:
         x = tokens
         if not self.at.first:
-            self._receive(self.received[micro])
-            x = self.received[micro].requires_grad_()
+            self._receive(self.received[0][micro])
+            x = self.received[0][micro].requires_grad_()
         output = self.module(x)
-        self.cache[micro] = output, x
+        between = []
+        for buffers in self.received[1 - self.at.first :]:
+            between.append(torch.empty_like(buffers[micro]))
+            self._send(between[-1])
+            self._receive(buffers[micro])
+        self.cache[micro] = output, x, between
         self.held["output"] = output
         if self.at.last:
             self.losses[micro] = self.model.loss(cast(nn.Module, lambda _: output), x, tokens)
@@ -130,7 +142,7 @@ class Pipe:
             self._send(output.detach())
 
     def backward(self, micro: int) -> None:
-        output, x = self.cache.pop(micro)
+        output, x, between = self.cache.pop(micro)
         module = cast(FSDPModule, self.module)
         module.set_is_last_backward(False)
         module.set_reshard_after_backward(False)
@@ -138,8 +150,11 @@ class Pipe:
         if self.at.last:
             self.losses[micro].backward()
         else:
-            self._receive(self.gradients[micro])
-            torch.autograd.backward(output, self.gradients[micro])
+            self._receive(self.gradients[0][micro])
+            torch.autograd.backward(output, self.gradients[0][micro])
+        for kept, buffers in zip(between, self.gradients[1 - self.at.last :], strict=True):
+            self._send(torch.empty_like(kept))
+            self._receive(buffers[micro])
         if not self.at.first:
             assert x.grad is not None
             self.held["sent"], x.grad = x.grad, None
@@ -220,10 +235,9 @@ def figures(recordings: list[Recording], model: Model, setup: Setup) -> list[Sta
     found = []
     for rank in range(setup.pipeline):
         begin, end = (model.layers * i // setup.pipeline for i in (rank, rank + 1))
-        ends_here = rank == setup.pipeline - 1
-        of, size = (last, sizes[1]) if ends_here else (first, sizes[0])
-        ways = (rank > 0) + (not ends_here)
-        moved = handed * ways * setup.accumulation * setup.stages
+        of, size = (last, sizes[1]) if rank == setup.pipeline - 1 else (first, sizes[0])
+        ways = 2 * setup.stages - (rank in (0, setup.pipeline - 1))
+        moved = handed * ways * setup.accumulation
         count = in_flight(setup, rank)
         held = count * size * (end - begin) // of.layers + moved
         found.append(StageFigures(rank, end - begin, count, held, moved))
@@ -239,12 +253,12 @@ def _handed_bytes(first: Recording) -> int:
 def pipelined(recordings: list[Recording], setup: Setup, device: Hardware) -> Times:
     """Times of the slowest rank, with what it waits while the pipeline fills and drains.
 
-    Between them are ranks that send both ways, and each further stage of a rank sends as much again.
+    Between them are ranks that send both ways.
     """
     slowest, step = None, 0.0
     hop = Collective("send", _handed_bytes(recordings[0]), None, setup.pipeline)
     sends = send_seconds(hop, device, stride=setup.ranks // setup.pipeline)
-    more = sends * (2 * (setup.stages - 1) + (setup.pipeline > 2))
+    more = sends * (setup.pipeline > 2)
     count = setup.accumulation
     for recording in recordings:
         times, longer = (time_of(recording, device, n) for n in (count, max(count, 3) + 1))

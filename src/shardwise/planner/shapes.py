@@ -87,8 +87,12 @@ PUBLISHED = {
 }
 
 
-def check_source(source: str) -> None:
-    """Raises ShardingError for text that is no published model's name, config or factory."""
+def check_source(source: str, experts: int = 1) -> None:
+    """Raises ShardingError for text that is no published model's name, config or factory, or has no experts."""
+    if source in PUBLISHED and experts > 1:
+        raise ShardingError(
+            f"{source} has no experts to cut, but experts={experts}: give 1, or a mixture's config (.json)"
+        )
     if source.endswith(".json") and not Path(source).is_file():
         raise ShardingError(f"{source} is no file: give the path of a transformers config")
     module, _, name = source.partition(":")
