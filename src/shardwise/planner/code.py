@@ -116,7 +116,7 @@ def _meshes(setup: Setup) -> Iterator[str]:
 
 
 def _shards(model: Model, setup: Setup) -> Iterator[str]:
-    """What is done to the model, or to each of a rank's stages."""
+    """Yield the lines that shard the model, or each of a rank's stages."""
     blocks, ends, converted = _parts(model, setup)
     if converted:
         yield f"    model.{CASTS[setup.stored_dtype]}()"
