@@ -88,7 +88,7 @@ PUBLISHED = {
 
 
 def check_source(source: str, experts: int = 1) -> None:
-    """Raises ShardingError for text that is no published model's name (with experts, if asked), config or factory."""
+    """Raises ShardingError for text that is no published model's name (with experts), config or factory."""
     if source in PUBLISHED and experts > 1:
         raise ShardingError(
             f"{source} has no experts to cut, but experts={experts}: give 1, or a mixture's config (.json)"
