@@ -250,6 +250,19 @@ def test_a_gradient_that_some_ranks_lack_is_an_error_on_every_rank(
         clip_grad_norm_([*params.values(), on_mesh(mesh["dp"]), on_mesh(mesh["tp"])], 1.0)
 
 
+@on_ranks(2)
+def test_a_rank_without_rows_of_the_widest_dtype_reduces_in_it() -> None:
+    model = nn.Module()
+    model.narrow, model.wide = nn.Parameter(torch.ones(6, 5)), nn.Parameter(torch.ones(1).double())
+    fully_shard(model, layout="contiguous")
+    for param in model.parameters():
+        whole = torch.ones(param.shape, dtype=param.dtype)
+        param.grad = distribute_tensor(whole, param.device_mesh, param.placements)
+    found = clip_grad_norm_(model.parameters(), 1.0)
+    assert found.dtype == torch.float64
+    assert found.item() == pytest.approx(math.sqrt(31))
+
+
 @on_ranks(4)
 def test_axes_are_reduced_in_one_order_whatever_tensor_comes_first() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

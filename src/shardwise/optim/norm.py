@@ -103,7 +103,11 @@ def _local_by_axes(
             by_axes.setdefault((), []).append(tensor)
     for axes, locals_ in rows.items():
         counts[axes] += len(locals_)
-        by_axes.setdefault(axes, []).extend(merge_views(locals_))
+        merged = merge_views(locals_)
+        # Ranks without rows of a dtype reduce in it all the same.
+        for dtype in {t.dtype for t in locals_} - {t.dtype for t in merged}:
+            merged.append(locals_[0].new_empty(0, dtype=dtype))
+        by_axes.setdefault(axes, []).extend(merged)
     return by_axes, counts
 
 
@@ -162,7 +166,8 @@ def clip_grad_norm_(
     Takes what `torch.nn.utils.clip_grad_norm_` takes, in any mixture of plain parameters, sharded ones of
     either layout on any meshes, and `ShardedTensor`s, in one all-reduce for each axis or group that cuts any.
 
-    Collective over every mesh of a parameter; ranks must pass the same parameters in the same order.
+    Collective over every mesh of a parameter; ranks must pass the same parameters, and equal gradients of plain
+    ones, which they do not exchange.
 
     Args:
         stages: the ranks of a pipeline's stages, `mesh["pp"]`: each passes its own stages' parameters, and
@@ -174,7 +179,8 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; on every rank.
-        RankMismatchError: ranks differ in the norm, its bound or how many gradients they have (over gloo).
+        RankMismatchError: ranks differ in the norm's type, its bound or how many gradients they have; on every
+            rank of a process group of theirs (over gloo).
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if stages is None and parameters and getattr(parameters[0], _OF_A_STAGE, False):

@@ -139,6 +139,20 @@ def test_the_host_reads_pinned_memory_after_the_copy(read: Callable[[Tensor], ob
     assert races(lambda: program(waits=False))
 
 
+def test_a_pinned_number_is_read_after_its_copy() -> None:
+    """As losses are logged: a tensor without dims, which to other operators is a number."""
+
+    def program(*, waits: bool) -> None:
+        host = torch.empty((), pin_memory=True)
+        host.copy_(torch.ones((), device=DEVICE), non_blocking=True)
+        if waits:
+            current().synchronize()
+        float(host)
+
+    assert not races(lambda: program(waits=True))
+    assert len(races(lambda: program(waits=False))) == 1
+
+
 def test_saving_reads_pinned_memory(tmp_path: Path) -> None:
     def program(*, waits: bool) -> None:
         host = torch.empty(8, pin_memory=True)

@@ -239,7 +239,10 @@ class Simulation:
         if how.only_views and not made:
             return on_tensors(result, on_device)
         blocking = not kwargs.get("non_blocking", False) and not (len(args) > 2 and args[2] is True)
-        copies = leaves or any(not isinstance(t, SimTensor) and t.ndim for t in (*reads, *writes))
+        # A host's tensor without dims is a number to other operators than copies.
+        copies = leaves or any(
+            not isinstance(t, SimTensor) and (t.ndim or how.crosses) for t in (*reads, *writes)
+        )
         stream = self.timeline.current()
         for tensor in made if not leaves else ():
             what = f"{tuple(tensor.shape)} of {how.name} at {place_in_code()}"
