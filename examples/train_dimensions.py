@@ -199,7 +199,7 @@ class Step:
             found = f"--heads {args.heads}, --seq {args.seq}"
             raise ShardingError(f"{args.mesh}, {found}: tp divides heads; ranks of sp have tokens")
         pieces = share_of_batch(mesh)[1] * (1 if pp is None else args.micro_batches)
-        if args.batch % pieces:
+        if not pieces or args.batch % pieces:
             raise ShardingError(f"--batch {args.batch} is no multiple of {pieces}: ranks x micro-batches")
         whole = build(args).to(device)
         own = [(0, whole)] if pp is None else stages_of(whole, pp, args)

@@ -166,8 +166,8 @@ def clip_grad_norm_(
     Takes what `torch.nn.utils.clip_grad_norm_` takes, in any mixture of plain parameters, sharded ones of
     either layout on any meshes, and `ShardedTensor`s, in one all-reduce for each axis or group that cuts any.
 
-    Collective over every mesh of a parameter; ranks must pass the same parameters, and equal gradients of plain
-    ones, which they do not exchange.
+    Collective over every mesh of a parameter; ranks must pass the same parameters, and equal gradients of
+    plain ones, which they do not exchange.
 
     Args:
         stages: the ranks of a pipeline's stages, `mesh["pp"]`: each passes its own stages' parameters, and
@@ -179,8 +179,8 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; on every rank.
-        RankMismatchError: ranks differ in the norm's type, its bound or how many gradients they have; on every
-            rank of a process group of theirs (over gloo).
+        RankMismatchError: ranks differ in the norm's type, its bound or how many gradients they have; on
+            every rank of a process group of theirs (over gloo).
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if stages is None and parameters and getattr(parameters[0], _OF_A_STAGE, False):
