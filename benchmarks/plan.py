@@ -202,7 +202,10 @@ def by_family(compared: dict[str, list[Row]], verdicts: Sequence[Row], refused: 
         "tokens/s: median error",
         "90th",
     ]
-    title = "By family; time calibrated on other families of the hardware"
+    title = (
+        "By family; time calibrated on all rows of the hardware's other families (their share of the"
+        " profile's rates, the median; computed from the rows below)"
+    )
     return Table(title, [*header, "wrong verdicts", "of these sure", "margin, of other families"], body)
 
 
