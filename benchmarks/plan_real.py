@@ -179,15 +179,14 @@ def measured_on_mesh(source: Any, model: Model, setup: Setup) -> tuple[int, Any]
     """Of the second step of stages, sequences or experts over ranks, built by the Python of a plan."""
     names: dict[str, Any] = {}
     exec(python(source, setup), names)
-    module: Any = model.build(model.layers)
+    own = {}
+    if setup.stages > 1:
+        own = _stages_of(model_of(source, sequence=setup.sequence), setup, model.at.number)
+    module: Any = nn.ModuleList(own.values()) if own else model.build(model.layers)
     tokens = torch.zeros(setup.micro_batch * model.at.micro_batches, setup.sequence, dtype=torch.int64)
     if setup.pipeline > 1:
-        if setup.stages > 1:
-            own = _stages_of(model_of(source, sequence=setup.sequence), setup, model.at.number)
-            module = nn.ModuleList(own.values())
-            schedule, optimizer = names["build"](own, whole_loss)
-        else:
-            schedule, optimizer = names["build"](module, model.at.number, whole_loss)
+        given = (own,) if own else (module, model.at.number)
+        schedule, optimizer = names["build"](*given, whole_loss)
         ends: dict[str, Any] = {"target": tokens} if model.at.last else {}
         inputs = [tokens] if model.at.first else []
     else:

@@ -378,7 +378,7 @@ def mark_complete(shard: Any, used: int) -> None:
 def merge_views(locals_: Sequence[Tensor]) -> list[Tensor]:
     """Merge views of a marked shard into it, where all are there, and drop tensors without elements.
 
-    At least one tensor is left.
+    One of each dtype is left: ranks without rows of it reduce in it all the same.
     """
     found: list[Tensor] = []
     views: dict[int, tuple[Tensor, list[Tensor]]] = {}
@@ -396,7 +396,9 @@ def merge_views(locals_: Sequence[Tensor]) -> list[Tensor]:
         members.append(local)
     for base, members in views.values():
         found.extend([base] if _are_all_of(base, members) else members)
-    return found or list(locals_[:1])
+    left = {local.dtype for local in found}
+    found.extend({local.dtype: local for local in locals_ if local.dtype not in left}.values())
+    return found
 
 
 def _are_all_of(base: Tensor, members: Sequence[Tensor]) -> bool:

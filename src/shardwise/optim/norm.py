@@ -103,11 +103,7 @@ def _local_by_axes(
             by_axes.setdefault((), []).append(tensor)
     for axes, locals_ in rows.items():
         counts[axes] += len(locals_)
-        merged = merge_views(locals_)
-        # Ranks without rows of a dtype reduce in it all the same.
-        for dtype in {t.dtype for t in locals_} - {t.dtype for t in merged}:
-            merged.append(locals_[0].new_empty(0, dtype=dtype))
-        by_axes.setdefault(axes, []).extend(merged)
+        by_axes.setdefault(axes, []).extend(merge_views(locals_))
     return by_axes, counts
 
 

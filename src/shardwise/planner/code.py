@@ -137,9 +137,10 @@ def _shards(model: Model, setup: Setup) -> Iterator[str]:
         yield f"        recompute(block, selective={setup.checkpointing == 'selective'})"
     apart = "".join(f", model.{name}" for name in ends) if setup.ends_apart else ""
     yield f"    for module in [*blocks{apart}]:"
+    indent = " " * 8
     if setup.pipeline > 1 and apart:
-        yield "        if module is not None:  # another stage's"
-    indent = " " * (12 if setup.pipeline > 1 and apart else 8)
+        yield f"{indent}if module is not None:  # another stage's"
+        indent += " " * 4
     yield f"{indent}fully_shard(module, reshard_after_forward={reshard}, **options)"
     yield "    fully_shard(model, **options)"
     if setup.float8:

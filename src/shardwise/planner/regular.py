@@ -51,14 +51,9 @@ def check(model: Model, setup: Setup) -> int:
         except Exception as error:  # of the user's model
             phase = "backward" if watch.in_backward else "forward"
             raise NotRegular(f"one {phase} of the model cannot be looked at: {error}") from error
-    leading = max(
-        leading,
-        _compare("does", watch.inside),
-        _compare("is followed by", watch.after[:-1]),
-        _compare(
-            "does in backward", watch.backward, first=1
-        ),  # what is before the blocks comes after block 0
-    )
+    inside, after = _compare("does", watch.inside), _compare("is followed by", watch.after[:-1])
+    # What is before the blocks comes after block 0.
+    leading = max(leading, inside, after, _compare("does in backward", watch.backward, first=1))
     firsts = list(dict.fromkeys(watch.order))
     if firsts != sorted(firsts):
         raise NotRegular(f"blocks run in the order {firsts}")

@@ -170,12 +170,9 @@ def _check_strategy(setup: Setup) -> None:
     if setup.layout != "contiguous":
         raise ShardingError(f"strategy {setup.strategy!r} is of the contiguous layout: layout='contiguous'")
     if (setup.strategy in ("hsdp", "hierarchical_fsdp")) != (setup.replicas > 1):
-        how = "(--replicas), a divisor of ranks" if setup.replicas == 1 else "1, or hsdp or hierarchical_fsdp"
-        of = (
-            "replicas, and there is 1"
-            if setup.replicas == 1
-            else f"no replicas, and there are {setup.replicas}"
-        )
+        of, how = "replicas, and there is 1", "(--replicas), a divisor of ranks"
+        if setup.replicas > 1:
+            of, how = f"no replicas, and there are {setup.replicas}", "1, or hsdp or hierarchical_fsdp"
         raise ShardingError(f"strategy {setup.strategy!r} is of a mesh of {of}: give replicas {how}")
 
 
