@@ -203,7 +203,8 @@ class ContiguousReducer(GradReducer):
         if self.group.offloads:
             shard = self._to_home(params, shard)
         if self.group.settings.all_reduce_hook is None:  # which may write to padding
-            mark_complete(shard, members.used)
+            # Of its elements views are `used` together, and the rest is zero: see `merge_views`.
+            shard.used = members.used  # type: ignore[attr-defined]
         begin, dtype, device = shard.storage_offset(), shard.dtype, shard.device
         # Both are lists that were made once: usually every parameter has a gradient.
         filled, empty = members.filled, members.empty
@@ -271,7 +272,7 @@ class ContiguousReducer(GradReducer):
         found: Any = grads
         targets = staging.targets
         if complete:
-            # `mark_complete` promises that padding is zero.
+            # A shard marked as `used` promises that padding is zero.
             for gap in staging.gaps:
                 gap.zero_()
         else:
@@ -370,11 +371,6 @@ def _fill_slice(
 #     reduced shard    A A A A B B C C C -     gradients A, B and C are views; padding is zero
 
 
-def mark_complete(shard: Any, used: int) -> None:
-    """Mark a shard as one of whose elements views are `used` together, and the rest is zero."""
-    shard.used = used
-
-
 def merge_views(locals_: Sequence[Tensor]) -> list[Tensor]:
     """Merge views of a marked shard into it, where all are there, and drop tensors without elements.
 
@@ -407,4 +403,4 @@ def _are_all_of(base: Tensor, members: Sequence[Tensor]) -> bool:
     if used is None or sum(sizes) != used:
         return False
     begins = list(compress(map(Tensor.storage_offset, members), sizes))
-    return len(set(begins)) == len(begins)
+    return begins == list(dict.fromkeys(begins))  # each once

@@ -12,7 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise import _compat
 from shardwise.comm.foreach import wait_for_gather
 from shardwise.comm.order import Order
-from shardwise.errors import LifecycleError, here
+from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import finalization, read_guard
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.lifecycle import Action, TrainingState
@@ -46,6 +46,14 @@ def check_entry(state: ModuleState, action: Action) -> None:
             f"{here()}: an earlier {which} of '{state.name}' raised; call reset_iter_state() on the root"
             " module before the next iteration"
         )
+
+
+NO_EXPORT = "a sharded module cannot be exported; export it before fully_shard"
+
+
+def raise_no_export(state: ModuleState) -> NoReturn:
+    """Raise since torch.export calls the module, whose graph would hold one rank's collectives."""
+    raise ShardingError(f"{here()}: {state.name or state.classes}: {NO_EXPORT}")
 
 
 def check_transforms(state: ModuleState) -> None:

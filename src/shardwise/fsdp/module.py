@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise import _compat
 from shardwise.comm.streams import CommStreams
-from shardwise.errors import LifecycleError, ShardingError, here
+from shardwise.errors import LifecycleError
 from shardwise.fsdp import guard, interrupted, shard_report, trace_plan, traced
 from shardwise.fsdp.fast import own_code
 from shardwise.fsdp.module_state import ModuleState, live_states
@@ -47,7 +47,7 @@ class FSDPModule(ModuleSettings):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = self._shardwise_state
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():  # cheaper to ask than `is_compiling`
             return _run_traced(state, self, super().__call__, args, kwargs)
         if _COMPILED in self.__dict__:
             return self.__dict__[_COMPILED](*args, **kwargs)
@@ -276,10 +276,11 @@ def _run(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args:
 def _run_traced(
     state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    if not torch.compiler.is_compiling():  # code of the module broke the graph that this call was part of
+    # Code of the module broke the graph that this call was part of.
+    if not torch.compiler.is_dynamo_compiling():
         return _run(state, module, forward, args, kwargs)
     if torch.compiler.is_exporting():
-        _refuse_export(module)
+        _refuse_export(state)
     # Before groups are read: the graph then guards what was made of them.
     _compat.while_tracing(_prepare, state)
     if all(isinstance(group.traced, list) for group in state.groups):
@@ -287,14 +288,9 @@ def _run_traced(
     return state.runs_outside(state, module, forward, args, kwargs)
 
 
-_NO_EXPORT = "a sharded module cannot be exported; export it before fully_shard"
-
-
-def _raise_no_export(module: nn.Module) -> NoReturn:
-    raise ShardingError(f"{here()}: {type(module).__name__}: {_NO_EXPORT}")
-
-
-_refuse_export = _compat.runs_outside_graphs(cast(FunctionType, _raise_no_export), _NO_EXPORT)
+_refuse_export = _compat.runs_outside_graphs(
+    cast(FunctionType, interrupted.raise_no_export), interrupted.NO_EXPORT
+)
 
 
 def _prepare(context: Any) -> None:

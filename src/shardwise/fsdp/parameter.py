@@ -145,10 +145,11 @@ class ShardedParam(ABC):
         """
         piece = None if self.smaller is None else self.smaller()
         form = piece if smaller and piece is not None else self.sharded
-        known = {id(form) for form in (self.sharded, self.unsharded, piece) if form is not None}
+        sharded, unsharded = self.sharded, self.unsharded
         for owner in self.owners:
             found = owner.parameters.get(owner.name)
-            if id(found) not in known:
+            ours = found is sharded or found is unsharded or found is piece
+            if found is None or not ours:
                 raise self.replaced_by(found)
             owner.parameters[owner.name] = form  # functional_call put back another form
 

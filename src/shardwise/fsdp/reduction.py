@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, cast
 
 import torch
@@ -33,7 +33,9 @@ from shardwise.fsdp.parameter import EvenParam, ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy
 from shardwise.fsdp.strategy import StatePlacement
 
-_HAS_STORED_DTYPE = attrgetter("grads_have_stored_dtype")
+# Through `map` no Python runs for a parameter.
+_HAS_STORED_DTYPE, _UNSHARDED = attrgetter("grads_have_stored_dtype"), attrgetter("unsharded")
+_DIM, _SHARD_NUMEL = attrgetter("placement.dim"), attrgetter("slot.padded_shard_numel")
 Collected = list[tuple[ShardedParam, Tensor]]
 Kind = tuple[torch.dtype, torch.dtype | None]  # of the reduction and its result; None: by parameter
 
@@ -275,7 +277,7 @@ class InterleavedReducer(GradReducer):
             grads = list(map(self.collect_from, params))
             self.keeps_apart = False
         else:
-            leaves = [param.unsharded for param in params]
+            leaves = list(map(_UNSHARDED, params))
             grads = [None if leaf is None else leaf.grad for leaf in leaves]
             for leaf in leaves:
                 if leaf is not None:
@@ -303,8 +305,8 @@ class InterleavedReducer(GradReducer):
         return results
 
     def _reduce_batch(self, batch: Collected, plan: Reduction) -> ReduceResult:
-        params: list[Any] = [param for param, _ in batch]
-        grads = [grad for _, grad in batch]
+        params: list[Any] = list(map(itemgetter(0), batch))
+        grads = list(map(itemgetter(1), batch))
         # `grads` alone holds them now, and `foreach_reduce` empties it.
         batch.clear()
         if self.group.orders:
@@ -317,9 +319,9 @@ class InterleavedReducer(GradReducer):
             partial = self._partial(key)
         result = foreach_reduce(
             grads,
-            [param.placement.dim for param in params],
+            list(map(_DIM, params)),
             plan,
-            shard_numel=sum([param.slot.padded_shard_numel for param in params]),
+            shard_numel=sum(map(_SHARD_NUMEL, params)),
             partial=partial,
         )
         if result.partial is not None:

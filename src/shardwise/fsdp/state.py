@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, is_grad_enabled, nn
 
 from shardwise import _compat
@@ -102,6 +103,8 @@ class FSDPState(ModuleState):
         return args, kwargs
 
     def _begin_pass(self, schedule: Schedule, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if torch.compiler.is_exporting():  # with strict=False, else the tracer has refused
+            interrupted.raise_no_export(self)
         finalization.check_waited_for(schedule, "the next forward")
         # A checkpoint around the root recomputes it amid a backward, which is no earlier one.
         if not _compat.in_backward():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from operator import is_
 from types import ModuleType
 from typing import Any
 
@@ -19,32 +20,34 @@ from torch import Tensor, nn
 
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
+_SCALARS = (type(None), bool, int, float, str)
+
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Return `value` with every tensor replaced by `fn(tensor)`; the same object if nothing changed."""
     if isinstance(value, Tensor):
         return fn(value)
-    if isinstance(value, (list, tuple)):
-        items = [map_tensors(fn, item) for item in value]
-        if _unchanged(items, value):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, (set, frozenset)):
-        items = [map_tensors(fn, item) for item in value]
-        return value if _unchanged(items, value) else type(value)(items)
-    if isinstance(value, MutableMapping):
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind is dict or isinstance(value, MutableMapping):
         new = {key: map_tensors(fn, item) for key, item in value.items()}
         if _unchanged(new.values(), value.values()):
             return value
-        if type(value) is dict:
+        if kind is dict:
             return new
         if dataclasses.is_dataclass(value):  # of transformers, whose fields are its items
-            return type(value)(**new)
+            return kind(**new)
         # Its class may take other arguments, or have a default.
         copied = copy.copy(value)
         for key, item in new.items():
             copied[key] = item
         return copied
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [map_tensors(fn, item) for item in value]
+        if _unchanged(items, value):
+            return value
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changes = {}
         for field in dataclasses.fields(value):
@@ -57,7 +60,7 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 def _unchanged(items: Iterable[Any], value: Iterable[Any]) -> bool:
     # Tracers compare tensors by identity but no containers.
-    return not torch.compiler.is_compiling() and all(a is b for a, b in zip(items, value, strict=True))
+    return not torch.compiler.is_dynamo_compiling() and all(map(is_, items, value))
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -120,7 +123,7 @@ def reachable_grad_tensors(value: Any) -> list[Tensor]:
     return list(found.values())
 
 
-_OPAQUE = (type(None), bool, int, float, str, bytes, type, torch.dtype, torch.device, nn.Module, ModuleType)
+_OPAQUE = (*_SCALARS, bytes, type, torch.dtype, torch.device, nn.Module, ModuleType)
 
 
 def _parts(value: Any) -> list[Any]:

@@ -19,7 +19,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from itertools import compress
 from typing import Any
 
 import torch
@@ -188,21 +189,21 @@ def clip_grad_norm_(
     with _compat.plain_attributes():
         found = [p.grad for p in parameters]
     # The gradients of a ShardedTensor are on its shards; its attribute puts them together.
-    own = [
-        (id(p), grad)
+    grads = [
+        p.grad if plain is None and isinstance(p, ShardedTensor) else plain
         for p, plain in zip(parameters, found, strict=True)
-        if (grad := p.grad if plain is None and isinstance(p, ShardedTensor) else plain) is not None
     ]
-    twice = set(map(id, tied))
+    shared = set(map(id, tied))
+    half = list(map(shared.__contains__, map(id, parameters)))
     groups: Groups = {}
-    by_axes, counts = _local_by_axes((grad for p, grad in own if p not in twice), groups)
-    halves, more = _local_by_axes((grad for p, grad in own if p in twice), groups)
+    by_axes, counts = _local_by_axes(
+        [grad for grad, twice in zip(grads, half, strict=True) if grad is not None and not twice], groups
+    )
+    halves, more = _local_by_axes([grad for grad in compress(grads, half) if grad is not None], groups)
     counts += more
-    if len(own) < len(parameters):
-        has = {key for key, _ in own}
-        lacking = (p for p in parameters if id(p) not in has and p.requires_grad)
-        for axes, locals_ in _local_by_axes(lacking, groups)[0].items():  # other ranks may have theirs
-            by_axes.setdefault(axes, []).append(locals_[0].new_empty(0))
+    lacking = [p for p, grad in zip(parameters, grads, strict=True) if grad is None and p.requires_grad]
+    for axes, locals_ in _local_by_axes(lacking, groups)[0].items():  # other ranks may have theirs
+        by_axes.setdefault(axes, []).append(locals_[0].new_empty(0))
     # A bound that is a tensor is not read: that would wait for its device.
     bound = "" if isinstance(max_norm, Tensor) else f" of {float(max_norm):.6g}"
     total = _norm(by_axes, counts, norm_type, f", to clip them by a bound{bound}", stages, halves)
@@ -274,7 +275,12 @@ def _in_place(totals: Tensor, op: Any, group: dist.ProcessGroup, what: str) -> T
 
 def _local_power_sum(tensors: list[Tensor], norm_type: float) -> Tensor:
     """Sum of |x|^p over all elements (their maximum for infinity), in fp32 or wider."""
-    filled = [part for t in tensors if t.numel() for part in _parts(t)]
+    filled: list[Tensor] = []
+    for tensor, size in zip(tensors, map(Tensor.numel, tensors), strict=True):
+        if size >= 2 * _PART and tensor.is_cpu and tensor.is_contiguous():
+            filled += tensor.view(-1).split(_PART)
+        elif size:
+            filled += (tensor,)
     wide = torch.float32
     for dtype in {t.dtype for t in tensors}:
         wide = torch.promote_types(wide, dtype)
@@ -282,10 +288,3 @@ def _local_power_sum(tensors: list[Tensor], norm_type: float) -> Tensor:
         return torch.zeros((), dtype=wide, device=tensors[0].device)
     norms = torch.stack(list(_compat.foreach_norm(filled, norm_type, wide)))
     return norms.amax() if math.isinf(norm_type) else norms.pow(norm_type).sum()
-
-
-def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    if tensor.numel() < 2 * _PART or tensor.device.type != "cpu" or not tensor.is_contiguous():
-        return (tensor,)
-    parts: Sequence[Tensor] = tensor.view(-1).split(_PART)
-    return parts
