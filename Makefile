@@ -40,6 +40,8 @@ PINS = $(if $(TORCH),$(VENV)/)constraints.txt
 PIP  = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS)
 
 export OMP_NUM_THREADS ?= 1
+# Tests and examples start many processes, which else compile the package anew each.
+export PYTHONDONTWRITEBYTECODE =
 
 .DELETE_ON_ERROR:
 .PHONY: help train recommender clients finetune test bindings fuzz mutants mutate faults soak lint bench gpu verify docs clean

@@ -48,7 +48,12 @@ import pytest
 from _pytest.assertion import rewrite
 
 PRELOADED = ["pytest", "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "shardwise.verify"]
-COMPILERS = ["torch._functorch.aot_autograd", "torch._inductor.compile_fx"]  # 1 s, once or on each rank
+# 2 s, once or on each rank.
+IN_A_RUN_OF_ALL = [
+    "torch._functorch.aot_autograd",
+    "torch._inductor.compile_fx",
+    "transformers.models.llama.modeling_llama",
+]
 WORKER_ENV = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -102,8 +107,8 @@ def on_ranks(
 
 def start_server() -> None:
     """Start the server that ranks are forked from; `shardwise.verify` would start one with less in it."""
-    everything = "PYTEST_XDIST_WORKER" in os.environ  # a run of all tests: every rank will compile
-    forkserver.set_forkserver_preload([*PRELOADED, *(COMPILERS if everything else [])])
+    everything = "PYTEST_XDIST_WORKER" in os.environ  # a run of all tests
+    forkserver.set_forkserver_preload([*PRELOADED, *(IN_A_RUN_OF_ALL if everything else [])])
     with mock.patch.dict(os.environ, WORKER_ENV):
         forkserver.ensure_running()
 

@@ -413,7 +413,7 @@ def test_training_computes_the_numbers_of_the_cpu_in_every_order(shards: str) ->
     for order in (
         Order.as_needed(),
         Order.first(1),
-        *map(Order.last, range(1, lines, (ranks - 1) ** 2)),  # of 3 ranks each fourth line, for time
+        *map(Order.last, range(1, lines, 2 * (ranks - 1))),  # each second line, or fourth of 3 ranks, for time
         Order.of(0),
         Order.of(1),
     ):
@@ -440,7 +440,7 @@ def test_a_wait_that_training_lacks_changes_its_numbers(shards: str) -> None:
 def test_both_judges_miss_the_same_waits(shards: str) -> None:
     _, _, waits = train_simulated(shards, None, ranks=4)
     missed = 0
-    for without in range(2, waits, max(1, waits // 6)):
+    for without in range(2, waits, max(1, waits // 5)):
         found, _, _ = train_simulated(shards, None, ranks=4, without=without)
         missed += bool(found.findings)
         orders = [Order.as_needed(), Order.first(1), Order.of(0)]
