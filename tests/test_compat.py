@@ -131,6 +131,7 @@ def test_a_fast_fake_mode_gives_what_torch_gives_when_it_knows_a_result(
 
 def test_a_fast_fake_mode_keeps_values_that_are_known_and_refuses_those_that_are_not() -> None:
     with _compat.FastFakeTensorMode():
+        torch.zeros((), dtype=torch.int64) + 1
         for value in (2, 3):
             assert (torch.tensor(value) + 1).item() == value + 1
         for _ in range(2):
