@@ -6,13 +6,14 @@ import copy
 import gc
 import io
 import weakref
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -88,6 +89,54 @@ def test_a_fake_tensor_is_told_from_a_real_one() -> None:
     with FakeTensorMode():
         assert _compat.is_fake(torch.ones(2))
     assert not _compat.is_fake(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda a, b: torch.add(a, b),
+        lambda a, b: torch.add(a, 1) + torch.add(a, 1.0) + torch.add(a, True),
+        lambda a, b: a.long() + 1,
+        lambda a, b: a.long() + 1.0,
+        lambda a, b: a @ b.t(),
+        lambda a, b: a[1:].split(2, dim=1),
+        lambda a, b: a.detach().view(2, -1)[1].add_(b.view(-1)[:12]),
+        lambda a, b: torch.native_layer_norm(a, [6], None, None, 1e-5),
+        lambda a, b: torch.linalg.qr(a),
+        lambda a, b: torch.view_as_complex(a.view(-1, 2)).conj(),
+        lambda a, b: torch.ops.aten._foreach_mul([a, b], 2.0),
+    ],
+)
+def test_a_fast_fake_mode_gives_what_torch_gives_when_it_knows_a_result(
+    run: Callable[..., Tensor | Sequence[Tensor]],
+) -> None:
+    found = []
+    for kind in (FakeTensorMode, _compat.FastFakeTensorMode):
+        with kind(), torch.no_grad():
+            a, b = torch.zeros(4, 6), torch.zeros(4, 6)
+            for _ in range(2):
+                made = run(a, b)
+            results = [made] if isinstance(made, Tensor) else made
+            storages = [one.untyped_storage() for one in (a, b, *results)]
+            numbers = {id(one): i for i, one in enumerate(reversed(storages))}
+            found.append(
+                [
+                    (type(one), one.shape, one.stride(), one.storage_offset(), one.dtype, one.device)
+                    + (one.is_conj(), storage.nbytes(), numbers[id(storage)])
+                    for one, storage in zip(results, storages[2:], strict=True)
+                ]
+            )
+    assert found[0] == found[1]
+
+
+def test_a_fast_fake_mode_keeps_values_that_are_known_and_refuses_those_that_are_not() -> None:
+    with _compat.FastFakeTensorMode():
+        torch.zeros((), dtype=torch.int64) + 1
+        for value in (2, 3):
+            assert (torch.tensor(value) + 1).item() == value + 1
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="_local_scalar_dense"):
+                torch.zeros(3).sum().item()
 
 
 @on_ranks(1, 3)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -32,7 +32,7 @@ from torch.nn.functional import cross_entropy, layer_norm
 from torch.overrides import TorchFunctionMode
 
 from shardwise import _compat
-from shardwise._compat import FakeTensorMode
+from shardwise._compat import FastFakeTensorMode
 from shardwise.errors import ShardingError
 from shardwise.optim import clip_grad_norm_
 from shardwise.optim.adamw8bit import code_book, has_8_bits
@@ -74,14 +74,14 @@ SHARDWISE = Library(shard, watching)
 
 
 class Held(TorchFunctionMode):
-    """Variables of a training loop: the logits, as `cross_entropy` takes them, if it holds them."""
+    """Variables of a training loop that holds the logits, as `cross_entropy` takes them."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.logits: list[Tensor] | None = [] if what == "logits" else None
+        self.logits: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is cross_entropy and self.logits is not None:
+        if func is cross_entropy:
             self.logits.append(args[0])
         return func(*args, **(kwargs or {}))
 
@@ -113,7 +113,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         if tensor is not None:
             lines[TENSOR_PARALLEL] = tensor
         lanes = {str(mesh.get_group().group_name): lane for lane, mesh in lines.items()}
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(FastFakeTensorMode(allow_non_fake_inputs=True))
         stack.callback(code_book.cache_clear)  # of fake ones
         module, converted = built(model, layers, setup.stored_dtype)
         if not any(p.requires_grad for p in module.parameters()):
@@ -244,7 +244,7 @@ def _step(
         syncs: Callable[[bool], None] | None = getattr(module, "set_requires_gradient_sync", None)
         if setup.reduce_once and syncs is not None:
             syncs(micro == setup.accumulation - 1)
-        with Held(setup.loop_holds) as held:
+        with Held() if setup.loop_holds == "logits" else nullcontext() as held:
             loss = model.loss(module, tokens, tokens)
         recorder.end_forward()
         recorder.go(phase="backward", layer=None, after=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise._compat import FakeTensor, FakeTensorMode, TorchDispatchMode
+from shardwise._compat import FakeTensor, FastFakeTensorMode, TorchDispatchMode
 from shardwise.errors import ShardwiseError
 from shardwise.planner.cost import tensors_of
 from shardwise.planner.models import Model, chunked, no_packed_sequences, quiet_fakes
@@ -31,7 +31,7 @@ def check(model: Model, setup: Setup) -> int:
         NotRegular: they are more than a few; names the first block that differs.
     """
     model = chunked(model) if setup.loss == "chunked" else model
-    with quiet_fakes(), FakeTensorMode(allow_non_fake_inputs=True), no_packed_sequences():
+    with quiet_fakes(), FastFakeTensorMode(allow_non_fake_inputs=True), no_packed_sequences():
         try:
             module, _ = built(model, model.layers, setup.param_dtype)
         except ShardwiseError:
@@ -46,14 +46,17 @@ def check(model: Model, setup: Setup) -> int:
         try:
             with watch:
                 loss = model.loss(module, tokens, tokens)
+                leading = max(leading, _compare("does", watch.inside))
                 watch.in_backward = True
                 loss.backward()
+        except NotRegular:
+            raise
         except Exception as error:  # of the user's model
             phase = "backward" if watch.in_backward else "forward"
             raise NotRegular(f"one {phase} of the model cannot be looked at: {error}") from error
-    inside, after = _compare("does", watch.inside), _compare("is followed by", watch.after[:-1])
+    after = _compare("is followed by", watch.after[:-1])
     # What is before the blocks comes after block 0.
-    leading = max(leading, inside, after, _compare("does in backward", watch.backward, first=1))
+    leading = max(leading, after, _compare("does in backward", watch.backward, first=1))
     firsts = list(dict.fromkeys(watch.order))
     if firsts != sorted(firsts):
         raise NotRegular(f"blocks run in the order {firsts}")

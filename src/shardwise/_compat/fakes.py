@@ -1,0 +1,114 @@
+"""Fake tensors in a third of the time: FakeTensorMode's own cache costs more than the operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+_WORDS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_OWN = ("aten", "prims")
+
+
+class _Unknown(Exception):  # noqa: N818
+    """Raised for what is no part of a key."""
+
+
+class _Result(NamedTuple):
+    """A result's metadata, and which of the tensors it was computed from it is, or is a view of."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+    dtype: torch.dtype
+    device: torch.device
+    same: int | None = None
+    view_of: int | None = None
+
+
+class FastFakeTensorMode(FakeTensorMode):
+    """A `FakeTensorMode` that looks results up by shapes where torch's own operators compute on its tensors.
+
+    Whatever it has not seen, or cannot make from shapes alone, goes torch's way.
+    """
+
+    _results: ClassVar[dict[Any, tuple[type, list[_Result]] | None]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors: list[Tensor] = []
+        key: Any = None
+        if func.namespace in _OWN:
+            try:
+                words = *(self._word(one, tensors) for one in args), *self._named(kwargs, tensors)
+                key = func, torch.get_default_dtype(), words
+            except _Unknown:
+                tensors = []
+        if not tensors:  # what is made of no tensor may hold values
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if (found := self._results.get(key)) is not None:
+            kind, results = found
+            made = [self._made(one, tensors) for one in results]
+            return made[0] if kind is FakeTensor else kind(made)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if key not in self._results:
+            self._results[key] = self._described(result, tensors)
+        return result
+
+    def _word(self, value: Any, tensors: list[Tensor]) -> Any:
+        kind: Any = type(value)
+        if kind is FakeTensor:
+            plain = value.fake_mode is self and value.constant is None and not value.dtype.is_complex
+            if not plain or value.layout is not torch.strided:
+                raise _Unknown
+            tensors.append(value)
+            return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
+        if kind in (list, tuple, torch.Size):
+            return kind, *(self._word(one, tensors) for one in value)
+        if kind not in _WORDS:
+            raise _Unknown
+        return kind, value  # as 1 is True
+
+    def _named(self, kwargs: Any, tensors: list[Tensor]) -> Iterator[Any]:
+        for name, value in kwargs.items():
+            yield name, self._word(value, tensors)
+
+    def _described(self, result: Any, tensors: list[Tensor]) -> tuple[type, list[_Result]] | None:
+        """Return what makes `result` again; None where it cannot be told from metadata."""
+        results = list(result) if type(result) in (list, tuple) else [result]
+        known = [one.untyped_storage()._cdata for one in tensors]
+        found = []
+        for one in results:
+            if type(one) is not FakeTensor or one.constant is not None or one.layout is not torch.strided:
+                return None
+            if one.dtype.is_complex or one.is_neg():
+                return None
+            storage = one.untyped_storage()
+            same = next((i for i, tensor in enumerate(tensors) if tensor is one), None)
+            made = _Result(one.shape, one.stride(), one.storage_offset(), one.dtype, one.fake_device, same)
+            if same is None and storage._cdata in known[: len(tensors)]:
+                made = made._replace(view_of=known.index(storage._cdata))
+            elif same is None and (one.requires_grad or not self._is_alone(one, made, known)):
+                return None
+            known.append(storage._cdata)
+            found.append(made)
+        return type(result), found
+
+    def _is_alone(self, one: Tensor, made: _Result, known: list[int]) -> bool:
+        """Return whether memory of its own, no larger than it, is all that a tensor has."""
+        storage = one.untyped_storage()
+        if storage._cdata in known or made.offset:
+            return False
+        return self._made(made, []).untyped_storage().nbytes() == storage.nbytes()
+
+    def _made(self, one: _Result, tensors: list[Tensor]) -> Tensor:
+        if one.same is not None:
+            return tensors[one.same]
+        with torch._C._DisableTorchDispatch():
+            made = torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="meta")
+            if one.view_of is not None:
+                made.set_(tensors[one.view_of].untyped_storage(), one.offset, one.shape, one.stride)
+        return FakeTensor(self, made, one.device)
