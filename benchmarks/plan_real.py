@@ -243,7 +243,7 @@ def _measured(model: Model, setup: Setup) -> tuple[int, Any]:
                 optimizer.zero_grad()
             with storages.peak("step"), CommCounter() as counter:
                 for _ in range(setup.accumulation):
-                    with Held(setup.loop_holds) as held:
+                    with Held() if setup.loop_holds == "logits" else nullcontext() as held:
                         loss = model.loss(module, tokens, tokens)
                     loss.backward()
                     del loss, held

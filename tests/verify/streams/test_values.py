@@ -413,7 +413,7 @@ def test_training_computes_the_numbers_of_the_cpu_in_every_order(shards: str) ->
     for order in (
         Order.as_needed(),
         Order.first(1),
-        *map(Order.last, range(1, lines, 2 * (ranks - 1))),  # each second line, or fourth of 3 ranks, for time
+        *map(Order.last, range(1, lines, 2 * (ranks - 1))),  # not each, for time
         Order.of(0),
         Order.of(1),
     ):
