@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
 from results import Table, machine_facts, write_section
-from storages import Allocated
+from storages import AllocatedBesideFiles
 
 from shardwise import hf
 
@@ -75,7 +75,7 @@ def measure(rank: int, ranks: int, source: Any, layout: str, folder: str) -> Non
     anonymous = sampled.end()
     memory = hf.host_memory(model)
     del model
-    with Allocated() as allocated, allocated.peak("load"):
+    with AllocatedBesideFiles() as allocated, allocated.peak("load"):
         hf.load(source, layout=layout)
     figures = [memory.whole, memory.shards, memory.buffers + memory.tensor, memory.peak]
     Path(folder, f"{rank}.json").write_text(json.dumps([*figures, allocated.peaks["load"], anonymous]))

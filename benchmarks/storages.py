@@ -1,5 +1,6 @@
 """Bytes alive in a process with real memory, without those that it did not allocate."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,9 @@ from shardwise.planner.storages import Storages
 
 
 class Allocated(Storages):
-    """Without storages of memory that is not the process's own, or that another one has.
+    """Without storages of the meta device, and what lies within another storage.
 
-    That is mapped safetensors files, the meta device, and what lies within another storage: parameters of
-    the interleaved layout lie in their group's buffer.
+    Parameters of the interleaved layout lie in their group's buffer.
     """
 
     def see(self, value: Any) -> None:
@@ -21,21 +21,25 @@ class Allocated(Storages):
             super().see(value)
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        if id(storage) in self._alive:
+        if id(storage) in self._alive or self._is_own(storage):
             super()._see(storage)
-            return
+
+    def _is_own(self, storage: torch.UntypedStorage) -> bool:
         begin = storage.data_ptr()
         others = self._living()
         within = any(one.data_ptr() < begin < one.data_ptr() + one.nbytes() for one in others)
         same = any(one.data_ptr() == begin and one is not storage and one.nbytes() for one in others)
-        if storage.device.type != "meta" and not within and not same and not _is_mapped(begin):
-            super()._see(storage)
+        return storage.device.type != "meta" and not within and not same
+
+
+class AllocatedBesideFiles(Allocated):
+    """Without memory of mapped safetensors files either, which the process did not allocate."""
+
+    def _is_own(self, storage: torch.UntypedStorage) -> bool:
+        return super()._is_own(storage) and not _is_mapped(storage.data_ptr())
 
 
 def _is_mapped(address: int) -> bool:
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if line.endswith(".safetensors"):
-            begin, end = (int(number, 16) for number in line.split()[0].split("-"))
-            if begin <= address < end:
-                return True
-    return False
+    maps = Path("/proc/self/maps").read_text()
+    mapped = re.findall(r"^(\w+)-(\w+) .*\.safetensors$", maps, re.MULTILINE)
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in mapped)

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from benchmarks.storages import Allocated
+from benchmarks.storages import AllocatedBesideFiles
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -166,7 +166,7 @@ def test_weights_that_do_not_fit_are_named_on_every_rank(wrong_folders: Path) ->
 def test_loading_takes_the_memory_that_it_says(family: str, folder: Path) -> None:
     for layout in LAYOUTS:
         for source in (folder, transformers.AutoConfig.from_pretrained(folder)):
-            with Allocated() as allocated, allocated.peak("load"):
+            with AllocatedBesideFiles() as allocated, allocated.peak("load"):
                 model = hf.load(source, layout=layout)
             memory = hf.host_memory(model)
             assert memory.shards + memory.buffers <= allocated.peaks["load"]
