@@ -14,10 +14,11 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 
-from ranks import COLLECTS_AT, RankPool, keep_what_pytest_rewrites, start_server
+from ranks import COLLECTS_AT, RankPool, keep_what_pytest_rewrites, spend_less_in_torch, start_server
 from verify.pooled import on_this_rank
 
 keep_what_pytest_rewrites()
+spend_less_in_torch()
 settings.register_profile(
     "suite", deadline=None
 )  # machines are shared: how long an example takes says nothing
