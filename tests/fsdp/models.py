@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -98,3 +99,14 @@ def raises_on_every_rank(kind: type[Exception], act: Callable[[], Any]) -> str:
     assert all(raised), f"raised on each rank: {[m is not None for m in raised]}"
     assert message is not None
     return message
+
+
+def forget_what_lives() -> None:
+    """Leave what is in this process by now out of what garbage collection visits: little to look at."""
+    gc.collect()
+    gc.freeze()
+
+
+def mentions(message: str, *words: str) -> None:
+    missing = [word for word in words if word not in message]
+    assert not missing, f"{missing} not in: {message}"

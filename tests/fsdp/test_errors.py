@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from fsdp.models import Net, mesh_of_all, raises_on_every_rank, sharded_net, step
+from fsdp.models import Net, mentions, mesh_of_all, raises_on_every_rank, sharded_net, step
 from ranks import on_ranks
 from shardwise import (
     DataParallelMeshDims,
@@ -20,11 +20,6 @@ from shardwise import (
 )
 
 LAYOUTS = ("interleaved", "contiguous")
-
-
-def mentions(message: str, *words: str) -> None:
-    missing = [word for word in words if word not in message]
-    assert not missing, f"{missing} not in: {message}"
 
 
 @on_ranks(4)

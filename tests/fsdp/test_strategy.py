@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp.models import Net, groups, raises_on_every_rank
+from fsdp.models import Net, forget_what_lives, groups, raises_on_every_rank
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.comm.count import CommCounter
@@ -196,12 +196,6 @@ def test_what_zero_gathers_it_gathers_once_after_each_step_however_many_forwards
 
 
 # Memory
-
-
-def forget_what_lives() -> None:
-    """Leave what is in this process by now out of `live_bytes`, which then has little to look at."""
-    gc.collect()
-    gc.freeze()
 
 
 def live_bytes() -> int:

@@ -8,8 +8,7 @@ from torch.fx import Graph, Node
 
 from shardwise.comm.kinds import GATHER
 from shardwise.fsdp.traced import STAGED
-from shardwise.graph.collectives import collectives, nbytes, operator_name
-from shardwise.graph.memory import aliased, written
+from shardwise.graph.nodes import aliased, collectives, nbytes, operator_name, written
 from shardwise.graph.passes.moves import is_of_inputs, pack, staging, tail
 
 

@@ -18,7 +18,7 @@ from shardwise import RankMismatchError, ShardingError, _compat, fully_shard
 from shardwise.comm.count import CommCounter
 from shardwise.comm.kinds import GATHER, SCATTER
 from shardwise.graph import graph_report, record
-from shardwise.graph.collectives import collectives
+from shardwise.graph.nodes import collectives
 from shardwise.graph.passes import Passes
 
 WIDTH, STEPS = 6, 2

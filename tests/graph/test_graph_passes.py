@@ -28,7 +28,7 @@ from graph.held import held_bytes
 from ranks import on_ranks
 from shardwise.comm.kinds import GATHER, REDUCE, SCATTER
 from shardwise.errors import RankMismatchError, ShardingError
-from shardwise.graph.collectives import collectives
+from shardwise.graph.nodes import collectives
 from shardwise.graph.passes import (
     Passes,
     bound_unsharded,

@@ -24,7 +24,7 @@ from graph.drawings import (
 from graph.held import held_bytes
 from shardwise.comm.kinds import GATHER
 from shardwise.errors import ShardingError
-from shardwise.graph.collectives import collectives
+from shardwise.graph.nodes import collectives
 from shardwise.graph.passes import (
     Passes,
     bound_unsharded,

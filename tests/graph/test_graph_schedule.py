@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from graph.held import held_bytes
 from shardwise import fully_shard
 from shardwise.graph import record
-from shardwise.graph.collectives import collectives, operator_name
+from shardwise.graph.nodes import collectives, operator_name
 from shardwise.graph.passes import Passes
 from shardwise.graph.passes.moves import staging
 

@@ -29,7 +29,7 @@ from shardwise.checkpoint import load, save
 from shardwise.comm import DefaultAllGather
 from shardwise.comm.kinds import GATHER
 from shardwise.errors import ShardingError
-from shardwise.graph.collectives import collectives
+from shardwise.graph.nodes import collectives
 from shardwise.graph.step import CompiledStep
 from shardwise.optim import flat
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from fsdp.models import mesh_of_all
 from ranks import on_ranks
 from shardwise import ShardingError
 from shardwise.comm.count import CommCounter
@@ -35,10 +35,6 @@ def drawn(rows: int, among: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, 
     return numbers[0], numbers[1], chosen, numbers[2], numbers[3]
 
 
-def whole_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
-
-
 ROUTES = [
     (20, list(range(EXPERTS))),
     (20, [7]),  # one expert has all tokens: ranks without any
@@ -50,7 +46,7 @@ ROUTES = [
 @on_ranks(1, 2, 3, 4)
 def test_results_and_gradients_are_those_of_all_experts_on_one_rank() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    cut = ExpertCut(whole_mesh(), EXPERTS)
+    cut = ExpertCut(mesh_of_all(), EXPERTS)
     for rows, among in ROUTES:
         experts, tokens, chosen, weights, gradient = drawn(rows, among)
         whole = [each.clone().requires_grad_() for each in (experts, tokens, weights)]
@@ -72,7 +68,7 @@ def test_results_and_gradients_are_those_of_all_experts_on_one_rank() -> None:
 
 @on_ranks(3)
 def test_ranks_with_the_same_tokens_share_them_and_have_all_results() -> None:
-    cut = ExpertCut(None, EXPERTS, tp_mesh=whole_mesh())
+    cut = ExpertCut(None, EXPERTS, tp_mesh=mesh_of_all())
     for rows, among in ROUTES[:3]:
         experts, tokens, chosen, weights, gradient = drawn(rows, among)
         whole = [each.clone().requires_grad_() for each in (experts, tokens, weights)]
@@ -99,7 +95,7 @@ def test_ranks_with_the_same_tokens_share_them_and_have_all_results() -> None:
 
 @on_ranks(2)
 def test_a_call_sends_counts_and_then_each_token_there_and_back() -> None:
-    cut = ExpertCut(whole_mesh(), EXPERTS)
+    cut = ExpertCut(mesh_of_all(), EXPERTS)
     experts, tokens, _, weights, _ = drawn(6, [0])
     own = experts.chunk(2)[dist.get_rank()].clone().requires_grad_()
     chosen = torch.tensor([[0, 6]] * 6)  # one copy stays, one goes
@@ -112,7 +108,7 @@ def test_a_call_sends_counts_and_then_each_token_there_and_back() -> None:
 
 @on_ranks(2)
 def test_an_expert_that_is_none_is_an_error_on_every_rank() -> None:
-    cut = ExpertCut(whole_mesh(), EXPERTS)
+    cut = ExpertCut(mesh_of_all(), EXPERTS)
     experts, tokens, chosen, weights, _ = drawn(4, [0, 1])
     for wrong in (EXPERTS, -1):
         given = chosen.clone()
@@ -121,12 +117,12 @@ def test_an_expert_that_is_none_is_an_error_on_every_rank() -> None:
         with pytest.raises(ShardingError, match=r"tokens of ranks \[1\] of the mesh .* from 0 to 11"):
             cut.mixture(partial(through, experts[:6]))(tokens, given, weights)
     with pytest.raises(ShardingError, match="5 experts over 2 ranks"):
-        ExpertCut(whole_mesh(), 5)
+        ExpertCut(mesh_of_all(), 5)
 
 
 @on_ranks(2)
 def test_tokens_of_different_widths_or_dtypes_are_an_error_on_every_rank() -> None:
-    mixed = ExpertCut(whole_mesh(), EXPERTS).mixture(lambda tokens, counts: tokens)
+    mixed = ExpertCut(mesh_of_all(), EXPERTS).mixture(lambda tokens, counts: tokens)
     chosen, weights, rank = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), dist.get_rank()
     with pytest.raises(ShardingError, match=r"rank 0: 4, torch.float32; rank 1: 5, torch.float32"):
         mixed(torch.ones(3, 4 + rank), chosen, weights)
@@ -136,7 +132,7 @@ def test_tokens_of_different_widths_or_dtypes_are_an_error_on_every_rank() -> No
 
 @on_ranks(2)
 def test_parameters_of_all_experts_become_this_ranks_and_others_are_refused() -> None:
-    cut = ExpertCut(whole_mesh(), 4)
+    cut = ExpertCut(mesh_of_all(), 4)
     module = nn.Module()
     module.inner = nn.Linear(3, 4)
     weight = module.inner.weight.detach().clone()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 import torch.distributed as dist
+from cuts import whole_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -56,10 +57,6 @@ def backward(model: nn.Module, *, dtype: torch.dtype = torch.float64) -> nn.Modu
     torch.manual_seed(1)
     (10 * model(torch.randn(4, 6, dtype=torch.float64).to(dtype)).square().mean()).backward()
     return model
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, (DTensor, ShardedRows)) else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -148,7 +145,7 @@ def check_clipping(spread: Spread) -> None:
     spread(model)
     backward(model)
     before = [g.detach().clone() for g in (*grads(model), *grads(reference))]
-    torch.testing.assert_close([whole(g) for g in grads(model)], grads(reference), **TIGHT)
+    torch.testing.assert_close([whole_of(g) for g in grads(model)], grads(reference), **TIGHT)
     for norm_type in NORMS:
         for gradient, first in zip((*grads(model), *grads(reference)), before, strict=True):
             gradient.copy_(first)
@@ -163,7 +160,7 @@ def check_clipping(spread: Spread) -> None:
         theirs = nn.utils.clip_grad_norm_(reference.parameters(), max_norm, norm_type)
         returned = clip_grad_norm_(model.parameters(), max_norm, norm_type)
         torch.testing.assert_close(returned, theirs, **TIGHT)
-        torch.testing.assert_close([whole(g) for g in grads(model)], grads(reference), **TIGHT)
+        torch.testing.assert_close([whole_of(g) for g in grads(model)], grads(reference), **TIGHT)
         everywhere = [torch.zeros_like(returned) for _ in range(dist.get_world_size())]
         dist.all_gather(everywhere, returned)
         assert all(torch.equal(other, returned) for other in everywhere)
@@ -301,7 +298,7 @@ def test_parameters_without_gradients_are_left_out() -> None:
     assert model[0].up.weight.grad is None
     theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
     torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1), theirs, **TIGHT)
-    torch.testing.assert_close([whole(g) for g in grads(model)], grads(reference), **TIGHT)
+    torch.testing.assert_close([whole_of(g) for g in grads(model)], grads(reference), **TIGHT)
     model.zero_grad()
     with CommCounter() as counter:
         assert clip_grad_norm_(model.parameters(), 0.1).item() == 0.0
@@ -313,7 +310,7 @@ def test_bfloat16_gradients_are_added_up_in_fp32() -> None:
     model = build(torch.bfloat16)
     sharded(model)
     backward(model, dtype=torch.bfloat16)
-    before = [whole(g).float() for g in grads(model)]
+    before = [whole_of(g).float() for g in grads(model)]
     exact = torch.stack([g.double().square().sum() for g in before]).sum().sqrt()
     total = clip_grad_norm_(model.parameters(), 0.1)
     assert total.dtype == torch.float32
@@ -321,7 +318,7 @@ def test_bfloat16_gradients_are_added_up_in_fp32() -> None:
     for after, grad in zip(grads(model), before, strict=True):
         assert after.dtype == torch.bfloat16
         # the factor and the product each round once to 8 bits
-        torch.testing.assert_close(whole(after).float(), grad * (0.1 / total), rtol=2**-7, atol=1e-30)
+        torch.testing.assert_close(whole_of(after).float(), grad * (0.1 / total), rtol=2**-7, atol=1e-30)
 
 
 @on_ranks(2)
@@ -414,7 +411,7 @@ def test_torchs_own_clipping_of_a_sharded_model_gives_the_same() -> None:
     for grad, value in zip(grads(model), kept, strict=True):
         grad.to_local().copy_(value)
     theirs = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    torch.testing.assert_close(ours, whole(theirs), **TIGHT)
+    torch.testing.assert_close(ours, whole_of(theirs), **TIGHT)
     torch.testing.assert_close(clipped, [g.to_local() for g in grads(model)], **TIGHT)
 
 
@@ -449,7 +446,7 @@ def test_clipping_holds_after_several_backwards_and_a_replaced_gradient() -> Non
         one[1].up.weight.grad = one[1].up.weight.grad * 2
     theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
     torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1), theirs, **TIGHT)
-    torch.testing.assert_close([whole(g) for g in grads(model)], grads(reference), **TIGHT)
+    torch.testing.assert_close([whole_of(g) for g in grads(model)], grads(reference), **TIGHT)
 
 
 @on_ranks(2)
@@ -459,7 +456,7 @@ def test_torchs_own_clipping_of_the_contiguous_layout_is_that_of_one_process() -
     backward(model)
     theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
     torch.testing.assert_close(nn.utils.clip_grad_norm_(model.parameters(), 0.1), theirs, **TIGHT)
-    torch.testing.assert_close([whole(g) for g in grads(model)], grads(reference), **TIGHT)
+    torch.testing.assert_close([whole_of(g) for g in grads(model)], grads(reference), **TIGHT)
 
 
 def test_fp32_norms_of_many_elements_keep_their_digits() -> None:

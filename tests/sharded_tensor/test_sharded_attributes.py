@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from covers import whole_of
 from torch import Tensor, nn
 
 from ranks import on_ranks
 from shardwise.sharded_tensor import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
-    ShardedTensor,
     ShardingSpec,
     ShardMetadata,
     empty,
@@ -27,10 +27,6 @@ from shardwise.sharded_tensor.module import (
 ROWS = ChunkShardingSpec(0, ["rank:2", "rank:0"])  # nothing on rank 1
 COLUMNS = ChunkShardingSpec(1, ["rank:1", "rank:0", "rank:1"])  # several on rank 1, nothing on rank 2
 ON_ONE = EnumerableShardingSpec([ShardMetadata([0, 0], [5, 4], "rank:1")])
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
 
 
 class Table(nn.Module):
@@ -71,11 +67,11 @@ def test_hooks_save_and_load_sharded_attributes() -> None:
         (nn.Sequential(net) if wrapped else net).load_state_dict(given)
         assert net.table is held
         assert net.table.sharding_spec() == COLUMNS
-        assert torch.equal(whole(net.table), start)
-        assert torch.equal(whole(net.inner.table), 2 * start)
+        assert torch.equal(whole_of(net.table), start)
+        assert torch.equal(whole_of(net.inner.table), 2 * start)
         assert set(given) == {prefix + key for key in state}
     net.load_state_dict({**state, "table": torch.ones(5, 4)})
-    assert torch.equal(whole(net.table), torch.ones(5, 4))
+    assert torch.equal(whole_of(net.table), torch.ones(5, 4))
     net.load_state_dict(state, assign=True)
     assert net.table is state["table"]
     net.table = empty(COLUMNS, 5, 4, requires_grad=True)

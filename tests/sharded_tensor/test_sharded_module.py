@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covers import whole_of
 from torch import Tensor, nn
 
 from ranks import on_ranks
@@ -56,12 +57,8 @@ def sharded_net(spec: ShardingSpec, seed: int = 0) -> Net:
     return net
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor
-
-
 def values(module: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(tensor).detach() for name, tensor in module.state_dict().items()}
+    return {name: whole_of(tensor).detach() for name, tensor in module.state_dict().items()}
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -86,18 +83,18 @@ def test_a_sharded_parameter_has_the_values_of_the_source_rank() -> None:
             assert isinstance(made, nn.Parameter)
             assert made.requires_grad == (name == "encoder.weight")
             assert made.sharding_spec() == spec
-            assert torch.equal(whole(made), Net(expected).get_parameter(name))
+            assert torch.equal(whole_of(made), Net(expected).get_parameter(name))
         assert net.head.bias is old
     net = Net()
     shard_parameter(net, "head.weight", ROWS, src_rank=None)
-    assert torch.equal(whole(net.head.weight), Net().head.weight)
+    assert torch.equal(whole_of(net.head.weight), Net().head.weight)
     group = dist.new_group([1, 2])
     if rank:
         net = Net(seed=rank)
         on_group = ChunkShardingSpec(0, ["rank:1", "rank:2"])
         shard_parameter(net, "head.weight", on_group, src_rank=1, process_group=group)
         assert net.head.weight.process_group is group
-        assert torch.equal(whole(net.head.weight), Net(2).head.weight)
+        assert torch.equal(whole_of(net.head.weight), Net(2).head.weight)
 
 
 @on_ranks(3)
@@ -198,7 +195,7 @@ def test_a_plan_shards_parameters_submodules_and_outputs() -> None:
     assert isinstance(net.head, Doubled)
     output = net(x)
     assert isinstance(output, ShardedTensor)
-    assert torch.equal(whole(output), 2 * reference(x))
+    assert torch.equal(whole_of(output), 2 * reference(x))
     for plan, error in (
         (ShardingPlan({"head": DoubleIt(), "head.inner.weight": ROWS}), "head, which has a Sharder"),
         (ShardingPlan({"heads": DoubleIt()}), "no submodule 'heads'; near names are 'head'"),

@@ -7,11 +7,10 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from covers import boxes_on, counted, cut, random_shape, random_spec, rows, word_bytes
+from covers import boxes_on, counted, cut, part, random_shape, random_spec, rows, word_bytes
 
 from ranks import on_ranks
 from shardwise.comm.count import CommCounter
-from shardwise.layout import Box
 from shardwise.sharded_tensor import GridShardingSpec, ShardedTensor, ShardingSpec
 
 CASES = 60
@@ -22,10 +21,6 @@ def lacking(source: ShardedTensor, target: ShardedTensor) -> int:
     """Elements of this rank's new shards that were in none of its old ones."""
     common = [new.intersect(old) for new in target.boxes for old in source.boxes]
     return sum(box.numel for box in target.boxes) - sum(box.numel for box in common if box is not None)
-
-
-def part(whole: torch.Tensor, box: Box) -> torch.Tensor:
-    return whole[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))]
 
 
 def holds(sharded: ShardedTensor, whole: torch.Tensor) -> bool:

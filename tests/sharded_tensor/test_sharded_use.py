@@ -11,14 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from covers import boxes_on, counted, cut, rows, word_bytes
+from covers import boxes_on, counted, cut, part, rows, word_bytes
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ranks import on_ranks
 from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError
-from shardwise.layout import Box
 from shardwise.sharded_tensor import GridShardingSpec, ShardedTensor, ShardingSpec, autograd, ones, zeros
 from shardwise.sharded_tensor.ops.operands import given
 
@@ -28,10 +27,6 @@ SPECS: list[ShardingSpec] = [
     rows(2, 0, 1),
     boxes_on(([0, 0], [5, 2], 0), ([0, 2], [3, 5], 1), ([3, 2], [2, 5], 0)),
 ]
-
-
-def part(whole: Tensor, box: Box) -> Tensor:
-    return whole[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))]
 
 
 def check(sharded: ShardedTensor, whole: Tensor) -> None:

@@ -18,9 +18,18 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.tensor_parallel import tensor_parallel_transformation
+
 Collective = tuple[str, Tensor, tuple[Any, ...]]
 _NAMESPACE = "_c10d_functional"
 _SECONDS = 60.0  # that a rank waits for the others before it is sure that they do not come
+
+
+def parts(program: ExportedProgram, plan: Any, *, ranks: int = 2, **options: Any) -> list[ExportedProgram]:
+    """Every rank's program."""
+    return [
+        tensor_parallel_transformation(program, rank, ranks, "cpu", plan, **options) for rank in range(ranks)
+    ]
 
 
 def run(programs: Sequence[ExportedProgram], *args: Any, **kwargs: Any) -> list[list[Any]]:

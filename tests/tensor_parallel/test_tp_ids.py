@@ -73,10 +73,7 @@ def test_gradients_of_padding_and_by_count_are_those_of_the_whole_table(style: s
     for ranks in (2, 3):
         program = export(model, (ids,))
         plan: Any = {"0": style}
-        made = [
-            tensor_parallel_transformation(program, rank, ranks, "cpu", plan, training=True)
-            for rank in range(ranks)
-        ]
+        made = lockstep.parts(program, plan, ranks=ranks, training=True)
         lockstep.backward([out.square().sum() for (out,) in lockstep.run(made, ids)])
         found = [part.state_dict["0.weight"].grad for part in made]
         torch.testing.assert_close(torch.cat(found, 0 if style == "rowwise" else 1), model[0].weight.grad)

@@ -183,9 +183,7 @@ def test_a_joint_program_is_cut_forward_and_backward(name):
 
 def test_ranks_without_a_head_compute_no_attention():
     model, args, _ = exported("GPT")
-    programs = [
-        tensor_parallel_transformation(joint_of("GPT"), rank, 7, "cpu", MODELS["GPT"][1]) for rank in range(7)
-    ]
+    programs = lockstep.parts(joint_of("GPT"), MODELS["GPT"][1], ranks=7)
     for each, returned in zip(programs, lockstep.run(programs, *args), strict=True):
         check(model, args, each, returned, parts_of(each))
 

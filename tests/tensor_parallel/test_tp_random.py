@@ -52,10 +52,7 @@ def test_a_cut_program_draws_what_the_whole_model_draws(decomposed: bool) -> Non
         shapes = {"x": {0: Dim("batch", min=2)}} if ranks == 2 else None
         program = export(copy.deepcopy(model), (x,), dynamic_shapes=shapes)
         program = program.run_decompositions() if decomposed else program
-        made = [
-            tensor_parallel_transformation(program, rank, ranks, "cpu", PLAN, training=True)
-            for rank in range(ranks)
-        ]
+        made = lockstep.parts(program, PLAN, ranks=ranks, training=True)
         torch.manual_seed(1)
         expected = model(x)
         after = torch.rand(3)

@@ -11,6 +11,7 @@ import lockstep
 import pytest
 import torch
 import torch.distributed as dist
+from lockstep import parts
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram, export
 
@@ -70,12 +71,6 @@ class Turning(nn.Module):
 
 
 PLAN = {"up": "colwise", "down": "rowwise"}
-
-
-def parts(program: ExportedProgram, plan: Any, *, ranks: int = 2, **options: Any) -> list[ExportedProgram]:
-    return [
-        tensor_parallel_transformation(program, rank, ranks, "cpu", plan, **options) for rank in range(ranks)
-    ]
 
 
 @pytest.fixture

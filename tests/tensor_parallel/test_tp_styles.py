@@ -9,6 +9,7 @@ import lockstep
 import pytest
 import torch
 import torch.distributed.tensor.parallel as peer
+from lockstep import parts
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.export import ExportedProgram, export
@@ -19,7 +20,6 @@ from shardwise.tensor_parallel import styles
 from shardwise.tensor_parallel.explain import counts, explain
 from shardwise.tensor_parallel.state import placement_from_json, record_of
 from shardwise.tensor_parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel, plan_of
-from shardwise.tensor_parallel.transform import tensor_parallel_transformation
 
 # torch's own decompositions copy what it calls deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")
@@ -63,12 +63,6 @@ class Tied(nn.Module):
 
 def exported(model: nn.Module, *inputs: Tensor) -> ExportedProgram:
     return export(copy.deepcopy(model), inputs)
-
-
-def parts(program: ExportedProgram, plan: Any, *, ranks: int = 2, **options: Any) -> list[ExportedProgram]:
-    return [
-        tensor_parallel_transformation(program, rank, ranks, "cpu", plan, **options) for rank in range(ranks)
-    ]
 
 
 def check(model: nn.Module, plan: Any, *inputs: Tensor, **options: Any) -> list[ExportedProgram]:

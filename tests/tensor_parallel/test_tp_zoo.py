@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ranks import on_ranks
-from shardwise.tensor_parallel import Prices, choose
+from shardwise.tensor_parallel import Prices, choose, tensor_parallel_transformation
 
 assert zoo_blocks.Block
 assert zoo_transformers.VOCABULARY
@@ -95,7 +95,7 @@ def test_the_programs_run_on_real_ranks_also_compiled() -> None:
         case = zoo.CASES[name]
         exported = zoo.export(case, (False, False))
         ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-        mine = zoo.tensor_parallel_transformation(exported.program, rank, ranks, "cpu", case.plan).module()
+        mine = tensor_parallel_transformation(exported.program, rank, ranks, "cpu", case.plan).module()
         compiled = torch.compile(mine, backend="aot_eager", fullgraph=True)
         with torch.no_grad():
             found, again, expected = (

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lockstep import backward, run, run_each
+from lockstep import backward, parts, run, run_each
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
@@ -40,7 +40,6 @@ from shardwise.tensor_parallel import (
     ColwiseParallel,
     RowwiseParallel,
     counts,
-    tensor_parallel_transformation,
 )
 from shardwise.tensor_parallel.canonical import functional
 from shardwise.tensor_parallel.placement import REPLICATE, Split
@@ -150,10 +149,7 @@ def cut(
     """Every rank's program, and what was warned of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        programs = [
-            tensor_parallel_transformation(program, rank, ranks, "cpu", plan, **options)
-            for rank in range(ranks)
-        ]
+        programs = parts(program, plan, ranks=ranks, **options)
     return programs, sorted({str(w.message) for w in caught if issubclass(w.category, UserWarning)})
 
 

@@ -55,7 +55,6 @@ from shardwise._compat.gradients import *
 from shardwise._compat.groups import *
 from shardwise._compat.inductor import *
 from shardwise._compat.optimizers import *
-from shardwise._compat.transforms import *
 
 
 def dtensor(local: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from shardwise.cli import programs
-from shardwise.cli.output import FOUND, NOT_RUN, OK, print_failure
+from shardwise.cli.programs import FOUND, NOT_RUN, OK, print_failure
 from shardwise.errors import ShardwiseError
 
 app = typer.Typer(

@@ -8,8 +8,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from shardwise.cli.output import NOT_RUN, print_failure
 from shardwise.errors import ShardwiseError
+
+OK, FOUND, NOT_RUN = 0, 1, 2
+
+
+def print_failure(error: Exception, trace: str) -> None:
+    """Print an error to stderr, after its traceback if there is one."""
+    console = Console(stderr=True)
+    if trace:
+        console.print(trace.rstrip(), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Error: {error}", markup=False, highlight=False, soft_wrap=True, style="red")
+
 
 app = typer.Typer(help="Tensor parallelism for exported programs.", no_args_is_help=True)
 

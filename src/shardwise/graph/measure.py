@@ -18,8 +18,16 @@ from torch.fx import Graph, GraphModule, Node
 from shardwise.comm.kinds import GATHER, REDUCE, SCATTER
 from shardwise.errors import ShardingError
 from shardwise.fsdp.traced import STAGED
-from shardwise.graph.collectives import collectives, is_wait, kind_of, nbytes, operator_name
-from shardwise.graph.memory import aliased, read_by, written
+from shardwise.graph.nodes import (
+    aliased,
+    collectives,
+    is_wait,
+    kind_of,
+    nbytes,
+    operator_name,
+    read_by,
+    written,
+)
 from shardwise.graph.passes.moves import is_of_inputs
 from shardwise.graph.reports import CollectiveReport, Counts, GraphReport, Kind, Saved
 

@@ -16,10 +16,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from shardwise import _compat
 from shardwise.errors import ShardingError
-from shardwise.graph.backends import inductor_options
-from shardwise.graph.collectives import is_wait
+from shardwise.graph.compile import inductor_options
 from shardwise.graph.measure import graph_report
-from shardwise.graph.memory import is_view
+from shardwise.graph.nodes import is_view, is_wait
 from shardwise.graph.reports import GraphReport, Kind, ModelReport
 
 

@@ -1,7 +1,7 @@
 """A whole training step as one callable: zero gradients, forward, loss, backward, clip, optimizer.
 
 Forward, loss and backward are traced together into one graph, in which every segment of a sharded model is
-gathered, gathered again for backward if forward frees it (`recompute.py`), and reduced::
+gathered, gathered again for backward if forward frees it (`recompute`), and reduced::
 
     batch, shards -> | forward, loss, backward | -> loss, reduced shards
 
@@ -16,6 +16,7 @@ their backwards. `describe()` says which of it came to be, and why.
 from __future__ import annotations
 
 import gc
+import operator
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -23,8 +24,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph
+from torch.fx import Graph, Node
 from torch.optim import Optimizer
+from torch.utils.checkpoint import CheckpointPolicy
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
@@ -33,10 +35,9 @@ from shardwise.fsdp.fast import own_code
 from shardwise.fsdp.module_state import ModuleState, state_of
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.traced import Segment
-from shardwise.graph.backends import with_passes
-from shardwise.graph.collectives import collectives
+from shardwise.graph.compile import with_passes
+from shardwise.graph.nodes import collectives, is_view
 from shardwise.graph.passes import Passes
-from shardwise.graph.recompute import recompute
 from shardwise.optim import clip_grad_norm_
 
 _ONE = "forward, loss and backward"
@@ -326,3 +327,62 @@ def _assign(segments: list[Segment], plain: list[nn.Parameter], grads: Any) -> N
     found = [(p, g) for p, g in zip(plain, grads[len(segments) :], strict=True) if g is not None]
     if found:
         torch.autograd.backward([p for p, _ in found], [g for _, g in found])  # with the users' hooks
+
+
+_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def recompute(graph: Graph) -> list[Node]:
+    """Let backward compute again what forward's checkpointed regions computed; returns the copies.
+
+    A compiler that splits forward from backward does so: with the gathers of sharded modules that free their
+    parameters after forward, and what users checkpoint. A graph with both in it is not split, and would keep
+    all of that from forward to backward. Tracing marks what lies in such a region and where backward begins;
+    here nodes so marked are copied in front of their first use in backward::
+
+        gather -> wait -> views -> linear ... | loss | ... gather' -> wait' -> views' -> gradient of linear
+
+    Random numbers are not drawn again, and views of what is recomputed are taken again with it. Does nothing
+    for a graph that has no backward in it. What the graph returns is not computed again.
+    """
+    nodes = list(graph.nodes)
+    start = next((i for i, node in enumerate(nodes) if node.meta.get("autograd_backward")), len(nodes))
+    place = {node: i for i, node in enumerate(nodes)}
+    again: set[Node] = set()
+    for node in nodes[:start]:
+        # A view of what is computed again would keep it.
+        if _is_marked(node) or (is_view(node) and all(one in again for one in node.all_input_nodes)):
+            again.add(node)
+    copies: dict[Node, Node] = {}
+    for node in nodes[start:]:
+        if node.op == "output":
+            continue
+        needed = [one for one in node.all_input_nodes if one in again]
+        for one in sorted(_missing(needed, again, copies), key=place.__getitem__):
+            with graph.inserting_before(node):
+                copies[one] = graph.node_copy(one, lambda source: copies.get(source, source))
+        for one in needed:
+            node.replace_input_with(one, copies[one])
+    return list(copies.values())
+
+
+def _missing(needed: list[Node], again: set[Node], copies: dict[Node, Node]) -> set[Node]:
+    """Return the nodes that `needed` is computed from and that have no copy yet."""
+    found: set[Node] = set()
+    todo = list(needed)
+    while todo:
+        node = todo.pop()
+        if node in again and node not in copies and node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
+
+
+def _is_marked(node: Node) -> bool:
+    """Return whether `node` lies in a checkpointed region and may be computed twice."""
+    if node.op != "call_function" or node.meta.get("recompute") not in _AGAIN:
+        return False
+    schema = _compat.schema(node.target)
+    if schema is None:
+        return node.target is operator.getitem
+    return not schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags  # type: ignore[union-attr]

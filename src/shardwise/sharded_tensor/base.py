@@ -13,10 +13,9 @@ from torch import Tensor
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_tensor.foreign import metadata_of, shards_of, spec_of
 from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, TensorProperties, size_of
 from shardwise.sharded_tensor.registry import PLAIN
-from shardwise.sharded_tensor.spec import ShardingSpec, infer_sharding_spec
+from shardwise.sharded_tensor.spec import ShardingSpec, infer_sharding_spec, spec_of
 
 
 class ShardedTensorBase(Tensor):
@@ -49,7 +48,8 @@ class ShardedTensorBase(Tensor):
         sharding_spec: ShardingSpec | None = None,
     ) -> ShardedTensorBase:
         """Make a tensor of local shards; raises ShardingError for any that the metadata does not have."""
-        metadata, shards = metadata_of(sharded_tensor_metadata), shards_of(local_shards)
+        metadata = ShardedTensorMetadata.of(sharded_tensor_metadata)
+        shards = [Shard.of(shard) for shard in local_shards]
         metadata.check(None)
         for shard in shards:
             if shard.metadata not in metadata.shards_metadata:

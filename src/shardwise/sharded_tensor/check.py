@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from shardwise.comm.agree import Agreement, agree, together
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_tensor.foreign import shards_of
 from shardwise.sharded_tensor.group import is_outside
 from shardwise.sharded_tensor.metadata import (
     Shard,
@@ -41,7 +40,7 @@ def gather_shards(
     def described() -> dict[str, Any]:
         held = shards()
         try:
-            found, size = shards_of(held), size_of(global_size)
+            found, size = [Shard.of(shard) for shard in held], size_of(global_size)
         except Exception as error:  # of things that are no shards or no size
             raise ShardingError(f"found shards {held!r} of {global_size!r}: {error}") from error
         problems = [problem for index, shard in enumerate(found) for problem in _problems(index, shard)]

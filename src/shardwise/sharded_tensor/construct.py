@@ -31,7 +31,6 @@ from shardwise.sharded_tensor import random
 from shardwise.sharded_tensor.autograd import fill
 from shardwise.sharded_tensor.base import is_foreign
 from shardwise.sharded_tensor.check import agreed, check_local, gather_shards
-from shardwise.sharded_tensor.foreign import metadata_of, shards_of, spec_of
 from shardwise.sharded_tensor.group import cut_by, group_or_default, is_outside, ranks_of, with_ranks
 from shardwise.sharded_tensor.metadata import (
     Shard,
@@ -43,7 +42,7 @@ from shardwise.sharded_tensor.metadata import (
 from shardwise.sharded_tensor.move import describe
 from shardwise.sharded_tensor.registry import does
 from shardwise.sharded_tensor.remote import register_shards
-from shardwise.sharded_tensor.spec import ShardingSpec
+from shardwise.sharded_tensor.spec import ShardingSpec, spec_of
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _Fill = Callable[..., object]  # of a shard's tensor and its box=
@@ -171,7 +170,7 @@ def init_from_local_shards(
     """
     group = group_or_default(process_group)
     metadata = gather_shards(lambda: local_shards, global_size, group=group)
-    return _wrapped(shards_of(local_shards), metadata, group, None, init_rrefs)
+    return _wrapped([Shard.of(shard) for shard in local_shards], metadata, group, None, init_rrefs)
 
 
 def init_from_local_shards_and_global_metadata(
@@ -194,9 +193,9 @@ def init_from_local_shards_and_global_metadata(
     group = group_or_default(process_group)
 
     def checked() -> ShardedTensorMetadata:
-        metadata = with_ranks(metadata_of(sharded_tensor_metadata))
+        metadata = with_ranks(ShardedTensorMetadata.of(sharded_tensor_metadata))
         metadata.check(ranks_of(group))
-        problems = check_local(shards_of(local_shards), metadata)
+        problems = check_local([Shard.of(shard) for shard in local_shards], metadata)
         if problems:
             raise ShardingError(f"{here()}: " + "; ".join(problems))
         return metadata
@@ -207,7 +206,7 @@ def init_from_local_shards_and_global_metadata(
         group=group,
         what="the tensor to make of local shards",
     )
-    return _wrapped(shards_of(local_shards), metadata, group, sharding_spec, init_rrefs)
+    return _wrapped([Shard.of(shard) for shard in local_shards], metadata, group, sharding_spec, init_rrefs)
 
 
 def from_torch(tensor: Any, *, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
@@ -218,8 +217,8 @@ def from_torch(tensor: Any, *, process_group: dist.ProcessGroup | None = None) -
     """
     if not is_foreign(tensor):
         raise ShardingError(f"{here()}: expected torch's ShardedTensor, found a {type(tensor).__name__}")
-    shards = [Shard(shard.tensor.detach(), shard.metadata) for shard in shards_of(tensor.local_shards())]
-    metadata = metadata_of(tensor.metadata()).with_properties(requires_grad=False)
+    shards = [Shard(one.tensor.detach(), one.metadata) for one in map(Shard.of, tensor.local_shards())]
+    metadata = ShardedTensorMetadata.of(tensor.metadata()).with_properties(requires_grad=False)
     group = process_group or cast("dist.ProcessGroup | None", _compat.group_of_sharded_tensor(tensor))
     return init_from_local_shards_and_global_metadata(shards, metadata, process_group=group)
 

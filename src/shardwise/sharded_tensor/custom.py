@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.sharded_tensor.base import first_sharded
 from shardwise.sharded_tensor.refuse import refuse
-from shardwise.sharded_tensor.registry import HANDLERS, Handler
+from shardwise.sharded_tensor.registry import HANDLERS, Args, Handler, Kwargs
 
 _CUSTOM: set[Any] = set()  # functions that users do
 _BY_SPEC: dict[Any, dict[str, Callable[..., Any]]] = {}  # what they do, by class of spec
@@ -26,7 +26,7 @@ def custom_sharded_op_impl(func: Any) -> Callable[[Callable[..., Any]], Callable
     """
 
     def register(impl: Callable[..., Any]) -> Callable[..., Any]:
-        def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
             sharded = first_sharded(args, kwargs)
             return impl((type(sharded),), args, kwargs, sharded.process_group)
 
@@ -59,7 +59,7 @@ def custom_sharding_spec_op(
 
 
 def _by_spec(func: Any, otherwise: Handler | None) -> Handler:
-    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
         sharded = first_sharded(args, kwargs)
         spec = sharded.sharding_spec()
         for kind in type(getattr(spec, "spec", spec)).__mro__:

@@ -1,4 +1,8 @@
-"""Sharded tensors in torch's distributed checkpoints, and in torch's state-dict functions.
+"""Tensors in pieces in torch's distributed checkpoints, and in torch's state-dict functions.
+
+Every rank writes and reads its own boxes, so that any other cut, number of ranks or kind of tensor reads what
+was written. Boxes without elements are left out; of a tensor without elements one rank writes all, so that
+checkpoints know it at all.
 
 `torch.distributed.checkpoint.state_dict` gathers and cuts sharded tensors as it does DTensors, from when this
 module is imported.
@@ -6,30 +10,56 @@ module is imported.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from shardwise._compat.dtensors import extend_state_dict_helpers
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_tensor import entries
+from shardwise.layout import Box
 from shardwise.sharded_tensor.ops.operands import within
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
+def chunks(boxes: Sequence[Box], size: torch.Size, *, is_first: bool) -> list[ChunkStorageMetadata]:
+    """List the chunks that a rank with `boxes` of a tensor of `size` stores; `is_first` on one rank."""
+    if not size.numel():
+        stored = [Box.whole(size)] if is_first else []
+    else:
+        stored = [box for box in boxes if not box.is_empty]
+    return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in stored]
+
+
+def write_items(
+    name: str, parts: Sequence[ChunkStorageMetadata], size: torch.Size, *, like: Tensor
+) -> list[WriteItem]:
+    """List what a rank writes of the tensor `name`: `parts` of it, of the dtype and layout of `like`."""
+    properties = TensorProperties.create_from_tensor(like)
+    return [
+        WriteItem(
+            index=MetadataIndex(name, part.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=part, properties=properties, size=size),
+        )
+        for part in parts
+    ]
+
+
 def _write_items(sharded: ShardedTensor, name: str, value: Any) -> list[WriteItem]:
     """Return what this rank writes to a checkpoint; nothing on some ranks."""
-    return entries.write_items(name, _chunks(sharded), sharded.metadata().size, like=sharded.anchor.detach())
+    return write_items(name, _chunks(sharded), sharded.metadata().size, like=sharded.anchor.detach())
 
 
 def _chunks(sharded: ShardedTensor) -> list[ChunkStorageMetadata]:
     """List the chunks that this rank writes and reads; the first holder has that of an empty tensor."""
     ranks = [shard.rank for shard in sharded.metadata().shards_metadata]
     first = (ranks or dist.get_process_group_ranks(sharded.process_group))[0]
-    return entries.chunks(sharded.boxes, sharded.metadata().size, is_first=first == dist.get_rank())
+    return chunks(sharded.boxes, sharded.metadata().size, is_first=first == dist.get_rank())
 
 
 def _shard_at(sharded: ShardedTensor, index: MetadataIndex) -> Tensor:

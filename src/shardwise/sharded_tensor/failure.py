@@ -30,7 +30,7 @@ from shardwise.errors import ShardingError, ShardwiseError, here
 from shardwise.sharded_tensor.base import ShardedTensorBase, sharded_in
 from shardwise.sharded_tensor.group import OUTSIDE, is_outside
 from shardwise.sharded_tensor.metadata import Shard
-from shardwise.sharded_tensor.registry import Handler
+from shardwise.sharded_tensor.registry import Args, Handler, Kwargs
 
 Failures = dict[str, Exception]  # of this rank, by what is said of them
 
@@ -38,7 +38,7 @@ ever = False  # has anything failed in this process?
 _current: Failures = {}  # of the operands of the operation under way
 
 
-def run(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `handler(func, args, kwargs)`, or make stand-ins where it fails for this rank's values."""
     try:
         return _handed_on(handler, func, args, kwargs) if ever else handler(func, args, kwargs)
@@ -48,7 +48,7 @@ def run(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return _stand_in(error, handler, func, args, kwargs)
 
 
-def _handed_on(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _handed_on(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `handler(func, args, kwargs)`, and hand errors of its operands on to its results."""
     global _current
     operands = sharded_in([*args, *kwargs.values()])
@@ -62,9 +62,7 @@ def _handed_on(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[
         _current = before
 
 
-def _stand_in(
-    error: Exception, handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _stand_in(error: Exception, handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make a result for an operation that failed with `error` for this rank's values, or raise `error`."""
     global ever
     operands = list(sharded_in([*args, *kwargs.values()]))
@@ -122,8 +120,8 @@ def _tried(
     twin: Callable[[Tensor], Tensor],
     handler: Handler,
     func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Run the operation on twins of all tensors, with values; return None where it raises on them."""
     twins: dict[int, tuple[Tensor, Tensor]] = {}

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_tensor.foreign import spec_of
 from shardwise.sharded_tensor.metadata import (
     RemoteDevice,
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
 )
+from shardwise.sharded_tensor.spec import spec_of
 
 
 class _Outside:

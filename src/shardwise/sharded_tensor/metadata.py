@@ -7,12 +7,15 @@
 
 Ranks in placements are global ranks. The shards of one rank are numbered in the order of
 `shards_metadata`, which is the order of its `local_shards()`.
+
+What torch's deprecated `torch.distributed._shard` has of these is recognised by its attributes and converted
+(`of`), in the same memory; nothing of that package is imported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
@@ -237,6 +240,15 @@ class ShardedTensorMetadata:
     size: torch.Size = field(default_factory=lambda: torch.Size([]))
     tensor_properties: TensorProperties = field(default_factory=TensorProperties)
 
+    @staticmethod
+    def of(metadata: Any) -> ShardedTensorMetadata:
+        """Make one from another, or from any object with the same attributes."""
+        if isinstance(metadata, ShardedTensorMetadata):
+            return metadata
+        properties = (getattr(metadata.tensor_properties, each.name) for each in fields(TensorProperties))
+        shards = [ShardMetadata.of(shard) for shard in metadata.shards_metadata]
+        return ShardedTensorMetadata(shards, torch.Size(metadata.size), TensorProperties(*properties))
+
     @property
     def shape(self) -> torch.Size:
         return self.size
@@ -328,6 +340,11 @@ class Shard:
 
     tensor: torch.Tensor
     metadata: ShardMetadata
+
+    @staticmethod
+    def of(shard: Any) -> Shard:
+        """Make one, of the same memory, from another or from any object with the same attributes."""
+        return shard if isinstance(shard, Shard) else Shard(shard.tensor, ShardMetadata.of(shard.metadata))
 
     @staticmethod
     def from_tensor_and_offsets(tensor: torch.Tensor, shard_offsets: Sequence[int], rank: int) -> Shard:

@@ -30,11 +30,10 @@ from shardwise.sharded_tensor.autograd import replicated
 from shardwise.sharded_tensor.base import is_foreign
 from shardwise.sharded_tensor.check import agreed
 from shardwise.sharded_tensor.construct import empty, from_torch, shard_tensor
-from shardwise.sharded_tensor.foreign import spec_of
 from shardwise.sharded_tensor.group import cut_by, group_or_default
 from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, TensorProperties
 from shardwise.sharded_tensor.move import boxes_of, describe
-from shardwise.sharded_tensor.spec import ChunkShardingSpec, ShardingSpec
+from shardwise.sharded_tensor.spec import ChunkShardingSpec, ShardingSpec, spec_of
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 

@@ -16,11 +16,10 @@ from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, Message, transfer
 from shardwise.sharded_tensor import autograd, failure
 from shardwise.sharded_tensor.check import proposed
-from shardwise.sharded_tensor.foreign import spec_of
 from shardwise.sharded_tensor.group import is_outside, with_ranks
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded_tensor.registry import does
-from shardwise.sharded_tensor.spec import ShardingSpec
+from shardwise.sharded_tensor.spec import ShardingSpec, spec_of
 from shardwise.sharded_tensor.tensor import ShardedTensor, device_of
 
 

@@ -17,7 +17,9 @@ from typing import Any, TypeVar
 
 from shardwise import _compat
 
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Handler = Callable[[Any, Args, Kwargs], Any]
 HANDLERS: dict[Any, Handler] = {}
 
 # Functions that answer for the whole tensor from its metadata, without a handler.

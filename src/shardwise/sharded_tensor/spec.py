@@ -10,7 +10,8 @@ spec                       shards
 =========================  ====================================================================
 
 A chunk has `ceil(size / chunks)` elements; the last ones are short or empty where they run out. A rank may
-have several shards or none. Any other rule is a subclass of `ShardingSpec` with a `build_metadata`.
+have several shards or none. Any other rule is a subclass of `ShardingSpec` with a `build_metadata`. A spec of
+torch's deprecated package is recognised by that method (`spec_of`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import ShardingError
+from shardwise.errors import ShardingError, here
 from shardwise.layout import cover, disjoint
 from shardwise.sharded_tensor.metadata import (
     RemoteDevice,
@@ -157,6 +158,40 @@ class EnumerableShardingSpec(ShardingSpec):
     ) -> ShardedTensorMetadata:
         cover([shard.box for shard in self.shards], tensor_sizes)
         return ShardedTensorMetadata(list(self.shards), torch.Size(tensor_sizes), tensor_properties)
+
+
+class ForeignSpec(ShardingSpec):
+    """A rule of another library's, which makes metadata like ours. `spec` is the rule."""
+
+    def __init__(self, spec: Any) -> None:
+        self.spec = spec
+
+    def build_metadata(
+        self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
+        return ShardedTensorMetadata.of(self.spec.build_metadata(tensor_sizes, tensor_properties))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ForeignSpec) and bool(self.spec == other.spec)
+
+    __hash__ = None  # type: ignore[assignment] # as specs of ours, which have lists in them
+
+    def __repr__(self) -> str:
+        return repr(self.spec)
+
+
+def spec_of(spec: Any) -> ShardingSpec:
+    """Return `spec`, or ours in place of another library's. Raises ShardingError where it is none."""
+    if isinstance(spec, ShardingSpec):
+        return spec
+    if not callable(getattr(spec, "build_metadata", None)):
+        raise ShardingError(f"{here()}: expected a ShardingSpec, found {spec!r}")
+    kind = type(spec).__name__ if type(spec).__module__.startswith("torch.") else ""
+    if kind == "ChunkShardingSpec" and isinstance(spec.dim, int):
+        return ChunkShardingSpec(spec.dim, spec.placements)
+    if kind == "EnumerableShardingSpec":
+        return EnumerableShardingSpec(spec.shards)
+    return ForeignSpec(spec)
 
 
 class PlacementSpec(ABC):  # noqa: B024 - users subclass it for placements of their own

@@ -29,7 +29,7 @@ from shardwise.sharded_tensor import failure
 from shardwise.sharded_tensor.base import ShardedTensorBase
 from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded_tensor.refuse import refuse
-from shardwise.sharded_tensor.registry import HANDLERS, PLAIN, between_graphs, declared
+from shardwise.sharded_tensor.registry import HANDLERS, PLAIN, Args, Kwargs, between_graphs, declared
 from shardwise.sharded_tensor.spec import ShardingSpec
 
 if TYPE_CHECKING:
@@ -322,7 +322,7 @@ class ShardedTensor(ShardedTensorBase):
         )
 
 
-def _mapped(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+def _mapped(function: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Handle `ShardedTensor.map` as an operation."""
     sharded: ShardedTensor = args[0]
     tensors = [function(tensor) for tensor in sharded.tensors]

@@ -6,7 +6,7 @@ keyword arguments                   positional, where the operation has them so
 addmm(b, x, permute(w)), matmul, ... linear(x, w, b), where w is a parameter
 view(bmm(view(x), view(y)))         matmul(x, y), where views only merged the dims of batches
 permute(w), detach(log_softmax(x))  beside each use of theirs: they are not to be the first use of w or x
-view(log_softmax(x))                log_softmax(view(x)), for a loss to meet it (`rules.loss`)
+view(log_softmax(x))                log_softmax(view(x)), for a loss to meet it (`rules.vocabulary`)
 view(transpose(view(x)))            permute(unflatten(x)), where the batch was merged with heads for a while
 views and expands that change nothing   dropped
 copy(x, y)                          y, in the shape and dtype of x: it has no derivative

@@ -91,7 +91,7 @@ class Partition:
     warnings: list[str] = field(default_factory=list)
     building: fx.Node | None = None  # the operation whose rule is at work; None where the plan moves a value
     gathers: list[Gathered] = field(default_factory=list)  # by operations
-    later: dict[fx.Node, Any] = field(default_factory=dict)  # finished when first taken; see `rules.loss`
+    later: dict[fx.Node, Any] = field(default_factory=dict)  # `rules.vocabulary` finishes it when first taken
     row_sums: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of gradients, along the dim they are cut
     _moved: dict[tuple[fx.Node, Placement], fx.Node] = field(default_factory=dict)
 

@@ -11,16 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from fsdp.models import Net, raises_on_every_rank, sharded_net, step
+from fsdp.models import Net, mentions, raises_on_every_rank, sharded_net, step
 from fsdp.parity.extension import Narrowed, Quantized, wrap_weights
 from ranks import on_ranks
 from shardwise import ShardingError, fully_shard
 from shardwise.layout import Owned, RaggedShard
-
-
-def mentions(message: str, *words: str) -> None:
-    missing = [word for word in words if word not in message]
-    assert not missing, f"{missing} not in: {message}"
 
 
 def contiguous(model: nn.Module, **options: object) -> nn.Module:

@@ -11,16 +11,10 @@ import torch
 from torch import Tensor
 
 from fsdp.contiguous.one_process import STRATEGIES, net
-from fsdp.models import Net, gathered_bytes, groups, step
+from fsdp.models import Net, forget_what_lives, gathered_bytes, groups, step
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.sharded_tensor.rows import ShardedRows
-
-
-def forget_what_lives() -> None:
-    """Leave what is in this process by now out of `live`, which then has little to look at."""
-    gc.collect()
-    gc.freeze()
 
 
 def live() -> tuple[int, int]:

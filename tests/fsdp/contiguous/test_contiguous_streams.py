@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from fsdp.models import sharded_net, step
+from fsdp.models import groups, sharded_net, step
 from fsdp.test_streams import LoggedAllGather, LoggedReduceScatter, Recorder, on_streams
 from ranks import on_ranks
 from shardwise import FSDPModule, MixedPrecisionPolicy
@@ -32,11 +32,6 @@ USERS = ("shardwise.fsdp.contiguous", "shardwise.fsdp.contiguous_reduction")
 
 def net(**options: Any) -> Any:
     return sharded_net(layout="contiguous", **options)
-
-
-def groups(model: Any) -> list[Any]:
-    states = dict.fromkeys(s for m in model.modules() if (s := state_of(m)) is not None)
-    return [group for state in states for group in state.groups]
 
 
 def logged_steps(model: Any, *, steps: int = 2, staging_bytes: int | None = None) -> Log:

@@ -17,8 +17,7 @@ from shardwise.errors import ShardingError
 from shardwise.graph.passes.bound_unsharded import bound_unsharded, saved_gathers
 from shardwise.graph.passes.check_order import check_order, order_text
 from shardwise.graph.passes.merge_small import merge_small
-from shardwise.graph.passes.prefetch import prefetch, prefetch_in_turn
-from shardwise.graph.passes.sink_waits import sink_waits
+from shardwise.graph.passes.prefetch import prefetch, prefetch_in_turn, sink_waits
 
 __all__ = [
     "Passes",
@@ -97,7 +96,7 @@ class Passes:
     def uuid(self) -> str:
         """Hash of the settings and source of these passes and `recompute`, for caches of compiled graphs."""
         here = Path(__file__).parent
-        others = [here.parent / name for name in ("collectives.py", "memory.py", "recompute.py")]
+        others = [here.parent / name for name in ("nodes.py", "step.py")]
         sources = [*sorted(here.glob("*.py")), *others]
         text = b"".join(source.read_bytes() for source in sources) + repr(self).encode()
         return hashlib.sha256(text).hexdigest()

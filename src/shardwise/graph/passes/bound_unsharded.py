@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from shardwise.comm.kinds import GATHER
 from shardwise.errors import ShardingError, here
-from shardwise.graph.collectives import Collective, collectives
+from shardwise.graph.nodes import Collective, collectives
 from shardwise.graph.passes.moves import (
     is_layout,
     is_of_inputs,

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.fx import Graph, GraphModule
 
 from shardwise.comm.agree import agree
-from shardwise.graph.collectives import Collective, collectives
+from shardwise.graph.nodes import Collective, collectives
 
 
 def order_text(graphs: Graph | Iterable[Graph], *, groups: Sequence[str] | None = None) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node, map_arg
 
 from shardwise.comm.kinds import GATHER, REDUCE, SCATTER
-from shardwise.graph.collectives import Collective, collectives, is_coalesced, values
+from shardwise.graph.nodes import Collective, collectives, is_coalesced, values
 from shardwise.graph.passes.moves import (
     first_write,
     hoist,

@@ -16,7 +16,7 @@ from torch.fx import Node
 from shardwise import _compat
 from shardwise.comm.kinds import REDUCE
 from shardwise.fsdp.traced import STAGED
-from shardwise.graph.collectives import Collective, kind_of, operator_name
+from shardwise.graph.nodes import Collective, kind_of, operator_name
 
 _LAYOUT = {
     *("view", "_unsafe_view", "reshape", "as_strided", "alias", "detach", "expand", "squeeze", "unsqueeze"),

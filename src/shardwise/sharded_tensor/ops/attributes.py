@@ -16,7 +16,7 @@ from shardwise.sharded_tensor.base import is_foreign
 from shardwise.sharded_tensor.construct import from_torch
 from shardwise.sharded_tensor.metadata import check_pinnable
 from shardwise.sharded_tensor.ops.operands import like, rule
-from shardwise.sharded_tensor.registry import PLAIN, handles
+from shardwise.sharded_tensor.registry import PLAIN, Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _T: Any = Tensor
@@ -77,7 +77,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 
 
 @handles(*_ANSWERS)
-def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _answer(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return _ANSWERS[func](*args, **kwargs)
 
 
@@ -113,7 +113,7 @@ def _grad(func: Any, sharded: ShardedTensor) -> ShardedTensor | None:
 
 
 @handles(_T.grad.__set__, _T.grad.__delete__)
-def _set_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _set_grad(func: Any, args: Args, kwargs: Kwargs) -> None:
     sharded: ShardedTensor = args[0]
     grad = args[1] if len(args) > 1 else None
     if grad is None:
@@ -169,7 +169,7 @@ def _set_data(func: Any, sharded: ShardedTensor, value: Any) -> None:
 
 
 @handles(_compat.has_compatible_shallow_copy_type)
-def _keeps_identity(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _keeps_identity(func: Any, args: Args, kwargs: Kwargs) -> bool:
     """Return whether each shard of the first can take the second's memory by `.data` (`nn.Module.to`)."""
     old, new = args
     if not (isinstance(old, ShardedTensor) and isinstance(new, ShardedTensor)):
@@ -205,7 +205,7 @@ def _of_same_cut(
 
 
 @handles(_T.pin_memory)
-def _pin_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+def _pin_memory(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     sharded: ShardedTensor = args[0]
     check_pinnable()
     tensors = [tensor.pin_memory() for tensor in sharded.tensors]
@@ -224,7 +224,7 @@ def _share_memory_(func: Any, sharded: ShardedTensor) -> ShardedTensor:
 
 
 @handles(_T.to)
-def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor | Tensor:
+def _to(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor | Tensor:
     if isinstance(args[0], ShardedTensor):
         return args[0].to(*args[1:], **kwargs)
     plain = [arg.anchor if isinstance(arg, ShardedTensor) else arg for arg in args]  # plain.to(sharded)
@@ -232,7 +232,7 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTens
 
 
 @handles(_T.module_load)
-def _module_load(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor | Tensor:
+def _module_load(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor | Tensor:
     """Return what replaces a parameter where modules load by swapping tensors."""
     into, value = args[:2]
     assign = args[2] if len(args) > 2 else kwargs.get("assign", False)
@@ -240,7 +240,7 @@ def _module_load(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sh
 
 
 @handles(_T.copy_)
-def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor | Tensor:
+def _copy_(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor | Tensor:
     """Copy from a tensor of the same cut (local), another (collective), or whole and replicated (local)."""
     into, source = args[:2]
     if not isinstance(into, ShardedTensor):

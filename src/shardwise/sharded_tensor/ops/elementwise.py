@@ -28,7 +28,7 @@ from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
 from shardwise.sharded_tensor.move import move_to
 from shardwise.sharded_tensor.ops.operands import broadcast, parts
 from shardwise.sharded_tensor.refuse import refuse
-from shardwise.sharded_tensor.registry import Handler, handles
+from shardwise.sharded_tensor.registry import Args, Handler, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 # Each as a function of torch, a method of Tensor, an activation or a special function, and in place with a
@@ -55,7 +55,7 @@ _OPERATORS = "add sub mul truediv div floordiv mod pow and or xor lshift rshift"
 _OTHER_OPERATORS = "abs eq ge gt invert le lt ne neg pos"
 
 
-def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Apply an elementwise `func` to arguments of which one is sharded, as its result is. Local."""
     if kwargs.get("out") is not None:
         return _into(kwargs["out"], func, args, kwargs)
@@ -66,7 +66,7 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return result_of(results, leader, metadata)
 
 
-def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+def in_place(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Apply `func`, which writes its first argument, a sharded tensor, in place; return that. Local."""
     target: Any = args[0] if args else kwargs.get("input")
     check_target(func, target, lambda: broadcast([*args, *kwargs.values()])[1].size)
@@ -107,7 +107,7 @@ def written(target: ShardedTensor, result: Tensor) -> ShardedTensor:
     return target
 
 
-def _into(out: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+def _into(out: Any, func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Apply `func` with `out=`, which unlike torch's must have the shape of the result."""
     others = [*args, *(value for name, value in kwargs.items() if name != "out")]
     shapes = [value.shape for value in others if isinstance(value, Tensor)]
@@ -118,9 +118,7 @@ def _into(out: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return out
 
 
-def _each(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leader: ShardedTensor, metadata: Any
-) -> list[Any]:
+def _each(func: Any, args: Args, kwargs: Kwargs, leader: ShardedTensor, metadata: Any) -> list[Any]:
     """Apply `func` to the parts in each local shard; on a rank without shards, to stand-ins."""
     columns = [parts(value, leader=leader, metadata=metadata) for value in args]
     named = {name: parts(value, leader=leader, metadata=metadata) for name, value in kwargs.items()}
@@ -133,7 +131,7 @@ def _each(
 def _activation(place: int) -> Handler:
     """Handle functions whose argument `inplace` is at `place`."""
 
-    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
         chosen = args[place] if len(args) > place else kwargs.get("inplace")
         return in_place(func, args, kwargs) if chosen else elementwise(func, args, kwargs)
 
@@ -168,7 +166,7 @@ _register()
 
 
 @handles(torch.where, Tensor.where)
-def _where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _where(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Handle `where`, but not with a condition alone, which gives as many indices as hold."""
     if len(args) + len(kwargs) < 3:
         refuse(func, args, kwargs)
@@ -179,7 +177,7 @@ def _where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @handles(torch.equal, Tensor.equal)
-def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
     """Compare as `torch.equal`. Collective over the group, unless shapes differ."""
     one, other = [*args, *kwargs.values()]
     if one.shape != other.shape:
@@ -188,7 +186,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 @handles(torch.allclose, Tensor.allclose)
-def _allclose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _allclose(func: Any, args: Args, kwargs: Kwargs) -> bool:
     """Compare as `torch.allclose`; raises torch's error for differing dtypes. Collective over the group."""
     names = ("input", "other", "rtol", "atol", "equal_nan")
     given = dict(zip(names, args, strict=False)) | kwargs

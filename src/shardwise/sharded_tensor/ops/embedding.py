@@ -41,14 +41,14 @@ from shardwise.sharded_tensor.ops.lookup import (
 from shardwise.sharded_tensor.ops.operands import by_name, check_group, like, probe
 from shardwise.sharded_tensor.ops.reduce import is_cut
 from shardwise.sharded_tensor.refuse import refuse_case
-from shardwise.sharded_tensor.registry import handles
+from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 # ------------------------------------------------------------ the two functions
 
 
 @handles(F.embedding, F.embedding_bag)
-def _look_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _look_up(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     options = by_name(func, args, kwargs)
     names = ("input", "weight", "max_norm", "norm_type", "scale_grad_by_freq")
     input, weight, max_norm, norm_type, by_freq = (options.pop(name) for name in names)

@@ -29,16 +29,14 @@ from shardwise.sharded_tensor.ops.elementwise import check_target, result_of, wr
 from shardwise.sharded_tensor.ops.operands import broadcast, parts
 from shardwise.sharded_tensor.ops.reduce import check_norm, needs_grad, norm_of, wide_of
 from shardwise.sharded_tensor.refuse import refuse
-from shardwise.sharded_tensor.registry import Handler, handles
+from shardwise.sharded_tensor.registry import Args, Handler, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _FUNCTIONS = _compat.foreach_functions
-_Args = tuple[Any, ...]
-_Kwargs = dict[str, Any]
 _Leader = tuple[ShardedTensor, ShardedTensorMetadata] | None  # whose cut a result has, None if it is plain
 
 
-def _elementwise(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+def _elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Apply an elementwise `func` at each place of the lists; its first list, in place. Local."""
     in_place = func.__name__.endswith("_")
     if in_place and not args:
@@ -66,7 +64,7 @@ def _is_tensors(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value)
 
 
-def _listed(args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs, list[tuple[Any, ...]]]:
+def _listed(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, list[tuple[Any, ...]]]:
     """Return the arguments, and the tensors at each place of the lists.
 
     A tensor that is one factor of all, and needs a gradient, becomes a list: sharded tensors give it parts
@@ -96,7 +94,7 @@ def _counts(leaders: Sequence[_Leader]) -> list[int]:
     return [1 if leader is None else max(1, len(leader[0].tensors)) for leader in leaders]
 
 
-def _flat(args: _Args, kwargs: _Kwargs, leaders: Sequence[_Leader]) -> tuple[list[Any], _Kwargs]:
+def _flat(args: Args, kwargs: Kwargs, leaders: Sequence[_Leader]) -> tuple[list[Any], Kwargs]:
     """Return the arguments with every list's items repeated, or cut, for the local shards of their leader."""
     counts = _counts(leaders)
 
@@ -132,7 +130,7 @@ def _check_target(func: Any, target: Any, size: torch.Size) -> None:
 def _whole_lists_only(handler: Handler) -> Handler:
     """Refuse a sharded tensor in any other place than a list."""
 
-    def checked(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+    def checked(func: Any, args: Args, kwargs: Kwargs) -> Any:
         if any(isinstance(value, ShardedTensor) for value in (*args, *kwargs.values())) or "out" in kwargs:
             refuse(func, args, kwargs)
         return handler(func, args, kwargs)
@@ -143,7 +141,7 @@ def _whole_lists_only(handler: Handler) -> Handler:
 # Norms
 
 
-def _norm(func: Any, args: _Args, kwargs: _Kwargs) -> tuple[Tensor, ...]:
+def _norm(func: Any, args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
     """Return every tensor's p-norm, plain and the same on every rank. Collective."""
     given = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
     tensors, p, dtype = given["self"], float(given.get("ord", 2)), given.get("dtype")

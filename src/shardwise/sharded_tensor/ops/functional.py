@@ -32,7 +32,7 @@ from shardwise.sharded_tensor.ops.reduce import dims_of, is_cut, log_of_exponent
 from shardwise.sharded_tensor.ops.shape import derived
 from shardwise.sharded_tensor.random import bernoulli
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
-from shardwise.sharded_tensor.registry import handles
+from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _T: Any = Tensor
@@ -139,7 +139,7 @@ def _torch_dropout(func: Any, sharded: ShardedTensor, p: Any, train: Any) -> Sha
     return _dropout(func, sharded, p, bool(train), False)
 
 
-def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def _given(func: Any, args: Args, kwargs: Kwargs) -> tuple[dict[str, Any], str]:
     """Return the arguments by name with `reduction="none"`, and the reduction that was asked for."""
     given = by_name(func, args, kwargs)
     reduction = given["reduction"]
@@ -154,7 +154,7 @@ def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[di
     *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.poisson_nll_loss),
     *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.soft_margin_loss),
 )
-def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _loss(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """Compute a loss of every element. Collective, unless nothing is reduced."""
     given, reduction = _given(func, args, kwargs)
     if reduction == "none":
@@ -166,7 +166,7 @@ def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 @handles(F.cross_entropy, F.nll_loss)
-def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _cross_entropy(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """Compute a loss of every row; a mean is weighted, as torch's. Collective, unless nothing is reduced."""
     given, reduction = _given(func, args, kwargs)
     if reduction == "none":

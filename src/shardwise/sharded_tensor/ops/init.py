@@ -33,7 +33,7 @@ from shardwise.sharded_tensor.move import placed_on
 from shardwise.sharded_tensor.ops.elementwise import in_place
 from shardwise.sharded_tensor.ops.operands import rule
 from shardwise.sharded_tensor.refuse import refuse
-from shardwise.sharded_tensor.registry import HANDLERS, handles
+from shardwise.sharded_tensor.registry import HANDLERS, Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _T: Any = Tensor
@@ -75,7 +75,7 @@ def _drawn(sharded: ShardedTensor, generator: torch.Generator | None, fill: Any)
 
 @handles(nn.init.uniform_, nn.init.normal_)
 @torch.no_grad()
-def _init(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _init(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return HANDLERS[getattr(_T, func.__name__)](func, args, kwargs)
 
 
@@ -105,7 +105,7 @@ def _kaiming_uniform_(
 
 
 @handles(torch.eye)
-def _eye(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+def _eye(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Fill a sharded `out` of the right shape, as `torch.nn.init.eye_` does."""
     out = kwargs.get("out")
     if not isinstance(out, ShardedTensor) or tuple(out.shape) != (args[0], args[-1]):
@@ -121,7 +121,7 @@ def _eye(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTen
 
 
 @handles(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like)
-def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+def _like(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Apply `func` to every shard, for a tensor of the same cut: in memory of its own, an autograd leaf."""
     sharded = args[0] if args else kwargs.pop("input")
     if not isinstance(sharded, ShardedTensor):
@@ -135,7 +135,7 @@ def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTe
 
 
 @handles(torch.rand_like, torch.randn_like)
-def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+def _random_like(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     generator, wanted = kwargs.pop("generator", None), kwargs.pop("requires_grad", False)
     made = _like(torch.empty_like, args, kwargs)
     (_uniform_ if func is torch.rand_like else _normal_)(func, made, None, None, generator)
@@ -144,14 +144,14 @@ def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sh
 
 
 @handles(_T.new_tensor)
-def _new_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _new_tensor(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """Return a plain tensor of the same dtype."""
     plain = [value.anchor if isinstance(value, ShardedTensor) else value for value in args[:1]]
     return cast(Tensor, func(*plain, *args[1:], **kwargs))
 
 
 @handles(_T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full)
-def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _new(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """Make a tensor like a sharded one, cut as it is; another shape has no cut and raises."""
     sharded, options = args[0], dict(kwargs)
     rest = list(args[1:])

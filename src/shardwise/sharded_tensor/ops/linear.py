@@ -30,7 +30,7 @@ from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import nothing_of, replicated, summed
 from shardwise.sharded_tensor.ops.operands import anchor_of, called_as, check_group, total_of
-from shardwise.sharded_tensor.registry import handles
+from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _T: Any = Tensor
@@ -55,14 +55,14 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 @handles(torch.matmul, _T.matmul, _T.__matmul__, torch.mm, _T.mm, torch.bmm, _T.bmm, torch.mv, _T.mv)
-def _matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _matmul(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     one, two = [*args, *kwargs.values()]
     func(_meta(one), _meta(two))  # torch judges the shapes
     return _product(one, two, name=func.__name__)
 
 
 @handles(_T.__rmatmul__)
-def _rmatmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _rmatmul(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     return _product(args[1], args[0], name="matmul")
 
 

@@ -25,7 +25,7 @@ from shardwise.layout.regroup import expand_box
 from shardwise.sharded_tensor.autograd import nothing_of, replicated
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
 from shardwise.sharded_tensor.refuse import refuse
-from shardwise.sharded_tensor.registry import handles
+from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -49,7 +49,7 @@ def rule(*funcs: Any, takes: str) -> Callable[[_F], _F]:
     names = takes.split()
 
     def register(do: _F) -> _F:
-        def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
             return do(func, *given(names, func, args, kwargs))
 
         handles(*funcs)(handler)
@@ -68,7 +68,7 @@ def called_as(*funcs: Any) -> Callable[[_F], _F]:
     return register
 
 
-def by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def by_name(func: Any, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """Return the arguments of a Python function by its own names for them, with its defaults."""
     bound = _signature(func).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -78,7 +78,7 @@ def by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
 _signature = functools.lru_cache(inspect.signature)
 
 
-def given(names: list[str], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def given(names: list[str], func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
     """Return the arguments in the order of `names`, None for what is not given."""
     if not kwargs and args and len(args) <= len(names) and isinstance(args[0], ShardedTensor):
         return [*args, *[None] * (len(names) - len(args))]

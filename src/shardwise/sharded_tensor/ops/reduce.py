@@ -32,7 +32,7 @@ from shardwise.sharded_tensor.autograd import all_extreme, summed, valued
 from shardwise.sharded_tensor.ops.elementwise import elementwise
 from shardwise.sharded_tensor.ops.operands import anchor_of, as_torch, given, rule
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
-from shardwise.sharded_tensor.registry import handles
+from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _T: Any = Tensor
@@ -316,7 +316,7 @@ def _amax(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Tensor:
 
 
 @handles(torch.max, _T.max, torch.min, _T.min)
-def _max(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _max(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Reduce over all elements; along one dim with indices; or, with another tensor, element by element."""
     largest = func.__name__ == "max"
     if any(isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())):
@@ -404,7 +404,7 @@ def _normalize(func: Any, sharded: ShardedTensor, p: Any, dim: Any, eps: Any) ->
 
 
 @handles(_T.item, _T.__float__, _T.__int__, _T.__bool__, _T.__index__, _T.__complex__)
-def _scalar(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _scalar(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Convert a tensor of one element to a number, on every rank. Collective."""
     count = args[0].numel()
     if count != 1:

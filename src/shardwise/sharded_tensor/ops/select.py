@@ -27,9 +27,9 @@ from shardwise.sharded_tensor.autograd import replicated, tied
 from shardwise.sharded_tensor.base import first_sharded
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded_tensor.ops.operands import anchor_of, check_group, probe, rule, within
-from shardwise.sharded_tensor.ops.shape import Args, Kwargs, assembled, derived, reshaped, taken
+from shardwise.sharded_tensor.ops.shape import assembled, derived, reshaped, taken
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
-from shardwise.sharded_tensor.registry import handles
+from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _T: Any = Tensor

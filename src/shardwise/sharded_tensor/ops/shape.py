@@ -24,13 +24,11 @@ from shardwise.sharded_tensor.autograd import nothing_of, tied
 from shardwise.sharded_tensor.metadata import ShardMetadata
 from shardwise.sharded_tensor.ops.operands import probe
 from shardwise.sharded_tensor.refuse import refuse_case
-from shardwise.sharded_tensor.registry import handles
+from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.spec import ChunkShardingSpec
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _T: Any = Tensor
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 
 # ---------------------------------------------------------------- for every operation here and in `select`

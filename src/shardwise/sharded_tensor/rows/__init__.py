@@ -1,7 +1,7 @@
 """Parameters, gradients and optimizer state that are row ranges of whole tensors."""
 
-from shardwise.sharded_tensor.rows import clients, ops
+from shardwise.sharded_tensor.rows import ops
 from shardwise.sharded_tensor.rows.piece import Piece, RowShard
 from shardwise.sharded_tensor.rows.tensor import ShardedParameter, ShardedRows, cut_like
 
-__all__ = ["Piece", "RowShard", "ShardedParameter", "ShardedRows", "clients", "cut_like", "ops"]
+__all__ = ["Piece", "RowShard", "ShardedParameter", "ShardedRows", "cut_like", "ops"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_tensor.registry import Handler
+from shardwise.sharded_tensor.registry import Args, Handler, Kwargs
 from shardwise.sharded_tensor.rows import convert
 from shardwise.sharded_tensor.rows.piece import Piece, local_part
 from shardwise.sharded_tensor.rows.tensor import ShardedParameter, ShardedRows
@@ -141,7 +141,7 @@ def _broadcasts(piece: Piece, to: Piece) -> bool:
 _KEEPS_ROWS = (None, torch.preserve_format, torch.contiguous_format)
 
 
-def elementwise(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def elementwise(op: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run an elementwise op on tensors of the same cut; return a new tensor (or several), or `out`."""
     if kwargs.get("memory_format") not in _KEEPS_ROWS or kwargs.get("layout") not in (None, torch.strided):
         refuse(op, args, kwargs, "in another memory format on tensors sharded by rows")
@@ -158,7 +158,7 @@ def elementwise(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return rows(local, piece) if isinstance(local, Tensor) else tuple(rows(each, piece) for each in local)
 
 
-def elementwise_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def elementwise_(op: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run an elementwise op that writes into its first argument."""
     target = args[0]
     if not isinstance(target, ShardedRows):
@@ -174,7 +174,7 @@ def elementwise_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return target
 
 
-def copy_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def copy_(op: Any, args: Args, kwargs: Kwargs) -> Any:
     """Copy from a whole plain tensor or equally cut rows; collective from other rows or a DTensor."""
     target, source, *rest = args
     if isinstance(source, ShardedRows) and source.shape == target.shape:
@@ -187,19 +187,19 @@ def copy_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return elementwise_(op, (target, source, *rest), kwargs)
 
 
-def random(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def random(op: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `rand_like` and its kin, and with rows as probabilities `bernoulli` (collective)."""
     return rows(_drawn(op, args, kwargs), args[0].piece)
 
 
-def random_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def random_(op: Any, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(args[0], ShardedRows):
         refuse(op, args, kwargs, "into a plain tensor from one sharded by rows")
     args[0]._local_tensor.copy_(_drawn(op, args, kwargs))
     return args[0]
 
 
-def _drawn(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _drawn(op: Any, args: Args, kwargs: Kwargs) -> Tensor:
     first = args[0]
     if first.is_meta:
         drawn: Tensor = op(first._local_tensor, *args[1:], **kwargs)
@@ -212,14 +212,14 @@ def _drawn(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return local_part(first.piece, op(source, *others, **kwargs)).clone()
 
 
-def eye(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def eye(op: Any, args: Args, kwargs: Kwargs) -> Any:
     out = kwargs["out"]
     if tuple(out.shape) != (args[0], args[-1]):
         refuse(op, args, kwargs)
     return out.copy_(torch.eye(*out.shape, dtype=out.dtype, device=out.device))
 
 
-def new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def new(op: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `new_zeros` and its kin: cut the same way where dim 0 is the rows, else plain and whole."""
     like, size = args[0], tuple(args[1])
     piece: Piece = like.piece
@@ -230,7 +230,7 @@ def new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return rows(op(like._local_tensor, piece.rows.sizes, *args[2:], **kwargs), piece)
 
 
-def view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def view(op: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run views (and `expand` to no more) that leave dim 0 and dims cut by tensor parallelism alone."""
     tensor, size = args[0], args[1]
     if isinstance(size, torch.dtype) or len(args) > 2 or any(kwargs.values()):
@@ -246,7 +246,7 @@ def view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return rows(tensor._local_tensor.view(piece.rows.sizes), piece)
 
 
-def product(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def product(op: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `mm`, rows times a whole matrix, or `bmm`, the matrices of the same rows, one by one."""
     a, b = args
     if not isinstance(a, ShardedRows) or a.piece.axes_along(range(1, a.ndim)) or is_foreign(b):
@@ -266,7 +266,7 @@ def product(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return rows(op(a._local_tensor, b), a.piece.with_trailing((b.shape[1],)))
 
 
-def index_put_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def index_put_(op: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `rows[mask] = scalar`, with a mask of the same cut."""
     target, indices, value = args[:3]
     mask = indices[0] if len(indices) == 1 else None
@@ -282,7 +282,7 @@ def index_put_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return target
 
 
-def scalar(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def scalar(op: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `item()` of a tensor of one element, wherever it lies (collective)."""
     if args[0].numel() != 1:
         refuse(op, args, kwargs)

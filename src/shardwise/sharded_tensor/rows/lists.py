@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_tensor.registry import Handler
+from shardwise.sharded_tensor.registry import Args, Handler, Kwargs
 from shardwise.sharded_tensor.rows.elementwise import is_foreign, local_operand, refuse, result_piece, rows
 from shardwise.sharded_tensor.rows.piece import Piece
 from shardwise.sharded_tensor.rows.reductions import HALF, MAX, all_reduced, combine_powers
@@ -28,7 +28,7 @@ _pieces: Callable[[Any], Piece] = attrgetter("piece")
 _locals: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 
 
-def foreach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def foreach(op: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run an elementwise op on lists, fused ones too. A steady step costs two `map`s for each list."""
     first = args[0] if type(args[0]) is list else args[1]
     try:
@@ -68,7 +68,7 @@ def _same(value: Any, pieces: list[Piece]) -> Any:
     return list(map(_locals, value))
 
 
-def _mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _mixed(op: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run an op on lists in which some tensors are plain, or broadcast: cut place by place."""
     values = [*args, *kwargs.values()]
     count = len(args[0] if type(args[0]) is list else args[1])
@@ -127,7 +127,7 @@ def _apart(places: Sequence[Sequence[Any]], run: Callable[[list[int]], Any]) -> 
     return results
 
 
-def norms(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def norms(op: Any, args: Args, kwargs: Kwargs) -> list[Tensor]:
     """Run `_foreach_norm`, or `_foreach_powsum`: sums of powers, without the root."""
     tensors: Sequence[Tensor] = args[0]
     p = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
@@ -172,13 +172,13 @@ def _norms_of_rows(locals_: Sequence[Tensor], p: float, dtype: torch.dtype | Non
     return nothing.to(norms.dtype).index_copy_(0, torch.tensor(at, device=device), norms)
 
 
-def maxima(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def maxima(op: Any, args: Args, kwargs: Kwargs) -> list[Tensor]:
     if kwargs:
         refuse(op, args, kwargs)
     return [torch.max(tensor) for tensor in args[0]]
 
 
-def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def unscale(op: Any, args: Args, kwargs: Kwargs) -> None:
     """Unscale gradients: one that is not finite on one rank counts on all."""
     tensors, found, scale = args
     if foreign := [tensor for tensor in tensors if is_foreign(tensor)]:

@@ -1,4 +1,4 @@
-"""Operators on tensors that are row ranges of whole ones.
+"""Operators on tensors that are row ranges of whole ones, and torch's functions that make such by placements.
 
 `find_handler` decides once per operator. A handler gets the operator and its arguments and answers for the
 whole tensors::
@@ -12,15 +12,23 @@ whole tensors::
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
-from shardwise.sharded_tensor.registry import Handler, does
+from shardwise._compat.dtensors import fill_whole, route_dtensors
+from shardwise.errors import ShardingError, here
+from shardwise.sharded_tensor.registry import Args, Handler, Kwargs, does
+from shardwise.sharded_tensor.rows import convert
 from shardwise.sharded_tensor.rows.elementwise import OTHERS, UNTAGGED, elementwise, elementwise_, refuse
 from shardwise.sharded_tensor.rows.lists import LISTS, foreach
+from shardwise.sharded_tensor.rows.piece import RowShard, local_part, piece_of
 from shardwise.sharded_tensor.rows.reductions import REDUCTIONS
-from shardwise.sharded_tensor.rows.tensor import handler_of
+from shardwise.sharded_tensor.rows.tensor import ShardedRows, handler_of
 
 _KNOWN: dict[str, Handler] = {**OTHERS, **LISTS, **REDUCTIONS}
 
@@ -42,7 +50,7 @@ def find_handler(op: Any) -> Handler:
     return decomposed
 
 
-def decomposed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def decomposed(op: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run an op made of others, which arrives whole in inference mode and from handlers."""
     result = op.decompose(*args, **kwargs)
     return refuse(op, args, kwargs) if result is NotImplemented else result
@@ -65,3 +73,74 @@ def _is_elementwise(name: str) -> bool:
     return packet is not None and any(
         torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
     )
+
+
+class _Rows:
+    """torch's functions of these names, for placements that say which rows each rank holds."""
+
+    def is_asked_for(self, placements: Sequence[Placement] | None) -> bool:
+        return any(type(placement) is RowShard for placement in placements or ())
+
+    def from_local(
+        self, local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None
+    ) -> ShardedRows:
+        if shape is None:
+            if not all(p.is_replicate() or isinstance(p, RowShard) for p in placements):
+                raise ShardingError(
+                    f"{here()}: DTensor.from_local needs the whole tensor's shape beside {tuple(placements)}"
+                )
+            counts = next(p.counts for p in placements if isinstance(p, RowShard))
+            shape = (sum(counts), *local.shape[1:])
+        piece = piece_of(mesh, placements, shape, local.dtype)
+        if tuple(local.shape) != piece.rows.sizes:
+            raise ShardingError(
+                f"{here()}: expected this rank's rows {piece.box} of a tensor of shape {tuple(shape)}, found"
+                f" a tensor of shape {tuple(local.shape)}"
+            )
+        local = local.contiguous()
+        if torch.is_grad_enabled() and local.requires_grad:
+            return cast(ShardedRows, convert.from_local(local, piece, ShardedRows.wrap))
+        return ShardedRows.wrap(local, piece)
+
+    @torch.no_grad()
+    def distribute(
+        self, whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], source: int | None
+    ) -> DTensor:
+        if _has_other_rows(placements, whole.shape):  # cut evenly, for `load_state_dict` to refuse by name
+            evenly = [Shard(0) if isinstance(p, RowShard) else p for p in placements]
+            return distribute_tensor(whole, mesh, evenly, src_data_rank=source)
+        piece = piece_of(mesh, placements, whole.shape, whole.dtype)
+        found = whole.detach()
+        if not whole.is_meta and whole.device.type != mesh.device_type:
+            found = found.to(mesh.device_type)
+        if source is None or whole.is_meta:
+            local = local_part(piece, found).clone(memory_format=torch.contiguous_format)
+        else:
+            local = convert.scattered(found, piece, source)
+        return ShardedRows.wrap(local, piece, requires_grad=whole.requires_grad)
+
+    def redistribute(
+        self, tensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placement], dtype: torch.dtype | None
+    ) -> ShardedRows:
+        if dtype is not None:
+            tensor = cast(DTensor, tensor.to(dtype))
+        piece = piece_of(mesh, placements, tensor.shape, tensor.dtype)
+        return cast(ShardedRows, convert.into_rows(tensor, piece, ShardedRows.wrap))
+
+    def cut_alike(self, ours: DTensor, whole: Tensor) -> Tensor:
+        """Return this rank's rows of `whole`; leave another shape for `load_state_dict` to refuse."""
+        assert isinstance(ours, ShardedRows)
+        if whole.shape != ours.shape:
+            return whole
+        return ShardedRows.wrap(local_part(ours.piece, whole).clone(), ours.piece)
+
+
+def _has_other_rows(placements: Sequence[Placement], shape: Sequence[int]) -> bool:
+    cut = [sum(p.counts) for p in placements if isinstance(p, RowShard)]
+    plain = all(isinstance(p, RowShard) or p.is_replicate() for p in placements)
+    return plain and any(rows != shape[0] for rows in cut)
+
+
+route_dtensors(ShardedRows, _Rows())
+for _name in ("dirac_", "sparse_"):
+    fill_whole(_name, lambda tensor: isinstance(tensor, ShardedRows))

@@ -22,7 +22,7 @@ from shardwise import _compat
 from shardwise.comm.arithmetic import extreme
 from shardwise.comm.watch import announced
 from shardwise.sharded_tensor.ops.reduce import dims_of, wide_of
-from shardwise.sharded_tensor.registry import Handler
+from shardwise.sharded_tensor.registry import Args, Handler, Kwargs
 from shardwise.sharded_tensor.rows.convert import gather_even
 from shardwise.sharded_tensor.rows.elementwise import refuse, rows
 from shardwise.sharded_tensor.rows.tensor import ShardedRows
@@ -89,7 +89,7 @@ class _Call:
         wanted: the dtype that is asked for, or that of the rows.
     """
 
-    def __init__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, op: Any, args: Args, kwargs: Kwargs) -> None:
         self.op, self.args, self.kwargs = op, args, kwargs
         if not isinstance(args[0], ShardedRows) or any(
             isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())
@@ -139,7 +139,7 @@ class _Call:
         refuse(self.op, self.args, self.kwargs, why)
 
 
-def reduction(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, rule: Callable[[_Call], Any]) -> Any:
+def reduction(op: Any, args: Args, kwargs: Kwargs, *, rule: Callable[[_Call], Any]) -> Any:
     """Reduce local rows along dims that no group cuts; let `rule` reduce all ranks' rows along others."""
     call = _Call(op, args, kwargs)
     is_local = not call.groups and call.local.numel()  # of no elements the op may warn
@@ -217,7 +217,7 @@ def _variance(call: _Call, *, root: bool) -> Tensor:
     return (variance.sqrt() if root else variance).to(call.tensor.dtype)
 
 
-def equal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def equal(op: Any, args: Args, kwargs: Kwargs) -> bool:
     """Run `torch.equal`. Collective over the axes that cut either."""
     a, b = args
     return a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all().item())

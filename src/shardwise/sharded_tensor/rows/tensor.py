@@ -26,7 +26,7 @@ from shardwise import _compat
 from shardwise._compat.dtensors import OwnDTensor
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
-from shardwise.sharded_tensor import entries
+from shardwise.sharded_tensor import dcp
 from shardwise.sharded_tensor.registry import Handler, declared
 from shardwise.sharded_tensor.rows import convert
 from shardwise.sharded_tensor.rows.piece import Piece, RowShard, piece_of
@@ -270,10 +270,10 @@ class ShardedRows(OwnDTensor):
     # torch.distributed.checkpoint's protocol for tensors that know their parts
 
     def __create_write_items__(self, name: str, value: Any) -> list[Any]:
-        return entries.write_items(name, self.__create_chunk_list__(), self.shape, like=self._local_tensor)
+        return dcp.write_items(name, self.__create_chunk_list__(), self.shape, like=self._local_tensor)
 
     def __create_chunk_list__(self) -> list[Any]:
-        return entries.chunks([self.box], self.shape, is_first=self.piece.rank == 0)
+        return dcp.chunks([self.box], self.shape, is_first=self.piece.rank == 0)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         return self._local_tensor

@@ -3,13 +3,11 @@
 from shardwise.tensor_parallel.rules import (  # noqa: F401 -- each registers its rules
     attention,
     backward,
-    embedding,
     linear,
-    loss,
     norms,
-    random,
     spatial,
     views,
+    vocabulary,
 )
 from shardwise.tensor_parallel.rules.parts import getitem
 from shardwise.tensor_parallel.rules.pointwise import is_pointwise, pointwise

@@ -12,7 +12,7 @@ from shardwise import _compat
 from shardwise.tensor_parallel.nodes import args_of, is_tensor
 from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import Split
-from shardwise.tensor_parallel.rules.random import dropped
+from shardwise.tensor_parallel.rules.pointwise import dropped
 from shardwise.tensor_parallel.rules.registry import aten_rule
 
 

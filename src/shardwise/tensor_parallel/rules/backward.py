@@ -18,8 +18,15 @@ from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of
 from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import PARTIAL, Split, with_dim
 from shardwise.tensor_parallel.rules.attention import for_queries, key_heads, mask_for, without_heads
-from shardwise.tensor_parallel.rules.loss import MEAN, NONE, among_own, by_intervals, class_dim, loss_weights
 from shardwise.tensor_parallel.rules.registry import aten_rule
+from shardwise.tensor_parallel.rules.vocabulary import (
+    MEAN,
+    NONE,
+    among_own,
+    by_intervals,
+    class_dim,
+    loss_weights,
+)
 
 # ------------------------------------------------------------ losses and softmax
 

@@ -12,8 +12,8 @@ from shardwise.tensor_parallel.heads import column_ranges, part_dim
 from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of, several
 from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Split, hint, normal
-from shardwise.tensor_parallel.rules.loss import by_intervals, by_rows, choose, is_chosen, placed
 from shardwise.tensor_parallel.rules.registry import Dims, aten_rule, by_dims
+from shardwise.tensor_parallel.rules.vocabulary import by_intervals, by_rows, choose, is_chosen, placed
 
 
 @aten_rule("slice", "narrow", "select", "split", "chunk", "split_with_sizes", "unbind", "tensor_split")
