@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _WORDS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _OWN = ("aten", "prims")
@@ -29,7 +30,19 @@ class _Result(NamedTuple):
     view_of: int | None = None
 
 
-class FastFakeTensorMode(FakeTensorMode):
+class _Uncompiled:
+    """A mode that no compiler meets: torch wraps others' dispatch so that compilers leave it alone."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class EagerDispatchMode(_Uncompiled, TorchDispatchMode):
+    """A `TorchDispatchMode` that no compiler meets."""
+
+
+class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
     """A `FakeTensorMode` that looks results up by shapes where torch's own operators compute on its tensors.
 
     Whatever it has not seen, or cannot make from shapes alone, goes torch's way.

@@ -24,7 +24,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from shardwise._compat import FakeTensor, TorchDispatchMode
+from shardwise._compat import EagerDispatchMode, FakeTensor
 
 
 def runs_its_own_ops(kind: type) -> bool:
@@ -41,7 +41,7 @@ class Life:
     sizes: list[int] = field(default_factory=list)
 
 
-class Storages(TorchDispatchMode):
+class Storages(EagerDispatchMode):
     """Live bytes (`live`), the peaks of named phases (`peaks`), and each storage's history (`lives`)."""
 
     def __init__(self) -> None:
