@@ -120,8 +120,8 @@ class _Watch(EagerDispatchMode):
         self._now = self.backward[number]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].device  # asked for in most calls: without another dispatch
+        if func is DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # asked for twice an operator: without another dispatch
         result = func(*args, **(kwargs or {}))
         if self._now is not None:
             tensors = [one for one in (*args, result) if isinstance(one, torch.Tensor)]
