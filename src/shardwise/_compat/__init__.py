@@ -50,6 +50,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise._compat.compiler import *
 from shardwise._compat.device import *
+from shardwise._compat.fakes import EagerDispatchMode as EagerDispatchMode
 from shardwise._compat.fakes import FastFakeTensorMode as FastFakeTensorMode
 from shardwise._compat.gradients import *
 from shardwise._compat.groups import *

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-_WORDS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_WORDS = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+_SEQUENCES = {list, tuple, torch.Size}
 _OWN = ("aten", "prims")
 
 
@@ -29,7 +30,19 @@ class _Result(NamedTuple):
     view_of: int | None = None
 
 
-class FastFakeTensorMode(FakeTensorMode):
+class _Uncompiled:
+    """A mode that no compiler meets: torch wraps others' dispatch so that compilers leave it alone."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class EagerDispatchMode(_Uncompiled, TorchDispatchMode):
+    """A `TorchDispatchMode` that no compiler meets."""
+
+
+class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
     """A `FakeTensorMode` that looks results up by shapes where torch's own operators compute on its tensors.
 
     Whatever it has not seen, or cannot make from shapes alone, goes torch's way.
@@ -43,8 +56,9 @@ class FastFakeTensorMode(FakeTensorMode):
         key: Any = None
         if func.namespace in _OWN:
             try:
-                words = *(self._word(one, tensors) for one in args), *self._named(kwargs, tensors)
-                key = func, torch.get_default_dtype(), words
+                words = [self._word(one, tensors) for one in args]
+                named = [(name, self._word(one, tensors)) for name, one in kwargs.items()]
+                key = func, torch.get_default_dtype(), *words, *named
             except _Unknown:
                 tensors = []
         if not tensors:  # what is made of no tensor may hold values
@@ -66,15 +80,11 @@ class FastFakeTensorMode(FakeTensorMode):
                 raise _Unknown
             tensors.append(value)
             return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
-        if kind in (list, tuple, torch.Size):
-            return kind, *(self._word(one, tensors) for one in value)
+        if kind in _SEQUENCES:
+            return kind, *[self._word(one, tensors) for one in value]
         if kind not in _WORDS:
             raise _Unknown
         return kind, value  # as 1 is True
-
-    def _named(self, kwargs: Any, tensors: list[Tensor]) -> Iterator[Any]:
-        for name, value in kwargs.items():
-            yield name, self._word(value, tensors)
 
     def _described(self, result: Any, tensors: list[Tensor]) -> tuple[type, list[_Result]] | None:
         """Return what makes `result` again; None where it cannot be told from metadata."""

@@ -6,6 +6,8 @@ not run.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import platform
@@ -265,6 +267,7 @@ def plan(
     from shardwise.planner.picture import figure_class
     from shardwise.planner.plan import cause, sized
 
+    atexit.register(gc.freeze)  # or the process, as it ends, goes through all that was imported: a second
     try:
         if png_path is not None and not (json_path or html_path or trace_path):
             figure_class()  # else what was asked for beside it comes first

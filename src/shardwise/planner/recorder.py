@@ -213,8 +213,8 @@ class Recorder(Storages):
         return event
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].device  # asked for in most calls: without another dispatch
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # asked for twice an operator: without another dispatch
         if self.looks_away or func is _DEVICE:
             return func(*args, **(kwargs or {}))
         namespace, _, name = func.name().partition("::")

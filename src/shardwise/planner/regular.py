@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise._compat import FakeTensor, FastFakeTensorMode, TorchDispatchMode
+from shardwise._compat import EagerDispatchMode, FakeTensor, FastFakeTensorMode
 from shardwise.errors import ShardwiseError
 from shardwise.planner.cost import tensors_of
 from shardwise.planner.models import Model, chunked, no_packed_sequences, quiet_fakes
@@ -83,7 +83,7 @@ def _parts(block: nn.Module, holders: Counter[int]) -> Iterator[Any]:
         yield name, buffer.shape, buffer.dtype
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(EagerDispatchMode):
     """Operators with their shapes, by the block that they are in, or that they come after.
 
     In backward, a block begins with the gradient of what it returned, and ends where the next one begins.
@@ -120,8 +120,8 @@ class _Watch(TorchDispatchMode):
         self._now = self.backward[number]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].device  # asked for in most calls: without another dispatch
+        if func is DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # asked for twice an operator: without another dispatch
         result = func(*args, **(kwargs or {}))
         if self._now is not None:
             tensors = [one for one in (*args, result) if isinstance(one, torch.Tensor)]

@@ -19,14 +19,18 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from shardwise._compat import FakeTensor, TorchDispatchMode
+from shardwise._compat import EagerDispatchMode, FakeTensor
+
+_SCALARS = (int, float, str, torch.dtype, torch.device)
 
 
+@cache
 def runs_its_own_ops(kind: type) -> bool:
     """Return whether a tensor subclass wraps others and computes with them, as DTensor does."""
     inherited = getattr(kind, "__torch_dispatch__", None) is Tensor.__torch_dispatch__
@@ -41,7 +45,7 @@ class Life:
     sizes: list[int] = field(default_factory=list)
 
 
-class Storages(TorchDispatchMode):
+class Storages(EagerDispatchMode):
     """Live bytes (`live`), the peaks of named phases (`peaks`), and each storage's history (`lives`)."""
 
     def __init__(self) -> None:
@@ -94,9 +98,11 @@ class Storages(TorchDispatchMode):
             self._see(value)
         elif isinstance(value, dict):
             self.see(tuple(value.values()))
-        elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        elif isinstance(value, (list, tuple)) or (
+            isinstance(value, Iterable) and not isinstance(value, (str, bytes))
+        ):
             for item in value:
-                if item is not None and not isinstance(item, (int, float, str)):
+                if item is not None and not isinstance(item, _SCALARS):
                     self.see(item)
 
     def life(self, tensor: Tensor) -> Life:
