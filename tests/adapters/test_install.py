@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +21,12 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 import shardwise
 from ranks import on_ranks
+from shardwise.adapters.pipelining import gathering_for_halves
 
 TORCHS = torch.distributed.fsdp.fully_shard
 V_SHAPED = (pipelining.ScheduleZBVZeroBubble, pipelining.ScheduleDualPipeV)
+# Gradients of inputs first, of parameters later.
+HALVE_BACKWARD = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
 
 @contextmanager
@@ -169,12 +172,23 @@ def test_under_every_pipeline_schedule_parameters_are_equal_to_fsdp2s(layout: st
     assert len(kinds) >= 7
     for kind in kinds:
         theirs = pipelined(kind)
+        halves = kind.__name__ in HALVE_BACKWARD
         with installed(layout=layout):
-            ours = pipelined(kind)
-        assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True)), kind
+            for reshard in (False, None, True) if halves else (False,):
+                ours = pipelined(kind, reshard)
+                assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True)), (kind, reshard)
 
 
-def pipelined(kind: Any) -> list[torch.Tensor]:
+@on_ranks(1)
+def test_a_stage_is_sharded_itself_where_the_schedule_halves_backward() -> None:
+    stage = SimpleNamespace(submod=nn.Sequential(shardwise.fully_shard(nn.Linear(2, 2))))
+    backward = gathering_for_halves(lambda stage, kind: kind)
+    assert backward(stage, "full") == "full"
+    with pytest.raises(shardwise.ShardingError, match="whose '0' is sharded, but not the stage's Sequential"):
+        backward(stage, "input")
+
+
+def pipelined(kind: Any, reshard: bool | None = False) -> list[torch.Tensor]:
     """The parameters of this rank's stages after two steps of a schedule over as many stages as it takes."""
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -189,7 +203,7 @@ def pipelined(kind: Any) -> list[torch.Tensor]:
     for stage in mine:
         module = whole[stage]
         for part in (module[0], module):
-            fully_shard(part, mesh=mesh["data"], reshard_after_forward=False)
+            fully_shard(part, mesh=mesh["data"], reshard_after_forward=reshard)
         assert isinstance(module, FSDPModule)
         stages.append(pipelining.PipelineStage(module, stage, len(places), torch.device("cpu"), group=group))
     schedule = kind(stages[0] if single else stages, 4, loss_fn=nn.functional.mse_loss)

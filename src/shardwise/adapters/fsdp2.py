@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise import fsdp, mesh
-from shardwise.adapters.pipelining import StateOfStage
+from shardwise.adapters.pipelining import StateOfStage, gathering_for_halves
 from shardwise.errors import ShardingError, ShardwiseError, here
 from shardwise.fsdp.fully_shard import Options
 from shardwise.fsdp.module_state import state_of
@@ -78,10 +78,22 @@ def install(*, interleave: Collection[str] = (), **defaults: Any) -> None:
                 setattr(module, name, ours[found[0]])
                 _replaced.append((module, name, value, ours[found[0]]))
     places = sorted({module.__name__ for module, *_ in _replaced})
-    add = Optimizer.add_param_group
-    _replaced.append((Optimizer, "add_param_group", add, _checking_rows(add)))
-    Optimizer.add_param_group = _replaced[-1][-1]  # type: ignore[method-assign]
+    _replace(Optimizer, "add_param_group", _checking_rows)
+    _replace(_stage_class(), "backward_maybe_with_nosync", gathering_for_halves)
     _LOG.info("%s: FSDP2 is shardwise now, with %s, in %s", here(), defaults or "its defaults", places)
+
+
+def _replace(owner: Any, name: str, making: Callable[[Any], Any]) -> None:
+    theirs = getattr(owner, name)
+    _replaced.append((owner, name, theirs, making(theirs)))
+    setattr(owner, name, _replaced[-1][-1])
+
+
+def _stage_class() -> type:
+    """Return the class of all stages of torch's pipelines."""
+    from torch.distributed.pipelining import PipelineStage
+
+    return next(kind for kind in PipelineStage.__mro__ if "backward_maybe_with_nosync" in vars(kind))
 
 
 def uninstall() -> None:

@@ -1,16 +1,23 @@
-"""The part of a sharded module's state that torch's pipeline stages look for.
+"""What torch's pipeline stages need of sharded modules.
 
 At the end of a schedule a stage walks the state's groups to reduce what its micro-batches accumulated, and
 ends backward. Here the end of backward does both.
+
+Schedules without bubbles halve backward: gradients of inputs first, those of parameters later. Both halves
+look for the parameters that forward computed with in `parameters()`, which has them while they are gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import nn
+
+from shardwise.errors import ShardingError, here
 from shardwise.fsdp.finalization import reduce_what_is_left
-from shardwise.fsdp.module_state import ModuleState
+from shardwise.fsdp.module_state import ModuleState, state_of
 from shardwise.optim import norm
 
 
@@ -33,3 +40,33 @@ class StateOfStage:
             for state in (self._state, *self._state.below):
                 for group in state.groups:
                     norm.of_a_stage(param.sharded for param in group.params)
+
+
+def gathering_for_halves(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a stage's `backward_maybe_with_nosync` that gathers the stage before half a backward.
+
+    Without it a stage whose forward reshards finds no gradients, and says nothing. Collective over the mesh
+    of the stage's modules, whose ranks run the same schedule.
+    """
+
+    @functools.wraps(backward)
+    def call(self: Any, backward_type: str, *args: Any, **kwargs: Any) -> Any:
+        if backward_type != "full":
+            _gather(self.submod)
+        return backward(self, backward_type, *args, **kwargs)
+
+    return call
+
+
+def _gather(stage: nn.Module) -> None:
+    root = state_of(stage)
+    sharded = next((name for name, module in stage.named_modules() if state_of(module) is not None), None)
+    if root is None and sharded is not None:
+        raise ShardingError(
+            f"{here()}: the schedule halves the backward of a stage whose '{sharded}' is sharded, but not the"
+            f" stage's {type(stage).__name__} itself; call fully_shard on it too"
+        )
+    if root is not None and root.schedule is not None:
+        for state in (root, *root.below):
+            for group in state.groups:
+                state.gather(group, root.schedule, forward=False)
