@@ -45,6 +45,8 @@ def draw(rng: random.Random) -> Spec:
             if "pp" in sizes
         )
         case["micro_batches"] = rng.choice([count for count in (2, 4, 8) if least <= count <= most])
+        if rng.random() < 0.4:
+            case["reshards"] = True  # after each micro-batch's forward
     if not case["experts"] and rng.random() < 0.2 and case.get("schedule") not in HALVING:
         case["compiled"] = True
     return case
@@ -63,5 +65,5 @@ def features(case: Spec) -> list[str]:
     pairs = [" x ".join(pair) for pair in itertools.combinations(named, 2)]
     known = ("layout", "optimizer", "schedule")
     return [*named, *pairs, *(case[name] for name in known if name in case)] + [
-        name for name in ("goes_on", "flat", "compiled") if name in case
+        name for name in ("goes_on", "flat", "compiled", "reshards") if name in case
     ]

@@ -100,6 +100,10 @@ class OnMesh:
         if getattr(args, "compiled", False):
             for block in self.step.model.blocks.values():
                 block.compile(backend="aot_eager")
+        if getattr(args, "reshards", False):
+            for module in model.modules():
+                if isinstance(module, shardwise.FSDPModule):
+                    module.set_reshard_after_forward(True)
         self.is_flat = getattr(args, "flat", False)
         self.optimizer: torch.optim.Optimizer = (
             flat(kind, model, **options) if self.is_flat else kind(model.parameters(), **options)
