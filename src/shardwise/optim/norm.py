@@ -117,6 +117,7 @@ def _norm(
     halves: Mapping[Axes, list[Tensor]],
 ) -> Tensor:
     """Return the norm of everything, `halves` counted half. Collective over all axes and the stages."""
+    norm_type = float(norm_type)  # "inf", as torch takes it
     if not norm_type > 0:
         raise ShardingError(f"{here()}: norm_type must be positive, got {norm_type}")
     if not by_axes and not halves and stages is None:

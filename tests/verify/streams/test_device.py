@@ -222,6 +222,16 @@ def test_pinned_memory_is_read_until_the_copy_ends_and_other_memory_is_read_at_o
     assert not races(lambda: program(pinned=False))
 
 
+def test_pinned_memory_is_given_out_again_when_copies_from_it_have_ended() -> None:
+    def program() -> None:
+        stream, other = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
+        for each in (stream, other):
+            with each:
+                torch.ones(8).pin_memory().to(DEVICE, non_blocking=True)
+
+    assert not races(program)
+
+
 # ---------------------------------------------------------------- collectives
 
 

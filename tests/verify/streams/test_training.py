@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,13 @@ def races(model, mesh):
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(halve)
 
+def steps_late(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def too_early(*_):
+        model.set_post_optim_event(torch.accelerator.current_stream().record_event())
+    optimizer.register_step_pre_hook(too_early)
+    return optimizer
+
 def fails(model, mesh):
     shard(model, mesh)
     raise KeyError("mine")
@@ -40,17 +48,18 @@ def loss(model, batch):
 def elsewhere(model, batch):
     return batch[0].sum().cpu().requires_grad_()
 
-def case(shard, samples=8, loss=loss):
+def case(shard, samples=8, loss=loss, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)):
     return Case(
         build=lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
         shard=shard,
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        optimizer=optimizer,
         batch=lambda step: (torch.randn(samples, 4),),
         loss=loss,
     )
 
 right = lambda: case(shard)
 racing = lambda: case(races)
+racing_over_steps = lambda: case(shard, optimizer=steps_late)
 failing = lambda: case(fails)
 uneven = lambda: case(shard, samples=7)
 on_cpu = lambda: case(lambda model, mesh: model.cpu(), loss=lambda model, batch: model(batch[0].cpu()).sum())
@@ -88,6 +97,14 @@ def test_a_missing_wait_ends_with_1_and_is_written(script: Path) -> None:
     written = json.loads(path.read_text())
     assert written["verdict"] == "waits are missing"
     assert written["findings"][0]["text"] in text
+
+
+def test_a_race_from_one_step_to_the_next_is_found_as_the_host_runs_ahead(script: Path) -> None:
+    arguments = list(sys.argv)
+    status, text = check(script, "racing_over_steps")
+    assert status == 1
+    assert "the all-gather stream wait for the computing stream" in text
+    assert sys.argv == arguments
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,8 @@ class Simulation:
             block = self.host.allocate(
                 storage.data_ptr(), storage.nbytes(), owner=0, made="memory of the host"
             )
-            weakref.finalize(storage, self.host.free, block, None)
+            # Torch gives pinned memory out again when copies from it have ended: no free is too early.
+            weakref.finalize(storage, self.host.forget, block)
 
     # Operators
 

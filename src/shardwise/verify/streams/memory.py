@@ -109,13 +109,19 @@ class Memory:
 
     def free(self, block: Block, last_of_owner: Operation | None) -> None:
         """Give a block back to the line that it was allocated on."""
-        if block not in self._blocks:
+        if not self.forget(block):
             return
-        self._blocks.remove(block)
         used = [a.operation for a in block.accesses if a.operation.line not in block.guarded]
         pool = self._freed.get(block.owner, {})
         own = [] if last_of_owner is None or not used else [last_of_owner]
         self._freed[block.owner] = latest([*pool.values(), *block.needs.values(), *used, *own])
+
+    def forget(self, block: Block) -> bool:
+        """Forget a block, which nobody needs to wait for; return whether it was known."""
+        known = block in self._blocks
+        if known:
+            self._blocks.remove(block)
+        return known
 
     def living(self) -> list[Block]:
         """List blocks that have not been freed."""
