@@ -25,7 +25,7 @@ from shardwise.planner.events import Send
 from shardwise.planner.measure import last_step, moments
 from shardwise.planner.models import Model, chunked, loss_of_piece, model_of, of_shape, whole_loss
 from shardwise.planner.pipeline import stage_of
-from shardwise.planner.record import Held, record
+from shardwise.planner.record import holding, record
 from shardwise.planner.setup import Setup
 from shardwise.planner.shapes import Shape
 from shardwise.planner.sharding import optimizers_of, shard, split
@@ -243,7 +243,7 @@ def _measured(model: Model, setup: Setup) -> tuple[int, Any]:
                 optimizer.zero_grad()
             with storages.peak("step"), CommCounter() as counter:
                 for _ in range(setup.accumulation):
-                    with Held() if setup.loop_holds == "logits" else nullcontext() as held:
+                    with holding(setup.loop_holds) as held:
                         loss = model.loss(module, tokens, tokens)
                     loss.backward()
                     del loss, held

@@ -262,12 +262,13 @@ def plan(
     except ShardwiseError as error:  # in a third of a second: nothing has asked for torch
         print_failure(error, traceback.format_exc() if show_tracebacks else "")
         raise typer.Exit(NOT_RUN) from None
+    gc.disable()  # going through what is imported takes two seconds, and finds nothing
+    atexit.register(gc.freeze)  # nor does it as the process ends
     from shardwise import planner
     from shardwise.launch import place
     from shardwise.planner.picture import figure_class
     from shardwise.planner.plan import cause, sized
 
-    atexit.register(gc.freeze)  # or the process, as it ends, goes through all that was imported: a second
     try:
         if png_path is not None and not (json_path or html_path or trace_path):
             figure_class()  # else what was asked for beside it comes first
@@ -293,6 +294,8 @@ def plan(
         failure = error if isinstance(error, ShardwiseError) else f"{where}{type(error).__name__}: {error}"
         print_failure(ShardwiseError(str(failure)), traceback.format_exc() if show_tracebacks else "")
         raise typer.Exit(NOT_RUN) from None
+    finally:
+        gc.enable()
     raise typer.Exit(FOUND)
 
 

@@ -73,7 +73,7 @@ class Library:
 SHARDWISE = Library(shard, watching)
 
 
-class Held(TorchFunctionMode):
+class _Logits(TorchFunctionMode):
     """Variables of a training loop that holds the logits, as `cross_entropy` takes them."""
 
     def __init__(self) -> None:
@@ -84,6 +84,11 @@ class Held(TorchFunctionMode):
         if func is cross_entropy:
             self.logits.append(args[0])
         return func(*args, **(kwargs or {}))
+
+
+def holding(what: str) -> AbstractContextManager[Any]:
+    """Return variables of a training loop: those that hold the logits, or nothing."""
+    return _Logits() if what == "logits" else nullcontext()
 
 
 def _fused_norm(
@@ -246,7 +251,7 @@ def _step(
         syncs: Callable[[bool], None] | None = getattr(module, "set_requires_gradient_sync", None)
         if setup.reduce_once and syncs is not None:
             syncs(micro == setup.accumulation - 1)
-        with Held() if setup.loop_holds == "logits" else nullcontext() as held:
+        with holding(setup.loop_holds) as held:
             loss = model.loss(module, tokens, tokens)
         recorder.end_forward()
         recorder.go(phase="backward", layer=None, after=True)
