@@ -50,14 +50,24 @@ def test_blocks_of_an_encoder_and_of_its_decoder_are_groups(tmp_path: Path) -> N
 
 def test_an_encoder_is_planned_as_what_its_config_names(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 96}
-    for name in ("BertForMaskedLM", "BertLMHeadModel"):
+    for name, said in {
+        "BertForMaskedLM": ["It is planned as a BertForMaskedLM"],
+        "BertLMHeadModel": [],
+        "BertForSequenceClassification": [
+            "It is planned as a BertLMHeadModel, not as the BertForSequenceClassification that its"
+            " architectures name"
+        ],
+    }.items():
         config = written(tmp_path, "bert", num_hidden_layers=12, architectures=[name], **sizes)
         made = shardwise.plan(config, ranks=2, sequence=SEQUENCE)
         assert (made.layers, made.whole) == (12, "")
-        assert made.assumed == [f"It is planned as a {name}"] * (name == "BertForMaskedLM")
+        assert made.assumed == said
 
 
 def test_a_model_that_takes_other_than_tokens_is_refused_by_what_it_takes(tmp_path: Path) -> None:
+    speech = written(tmp_path, "whisper", architectures=["WhisperForConditionalGeneration"])
+    with pytest.raises(ShardingError, match=r"WhisperForConditionalGeneration takes input_features, and"):
+        shardwise.plan(speech, sequence=SEQUENCE)
     config = written(tmp_path, "perceiver")
     with pytest.raises(ShardingError, match=r"takes inputs, and models of tokens alone are planned$"):
         shardwise.plan(config, sequence=SEQUENCE)

@@ -205,6 +205,8 @@ def test_what_cannot_be_planned_is_refused_by_name(tmp_path: Path) -> None:
         ShardingError, match=r"tensor=4 does not divide its 2 heads of keys; choose one of 1, 2"
     ):
         shardwise.plan(llama, tensor=4, sequence=SEQUENCE)
+    with pytest.raises(ShardingError, match=r"tensor=2 does not divide the 33 tokens of a sequence"):
+        shardwise.plan(llama, tensor=2, sequence=33, tensor_plan="torchtitan")
     smaller: dict[str, Any] = {"layout": "contiguous", "reshard_after_forward": 2}
     with pytest.raises(LifecycleError, match=r"smaller mesh after forward: it is tensor-parallel"):
         shardwise.plan(decoder, tensor=2, sequence=SEQUENCE, **smaller)

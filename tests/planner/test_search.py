@@ -60,11 +60,19 @@ def wide(layers: int = 4) -> nn.Module:
     return Decoder(shape, layers=layers, positions=SEQUENCE)
 
 
+def with_style_of_another(layers: int = 3) -> nn.Module:
+    """As mixtures of experts of transformers have, whose experts it cuts itself."""
+    model = decoder(layers)
+    model.tensor_plan = model.tensor_plan | {next(iter(model.tensor_plan)): "packed_colwise"}
+    return model
+
+
 def test_a_search_goes_over_tensor_parallelism_within_a_host_that_the_model_allows() -> None:
     device = planner.hardware_of("h100")
     assert _degrees(model_of(wide, sequence=SEQUENCE), Setup(ranks=32), device) == [1, 2, 4, 8]
     assert _degrees(model_of(decoder, sequence=SEQUENCE), Setup(ranks=32), device) == [1, 2]
     assert _degrees(model_of(gpt, sequence=SEQUENCE), Setup(ranks=32), device) == [1]
+    assert _degrees(model_of(with_style_of_another, sequence=SEQUENCE), Setup(ranks=32), device) == [1]
     sizes = {
         (one.tensor, one.micro_batch * one.accumulation)
         for one in _space(Setup(ranks=32, accumulation=4), device, (1, 2, 4), (1, 8))

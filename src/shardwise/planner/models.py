@@ -374,7 +374,9 @@ def _of_transformers(path: Path) -> Model:
             f"{path}: transformers makes no language model, which alone are planned, of"
             f" {type(config).__name__}: none of {', '.join(_KINDS)}"
         )
-    named = [kind for kind in found if classes[kind].__name__ in (config.architectures or ())]
+    trained = next((one for one in config.architectures or () if hasattr(transformers, one)), "")
+    _check_takes_tokens(path, getattr(transformers, trained, None))
+    named = [kind for kind in found if classes[kind].__name__ == trained]
     first = sorted(found, key=lambda kind: config.is_encoder_decoder and "Seq2Seq" not in kind)[0]
     kind = named[0] if named else first
     both = "Seq2Seq" in kind
@@ -413,20 +415,24 @@ def _of_transformers(path: Path) -> Model:
         raise ShardingError(
             f"{path}: transformers' {classes[kind].__name__} cannot be made: {why}"
         ) from error
-    if whole.main_input_name != "input_ids":
-        raise ShardingError(
-            f"{path}: {type(whole).__name__} takes {whole.main_input_name}, and models of tokens alone are"
-            " planned"
-        )
+    _check_takes_tokens(path, type(whole))
     decoder = whole.get_decoder()
     towers = [whole.get_encoder(), decoder] if both else [decoder if _has_blocks(decoder) else whole]
     made = _of_lists(path.stem, whole, build, loss, towers)
-    said: tuple[str, ...] = (
-        (f"It is planned as a {type(whole).__name__}",) if kind != next(iter(_KINDS)) else ()
-    )
+    name, said = type(whole).__name__, tuple[str, ...]()
+    if named or not trained:
+        said = (f"It is planned as a {name}",) if kind != next(iter(_KINDS)) else ()
+    else:
+        said = (f"It is planned as a {name}, not as the {trained} that its architectures name",)
     if both:
         said += ("Its encoder reads as many tokens as its decoder",)
     return replace(made, assumed=(*said, *made.assumed), cut_sequences=cut_sequences)
+
+
+def _check_takes_tokens(path: Path, kind: Any) -> None:
+    takes = getattr(kind, "main_input_name", "input_ids")
+    if takes != "input_ids":
+        raise ShardingError(f"{path}: {kind.__name__} takes {takes}, and models of tokens alone are planned")
 
 
 def _float(value: dict[str, Any]) -> Any:

@@ -108,7 +108,10 @@ def _degrees(model: Model, setup: Setup, device: Hardware) -> list[int]:
     found = [n for n in found if sequences == 1 or sequences * n % setup.tensor == 0]
     if not tensor.plan_of(module):
         return [1]
-    return [n for n in found if n == 1 or not tensor.undivided(module, model.name, n)]
+    try:
+        return [n for n in found if n == 1 or not tensor.undivided(module, model.name, n)]
+    except ShardingError:  # torch has no style for what the model says
+        return [1]
 
 
 def _cuts(setup: Setup, device: Hardware, tensor: int) -> Iterator[dict[str, Any]]:

@@ -64,6 +64,11 @@ def parallelize(module: nn.Module, name: str, mesh: DeviceMesh, setup: Setup) ->
     """
     words = words_of(module, name, setup)
     check(module, name, mesh.size())
+    if cuts(module, setup)[0] and setup.sequence % mesh.size():
+        raise ShardingError(
+            f"{name}: tensor={mesh.size()} does not divide the {setup.sequence:,} tokens of a sequence, which"
+            " its tensor_plan cuts too; choose another sequence, or plan with sequence_parallel=False"
+        )
     if counts_positions(module, words):
         module.register_forward_pre_hook(with_positions, with_kwargs=True)
     ties = dict(tied(module))
