@@ -36,7 +36,7 @@ if __package__:
 else:  # run as a script
     from storages import Allocated
 
-SEQUENCE = 32
+SEQUENCE, STEPS = 32, 4
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def planned_step(model: Model, setup: Setup, *, layers: int) -> tuple[int, list[
 
 
 def measured_on_mesh(source: Any, model: Model, setup: Setup) -> tuple[int, Any]:
-    """Of the second step of stages, sequences or experts over ranks, built by the Python of a plan."""
+    """Of a step after the first of stages, sequences or experts over ranks, built by the Python of a plan."""
     names: dict[str, Any] = {}
     exec(python(source, setup), names)
     own = {}
@@ -204,14 +204,19 @@ def measured_on_mesh(source: Any, model: Model, setup: Setup) -> tuple[int, Any]
         with Allocated() as storages:
             parameters = [getattr(p, "_local_tensor", p) for p in module.parameters()]
             storages.see([parameters, list(module.buffers()), tokens])
-            for _ in range(2):
+            for number in range(STEPS):
                 optimizer.zero_grad()
-                with storages.peak("step"), CommCounter() as counter:
+                with storages.peak(f"step {number}"), CommCounter() as counter:
                     step()
                     optimizer.step()
     finally:
         uninstall()
-    return storages.peaks["step"], counter.calls
+    return _least_peak(storages), counter.calls
+
+
+def _least_peak(storages: Allocated) -> int:
+    """Of the steps after the first: gloo's threads may hold a buffer for a moment after its collective."""
+    return min(storages.peaks[f"step {number}"] for number in range(1, STEPS))
 
 
 def _stages_of(model: Model, setup: Setup, rank: int) -> dict[int, nn.Module]:
@@ -225,7 +230,7 @@ def _stages_of(model: Model, setup: Setup, rank: int) -> dict[int, nn.Module]:
 
 
 def _measured(model: Model, setup: Setup) -> tuple[int, Any]:
-    """Of the second step: the most bytes alive, and the collectives."""
+    """Of a step after the first: the most bytes alive, and the collectives."""
     model = chunked(model) if setup.loss == "chunked" else model
     module = model.build(model.layers)
     names, sizes = zip(*setup.axes.items(), strict=True)
@@ -238,10 +243,10 @@ def _measured(model: Model, setup: Setup) -> tuple[int, Any]:
     with Allocated() as storages, loss_parallel() if tensor is not None else nullcontext():
         storages.see([[getattr(p, "_local_tensor", p) for p in module.parameters()], list(module.buffers())])
         storages.see(tokens)
-        for _ in range(2):
+        for number in range(STEPS):
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            with storages.peak("step"), CommCounter() as counter:
+            with storages.peak(f"step {number}"), CommCounter() as counter:
                 for _ in range(setup.accumulation):
                     with holding(setup.loop_holds) as held:
                         loss = model.loss(module, tokens, tokens)
@@ -249,7 +254,7 @@ def _measured(model: Model, setup: Setup) -> tuple[int, Any]:
                     del loss, held
                 for optimizer in optimizers:
                     optimizer.step()
-    return storages.peaks["step"], counter.calls
+    return _least_peak(storages), counter.calls
 
 
 def rows() -> Iterator[list[str]]:
