@@ -75,18 +75,17 @@ def install(*, interleave: Collection[str] = (), **defaults: Any) -> None:
             continue
         for name, value in list(vars(module).items()):
             if (found := by_id.get(id(value))) is not None and found[1] is value:
-                setattr(module, name, ours[found[0]])
-                _replaced.append((module, name, value, ours[found[0]]))
+                _replace(module, name, ours[found[0]])
     places = sorted({module.__name__ for module, *_ in _replaced})
-    _replace(Optimizer, "add_param_group", _checking_rows)
-    _replace(_stage_class(), "backward_maybe_with_nosync", gathering_for_halves)
+    _replace(Optimizer, "add_param_group", _checking_rows(Optimizer.add_param_group))
+    stage: Any = _stage_class()
+    _replace(stage, "backward_maybe_with_nosync", gathering_for_halves(stage.backward_maybe_with_nosync))
     _LOG.info("%s: FSDP2 is shardwise now, with %s, in %s", here(), defaults or "its defaults", places)
 
 
-def _replace(owner: Any, name: str, making: Callable[[Any], Any]) -> None:
-    theirs = getattr(owner, name)
-    _replaced.append((owner, name, theirs, making(theirs)))
-    setattr(owner, name, _replaced[-1][-1])
+def _replace(owner: Any, name: str, ours: Any) -> None:
+    _replaced.append((owner, name, getattr(owner, name), ours))
+    setattr(owner, name, ours)
 
 
 def _stage_class() -> type:

@@ -60,13 +60,19 @@ def gathering_for_halves(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _gather(stage: nn.Module) -> None:
     root = state_of(stage)
+    if root is None:
+        _check_is_whole(stage)
+    elif root.schedule is not None:
+        for state in (root, *root.below):
+            for group in state.groups:
+                state.gather(group, root.schedule, forward=False)
+
+
+def _check_is_whole(stage: nn.Module) -> None:
+    """Raise if the stage is not sharded itself, but some module inside it is."""
     sharded = next((name for name, module in stage.named_modules() if state_of(module) is not None), None)
-    if root is None and sharded is not None:
+    if sharded is not None:
         raise ShardingError(
             f"{here()}: the schedule halves the backward of a stage whose '{sharded}' is sharded, but not the"
             f" stage's {type(stage).__name__} itself; call fully_shard on it too"
         )
-    if root is not None and root.schedule is not None:
-        for state in (root, *root.below):
-            for group in state.groups:
-                state.gather(group, root.schedule, forward=False)
