@@ -79,8 +79,8 @@ def test_a_step_of_a_pipeline_gathers_and_reduces_each_group_once(schedule: str)
 
 @on_ranks(2)
 def test_the_script_prints_one_curve_on_any_mesh_and_draws_it(tmp_path: Path) -> None:
-    text_folder = tmp_path / "text"
-    text_folder.mkdir(exist_ok=True)
+    text_folder = tmp_path / f"text-{dist.get_rank()}"  # one would read what another has begun
+    text_folder.mkdir()
     (text_folder / "one.txt").write_text("six dimensions on one page; " * 40)
     small = [
         "--width",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "vocab_size": 96}
 
 def written(path: Path, kind: str, **values: Any) -> str:
     transformers = pytest.importorskip("transformers")
-    transformers.AutoConfig.for_model(kind, **values).to_json_file(path / f"{kind}.json")
-    return str(path / f"{kind}.json")
+    file = path / f"{kind}-{os.getpid()}.json"  # each rank's own: one would read what another has begun
+    transformers.AutoConfig.for_model(kind, **values).to_json_file(file)
+    return str(file)
 
 
 @on_ranks(2)
