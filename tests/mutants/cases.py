@@ -446,6 +446,10 @@ WRITTEN: dict[str, AnyCase] = {
     | {"strategy": "zero1", "stream": "optimizer", "post_optim_event": True},
     "an optimizer on a stream of the device's own kind": CAST
     | {"seed": 1, "stream": "optimizer", "post_optim_event": True},
+    "an optimizer on a stream of its own, of gradients of computation's memory": {
+        "stream": "optimizer",
+        "post_optim_event": True,
+    },
     "one shard and two replicas": {"mesh": "two", "ranks": 2, "micro": 3, "sync": "all_reduce"},
     "a first forward that follows an event": Own(
         ROWS | CAST | {"strategy": "hierarchical_fsdp", "mesh": "two"},

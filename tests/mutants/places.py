@@ -38,7 +38,7 @@ CALLS = {
         "finish_gather", "make_room_for_reduction",
     },
     "event": {"record_event", "record"},
-    "keep-alive": {"track_reductions"},
+    "keep-alive": {"track_reductions", "record_stream"},
     "giving back": {
         "abandon_gather", "free_gathered", "drop_copying_gather", "free_later", "reclaim", "drop_stale"
     },

@@ -225,7 +225,7 @@ class ReduceResult:
 
     shard: Tensor | None  # 1-D sharded gradient in result_dtype; None if only accumulated
     partial: Tensor | None  # reduce-scattered but not yet all-reduced, for the next backward
-    inputs: Sequence[Input]  # accelerator: what it reads of other streams' memory
+    inputs: Sequence[Input]  # accelerator: what it uses of computation's memory
     staged: Tensor  # the shard in the reduction's dtype
     added: Tensor | None  # what an earlier reduction left, and was added to it
     # On which `shard` was made. Later work on it runs there too, and records an event after that.
@@ -253,6 +253,7 @@ def foreach_reduce(
     *,
     shard_numel: int | None = None,
     partial: Tensor | None = None,
+    stays: bool = False,
 ) -> ReduceResult:
     """Reduce whole gradients to this rank's shard of them.
 
@@ -264,6 +265,7 @@ def foreach_reduce(
         dims: the dim on which each is cut; a dim other than 0 must divide evenly.
         shard_numel: elements of one rank's padded pieces together, if the caller knows.
         partial: what an earlier call without all-reduce left.
+        stays: the shard is kept until computation has waited for it, so it may be of its memory.
 
     Raises:
         ShardingError: a dim that does not divide.
@@ -271,7 +273,7 @@ def foreach_reduce(
     if torch.is_grad_enabled():
         # The context costs calls, so it is entered only where autograd records (`create_graph=True`).
         with torch.no_grad():
-            return foreach_reduce(grads, dims, how, shard_numel=shard_numel, partial=partial)
+            return foreach_reduce(grads, dims, how, shard_numel=shard_numel, partial=partial, stays=stays)
     ranks = how.shard_ranks
     if len({grad.dtype for grad in grads}) > 1:
         # torch's kernel takes one dtype, and casts that.
@@ -289,8 +291,10 @@ def foreach_reduce(
     foreach_reduce_scatter_copy_in(rows, reduce_input, ranks)
     # Gradients go before the collective runs, which reads their copies alone.
     rows.clear()
-    shard, event = reduce_scatter(reduce_input, how)
-    inputs = () if event is None else (((reduce_input,), event),)
+    out = shard_memory(how, numel) if stays else None
+    shard, event = reduce_scatter(reduce_input, how, out=out)
+    used = (reduce_input,) if out is None else (reduce_input, out)
+    inputs = () if event is None else ((used, event),)
     return finish_reduction(shard, how, inputs=inputs, partial=partial)
 
 
@@ -312,7 +316,7 @@ def reduce_scatter(
         # The copies are there when the current stream comes to this point; the host goes on.
         streams.reduce_scatter.wait_stream(current_stream(how.device))
         with streams.reduce_scatter:
-            # The shard is this stream's memory, where all that follows runs.
+            # Without `out` the shard is this stream's memory, where all that follows runs.
             shard, _ = reduce_scatter(reduce_input, how.on_current_stream, out=out)
             # Here and not behind what follows: the input may be freed once it was read.
             return shard, record_event(streams.reduce_scatter)
@@ -324,10 +328,14 @@ def reduce_scatter(
         # No copy: the input is the shard, and whoever keeps inputs for streams must look at that.
         return (reduce_input if out is None else out.copy_(reduce_input)), None
     if out is None:
-        size = (reduce_input.shape[0] // how.shard_ranks,)
-        out = how.comm.allocate(size, dtype=how.dtype, device=how.device)
+        out = shard_memory(how, reduce_input.shape[0] // how.shard_ranks)
     how.comm(output_tensor=out, input_tensor=reduce_input, group=group, op=how.factors.reduce_scatter_op)
     return out, None
+
+
+def shard_memory(how: Reduction, numel: int) -> Tensor:
+    """Allocate a reduced shard, as memory of the current stream."""
+    return how.comm.allocate((numel,), dtype=how.dtype, device=how.device)
 
 
 def finish_reduction(

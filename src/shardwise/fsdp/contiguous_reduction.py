@@ -22,7 +22,14 @@ from torch import Tensor, is_grad_enabled, nn
 
 from shardwise import _compat
 from shardwise.comm import CommStreams, DefaultReduceScatter, ReduceResult
-from shardwise.comm.foreach import Input, Reduction, current_stream, finish_reduction, reduce_scatter
+from shardwise.comm.foreach import (
+    Input,
+    Reduction,
+    current_stream,
+    finish_reduction,
+    reduce_scatter,
+    shard_memory,
+)
 from shardwise.comm.streams import record_event
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.contiguous import ContiguousGroup
@@ -165,13 +172,17 @@ class ContiguousReducer(GradReducer):
             shard = self._reduce_scatter(members, grads, complete, staging)
         else:  # beside computation, copies too
             # Memory of computation's stream, which may give it out again where nothing holds it.
-            read = [staging.buffer, *(grad for grad in grads if grad is not None)]
+            used = [staging.buffer, *(grad for grad in grads if grad is not None)]
+            out = None
+            if self.stays(params, plan):
+                out = shard_memory(plan, members.segment.shard_numel)
+                used.append(out)
             # This stream waits, not the host: gradients are there when computation comes to this point.
             streams.reduce_scatter.wait_stream(current_stream(plan.device))
             with streams.reduce_scatter:
-                shard = self._reduce_scatter(members, grads, complete, staging)
+                shard = self._reduce_scatter(members, grads, complete, staging, out)
                 # Behind the last slice's collective; what follows reads the shard alone.
-                inputs = ((read, record_event(streams.reduce_scatter)),)
+                inputs = ((used, record_event(streams.reduce_scatter)),)
         del staging  # whose memory streams keep in `inputs`
         # The usual case on CPU: the shard is the gradient, and no stream uses anything any more.
         if plan.ends_with_scatter and not self.partials:
@@ -259,16 +270,21 @@ class ContiguousReducer(GradReducer):
         return shard.narrow(0, group.rank() * size, size).clone()
 
     def _reduce_scatter(
-        self, members: _Members, grads: list[Tensor | None], complete: bool, staging: _Staging
+        self,
+        members: _Members,
+        grads: list[Tensor | None],
+        complete: bool,
+        staging: _Staging,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Copy gradients to where their parameters lie, in the reduction's dtype, and reduce them to a shard.
 
-        On the current stream. Consumes `grads`.
+        On the current stream. Consumes `grads`. The shard is `out`; allocated if None.
         """
         # The caller has entered the stream that reduces.
         plan = staging.plan.on_current_stream
         if not staging.targets:
-            return self._reduce_in_slices(members, grads, staging.buffer, plan)
+            return self._reduce_in_slices(members, grads, staging.buffer, plan, out)
         found: Any = grads
         targets = staging.targets
         if complete:
@@ -283,7 +299,7 @@ class ContiguousReducer(GradReducer):
         _compat.foreach_copy(targets, found)
         # Gradients go before the collective runs; with streams the caller holds them.
         del grads[:]
-        shard, _ = reduce_scatter(staging.buffer, plan)
+        shard, _ = reduce_scatter(staging.buffer, plan, out=out)
         if staging.storage is not None:
             # The collective has ended: storage is kept only where it ends with the call.
             staging.storage.resize_(0)
@@ -311,12 +327,17 @@ class ContiguousReducer(GradReducer):
         return made
 
     def _reduce_in_slices(
-        self, members: _Members, grads: list[Tensor | None], staging: Tensor, plan: Reduction
+        self,
+        members: _Members,
+        grads: list[Tensor | None],
+        staging: Tensor,
+        plan: Reduction,
+        out: Tensor | None,
     ) -> Tensor:
         """Reduce-scatter the same range of every rank's shard at a time."""
         ranks = plan.shard_ranks
         width, step = members.numel // ranks, staging.numel() // ranks
-        shard = torch.empty(width, dtype=plan.dtype, device=plan.device)
+        shard = torch.empty(width, dtype=plan.dtype, device=plan.device) if out is None else out
         pairs = zip(members.params, grads, strict=True)
         sources = {param.place.start: grad.reshape(-1) for param, grad in pairs if grad is not None}
         del grads[:]

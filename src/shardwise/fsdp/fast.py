@@ -45,10 +45,12 @@ class _Seen:
         compiler: a function is compiled, so gradients begin storage of their own. A tracer cannot take
             DTensors whose wrapper lies at another offset than their memory, and torch does not copy those
             that lie at the same.
+        computing: an accelerator, and the stream that the latest end of backward let wait for reductions.
     """
 
     def __init__(self) -> None:
         self.steps = 0
+        self.computing: tuple[torch.device, torch.Stream] | None = None
         self.compiler = False
 
 

@@ -310,6 +310,9 @@ class ParamGroup(ABC):
             return  # half-way through materialisation; the first forward checks that it was finished
         if device is None and self._lie_in_buffers(params):
             return
+        if torch.is_inference_mode_enabled():  # the first forward's, whose tensors optimizers cannot change
+            with torch.inference_mode(False):
+                return self.pack(device)
         self.abandon_gather()  # it reads and writes the old buffers
         self.reshard()
         self._lay_out(params)

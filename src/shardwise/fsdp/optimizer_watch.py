@@ -16,11 +16,13 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise import _compat
+from shardwise.comm.foreach import current_stream
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import fast
 from shardwise.fsdp.fast import seen
@@ -93,6 +95,8 @@ def was_replaced(param: Tensor) -> bool:
 @_compat.runs_eagerly
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     look_for_compiler(optimizer)
+    if seen.computing is not None:
+        _keep_gradients_for_stream(optimizer, *seen.computing)
     compiled = _compat.in_compiled_call()
     if compiled:
         fast.step_in_graphs(optimizer)
@@ -105,6 +109,21 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     closure = any(value is not None for value in (*args[1:], *kwargs.values()))
     if not (closure or _compat.has_step_hooks(optimizer)):  # which make gradients, or look at them
         fast.skip_empty_params(optimizer)
+
+
+def _keep_gradients_for_stream(optimizer: Optimizer, device: torch.device, computing: torch.Stream) -> None:
+    """Let no memory of gradients, once freed, be given out before a step on another stream has read it.
+
+    It is computation's, which need not wait for that step: `set_post_optim_event`.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    grads = [param.grad for param in params if param.grad is not None]
+    if not grads or grads[0].device != device:
+        return
+    stream = current_stream(device)
+    if stream != computing:
+        for grad in grads:
+            _compat.local_of(grad).record_stream(stream)
 
 
 def _check(optimizer: Optimizer) -> None:

@@ -198,6 +198,20 @@ class GradReducer(ABC):
         self._plans[kind] = plan
         return plan
 
+    def stays(self, params: Sequence[ShardedParam], plan: Reduction) -> bool:
+        """Whether the shard that a reduce-scatter leaves becomes the gradients, which the optimizer reads.
+
+        Then it is of computation's memory, as much of which is free when gradients are there as logits and
+        activations had. What would be freed before computation waits for it is the reducing stream's.
+        """
+        return (
+            plan.shard_ranks > 1
+            and plan.dtype == plan.result_dtype
+            and (plan.replicate_group is None or (plan.all_reduce and plan.replicate_scatter is None))
+            and not isinstance(self.group.offload, CPUOffloadPolicy)
+            and not any(p.sharded.grad is not None or p.has_grad_hooks for p in params)
+        )
+
     def _to_home(self, params: Sequence[ShardedParam], shard: Tensor) -> Tensor:
         """Return the reduced shard where the sharded parameters live."""
         offload = self.group.offload
@@ -323,6 +337,7 @@ class InterleavedReducer(GradReducer):
             plan,
             shard_numel=sum(map(_SHARD_NUMEL, params)),
             partial=partial,
+            stays=plan.streams is not None and self.stays(params, plan),
         )
         if result.partial is not None:
             self.partials[key] = result.partial

@@ -19,6 +19,7 @@ from shardwise.comm import AllGatherResult, CommStreams, ReduceResult
 from shardwise.comm.foreach import Input, current_stream
 from shardwise.comm.order import Event, Order
 from shardwise.comm.streams import record_event, wait_for
+from shardwise.fsdp.fast import seen
 
 State = Any  # a `ModuleState`, which has a schedule
 
@@ -46,7 +47,7 @@ class Schedule:
     # A gather whose buffer the copy-out may still read: kept until the next copy-out, so that the next
     # gather can run meanwhile.
     copying_gather: tuple[AllGatherResult, torch.Event] | None = None
-    reduce_inputs: list[Input] = field(default_factory=list)  # in flight
+    reduce_inputs: list[Input] = field(default_factory=list)  # in flight, some with the shard
     max_reduce_inputs: int = 1
     # Reduced shards that a stream may still use, though another one allocated them.
     reduce_shards: list[torch.Tensor] = field(default_factory=list)
@@ -128,11 +129,11 @@ class Schedule:
         assert self.streams is not None
         for result in results:
             self.reduce_inputs += result.inputs
-            # Where the shard axis has one rank the shard is the input itself, of computation's memory.
-            is_input = any(one is result.staged for read, _ in result.inputs for one in read)
-            if is_input or result.stream is not self.streams.reduce_scatter:
+            # Of computation's memory is a shard that stays, or is the input, as the shard axis has one rank.
+            of_computation = any(one is result.staged for used, _ in result.inputs for one in used)
+            if of_computation or result.stream is not self.streams.reduce_scatter:
                 self.reduce_shards.append(result.staged)
-            if is_input and result.added is not None:
+            if of_computation and result.added is not None:
                 self.reduce_shards.append(result.added)
             if result.stream is not None:
                 # After all that was done with the result there: gradients added, hooks, an optimizer's step.
@@ -145,6 +146,7 @@ class Schedule:
         stream = current_stream(self.device)
         for event in self.reduced.values():
             stream.wait_event(event)
+        seen.computing = (self.device, stream)
         self.reduced.clear()
         self.reduce_inputs.clear()  # which were read before
         self.reduce_shards.clear()
