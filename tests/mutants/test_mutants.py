@@ -29,7 +29,8 @@ def test_every_call_on_a_stream_or_an_event_is_a_place() -> None:
     ]
     called = sum(len(CALLS.findall(path.read_text())) for path in files)
     assert called == sum(
-        place.kind in ("wait", "event", "keep-alive") and bool(CALLS.search(place.text)) for place in places()
+        (place.kind in ("wait", "event") or "record_stream" in place.text) and bool(CALLS.search(place.text))
+        for place in places()
     )
 
 

@@ -312,7 +312,8 @@ class ParamGroup(ABC):
             return
         if torch.is_inference_mode_enabled():  # the first forward's, whose tensors optimizers cannot change
             with torch.inference_mode(False):
-                return self.pack(device)
+                self.pack(device)
+            return
         self.abandon_gather()  # it reads and writes the old buffers
         self.reshard()
         self._lay_out(params)
