@@ -159,7 +159,7 @@ def test_arguments_that_mean_nothing_exit_2(arguments):
 WRONG = """
     --ranks 0; --ranks 8.5; --hardware b7; --hardware none.toml; --replicas 3; --pipeline 3; --stages 2
     --schedule 2F2B; --ulysses 5; --experts 0; --experts 2; --expert-load 0.5; --tensor 3
-    --tensor-plan megatron; --async-tensor
+    --tensor-plan megatron; --async-tensor; --pipeline 4; --float8 --compile --hardware a100-80gb
     --pipeline 2 --ulysses 2; --pipeline 2 --schedule Interleaved1F1B; --tensor 2 --loss chunked --ulysses 2
     --layout diagonal; --strategy zero9; --strategy ddp; --strategy hsdp --layout contiguous
     --strategy ddp --layout contiguous --replicas 2; --checkpointing half; --compile-loss --tensor 2; --float8
@@ -177,12 +177,15 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
-def test_every_wrong_argument_of_a_plan_is_refused_before_torch_is_imported() -> None:
+def test_every_wrong_argument_of_a_plan_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
     wrong = [["gpt2", *one.split()] for line in WRONG.split("\n") for one in line.split(";") if one.strip()]
     options = [one for one in typer.main.get_command(app).commands["plan"].params if one.name != "model"]
     with_values = {one.opts[0] for one in options if not getattr(one, "is_flag", False)}
     assert with_values <= {word for one in wrong for word in one}
     wrong += [[], ["no_such_model"], ["no/such.json"]]
+    for number, text in enumerate(["", "{", "[]", "{}"]):
+        (tmp_path / f"{number}.json").write_text(text)
+        wrong.append([str(tmp_path / f"{number}.json")])
     asked = [*wrong, ["no_such_module:factory"]]
     ended = subprocess.run(
         [sys.executable, "-c", ASKS, json.dumps(asked)], capture_output=True, text=True, check=True

@@ -239,8 +239,8 @@ def plan(
     show_tracebacks: Traceback = False,
 ) -> None:
     """Say what training takes of each rank's memory, what it sends and how long a step takes."""
-    from shardwise.planner.devices import hardware_of
-    from shardwise.planner.setup import Setup
+    from shardwise.planner.devices import check_float8, hardware_of
+    from shardwise.planner.setup import Setup, check_filled
     from shardwise.planner.shapes import check_source
 
     choices: dict[str, Any] = {"layout": layout.value, "checkpointing": checkpointing, "optimizer": optimizer}
@@ -257,7 +257,8 @@ def plan(
         for written in (json_path, html_path, trace_path, png_path):  # not only after a search
             if written is not None:
                 _check_writable(written)
-        hardware_of(hardware)
+        check_filled(setup)
+        check_float8(hardware_of(hardware), float8)
         check_source(model, experts)
     except ShardwiseError as error:  # in a third of a second: nothing has asked for torch
         print_failure(error, traceback.format_exc() if show_tracebacks else "")

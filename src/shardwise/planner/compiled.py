@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from shardwise.planner.devices import FLOAT8
 from shardwise.planner.events import GATHERED, Allocate, Compute, Event, Free, Memory, Segment, Send
 
-FLOAT8 = "float8_e4m3fn"
 _MATMULS = ("aten.mm", "aten.addmm")
 
 

@@ -61,6 +61,18 @@ class Hardware:
         return self.memory_bytes - self.context_bytes
 
 
+FLOAT8 = "float8_e4m3fn"
+
+
+def check_float8(device: Hardware | None, float8: bool) -> None:
+    """Raises ShardingError for a device that does not multiply in float8, where that is planned."""
+    if float8 and device is not None and FLOAT8 not in device.peak_flops:
+        raise ShardingError(
+            f"{device.name} has no peak_flops of {FLOAT8}, in which float8=True multiplies: choose hardware"
+            " that has, or float8=False"
+        )
+
+
 def hardware_of(name: str) -> Hardware:
     """Return the profile of that name, or of that file (TOML)."""
     folder = resources.files("shardwise.planner") / "hardware"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -31,7 +30,7 @@ from shardwise.nn import SequenceCut
 from shardwise.nn.linear_cross_entropy import linear_cross_entropy
 from shardwise.planner.decoder import Decoder
 from shardwise.planner.positions import check_positions
-from shardwise.planner.shapes import PUBLISHED, Shape, check_source
+from shardwise.planner.shapes import PUBLISHED, Shape, check_source, read_config
 from shardwise.planner.tensor import ROWS, plan_of
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -358,12 +357,10 @@ _KINDS = {
 
 def _of_transformers(path: Path) -> Model:
     transformers = from_extra("hf", "transformers", what=f"{path}, a transformers config,")
+    values = read_config(path)
     try:
-        told = json.loads(path.read_text(), object_hook=_float)
-        if not isinstance(told, dict):
-            raise TypeError(f"expected an object with model_type, found a {type(told).__name__}")
-        config = transformers.AutoConfig.for_model(**told)
-    except Exception as error:  # of the file, and of transformers' own checks
+        config = transformers.AutoConfig.for_model(**values)
+    except Exception as error:  # of transformers' own checks
         raise ShardingError(f"{path} is no transformers config: {error}") from error
     classes = {
         kind: getattr(transformers, mapping).get(type(config), None) for kind, mapping in _KINDS.items()
@@ -433,8 +430,3 @@ def _check_takes_tokens(path: Path, kind: Any) -> None:
     takes = getattr(kind, "main_input_name", "input_ids")
     if takes != "input_ids":
         raise ShardingError(f"{path}: {kind.__name__} takes {takes}, and models of tokens alone are planned")
-
-
-def _float(value: dict[str, Any]) -> Any:
-    """Read a float that transformers writes as {"__float__": "Infinity"}."""
-    return float(value["__float__"]) if value.keys() == {"__float__"} else value

@@ -25,7 +25,7 @@ from shardwise.fsdp.module_state import state_of
 from shardwise.planner.devices import Hardware
 from shardwise.planner.events import ACTIVATIONS, LOGITS, Allocate, Free, Memory, Recording, Segment, Send
 from shardwise.planner.models import Model, Stage
-from shardwise.planner.setup import Setup
+from shardwise.planner.setup import Setup, check_filled
 from shardwise.planner.timing import Times, send_seconds, time_of
 
 
@@ -46,10 +46,7 @@ def stage_of(model: Model, setup: Setup, number: int) -> Model:
             f"{model.name} has {model.layers} blocks, which do not fill the {ranks * setup.stages} stages of"
             f" pipeline={ranks}: choose fewer"
         )
-    if setup.accumulation < ranks:
-        raise ShardingError(
-            f"accumulation={setup.accumulation} micro-batches do not fill pipeline={ranks}: give as many"
-        )
+    check_filled(setup)
     at = Stage(number, ranks, setup.accumulation, setup.stages)
     begin, end = (model.layers * i // ranks for i in (number, number + 1))
     return replace(model, layers=end - begin, build=lambda layers: make(layers, at.first, at.last), at=at)

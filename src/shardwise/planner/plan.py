@@ -16,8 +16,7 @@ from shardwise._compat import FakeTensorMode
 from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.fsdp import FSDPModule
 from shardwise.planner import measure, regular
-from shardwise.planner.compiled import FLOAT8
-from shardwise.planner.devices import Hardware, hardware_of
+from shardwise.planner.devices import Hardware, check_float8, hardware_of
 from shardwise.planner.events import CATEGORIES, LOGITS, Recording
 from shardwise.planner.measure import GroupSent, Moment, Sent
 from shardwise.planner.memory_error import MEMORY_ERROR
@@ -195,11 +194,7 @@ def plan_of(
     recording: Recording, model: Model, setup: Setup, device: Hardware | None, *, whole: str = ""
 ) -> Plan:
     """Make a plan of a recording of all blocks."""
-    if setup.float8 and device is not None and FLOAT8 not in device.peak_flops:
-        raise ShardingError(
-            f"{device.name} has no peak_flops of {FLOAT8}, in which float8=True multiplies: choose hardware"
-            " that has, or float8=False"
-        )
+    check_float8(device, setup.float8)
     model_flops, computed_flops = measure.flops(recording, setup.accumulation)
     limit = None if device is None else device.usable_bytes
     pieces = setup.tensor if setup.async_tensor else 1

@@ -272,13 +272,14 @@ class Recorder(Storages):
     def _ran_by_layer(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record an operator on many blocks' tensors at once as one event for each block."""
         lists = [one for one in args if isinstance(one, (list, tuple)) and one and isinstance(one[0], Tensor)]
+        event: Compute | None = None
         if not lists:
             tensors = [one for one in args if isinstance(one, Tensor) and not self._is_new(one)]
             self.owner = self.owner_of(tensors)
             if self.owner is not _NOBODY:
                 self.by_layer(self.owner)
             if tensors:
-                self._compute(func, args, kwargs, result)
+                event = self._compute(func, args, kwargs, result)
             self._holds = not tensors
             self.see((args, kwargs, result))
         else:
@@ -291,11 +292,12 @@ class Recorder(Storages):
                 made = results[i] if len(results) == len(lists[0]) else None
                 nbytes = sum(one.nbytes for one in row) + (first if made is None else made).nbytes
                 dtype = str(first.dtype).removeprefix("torch.")
-                self.write(Compute(str(func.overloadpacket), 0, nbytes, dtype, self.streams[-1]))
+                event = Compute(str(func.overloadpacket), 0, nbytes, dtype, self.streams[-1])
+                self.write(event)
                 self.see((row, made))
             self.see((args, kwargs, result))
-        if self.segments[-1].events:
-            self._touch(self.segments[-1].events[-1], (args, kwargs, result), ())
+        if event is not None:  # the last stands for all: what it reads is used
+            self._touch(event, (args, kwargs, result), ())
         self.owner, self._holds = _NOBODY, False
 
     def _is_new(self, tensor: Tensor) -> bool:

@@ -200,6 +200,15 @@ def _check_dimensions(setup: Setup) -> None:
             raise ShardingError(f"{one} and {other} are each planned without the other: choose {other}=1")
 
 
+def check_filled(setup: Setup) -> None:
+    """Raises ShardingError for fewer micro-batches than ranks of a pipeline; recordings may have fewer."""
+    if setup.accumulation < setup.pipeline:
+        raise ShardingError(
+            f"accumulation={setup.accumulation} micro-batches do not fill pipeline={setup.pipeline}: give as"
+            " many"
+        )
+
+
 def changed(setup: Setup, changes: dict[str, Any]) -> Setup:
     """`setup` with other values of these fields."""
     known = {one.name for one in fields(setup)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardwise.errors import ShardingError
 
@@ -87,14 +89,35 @@ PUBLISHED = {
 }
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a transformers config, as much as can be known without transformers."""
+    if not path.is_file():
+        raise ShardingError(f"{path} is no file: give the path of a transformers config")
+    try:
+        values = json.loads(path.read_text(), object_hook=_float)
+    except ValueError as error:
+        raise ShardingError(f"{path} is no transformers config: {error}") from error
+    if not isinstance(values, dict) or "model_type" not in values:
+        found = "one without" if isinstance(values, dict) else f"a {type(values).__name__}"
+        raise ShardingError(
+            f"{path} is no transformers config: expected an object with model_type, found {found}"
+        )
+    return values
+
+
+def _float(value: dict[str, Any]) -> Any:
+    """Read a float that transformers writes as {"__float__": "Infinity"}."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+
+
 def check_source(source: str, experts: int = 1) -> None:
     """Raises ShardingError for text that is no published model's name (with experts), config or factory."""
     if source in PUBLISHED and experts > 1:
         raise ShardingError(
             f"{source} has no experts to cut, but experts={experts}: give 1, or a mixture's config (.json)"
         )
-    if source.endswith(".json") and not Path(source).is_file():
-        raise ShardingError(f"{source} is no file: give the path of a transformers config")
+    if source.endswith(".json"):
+        read_config(Path(source))
     module, _, name = source.partition(":")
     if source not in PUBLISHED and not source.endswith(".json") and not (name and module):
         raise ShardingError(
