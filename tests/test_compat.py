@@ -139,6 +139,20 @@ def test_a_fast_fake_mode_keeps_values_that_are_known_and_refuses_those_that_are
                 torch.zeros(3).sum().item()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_fast_fake_mode_multiplies_groups_in_the_dtypes_that_the_kernel_takes(dtype: torch.dtype) -> None:
+    def product() -> Tensor:
+        ends = torch.tensor([3, 8], dtype=torch.int32)
+        factors = torch.zeros(8, 16, dtype=dtype), torch.zeros(2, 16, 32, dtype=dtype)
+        return torch.nn.functional.grouped_mm(*factors, offs=ends)
+
+    real = product()
+    with _compat.FastFakeTensorMode(), torch.no_grad():
+        for _ in range(2):
+            made = product()
+            assert (made.shape, made.stride(), made.dtype) == (real.shape, real.stride(), real.dtype)
+
+
 @on_ranks(1, 3)
 def test_the_groups_own_collectives_are_those_of_torch_distributed() -> None:
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _WORDS = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _SEQUENCES = {list, tuple, torch.Size}
 _OWN = ("aten", "prims")
+_NOT_FAKED = (torch.float32, torch.float16)  # of _grouped_mm, whose kernels take them
 
 
 class _Unknown(Exception):  # noqa: N818
@@ -67,7 +68,12 @@ class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
             kind, results = found
             made = [self._made(one, tensors) for one in results]
             return made[0] if kind is FakeTensor else kind(made)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype in _NOT_FAKED:
+            halves = (*[one.bfloat16() for one in args[:2]], *args[2:])
+            result: Any = super().__torch_dispatch__(func, types, halves, kwargs)
+            result = result.to(args[0].dtype)
+        else:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
         if key not in self._results:
             self._results[key] = self._described(result, tensors)
         return result
