@@ -314,9 +314,9 @@ TITLE = (
 WHY = (
     "Reserved above FSDP2's, and the same with 4 blocks fewer to 4 more. As many bytes are alive at the"
     " peak, to 0.2%; the rest is holes in computation's memory. Two changes to what was recorded show where"
-    " they come from. By parameter: a group's gathered parameters, which are one piece of memory, are a piece"
-    " for each, as FSDP2's are. States first: the optimizer's states are there before the first step, of"
-    " both libraries; made in it, they lie amid what the logits had"
+    " they come from. By parameter: each gathered parameter has memory of its own, as FSDP2's have. States"
+    " first: the optimizer's states are there before the first step, of both libraries; made in it, they lie"
+    " amid what the logits had"
 )
 NEARBY = 4
 

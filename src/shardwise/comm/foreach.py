@@ -327,8 +327,9 @@ def reduce_scatter(
     if group is None or how.shard_ranks == 1:
         # No copy: the input is the shard, and whoever keeps inputs for streams must look at that.
         return (reduce_input if out is None else out.copy_(reduce_input)), None
-    if out is None:
-        out = shard_memory(how, reduce_input.shape[0] // how.shard_ranks)
+    if out is None:  # `shard_memory`, without its call
+        size = (reduce_input.shape[0] // how.shard_ranks,)
+        out = how.comm.allocate(size, dtype=how.dtype, device=how.device)
     how.comm(output_tensor=out, input_tensor=reduce_input, group=group, op=how.factors.reduce_scatter_op)
     return out, None
 

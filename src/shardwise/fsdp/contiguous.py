@@ -171,7 +171,7 @@ class ContiguousGroup(ParamGroup):
                 # Memory belongs to the stream on which it is allocated, and is given out again in its order.
                 super()._make_unsharded(streams)
 
-    def _whole_memory(self, index: int) -> Tensor:
+    def _whole_memory(self, index: int) -> list[tuple[Tensor, Sequence[ShardedParam]]]:
         segment, shard, group = self.layout.segments[index], self.shards[index], self.refresh_group
         how: Any = {"dtype": segment.gather_dtype, "device": self.device}
         is_same_memory = shard.dtype == segment.gather_dtype and shard.device == self.device
@@ -181,8 +181,8 @@ class ContiguousGroup(ParamGroup):
             self.resident[index] = torch.empty(times * segment.shard_numel, **how)
         if self.gather_group is None:
             # Never freed, so the unsharded parameters are views of what stays.
-            return self.resident[index]
-        return torch.empty(segment.unsharded_numel, **how)
+            return [(self.resident[index], self.members[index])]
+        return [(torch.empty(segment.unsharded_numel, **how), self.members[index])]
 
     def _buffer(self, index: int, full: Tensor) -> _Buffer:
         resident, group = self.resident[index], self.gather_group

@@ -118,7 +118,7 @@ class ParamGroup(ABC):
         self.form = _SHARDED
         self.members = []  # the parameters of each segment, in the order in which they lie
         self.shards: list[Tensor] = []  # the shard buffers, by segment
-        self.buffers = []  # the unsharded buffers, by segment, from the first gather
+        self.buffers = []  # the unsharded buffers, from the first gather
         # Modules' parameters by name, the sharded and the unsharded form: for one assignment each.
         self.forms: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
         self.gather: AllGatherResult | None = None  # that is on its way
@@ -146,8 +146,8 @@ class ParamGroup(ABC):
         """Return how the parameters of a segment lie, for a compiler."""
 
     @abstractmethod
-    def _whole_memory(self, index: int) -> Tensor:
-        """Return the unsharded memory of a segment."""
+    def _whole_memory(self, index: int) -> list[tuple[Tensor, Sequence[ShardedParam]]]:
+        """Return the unsharded memory of a segment, and whose it is."""
 
     def _buffer(self, index: int, full: Tensor) -> Buffer:
         return Buffer(full, full.untyped_storage(), full.nbytes)
@@ -358,13 +358,13 @@ class ParamGroup(ABC):
         memory = []
         # The first forward may run in inference mode, whose tensors autograd refuses later.
         with torch.inference_mode(False), torch.no_grad():
-            for index, members in enumerate(self.members):
-                full = self._whole_memory(index)
-                for param in members:
-                    param.unsharded = param.wrap_unsharded(param.whole_in(full))
-                    optimizer_watch.watch_gathered(param.name, param.unsharded)
-                memory.append(full)
-                self.buffers.append(self._buffer(index, full.data))
+            for index in range(len(self.members)):
+                for full, members in self._whole_memory(index):
+                    for param in members:
+                        param.unsharded = param.wrap_unsharded(param.whole_in(full))
+                        optimizer_watch.watch_gathered(param.name, param.unsharded)
+                    memory.append(full)
+                    self.buffers.append(self._buffer(index, full.data))
         if all(buffer.storage is not None for buffer in self.buffers):
             own = [p.unsharded for p in self.params if p.tp_spec is not None and p.unsharded is not None]
             self.read_guard = ReadGuard(self, [*memory, *own])  # which have version counters of their own

@@ -46,6 +46,7 @@ class InterleavedGroup(ParamGroup):
     params: list[EvenParam]
     members: list[list[EvenParam]]
     layout: InterleavedLayout
+    together: list[list[EvenParam]]  # those of each unsharded buffer
 
     def __init__(self, params: list[EvenParam], **how: Any) -> None:
         super().__init__(params, **how)
@@ -110,11 +111,31 @@ class InterleavedGroup(ParamGroup):
         layout = InterleavedLayout([param.layout_spec()], ranks=self.ranks, rank=self.rank)
         param.assign_slot(layout.segments[0].slots[0])
 
-    def _whole_memory(self, index: int) -> Tensor:
-        segment = self.layout.segments[index]
-        return torch.empty(segment.unsharded_numel, dtype=segment.gather_dtype, device=self.device)
+    def _whole_memory(self, index: int) -> list[tuple[Tensor, Sequence[ShardedParam]]]:
+        """Return memory of each large parameter, and of those between together.
+
+        When a large one is freed, gradients and activations fit in its place; in a group's they leave holes.
+        """
+        segment, limit, large = self.layout.segments[index], self.settings.apart_bytes, False
+        runs: list[list[EvenParam]] = []
+        for param in self.members[index]:
+            nbytes = segment.ranks * param.slot.padded_shard_numel * segment.gather_dtype.itemsize
+            if not runs or large or nbytes >= limit:
+                runs.append([])
+            runs[-1].append(param)
+            large = nbytes >= limit
+        made: list[tuple[Tensor, Sequence[ShardedParam]]] = []
+        for run in runs:
+            begin, last = run[0].slot.unsharded_offset, run[-1].slot
+            for param in run:
+                param.memory_begin = begin
+            numel = last.unsharded_offset + segment.ranks * last.padded_shard_numel - begin
+            made.append((torch.empty(numel, dtype=segment.gather_dtype, device=self.device), run))
+        self.together += runs
+        return made
 
     def _make_unsharded(self, streams: CommStreams | None) -> None:
+        self.together = []
         super()._make_unsharded(streams)
         # Targets are aliases of the unsharded buffers, made once: each gather writes through them.
         with torch.inference_mode(False), torch.no_grad():
@@ -130,11 +151,16 @@ class InterleavedGroup(ParamGroup):
         """Plan how the unsharded buffers are filled from shards cut as `layout` says."""
         ranks = layout.ranks
         plan = Exchange(layout, ranks, group, [s.gather_dtype for s in layout.segments], [], [], [])
-        for segment, buffer, members in zip(layout.segments, self.buffers, self.members, strict=True):
-            full = buffer.full
+        memory = {
+            param: buffer.full
+            for params, buffer in zip(self.together, self.buffers, strict=True)
+            for param in params
+        }
+        for segment, members in zip(layout.segments, self.members, strict=True):
             for slot, param in zip(segment.slots, members, strict=True):
                 numel = slot.padded_shard_numel
-                target = full.narrow(0, param.slot.unsharded_offset, ranks * numel)
+                full = memory[param]
+                target = full.narrow(0, param.slot.unsharded_offset - param.memory_begin, ranks * numel)
                 dim = param.placement.dim
                 # Pieces of another dim do not lie end to end in the whole parameter.
                 if dim != 0 and ranks > 1:
@@ -146,7 +172,7 @@ class InterleavedGroup(ParamGroup):
             if segment.padding:
                 plan.sizes.append(segment.padding)
                 # torch's kernel wants a place for all that came.
-                plan.outs.append(full.new_empty(ranks, segment.padding))
+                plan.outs.append(memory[members[0]].new_empty(ranks, segment.padding))
         return plan
 
     # Changing form

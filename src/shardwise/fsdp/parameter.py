@@ -334,6 +334,7 @@ class EvenParam(ShardedParam):
 
     placement: EvenShard
     slot: Slot
+    memory_begin: int = 0  # of the unsharded buffer that has it, among its segment's elements
     replaced_if = "cut evenly"
 
     def __init__(self, param: nn.Parameter, *, placement: ParamPlacement | None, **where: Any) -> None:
@@ -464,7 +465,7 @@ class EvenParam(ShardedParam):
         return own_storage(self.slot.of(shard))
 
     def whole_in(self, full: Tensor) -> Tensor:
-        return full.narrow(0, self.slot.unsharded_offset, self.numel).view(self.shape)
+        return full.narrow(0, self.slot.unsharded_offset - self.memory_begin, self.numel).view(self.shape)
 
     def move(self, piece: Tensor) -> None:
         in_place = self.is_packed and piece.device == self.local.device

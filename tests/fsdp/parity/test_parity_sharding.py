@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.distributed.tensor import Shard
 from fsdp.parity.harness import Case, adamw, by_block, mesh_names, one_axis, train, two_axes
 from fsdp.parity.models import BRANCHES, BUFFERED, DEEP, LANGUAGE, RESIDUAL, UNEVEN, Task, freeze
 from ranks import RankPool
+from shardwise.fsdp.policy import GroupSettings
 
 Shards = Callable[[ModuleType, nn.Module, DeviceMesh], None]
 
@@ -171,6 +174,28 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
 
 def run(name: str) -> None:
     train(CASES, name)
+
+
+def run_apart(name: str) -> None:
+    with mock.patch("shardwise.fsdp.group.GroupSettings", partial(GroupSettings, apart_bytes=256)):
+        train(CASES, name)
+
+
+@pytest.mark.filterwarnings("ignore:.*returns a view")
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        ("uneven dims", 3),
+        ("language model in one group", 2),
+        ("reshard uneven dims to 2 of 4", 4),
+        ("columns of replicas", 4),
+        ("two meshes in a block", 4),
+    ],
+)
+def test_so_does_training_with_memory_for_each_large_parameter(
+    ranks: RankPool, name: str, world_size: int
+) -> None:
+    ranks(run_apart, name, world_size=world_size)
 
 
 @pytest.mark.filterwarnings("ignore:.*returns a view")  # an attention ends in a linear layer over 3-d input

@@ -91,6 +91,8 @@ def draw(rng: random.Random) -> Case:
     if rng.random() < 0.2:
         what = rng.choice(["unshard", "unshard_async", "wait", "reshard"])
         case["amid"] = [rng.choice(["forward", "backward"]), rng.randrange(4), rng.randrange(4), what]
+    if rng.random() < 0.4:
+        case["apart"] = 64
     return fixed(case)
 
 
@@ -138,7 +140,8 @@ def fixed(case: Case) -> Case:
         for name in ("strategy", "slices"):
             case.pop(name, None)
     else:
-        case.pop("extension", None)
+        for name in ("extension", "apart"):
+            case.pop(name, None)
     if case.get("optimizer") == "flat" and (not rows or case.get("offload") or case.get("two_roots")):
         case.pop("optimizer")
     if case.get("optimizer") == "in_backward":

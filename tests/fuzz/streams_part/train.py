@@ -215,11 +215,12 @@ class Run:
                 module.set_all_reduce_hook(lambda shard: shard.mul_(0.5), stream=stream)
             if "async_unshard" in case:
                 module._set_unshard_async_op(True)
-            if "slices" in case and self.ours:
+            if self.ours:
                 state = state_of(module)
                 assert state is not None
                 for group in state.groups:
-                    group.settings.staging_bytes = case["slices"]
+                    group.settings.staging_bytes = case.get("slices", group.settings.staging_bytes)
+                    group.settings.apart_bytes = case.get("apart", group.settings.apart_bytes)
 
         if case.get("extension"):
             for block in blocks:
