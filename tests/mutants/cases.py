@@ -450,6 +450,9 @@ WRITTEN: dict[str, AnyCase] = {
         "stream": "optimizer",
         "post_optim_event": True,
     },
+    "a buffer that is kept and was another stream's": ROWS
+    | {"comm": "own", "between": "unshard_async", "forwards": 2, "two_roots": "apart", "reshard": 2}
+    | {"zero": "zeros"},
     "one shard and two replicas": {"mesh": "two", "ranks": 2, "micro": 3, "sync": "all_reduce"},
     "a first forward that follows an event": Own(
         ROWS | CAST | {"strategy": "hierarchical_fsdp", "mesh": "two"},

@@ -32,6 +32,7 @@ def second_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     made._set_default_backend(kind)
     made._register_backend(torch.device("cpu"), kind, backend)
     made._set_group_name(name)
+    bindings._unregister_process_group(cast(Any, name))  # if there is one, of a default group that is gone
     bindings._register_process_group(cast(Any, name), made)
     return cast(dist.ProcessGroup, made)
 

@@ -6,8 +6,8 @@ are 1-D: the gathered one holds rank 0's shard, then rank 1's, and so on.
 
 Symmetric memory is buffers at equal addresses of all ranks. NCCL (2.27 and later) gathers them with copy
 engines or symmetric kernels. Registration is collective and slow, so buffers are kept. One is used again,
-for a gather of the same size, when nothing refers to what was last handed out of it: as the allocator would,
-and so in the order of the same streams.
+for a gather of the same size, when nothing refers to what was last handed out of it: as the allocator would.
+A gather on another stream waits for the one that had it.
 """
 
 from __future__ import annotations
@@ -125,20 +125,24 @@ class SymmetricAllGather(DefaultAllGather):
             )
         _compat.use_symmetric_memory(backend)
         self.group = group
-        # By size and dtype: buffers, each with what was last handed out of it.
-        self.buffers: dict[tuple[int, torch.dtype], list[tuple[Tensor, weakref.ref[Tensor]]]] = {}
+        # By size and dtype: buffers, each with what was last handed out of it, and the stream that asked.
+        self.buffers: dict[tuple[int, torch.dtype], list[tuple[Tensor, weakref.ref[Tensor], torch.Stream]]]
+        self.buffers = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         key = (math.prod(size), dtype)
         buffers = self.buffers.setdefault(key, [])
-        free = next((place for place, (_, given) in enumerate(buffers) if given() is None), None)
+        stream = torch.accelerator.current_stream(device)
+        free = next((place for place, (_, given, _) in enumerate(buffers) if given() is None), None)
         if free is None:  # on all ranks at once, as they gather the same
             buffer = _compat.symmetric_empty(key[0], dtype, device, self.group)
         else:
-            buffer, _ = buffers.pop(free)
+            buffer, _, before = buffers.pop(free)
+            if before != stream:  # a gather that the user began runs on computation's
+                stream.wait_stream(before)
         # A new tensor each time: when it is gone, nobody uses the buffer any more.
         given = buffer.view(-1)
-        buffers.append((buffer, weakref.ref(given)))
+        buffers.append((buffer, weakref.ref(given), stream))
         return given
 
 
