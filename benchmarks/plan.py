@@ -146,8 +146,10 @@ def percentile(values: Sequence[float], of: float) -> float:
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's: equal values share their rank."""
+    """Spearman's: equal values share their rank. Not a number where all of one list are equal."""
     ranks = [[sum(v < w for v in of) + sum(v == w for v in of) / 2 for w in of] for of in (one, other)]
+    if any(len(set(of)) == 1 for of in ranks):
+        return math.nan
     return statistics.correlation(*ranks)
 
 
