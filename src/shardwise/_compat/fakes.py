@@ -93,7 +93,7 @@ class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
         return kind, value  # as 1 is True
 
     def _described(self, result: Any, tensors: list[Tensor]) -> tuple[type, list[_Result]] | None:
-        """Return what makes `result` again; None where it cannot be told from metadata."""
+        """Return what makes `result` again; None where metadata do not say it."""
         results = list(result) if type(result) in (list, tuple) else [result]
         known = [one.untyped_storage()._cdata for one in tensors]
         found = []

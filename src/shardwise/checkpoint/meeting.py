@@ -256,13 +256,13 @@ class _Watched(Store):
         self._store, self._meeting = store, meeting
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        begun, pulses = time.monotonic(), self._meeting.pulses()
+        began, pulses = time.monotonic(), self._meeting.pulses()
         limit_s = (timeout or self._meeting.timeout).total_seconds()
         while not self._store.check(keys):
             why = self._meeting.broken(pulses) if pulses is not None else None
             if why is not None:
                 raise RuntimeError(f"a connection between ranks that met was not made: {why}")
-            if time.monotonic() - begun > limit_s:
+            if time.monotonic() - began > limit_s:
                 raise RuntimeError(f"timed out after {limit_s:g} s of waiting for {keys}")
             time.sleep(_LOOK_S)
 

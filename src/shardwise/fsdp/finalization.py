@@ -79,7 +79,7 @@ def reduce_what_is_left(state: State) -> GradientReductionHandle:
                 _reduce_what_graphs_left(group)
     # No gather follows that would give it back.
     state.schedule.free_gathered()
-    # The schedule knows it, so that a next forward or step before the wait is told.
+    # The schedule knows it, so that a next forward or step before the wait is refused.
     handle = state.schedule.reducing = GradientReductionHandle(state)
     return handle
 

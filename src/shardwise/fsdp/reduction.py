@@ -199,10 +199,10 @@ class GradReducer(ABC):
         return plan
 
     def stays(self, params: Sequence[ShardedParam], plan: Reduction) -> bool:
-        """Whether the shard that a reduce-scatter leaves becomes the gradients, which the optimizer reads.
+        """Return whether the shard that a reduce-scatter leaves becomes the gradients as it is.
 
-        Then it is of computation's memory, as much of which is free when gradients are there as logits and
-        activations had. What would be freed before computation waits for it is the reducing stream's.
+        Then it is memory of the computing stream: gradients come when logits and activations go. A shard
+        that is freed before computation has waited for it is memory of the stream that reduces.
         """
         return (
             plan.shard_ranks > 1

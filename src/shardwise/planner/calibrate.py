@@ -6,7 +6,7 @@
     a tiny operator, often       what the host takes to issue one
     gathers and reductions       seconds = latency + bytes sent / rate, over a host's ranks and over all
 
-All ranks measure at once, as they train; rank 0's times are told. What is taken for the peak is the best
+All ranks measure at once, as they train; rank 0's times are written. What is taken for the peak is the best
 that was measured, or what a data sheet says: that of the profile which this one is to be like.
 """
 
@@ -254,8 +254,8 @@ def _collectives(group: dist.ProcessGroup, device: torch.device, sizes: Sizes) -
 
 
 def _local_ranks() -> int:
-    told = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or torch.accelerator.device_count()
-    return told or (dist.get_world_size() if dist.is_initialized() else 1)
+    known = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or torch.accelerator.device_count()
+    return known or (dist.get_world_size() if dist.is_initialized() else 1)
 
 
 def _device_name(device: torch.device) -> str:
@@ -281,11 +281,11 @@ def _context_bytes(device: torch.device) -> int:
 def _source(device: torch.device, like: Hardware | None) -> str:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     local = _local_ranks()
-    told = f"Measured by shardwise calibrate on {ranks} ranks ({local} a host), torch {torch.__version__}"
+    text = f"Measured by shardwise calibrate on {ranks} ranks ({local} a host), torch {torch.__version__}"
     missing = [*(["host link"] if local == 1 or ranks == 1 else []), *(["network"] if ranks <= local else [])]
     origin = "as fast as memory" if like is None else f"of {like.name}"
-    told += f"; not measured: {' and '.join(missing)}, taken to be {origin}" if missing else ""
-    return told + (f"; peaks of {like.name}" if like else "; peaks are the best that was measured")
+    text += f"; not measured: {' and '.join(missing)}, taken to be {origin}" if missing else ""
+    return text + (f"; peaks of {like.name}" if like else "; peaks are the best that was measured")
 
 
 def _name(dtype: torch.dtype) -> str:

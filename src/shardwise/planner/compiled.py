@@ -67,7 +67,7 @@ class _Compiler:
         self.moved: set[int] = set()
         for event in events:
             if isinstance(event, Free):
-                self._settle(event)
+                self._place_free(event)
 
     def _number_kernels(self, segments: list[Segment]) -> None:
         number = 0
@@ -101,7 +101,7 @@ class _Compiler:
     def _is_own(self, memory: int) -> bool:
         return memory in self.maker and self.touches[self.maker[memory]].own
 
-    def _settle(self, event: Free) -> None:
+    def _place_free(self, event: Free) -> None:
         memory = id(event.memory)
         if not self._is_own(memory):
             return

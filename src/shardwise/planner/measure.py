@@ -77,14 +77,14 @@ def groups(recording: Recording, accumulation: int) -> list[GroupSent]:
                 mine[one.bytes, one.group_size, one.dtype.itemsize] += times
             elif one.kind in ("reduce_scatter", "all_reduce"):
                 reductions[event.group] += times
-    alike: dict[tuple[Any, ...], list[int | str]] = {}
+    equal: dict[tuple[Any, ...], list[int | str]] = {}
     for group, counted in gathers.items():
         largest = max(counted, default=(0, 1, 1))
         is_block = isinstance(group, int)
         key = (is_block, *largest, sum(counted.values()), reductions[group], wire_bytes[group])
-        alike.setdefault(key if is_block else (*key, group), []).append(group)
+        equal.setdefault(key if is_block else (*key, group), []).append(group)
     found = []
-    for (is_block, nbytes, ranks, itemsize, gathered, reduced, wire, *_), names in alike.items():
+    for (is_block, nbytes, ranks, itemsize, gathered, reduced, wire, *_), names in equal.items():
         own = recording.gathered_parameters[int(names[0])] if is_block else 0
         padding = 1 - own * itemsize / nbytes if is_block and nbytes else None
         shard = nbytes // ranks

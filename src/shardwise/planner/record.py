@@ -64,7 +64,7 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Library:
-    """How a model is sharded, and how a recorder is told meanwhile what runs, on which stream."""
+    """How a model is sharded, and how a recorder learns meanwhile what runs, on which stream."""
 
     shard: Callable[[nn.Module, Model, Setup, DeviceMesh], None]
     watching: Callable[[Recorder, bool], AbstractContextManager[None]]  # with streams, or without

@@ -54,7 +54,7 @@ def search(
 
     Compared are meshes (shards within a host, over some and over all; tensor parallelism within a host),
     layouts, strategies, whether parameters stay gathered, checkpointing, micro-batches and precision. Only
-    what fits is told, if anything.
+    what fits is named, if anything.
 
     Args:
         model: as `plan` takes it.
@@ -347,11 +347,11 @@ class _Known:
             self._put_near(setup)
             return
         mine = _but_micro_batches(setup)
-        alike = [setup] if alone else [one for one in self.space if _but_micro_batches(one) == mine]
-        while alike:
-            first = min(3, alike[0].accumulation)
-            together = [one for one in alike if min(3, one.accumulation) == first]
-            alike = [one for one in alike if one not in together]
+        left = [setup] if alone else [one for one in self.space if _but_micro_batches(one) == mine]
+        while left:
+            first = min(3, left[0].accumulation)
+            together = [one for one in left if min(3, one.accumulation) == first]
+            left = [one for one in left if one not in together]
             for one, recording in zip(together, self._recordings(together), strict=True):
                 self.plans[one] = plan_of(recording, self.model, one, self.device, whole=self.whole)
                 self.estimates.pop(one, None)

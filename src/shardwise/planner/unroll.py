@@ -65,7 +65,7 @@ def unroll(small: Recording, large: Recording, layers: int, *, instead: Recordin
         instead: what to unroll in the place of `small`: the same of other sizes, of larger micro-batches say.
 
     Raises:
-        NotRegular: it cannot be told from these two.
+        NotRegular: it cannot be known from these two.
     """
     loops, more = list(_loops(small)), list(_loops(large))
     if len(loops) != len(more):

@@ -391,7 +391,7 @@ def on_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def _no_collectives(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    raise ShardwiseError(f"{func} is a collective, and the simulation is not told of any")
+    raise ShardwiseError(f"{func} is a collective, and the simulation hears of none")
 
 
 _latest: list[Simulation] = []
