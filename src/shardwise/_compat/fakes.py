@@ -51,6 +51,10 @@ class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
 
     _results: ClassVar[dict[Any, tuple[type, list[_Result]] | None]] = {}
 
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self._attributes: dict[torch.device, dict[str, Any]] = {}  # of all fake tensors of a device
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors: list[Tensor] = []
@@ -127,4 +131,12 @@ class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
             made = torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="meta")
             if one.view_of is not None:
                 made.set_(tensors[one.view_of].untyped_storage(), one.offset, one.shape, one.stride)
-        return FakeTensor(self, made, one.device)
+        if one.device not in self._attributes:
+            first = FakeTensor(self, made, one.device)
+            self._attributes[one.device] = dict(vars(first))
+            return first
+        # As FakeTensor makes it, whose own checks of what it is given take as long as all else here.
+        how: Any = {"dispatch_device": True, "device_for_backend_keys": one.device}
+        fake = Tensor._make_subclass(FakeTensor, made, False, **how)
+        vars(fake).update(self._attributes[one.device])
+        return fake

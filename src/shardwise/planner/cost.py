@@ -6,6 +6,7 @@ where it is causal. Bytes are of each tensor once; a view takes nothing.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ _NOTHING = {  # in memory; those that return what they are given are no views by
 
 def cost_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int, str] | None:
     """Return FLOPs, bytes and the dtype of computation; None for an operator that touches no memory."""
-    name = func.name().partition(".")[0]
-    if func.is_view or name in _NOTHING or func.namespace in NAMESPACES:
+    name = _name_of(func)
+    if name is None:
         return None
     tensors = {id(one): one for one in tensors_of((args, kwargs, result))}
     if not tensors:
@@ -33,6 +34,13 @@ def cost_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int, s
     nbytes = sum(one.nbytes for one in tensors.values())
     first = next(iter(tensors.values()))
     return _flops(func, name, args, kwargs, result), nbytes, str(first.dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _name_of(func: Any) -> str | None:
+    """Return the name of an operator without its overload; None if it touches no memory."""
+    name: str = func.name().partition(".")[0]
+    return None if func.is_view or name in _NOTHING or func.namespace in NAMESPACES else name
 
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
