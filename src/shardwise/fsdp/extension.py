@@ -63,6 +63,7 @@ class ExtendedParam:
         self.metadata: Any = None
         self.shapes: list[torch.Size] = []
         self.outputs: list[Tensor] = []  # one a gathered input, 1-D
+        self.filled: list[Tensor] = []  # their aliases
         self.inner: list[Tensor] = []  # further memory of the unsharded tensor
 
     def _hook(self, name: str, shard: Tensor) -> Callable[..., Any]:
@@ -114,17 +115,21 @@ class ExtendedParam:
         return inputs, metadata
 
     def allocate(self, inputs: Sequence[Tensor], ranks: int) -> list[Tensor]:
-        """Return memory for the gathered inputs, kept between gathers and refilled."""
+        """Return memory for the gathered inputs, kept between gathers and refilled.
+
+        As aliases that share no version counter: the unsharded tensor may be a view of this memory.
+        """
         if not self.outputs:
             # The first forward may run in inference mode, whose tensors autograd refuses later.
             with torch.inference_mode(False):
                 self.outputs = [
                     torch.empty(ranks * t.numel(), dtype=t.dtype, device=self.device) for t in inputs
                 ]
+                self.filled = [tensor.data for tensor in self.outputs]
         # The unsharded tensor is built of these, so their memory comes back in the same tensors.
         for tensor in self.outputs:
             _resize(tensor, tensor.numel())
-        return self.outputs
+        return self.filled
 
     def finish(self) -> None:
         """Build the unsharded parameter, or refill it, from the gathered inputs."""
@@ -144,7 +149,8 @@ class ExtendedParam:
             # The same object: autograd has saved it, and modules show it.
             hook(gathered, self.metadata, dtype, out=param.unsharded)
             return
-        whole, inner = hook(gathered, self.metadata, dtype)
+        with torch.inference_mode(False):
+            whole, inner = hook(gathered, self.metadata, dtype)
         self.inner = list(inner)
         param.unsharded = param.wrap_unsharded(
             whole.as_strided(param.shape, _compat.contiguous_stride(param.shape))

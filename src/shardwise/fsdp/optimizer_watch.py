@@ -14,9 +14,9 @@ Such parameters are held weakly, and an optimizer is looked at once after each c
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -96,7 +96,7 @@ def was_replaced(param: Tensor) -> bool:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     look_for_compiler(optimizer)
     if seen.computing is not None:
-        _keep_gradients_for_stream(optimizer, *seen.computing)
+        keep_gradients(param for group in optimizer.param_groups for param in group["params"])
     compiled = _compat.in_compiled_call()
     if compiled:
         fast.step_in_graphs(optimizer)
@@ -111,12 +111,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         fast.skip_empty_params(optimizer)
 
 
-def _keep_gradients_for_stream(optimizer: Optimizer, device: torch.device, computing: torch.Stream) -> None:
-    """Let no memory of gradients, once freed, be given out before a step on another stream has read it.
+def keep_gradients(params: Iterable[Tensor]) -> None:
+    """Let no memory of gradients, once freed, be given out before this stream has read it in a step.
 
     It is computation's, which need not wait for that step: `set_post_optim_event`.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if seen.computing is None:
+        return
+    device, computing = seen.computing
     grads = [param.grad for param in params if param.grad is not None]
     if not grads or grads[0].device != device:
         return

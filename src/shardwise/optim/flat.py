@@ -28,6 +28,7 @@ from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.contiguous import ContiguousGroup
 from shardwise.fsdp.module_state import state_of
+from shardwise.fsdp.optimizer_watch import keep_gradients
 from shardwise.fsdp.rows import RowsParam
 from shardwise.optim.by_name import (
     allocate_state,
@@ -295,6 +296,7 @@ class FlatOptimizer(Optimizer):
 
         A step does it first (with a closure, after each evaluation).
         """
+        keep_gradients(param for run in self._runs.values() for param in run.params)
         for tensor, run in list(self._runs.items()):
             if not run.is_current:
                 tensor, run = self._moved(tensor, run)

@@ -32,11 +32,25 @@ def widen(
     return widened, (widened,)
 
 
-def patch(model: nn.Module) -> None:
+def send(self: Tensor, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+    return (self,), None
+
+
+def take(
+    self: Tensor, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+) -> Any:
+    (whole,) = gathered
+    if out is None:
+        return whole, (whole,)
+    assert out.data_ptr() == whole.data_ptr()
+    return None
+
+
+def patch(model: nn.Module, pre: Any = narrow, post: Any = widen) -> None:
     for param in model.parameters():
         local = param._local_tensor
-        local.fsdp_pre_all_gather = MethodType(narrow, local)
-        local.fsdp_post_all_gather = MethodType(widen, local)
+        local.fsdp_pre_all_gather = MethodType(pre, local)
+        local.fsdp_post_all_gather = MethodType(post, local)
 
 
 def sharded(api: ModuleType, mesh: DeviceMesh, *, width: int, subclass: bool) -> nn.Module:
@@ -74,6 +88,26 @@ def test_hooks_set_on_local_tensors_are_called_as_those_of_a_class(subclass: boo
     losses = train(ours, 8)
     assert torch.equal(torch.stack(losses), torch.stack(train(torchs, 8)))
     assert not torch.equal(torch.stack(losses), torch.stack(train(plain, 8)))
+
+
+@on_ranks(2)
+def test_a_hook_may_return_what_was_gathered_as_it_is() -> None:
+    ours, torchs = (
+        sharded(api, init_device_mesh("cpu", (2,)), width=8, subclass=False) for api in (OURS, TORCHS)
+    )
+    for model in (ours, torchs):
+        patch(model, send, take)
+    assert torch.equal(torch.stack(train(ours, 8)), torch.stack(train(torchs, 8)))
+
+
+@on_ranks(2)
+def test_the_first_forward_may_run_in_inference_mode() -> None:
+    models = [sharded(OURS, init_device_mesh("cpu", (2,)), width=8, subclass=False) for _ in range(2)]
+    for model in models:
+        patch(model)
+    with torch.inference_mode():
+        models[0](torch.ones(1, 8))
+    assert torch.equal(*(torch.stack(train(model, 8)) for model in models))
 
 
 @on_ranks(4)
