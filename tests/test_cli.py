@@ -159,6 +159,7 @@ def test_arguments_that_mean_nothing_exit_2(arguments):
 WRONG = """
     --ranks 0; --ranks 8.5; --hardware b7; --hardware none.toml; --replicas 3; --pipeline 3; --stages 2
     --schedule 2F2B; --ulysses 5; --experts 0; --experts 2; --expert-load 0.5; --tensor 3
+    --expert-load inf; --experts 2 --expert-load 3
     --tensor-plan megatron; --async-tensor; --pipeline 4; --float8 --compile --hardware a100-80gb
     --pipeline 2 --ulysses 2; --pipeline 2 --schedule Interleaved1F1B; --tensor 2 --loss chunked --ulysses 2
     --layout diagonal; --strategy zero9; --strategy ddp; --strategy hsdp --layout contiguous

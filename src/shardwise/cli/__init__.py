@@ -138,7 +138,7 @@ def verify(
 
     if streams and mesh is not None:
         raise typer.BadParameter("--streams takes --ranks and --hsdp, and no --mesh")
-    console = Console()
+    console = Console(emoji=False)
     layouts: list[str | None] = [layout.value if layout else None]
     if layout is Layout.both:
         layouts = ["interleaved", "contiguous"]
@@ -275,7 +275,7 @@ def plan(
             figure_class()  # else what was asked for beside it comes first
         found = planner.search(model, setup, hardware=hardware) if search else None
         made = planner.plan(model, setup, hardware=hardware) if found is None else found.chosen
-        console = Console()
+        console = Console(emoji=False)
         console.print(str(found or made), markup=False, highlight=False, soft_wrap=True)
         if json_path is not None:
             json_path.write_text(planner.to_json(found or made) + "\n")
@@ -338,7 +338,8 @@ def calibrate(
         raise typer.Exit(NOT_RUN) from None
     if is_first:
         out.write_text(planner.to_toml(made))
-        Console().print(f"{out}:\n{planner.to_toml(made)}", markup=False, highlight=False, soft_wrap=True)
+        text = f"{out}:\n{planner.to_toml(made)}"
+        Console(emoji=False).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command(
@@ -411,12 +412,12 @@ def doctor(
         except ShardwiseError as error:
             print_failure(error, "")
             raise typer.Exit(NOT_RUN) from None
-        Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+        Console(emoji=False).print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(FOUND)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     results = (checks.examine_ranks if ranks > 1 else checks.examine)(checkpoints)
     if results:
-        Console().print(table(results))
+        Console(emoji=False).print(table(results))
     raise typer.Exit(FOUND if any(result.status is Status.BROKEN for result in results) else OK)
 
 

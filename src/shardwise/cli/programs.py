@@ -15,7 +15,7 @@ OK, FOUND, NOT_RUN = 0, 1, 2
 
 def print_failure(error: Exception, trace: str) -> None:
     """Print an error to stderr, after its traceback if there is one."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     if trace:
         console.print(trace.rstrip(), markup=False, highlight=False, soft_wrap=True)
     console.print(f"Error: {error}", markup=False, highlight=False, soft_wrap=True, style="red")
@@ -59,7 +59,7 @@ def export(
     except ShardwiseError as error:
         print_failure(error, "")
         raise typer.Exit(NOT_RUN) from None
-    Console().print(printed, markup=False, highlight=False, soft_wrap=True)
+    Console(emoji=False).print(printed, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command(
@@ -81,7 +81,7 @@ def merge(
     except ShardwiseError as error:
         print_failure(error, "")
         raise typer.Exit(NOT_RUN) from None
-    Console().print(printed, end="", markup=False, highlight=False, soft_wrap=True)
+    Console(emoji=False).print(printed, end="", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("generate", epilog="Exit status: 0 generated; 2 a model, prompt or plan that cannot be used.")
@@ -123,4 +123,4 @@ def generate(
     except ShardwiseError as error:
         print_failure(error, error.traceback if isinstance(error, RankError) else "")
         raise typer.Exit(NOT_RUN) from None
-    Console().print(printed, end="", markup=False, highlight=False, soft_wrap=True)
+    Console(emoji=False).print(printed, end="", markup=False, highlight=False, soft_wrap=True)

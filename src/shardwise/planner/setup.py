@@ -117,6 +117,11 @@ class Setup:
         for name in ("ranks", "sequence"):
             if getattr(self, name) > MOST:
                 raise ShardingError(f"{name} must be at most {MOST:,}, got {getattr(self, name):,}")
+        if self.expert_load > self.experts:
+            raise ShardingError(
+                f"expert_load={self.expert_load:g} is more than all tokens of {self.experts} ranks that share"
+                f" experts: at most experts={self.experts} times an even share come to one"
+            )
         if self.float8 and not self.compile:
             raise ShardingError(
                 "float8 is planned for compiled blocks, whose kernels find its scales: compile=True"
@@ -228,9 +233,19 @@ def _check_types(made: Any) -> None:
     for name, hint in _hints(kind).items():
         value = getattr(made, name)
         if not _is(value, hint):
-            literals = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-            expected = f"one of {literals}" if literals else f"of type {kind.__annotations__[name]}"
+            literals = [repr(one) for part in _kinds_of(hint) for one in _literals(part)]
+            expected = f"one of {', '.join(literals)}"
+            expected = expected if literals else f"of type {kind.__annotations__[name]}"
             raise ShardingError(f"{kind.__name__}: {name} must be {expected}, got {value!r}")
+
+
+def _kinds_of(hint: Any) -> tuple[Any, ...]:
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _literals(kind: Any) -> tuple[Any, ...]:
+    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
 
 
 def _is(value: Any, hint: Any) -> bool:

@@ -36,9 +36,7 @@ def send(self: Tensor, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
     return (self,), None
 
 
-def take(
-    self: Tensor, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
-) -> Any:
+def take(self: Tensor, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
     (whole,) = gathered
     if out is None:
         return whole, (whole,)
