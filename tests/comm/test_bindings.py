@@ -188,6 +188,7 @@ def test_symmetric_memory_is_chosen_allocated_and_registered() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         group, memory = dist.group.WORLD, torch.empty(6)
+        stream = torch.Stream(stream_id=0, device_index=0, device_type=1)  # CUDA's default one
         with mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"):
             gather = SymmetricAllGather(group, "NCCL", GPU)
         assert _symmetric_memory.get_backend(GPU) == "NCCL"
@@ -196,6 +197,7 @@ def test_symmetric_memory_is_chosen_allocated_and_registered() -> None:
             mock.patch.object(_symmetric_memory, "_SymmetricMemory", binding),
             # A pool of memory is made on the device first, on releases that have one.
             mock.patch.object(_symmetric_memory, "_should_use_implicit_mempool", bool, create=True),
+            mock.patch.object(torch.accelerator, "current_stream", return_value=stream),
         ):
             given = gather.allocate((2, 3), dtype=torch.float32, device=GPU)
             assert given.data_ptr() == memory.data_ptr()

@@ -16,6 +16,10 @@ from shardwise.verify.streams import DEVICE, Findings, Order, simulated
 from shardwise.verify.streams.collectives import _all_but
 from verify.streams.programs import pair, races
 
+# By their names before torch 2.13, or those since.
+ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def coalesced(tensors: list[Tensor]) -> Any:
     with dist._coalescing_manager(device=torch.device(DEVICE), async_ops=True) as work:
@@ -134,7 +138,7 @@ def test_uneven_messages_have_the_same_numbers_in_every_order(sent: list[int], r
             given, taken = (torch.ones(sum(sizes), device=DEVICE) for sizes in (sent, received))
             dist.all_to_all_single(taken, given, received, sent, async_op=True).wait()
             dist.all_to_all_single(given, taken, sent, received, async_op=True).wait()
-            dist.all_gather_single(torch.empty(2 * given.numel(), device=DEVICE), given)
+            ALL_GATHER(torch.empty(2 * given.numel(), device=DEVICE), given)
         return found
 
     for order in (Order.at_once(), Order.as_needed(), Order.of(1)):
@@ -150,7 +154,7 @@ def test_what_other_ranks_are_sent_is_compared() -> None:
                 x.mul_(2)
             if waits:
                 torch.accelerator.current_stream().wait_stream(side)
-            dist.reduce_scatter_single(torch.empty(2, device=DEVICE), x)
+            REDUCE_SCATTER(torch.empty(2, device=DEVICE), x)
             torch.accelerator.current_stream().wait_stream(side)
         return found
 
