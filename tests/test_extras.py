@@ -22,7 +22,6 @@ from shardwise.planner.models import model_of
 from shardwise.tensor_parallel import choose
 from shardwise.tensor_parallel.pretrained import made_from
 
-CONFIG = str(Path(__file__).parents[1] / "benchmarks" / "published.json")  # a file that is there
 CLIENTS = {f"shardwise.{name}" for name in ORDER[ORDER.index("adapters") + 1 :]}
 IMPORT_THE_CORE = """
 import importlib, sys
@@ -56,13 +55,15 @@ def chosen() -> object:
         (lambda: location("memory://run"), "fsspec.core", "stores"),
         (library, "transformers", "hf"),
         (lambda: made_from(None), "transformers", "hf"),
-        (lambda: model_of(CONFIG, sequence=8), "transformers", "hf"),
+        (lambda: model_of("config.json", sequence=8), "transformers", "hf"),
     ],
 )
 def test_what_needs_an_extra_names_it_where_it_is_missing(
-    monkeypatch: pytest.MonkeyPatch, use: Callable[[], object], missing: str, extra: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, use: Callable[[], object], missing: str, extra: str
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text('{"model_type": "gpt2"}')
     needs = rf"needs {missing.split('.')[0]}: pip install 'shardwise\[{extra}\]'"
     with pytest.raises(ShardwiseError, match=needs):
         use()
