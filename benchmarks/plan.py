@@ -22,9 +22,11 @@ import math
 import random
 import statistics
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -291,6 +293,7 @@ def as_fsdp_allocates() -> Iterator[None]:
 
 def planned(model: str, setup: Setup, hardware: Hardware) -> dict[str, Any]:
     """What a row needs of a plan."""
+    print(model, setup.ranks, hardware.name, flush=True)
     with as_fsdp_allocates():
         made = plan(model, setup, hardware=hardware)
     reserved, speed = made.reserved_bytes / GIB, made.tokens_per_s
@@ -315,13 +318,25 @@ def _name(row: dict[str, Any]) -> str:
     return ", ".join([row["model"], row["hardware"], *told])
 
 
-def tables(rows: Sequence[dict[str, Any]], *, write: bool = False) -> list[Table]:
+def all_planned(rows: Sequence[dict[str, Any]], jobs: int) -> list[dict[str, Any]]:
+    """Plans of the rows, each followed by that of its other choice, if it has one."""
+    asked = []
+    for row in rows:
+        setup, hardware = Setup(**row["setup"]), hardware_of(row["hardware"])
+        setups = [setup, *([replace(setup, **row["otherwise"])] if "otherwise" in row else [])]
+        asked += [(row["model"], one, hardware) for one in setups]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(planned, *zip(*asked, strict=True)))
+
+
+def tables(rows: Sequence[dict[str, Any]], *, jobs: int, write: bool = False) -> list[Table]:
     compared: dict[str, list[Row]] = {MEMORY: [], SPEED: [], PARAMETERS: [], ALIVE: []}
     others, runs = [], []
-    for row in [row for row in rows if "setup" in row]:
+    asked = [row for row in rows if "setup" in row]
+    plans = iter(all_planned(asked, jobs))
+    for row in asked:
         setup, hardware, name = Setup(**row["setup"]), hardware_of(row["hardware"]), _name(row)
-        print(name, flush=True)
-        made = planned(row["model"], setup, hardware)
+        made = next(plans)
         gib, rate = textbook(row["model"], setup, hardware, made["parameters"])
         by_hand = {MEMORY: gib, ALIVE: gib, SPEED: rate}
         by_hand[PARAMETERS] = 4 * made["parameters"] / setup.ranks / GIB
@@ -333,8 +348,7 @@ def tables(rows: Sequence[dict[str, Any]], *, write: bool = False) -> list[Table
             what = name + {PARAMETERS: f" ({PARAMETERS} alone)", ALIVE: " (alive)"}.get(kind, "")
             compared[kind].append(Row(what, *figures, *verdicts))
         if "otherwise" in row:
-            changed = replace(setup, **row["otherwise"])
-            other = planned(row["model"], changed, hardware)
+            other = next(plans)
             others += [_otherwise(name, row, kind, made, other) for kind in published(row)]
     compared[MEMORY] += [*compared.pop(PARAMETERS), *compared.pop(ALIVE)]
     if write:
@@ -371,6 +385,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", help="rows of these models alone")
     parser.add_argument("--real", action="store_true", help="beside real steps on gloo ranks instead")
+    parser.add_argument("--jobs", type=int, default=2, help="plans made at a time")
     parser.add_argument("--write", action="store_true", help="replace the section of TABLES.md")
     options = parser.parse_args()
     if options.real:
@@ -382,7 +397,7 @@ def main() -> None:
         count = sum(len(row["ids"]) for row in rows)
         section, text = "plan", f"{TEXT}\nOf {count} published figures {compared} are compared."
         asked = [row for row in rows if not options.models or row["model"] in options.models]
-        made = tables(asked, write=options.write and not options.models)
+        made = tables(asked, jobs=options.jobs, write=options.write and not options.models)
     for table in made:
         table.show()
     if options.write:
