@@ -216,7 +216,7 @@ class Reduction:
         return more == (None,) * 3 and self.factors.after in (None, 1) and self.dtype == self.result_dtype
 
 
-Input = tuple[Sequence[Tensor], torch.Event]  # what a reduction reads, and when it may be freed
+Input = tuple[Sequence[Tensor], torch.Event]  # what a reduction uses, and when it may be freed
 
 
 @dataclass(slots=True)

@@ -102,9 +102,9 @@ def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
         return _of_factory(source)
     if source in PUBLISHED:
         return of_shape(source, PUBLISHED[source], sequence)
-    check_source(source)
     if source.endswith(".json"):
         return _of_transformers(Path(source))
+    check_source(source)
     module, _, name = source.partition(":")
     try:
         factory = getattr(importlib.import_module(module), name)
@@ -356,8 +356,8 @@ _KINDS = {
 
 
 def _of_transformers(path: Path) -> Model:
-    transformers = from_extra("hf", "transformers", what=f"{path}, a transformers config,")
     values = read_config(path)
+    transformers = from_extra("hf", "transformers", what=f"{path}, a transformers config,")
     try:
         config = transformers.AutoConfig.for_model(**values)
     except Exception as error:  # of transformers' own checks

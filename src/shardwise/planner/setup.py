@@ -233,19 +233,17 @@ def _check_types(made: Any) -> None:
     for name, hint in _hints(kind).items():
         value = getattr(made, name)
         if not _is(value, hint):
-            literals = [repr(one) for part in _kinds_of(hint) for one in _literals(part)]
-            expected = f"one of {', '.join(literals)}"
-            expected = expected if literals else f"of type {kind.__annotations__[name]}"
+            choices = ", ".join(map(repr, _choices(hint)))
+            expected = f"one of {choices}" if choices else f"of type {kind.__annotations__[name]}"
             raise ShardingError(f"{kind.__name__}: {name} must be {expected}, got {value!r}")
 
 
-def _kinds_of(hint: Any) -> tuple[Any, ...]:
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return typing.get_args(hint) if is_union else (hint,)
-
-
-def _literals(kind: Any) -> tuple[Any, ...]:
-    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+def _choices(hint: Any) -> list[Any]:
+    """Return the literals of an annotation, or of the parts of a union."""
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return [*arguments]
+    return [one for part in arguments for one in _choices(part)]
 
 
 def _is(value: Any, hint: Any) -> bool:
