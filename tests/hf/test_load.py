@@ -18,7 +18,7 @@ from hf.families import assert_equal, make, write
 from ranks import on_ranks
 from shardwise import CheckpointError, RankMismatchError, hf
 from shardwise.files.tensors import StoredTensor
-from shardwise.sharded_tensor.dtensor import held_by_this_rank
+from shardwise.sharded_tensor.kinds import held_by_this_rank
 
 LAYOUTS = ("interleaved", "contiguous")
 

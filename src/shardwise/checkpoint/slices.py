@@ -38,8 +38,8 @@ from shardwise.errors import CheckpointError
 from shardwise.files.stores import on_disk, sync
 from shardwise.files.tensors import DTYPES, NAMES, StoredTensor, TensorFiles
 from shardwise.layout import Box
-from shardwise.sharded_tensor.dtensor import to_sharded
 from shardwise.sharded_tensor.group import cut_by, group_or_default
+from shardwise.sharded_tensor.kinds import to_sharded
 from shardwise.sharded_tensor.metadata import Shard, TensorProperties
 from shardwise.sharded_tensor.move import describe
 from shardwise.sharded_tensor.spec import ShardingSpec

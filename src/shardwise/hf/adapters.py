@@ -10,10 +10,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_tensor.dtensor import store_whole
+from shardwise.sharded_tensor.kinds import store_whole, whole_of
 
 
 @torch.no_grad()
@@ -47,11 +46,10 @@ def merge(model: Any) -> Any:
 def _merge_layer(layer: nn.Module) -> None:
     own = [(one, name, p) for one in layer.modules() for name, p in one.named_parameters(recurse=False)]
     for one, name, param in own:
-        whole = param.full_tensor() if isinstance(param, DTensor) else param.detach()
+        whole = whole_of(param).detach()
         setattr(one, name, nn.Parameter(whole, requires_grad=False))
     cast(Any, layer).merge()
     for one, name, param in own:
         merged: Tensor = getattr(one, name)
-        if isinstance(param, DTensor):
-            store_whole(param, merged)
+        store_whole(param, merged)
         setattr(one, name, param)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import ShardingError, here
 from shardwise.nn.experts import ExpertCut
-from shardwise.sharded_tensor.dtensor import local_part
+from shardwise.sharded_tensor.kinds import local_part
 
 _TAKES = ["hidden_states", "top_k_index", "top_k_weights"]
 

@@ -34,9 +34,8 @@ from shardwise.files.tensors import TensorFiles
 from shardwise.fsdp.fully_shard import Options, fully_shard
 from shardwise.fsdp.module_state import state_of
 from shardwise.hf.boxes import Boxes, Computed, Plain, each_tensor
-from shardwise.layout import Box
-from shardwise.sharded_tensor.dtensor import held_by_this_rank, store_whole
 from shardwise.sharded_tensor.group import group_or_default
+from shardwise.sharded_tensor.kinds import held_by_this_rank, store_whole
 
 _LOG = logging.getLogger("shardwise")
 aten = torch.ops.aten
@@ -422,10 +421,7 @@ def _read(model: nn.Module, values: dict[str, Boxes]) -> None:
         value, tensor = values.pop(name), tensors[name]
         if _is_undrawn(value):
             continue
-        held = (
-            held_by_this_rank(tensor) if isinstance(tensor, DTensor) else [(Box.whole(tensor.shape), tensor)]
-        )
-        for box, local in held:
+        for box, local in held_by_this_rank(tensor):
             if not box.is_empty:
                 value.read(box, into=local)
 

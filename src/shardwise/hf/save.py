@@ -31,8 +31,9 @@ from shardwise.files.stores import on_disk, sync
 from shardwise.hf.boxes import Boxes
 from shardwise.hf.load import library
 from shardwise.layout import Box
-from shardwise.sharded_tensor.dtensor import of_boxes, to_sharded
+from shardwise.sharded_tensor.dtensor import of_boxes
 from shardwise.sharded_tensor.group import group_or_default
+from shardwise.sharded_tensor.kinds import to_sharded, whole_of
 from shardwise.sharded_tensor.metadata import RemoteDevice
 from shardwise.sharded_tensor.rows.piece import even_boxes
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -92,8 +93,7 @@ class _Parameter:
 
     def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
         """Read the whole, as a conversion that computes needs. Collective."""
-        whole = self.tensor.full_tensor() if isinstance(self.tensor, DTensor) else self.tensor
-        return whole[tuple(map(slice, begins, ends))]
+        return whole_of(self.tensor)[tuple(map(slice, begins, ends))]
 
     @cached_property
     def sharded(self) -> ShardedTensor:

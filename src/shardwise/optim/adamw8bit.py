@@ -22,14 +22,14 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor import ShardedTensor
-from shardwise.sharded_tensor.rows import ShardedRows, cut_like
+from shardwise.sharded_tensor.kinds import holding_of
+from shardwise.sharded_tensor.rows import cut_like
 
 SMALL_NUMEL = 4096  # parameters of fewer elements keep fp32 moments
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -247,10 +247,7 @@ def has_8_bits(param: Tensor) -> bool:
     """Return whether `param` is large, of several columns, and cut into whole rows if at all."""
     if isinstance(param, ShardedTensor) or param.numel() < SMALL_NUMEL or math.prod(param.shape[1:]) < 2:
         return False
-    if isinstance(param, ShardedRows):
-        return all(dim == 0 for _, dim in param.piece.even_cuts)
-    placements = param.placements if isinstance(param, DTensor) else ()
-    return all(p.is_replicate() or getattr(p, "dim", None) == 0 for p in placements)
+    return not holding_of(param).axes_along(range(1, param.ndim))
 
 
 def _step_quantised(param: Tensor, state: dict[str, Tensor], options: dict[str, Any]) -> None:

@@ -24,15 +24,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.optim import Optimizer
 
 from shardwise import _compat
 from shardwise.comm.exchange import AllToAll, part
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, Message
-from shardwise.sharded_tensor.rows import ShardedRows
-from shardwise.sharded_tensor.rows.piece import even_boxes
+from shardwise.sharded_tensor import ShardedTensor
+from shardwise.sharded_tensor.kinds import form_of, holding_of
 
 LR_FACTORS: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
@@ -162,10 +161,7 @@ class Muon(Optimizer):
 
     def _cut(self, param: Tensor, name: object = "?") -> _Cut:
         """Return how `param` is cut; computed again only if it has become another."""
-        if isinstance(param, ShardedRows):
-            form: Any = param.piece
-        else:
-            form = _compat.spec_of(param) if isinstance(param, DTensor) else None
+        form = form_of(param)
         known = self._cuts.get(param)
         if known is None or known[0] is not form:
             known = self._cuts[param] = (form, _cut_of(param, name))
@@ -231,45 +227,21 @@ def _cut_of(param: Tensor, name: object) -> _Cut:
             f"{here()}: Muon orthogonalises matrices, but parameter {name} has shape {tuple(param.shape)};"
             " give parameters of other than 2 dims to AdamW"
         )
+    try:
+        over = None if isinstance(param, ShardedTensor) else holding_of(param).over_one_group()
+    except ShardingError:  # of partial sums
+        over = None
+    if over is None:
+        raise ShardingError(
+            f"{here()}: Muon needs matrices that are whole or cut over one mesh axis, but parameter"
+            f" {getattr(form_of(param), 'name', '') or name} of shape {tuple(param.shape)} is"
+            f" {getattr(param, 'placements', 'a ShardedTensor')}; give it to AdamW, or leave it out of tensor"
+            " parallelism"
+        )
+    group, boxes = over
     rows, columns = param.shape
-    shape = (rows, columns)
-    if isinstance(param, ShardedRows):
-        piece = param.piece
-        if len(piece.groups) > 1 or piece.even_cuts:
-            raise _several_axes(piece.name or name, shape, param.placements)
-        boxes: Sequence[Box] = piece.boxes
-        group, rank = piece.group, piece.rank
-    else:
-        boxes, group, rank = _even_boxes(param, name)
-    return _Cut(shape, {r: box for r, box in enumerate(boxes) if not box.is_empty}, group, rank)
-
-
-def _even_boxes(param: Tensor, name: object) -> tuple[list[Box], dist.ProcessGroup | None, int]:
-    """Return the boxes of a DTensor or plain tensor by rank of the group that cuts it."""
-    shape = tuple(param.shape)
-    whole = [Box((0, 0), shape)]
-    if not isinstance(param, DTensor):
-        return whole, None, 0
-    mesh = param.device_mesh
-    cut = [
-        (axis, placement)
-        for axis, placement in enumerate(param.placements)
-        if not isinstance(placement, Replicate) and (mesh.size(axis) > 1 or isinstance(placement, Partial))
-    ]
-    if not cut:
-        return whole, None, 0
-    axis, placement = cut[0]
-    if len(cut) > 1 or type(placement) is not Shard:
-        raise _several_axes(name, shape, param.placements)
-    group = mesh.get_group(axis)
-    return even_boxes(shape, group, placement.dim), group, group.rank()
-
-
-def _several_axes(name: object, shape: tuple[int, ...], found: object) -> ShardingError:
-    return ShardingError(
-        f"{here()}: Muon needs matrices that are whole or cut over one mesh axis, but parameter {name} of"
-        f" shape {shape} is {found}; give it to AdamW, or leave it out of tensor parallelism"
-    )
+    holders = {rank: box for rank, box in enumerate(boxes) if not box.is_empty}
+    return _Cut((rows, columns), holders, group, 0 if group is None else group.rank())
 
 
 def assign(cuts: Sequence[_Cut]) -> list[int]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import compress
 from typing import Any
@@ -27,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from shardwise import _compat
 from shardwise.comm.arithmetic import extreme
@@ -35,10 +33,9 @@ from shardwise.comm.watch import announced
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.contiguous_reduction import merge_views
 from shardwise.sharded_tensor import ShardedTensor
-from shardwise.sharded_tensor.rows import ShardedRows
+from shardwise.sharded_tensor.holding import Groups
+from shardwise.sharded_tensor.kinds import by_axes
 
-Axes = tuple[dist.ProcessGroup, ...]
-Groups = dict[tuple[int, ...], dist.ProcessGroup]  # by ranks: DTensor takes those of either of equal meshes
 _OF_A_STAGE = "_shardwise_of_a_stage"
 _PART = 1 << 16  # elements that a CPU's fp32 sum of squares adds up without losing digits
 
@@ -64,66 +61,26 @@ def get_total_norm(
     Raises:
         ShardingError: a DTensor that holds partial sums, or a norm type that is not positive.
     """
-    by_axes, counts = _local_by_axes(tensors, {})
-    return _norm(by_axes, counts, norm_type, "", stages, {})
-
-
-def _local_by_axes(
-    tensors: Iterable[Tensor], groups: Groups
-) -> tuple[dict[Axes, list[Tensor]], Counter[Axes]]:
-    """Return this rank's memory of all tensors, by the axes that cut them; and how many tensors these cut."""
-    by_axes: dict[Axes, list[Tensor]] = {}
-    rows: dict[Axes, list[Tensor]] = {}
-    counts: Counter[Axes] = Counter()
-    axes_of: dict[tuple[int, tuple[Placement, ...]], Axes] = {}  # by mesh identity: hashing one is slow
-    latest: Any = None  # how the tensor before was cut: hashing that costs more than comparing
-    mesh, into = None, []
-    axes: Axes = ()
-    for tensor in tensors:
-        if isinstance(tensor, ShardedRows):
-            if (found := tensor.piece.axes) != latest:
-                latest, into = found, rows.setdefault(found, [])
-            into.append(tensor._local_tensor)
-        elif isinstance(tensor, DTensor):
-            spec = _compat.spec_of(tensor)
-            if spec.placements != latest or spec.mesh is not mesh:
-                latest, mesh = spec.placements, spec.mesh
-                key = (id(mesh), latest)
-                if key not in axes_of:
-                    axes_of[key] = _sharded_axes(tensor, groups)
-                axes = axes_of[key]
-                into = by_axes.setdefault(axes, [])
-            into.append(_compat.local_tensor(tensor))
-            counts[axes] += 1
-        elif isinstance(tensor, ShardedTensor):
-            own = (tensor.process_group,)
-            counts[own] += 1
-            by_axes.setdefault(own, []).extend(tensor.tensors or [tensor.anchor])
-        else:
-            counts[()] += 1
-            by_axes.setdefault((), []).append(tensor)
-    for axes, locals_ in rows.items():
-        counts[axes] += len(locals_)
-        by_axes.setdefault(axes, []).extend(merge_views(locals_))
-    return by_axes, counts
+    local, counts = by_axes(tensors, {}, merge_views)
+    return _norm(local, counts, norm_type, "", stages, {})
 
 
 def _norm(
-    by_axes: dict[Axes, list[Tensor]],
-    counts: Mapping[Axes, int],
+    local: Mapping[Groups, list[Tensor]],
+    counts: Mapping[Groups, int],
     norm_type: float,
     purpose: str,
     stages: DeviceMesh | None,
-    halves: Mapping[Axes, list[Tensor]],
+    halves: Mapping[Groups, list[Tensor]],
 ) -> Tensor:
     """Return the norm of everything, `halves` counted half. Collective over all axes and the stages."""
     norm_type = float(norm_type)  # "inf", as torch takes it
     if not norm_type > 0:
         raise ShardingError(f"{here()}: norm_type must be positive, got {norm_type}")
-    if not by_axes and not halves and stages is None:
+    if not local and not halves and stages is None:
         return torch.tensor(0.0)
     infinite = math.isinf(norm_type)
-    pending = {axes: _local_power_sum(locals_, norm_type) for axes, locals_ in by_axes.items()}
+    pending = {axes: _local_power_sum(locals_, norm_type) for axes, locals_ in local.items()}
     for axes, locals_ in halves.items():
         half = _local_power_sum(locals_, norm_type) * (1.0 if infinite else 0.5)
         pending[axes] = half if axes not in pending else _add(pending[axes], half, infinite=infinite)
@@ -196,18 +153,21 @@ def clip_grad_norm_(
     ]
     shared = set(map(id, tied))
     half = list(map(shared.__contains__, map(id, parameters)))
-    groups: Groups = {}
-    by_axes, counts = _local_by_axes(
-        [grad for grad, twice in zip(grads, half, strict=True) if grad is not None and not twice], groups
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    local, counts = by_axes(
+        [grad for grad, twice in zip(grads, half, strict=True) if grad is not None and not twice],
+        groups,
+        merge_views,
     )
-    halves, more = _local_by_axes([grad for grad in compress(grads, half) if grad is not None], groups)
+    tied_grads = [grad for grad in compress(grads, half) if grad is not None]
+    halves, more = by_axes(tied_grads, groups, merge_views)
     counts += more
     lacking = [p for p, grad in zip(parameters, grads, strict=True) if grad is None and p.requires_grad]
-    for axes, locals_ in _local_by_axes(lacking, groups)[0].items():  # other ranks may have theirs
-        by_axes.setdefault(axes, []).append(locals_[0].new_empty(0))
+    for axes, locals_ in by_axes(lacking, groups, merge_views)[0].items():  # other ranks may have theirs
+        local.setdefault(axes, []).append(locals_[0].new_empty(0))
     # A bound that is a tensor is not read: that would wait for its device.
     bound = "" if isinstance(max_norm, Tensor) else f" of {float(max_norm):.6g}"
-    total = _norm(by_axes, counts, norm_type, f", to clip them by a bound{bound}", stages, halves)
+    total = _norm(local, counts, norm_type, f", to clip them by a bound{bound}", stages, halves)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"{here()}: the {norm_type}-norm of the gradients is {total.item()}, so they cannot be clipped;"
@@ -215,9 +175,9 @@ def clip_grad_norm_(
         )
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     by_device: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for locals_ in (*by_axes.values(), *halves.values()):
-        for local in locals_:
-            by_device.setdefault((local.device, local.dtype), []).append(local)
+    for locals_ in (*local.values(), *halves.values()):
+        for grad in locals_:
+            by_device.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, dtype), locals_ in by_device.items():
         _compat.foreach_mul(locals_, scale.to(device, dtype))
     return total
@@ -236,21 +196,6 @@ def _in_order(groups: Iterable[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
         of = {group: dist.get_process_group_ranks(group) for group in found}
         found.sort(key=lambda group: [rank - of[group][0] for rank in of[group]])
     return found
-
-
-def _sharded_axes(tensor: DTensor, groups: Groups) -> Axes:
-    """Return the mesh axes over which `tensor` is cut, each by the first in `groups` of its ranks."""
-    axes: list[dist.ProcessGroup] = []
-    for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Partial):
-            raise ShardingError(
-                f"{here()}: a gradient of shape {tuple(tensor.shape)} holds partial sums on mesh axis {axis};"
-                " redistribute it before taking its norm"
-            )
-        if not isinstance(placement, Replicate):
-            group = tensor.device_mesh.get_group(axis)
-            axes.append(groups.setdefault(tuple(dist.get_process_group_ranks(group)), group))
-    return tuple(axes)
 
 
 def _add(a: Tensor, b: Tensor, *, infinite: bool) -> Tensor:

@@ -1,19 +1,7 @@
 """DTensors and rows to sharded tensors and back, whatever the mesh and its placements.
 
-What a rank of a DTensor holds are indices of each dim, found by splitting the dim's range over the mesh axes
-that cut it, one after the other. After a strided split they may be several runs:
-
-    dim of 8 over a mesh of 2 x 2                   (0, 0)   (0, 1)   (1, 0)   (1, 1)
-    [Shard(0), Shard(0)]                            0 1      2 3      4 5      6 7
-    [Replicate(), Shard(0)]                         0-3      4-7      0-3      4-7
-    [strided Shard(0) of 2, Replicate()]            0 1 4 5  0 1 4 5  2 3 6 7  2 3 6 7
-
-Each combination of runs, one of every dim, is a box. Of replicas, the one at coordinate 0 of the axes that
-replicate is what the sharded tensor holds; the others hold no shard. A rank whose chunk is empty holds one
-empty shard.
-
-Ranks must ascend along every axis that cuts. Where they do not, torch itself is of two minds: its collectives
-take the parts by rank in the axis' group, which ascends, the rest of it by coordinate.
+Of a DTensor's replicas, the one at coordinate 0 of the mesh axes that replicate is what the sharded tensor
+holds; the others hold no shard. A rank whose chunk is empty holds one empty shard.
 
 Rows (`ShardedRows`, parameters of the contiguous layout) know their own box, and the boxes of the one group
 over which they are cut. What lies elsewhere, over several groups, on tensor-parallel axes or in replicas,
@@ -22,17 +10,13 @@ ranks tell each other; of ranks that hold one box the first holds the shard.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
-from torch.distributed.tensor import Shard as Cut
+from torch.distributed.tensor import DTensor, Placement
 
 from shardwise import _compat
 from shardwise._compat.dtensors import LocalShardsWrapper, OwnShard
@@ -42,12 +26,11 @@ from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import fill
 from shardwise.sharded_tensor.construct import init_from_local_shards
 from shardwise.sharded_tensor.group import group_or_default
+from shardwise.sharded_tensor.holding import Placed
 from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded_tensor.move import boxes_of, describe_with_failures
 from shardwise.sharded_tensor.rows import ShardedRows
 from shardwise.sharded_tensor.tensor import ShardedTensor
-
-_Runs = list[tuple[int, int]]  # first index and length in one dim of the whole tensor, ascending, none empty
 
 
 def from_dtensor(dtensor: DTensor, *, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
@@ -71,20 +54,16 @@ def from_dtensor(dtensor: DTensor, *, process_group: dist.ProcessGroup | None = 
             that do not ascend along an axis that cuts, or, in grad mode, a result with a gradient to pass.
     """
     check_detached(dtensor)
-    spec: Any = _compat.spec_of(dtensor)
     mesh, local = dtensor.device_mesh, _compat.local_tensor(dtensor)
     arriving = getattr(local, "wait", None)  # of a redistribution that is still under way
     group = _group_of(mesh, process_group)
     if isinstance(local, LocalShardsWrapper):
         return _of_listed_shards(local, mesh, dtensor.shape, group)
     local = (local if arriving is None else arriving()).detach()
-    placements = _normalized(dtensor.placements, mesh, ndim=dtensor.ndim)
-    holdings = _holdings(mesh, placements, tuple(dtensor.shape), order=getattr(spec, "shard_order", None))
-    placed = [
-        (box, rank) for rank, holding in holdings.items() if holding.first_replica for box, _ in holding.boxes
-    ]
+    parts = Placed.of_dtensor(dtensor).parts
+    placed = [(box, rank) for rank, held in parts.items() if held.first_replica for box, _ in held.boxes]
     placed.sort(key=lambda entry: entry[0].offsets)
-    mine = holdings.get(dist.get_rank())
+    mine = parts.get(dist.get_rank())
     held = [] if mine is None or not mine.first_replica else mine.boxes
     tensors = [local[slices].contiguous() for _, slices in held]
     return of_boxes(placed, tensors, shape=dtensor.shape, like=local, group=group)
@@ -106,27 +85,6 @@ def _of_listed_shards(
         if [at, list(shard.shape)] not in before
     ]
     return init_from_local_shards(shards, shape, process_group=group)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, with its gradient; a plain tensor as it is. No communication."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def held_by_this_rank(dtensor: DTensor) -> list[tuple[Box, Tensor]]:
-    """Return this rank's boxes of a DTensor, also where they are replicas, and views of its memory. Local."""
-    local = _compat.local_tensor(dtensor).detach()
-    mesh = dtensor.device_mesh
-    placements = _normalized(dtensor.placements, mesh, ndim=dtensor.ndim)
-    order = getattr(_compat.spec_of(dtensor), "shard_order", None)
-    mine = _holdings(mesh, placements, tuple(dtensor.shape), order=order).get(dist.get_rank())
-    return [] if mine is None else [(box, local[slices]) for box, slices in mine.boxes]
-
-
-def store_whole(dtensor: DTensor, whole: Tensor) -> None:
-    """Copy this rank's part of `whole` into a DTensor of its shape. Local."""
-    for box, local in held_by_this_rank(dtensor):
-        local.copy_(whole[tuple(map(slice, box.offsets, box.ends))])
 
 
 def of_boxes(
@@ -166,17 +124,17 @@ def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Pl
     """
     check_detached(sharded)
     metadata, group = sharded.metadata(), sharded.process_group
-    shape = tuple(metadata.size)
     ranks = dist.get_process_group_ranks(group)
     _check_members(mesh, ranks)
-    placements = _normalized(placements, mesh, ndim=len(shape))
+    placed = Placed.of(mesh, placements, metadata.size)
+    placements = placed.placements
     if own := [placement for placement in placements if isinstance(placement, OwnShard)]:
         raise ShardingError(f"{here()}: {own[0]} places rows; use to_rows() into a tensor that is cut so")
     asked = f"mesh {mesh.mesh.tolist()} on {mesh.device_type}, placements {placements}"
     agree(f"{describe_with_failures(sharded)}\nto\n{asked}", group=group, what="the DTensor to make")
-    holdings = _holdings(mesh, placements, shape)
-    wanted = [[box for box, _ in holdings[rank].boxes] if rank in holdings else [] for rank in ranks]
-    mine = holdings.get(dist.get_rank())
+    parts = placed.parts
+    wanted = [[box for box, _ in parts[rank].boxes] if rank in parts else [] for rank in ranks]
+    mine = parts.get(dist.get_rank())
     local = sharded.anchor.detach().new_empty(0 if mine is None else mine.sizes)
     fill(
         metadata.boxes_by(ranks),
@@ -192,143 +150,6 @@ def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Pl
     return _compat.dtensor(local, spec)
 
 
-def to_sharded(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return rows or a DTensor as a sharded tensor over `group`, detached; other tensors as they are.
-
-    Collective over `group` for rows, as `from_rows`.
-    """
-    if isinstance(tensor, ShardedRows):
-        return from_rows(cast(ShardedRows, tensor.detach()), process_group=group)
-    if isinstance(tensor, DTensor):
-        return from_dtensor(cast(DTensor, tensor.detach()), process_group=group)
-    return tensor
-
-
-# What each rank of a mesh holds
-
-
-@dataclass(frozen=True)
-class _Holding:
-    """One rank's part of a DTensor of `shape`."""
-
-    runs: tuple[_Runs, ...]  # of every dim, one after the other in its local tensor
-    shape: tuple[int, ...]
-    first_replica: bool
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Sizes of the local tensor."""
-        return tuple(map(_length, self.runs))
-
-    @property
-    def boxes(self) -> list[tuple[Box, tuple[slice, ...]]]:
-        """Every box, and where it lies in the local tensor; at least one, maybe empty."""
-        if not all(self.runs):
-            return [(self._empty(), (slice(None),) * len(self.shape))]
-        ends = [list(itertools.accumulate(length for _, length in runs)) for runs in self.runs]
-        return [
-            (
-                Box(tuple(start for (start, _), _ in chosen), tuple(length for (_, length), _ in chosen)),
-                tuple(slice(end - length, end) for (_, length), end in chosen),
-            )
-            for chosen in itertools.product(*map(zip, self.runs, ends))
-        ]
-
-    def _empty(self) -> Box:
-        """Return a box of the local tensor's sizes within the whole tensor."""
-        starts = [runs[0][0] if runs else size for runs, size in zip(self.runs, self.shape, strict=True)]
-        return Box(tuple(starts), self.sizes)
-
-
-def _holdings(
-    mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...], *, order: Any = None
-) -> dict[int, _Holding]:
-    """Return what each rank holds, by global rank in the mesh's order.
-
-    `order` names the axes that cut each dim, in the order in which they cut."""
-    axes: list[list[int]] = [[] for _ in shape]
-    for axis, placement in enumerate(placements):
-        if _cuts(placement):
-            axes[_dim(placement)].append(axis)
-    for entry in order or ():
-        axes[entry.tensor_dim] = list(entry.mesh_dims)
-    counts = tuple(mesh.shape)
-    tables = [_table(size, [(placements[a], counts[a]) for a in axes[d]]) for d, size in enumerate(shape)]
-    for axis in itertools.chain(*axes):
-        _check_order(mesh, axis)
-    replicating = [axis for axis, placement in enumerate(placements) if not _cuts(placement)]
-    found = {}
-    for rank, at in zip(mesh.mesh.flatten().tolist(), itertools.product(*map(range, counts)), strict=True):
-        runs = tuple(table[tuple(at[a] for a in axes[d])] for d, table in enumerate(tables))
-        found[rank] = _Holding(runs, shape, first_replica=not any(at[a] for a in replicating))
-    return found
-
-
-def _table(size: int, cuts: Sequence[tuple[Placement, int]]) -> dict[tuple[int, ...], _Runs]:
-    """Return what of a dim lies at each coordinate of the axes that cut it."""
-    table: dict[tuple[int, ...], _Runs] = {(): [(0, size)] if size else []}
-    for placement, count in cuts:
-        table = {
-            (*at, index): part
-            for at, runs in table.items()
-            for index, part in enumerate(_split(runs, placement, count))
-        }
-    return table
-
-
-def _check_order(mesh: DeviceMesh, axis: int) -> None:
-    if not (mesh.mesh.diff(dim=axis) > 0).all():
-        raise ShardingError(
-            f"{here()}: the ranks of mesh {mesh.mesh.tolist()} do not ascend along axis {axis}, which cuts"
-            " the tensor. Torch's collectives and its placements then disagree about who holds what; use a"
-            " mesh on which they ascend"
-        )
-
-
-def _length(runs: _Runs) -> int:
-    return sum(length for _, length in runs)
-
-
-def _split(runs: _Runs, placement: Placement, count: int) -> list[_Runs]:
-    """Split `runs` over the `count` coordinates of an axis."""
-    if isinstance(placement, OwnShard):
-        held = [placement.local_rows(_length(runs), count, index) for index in range(count)]
-        return [_between(runs, first, first + rows) for rows, first in held]
-    if not isinstance(placement, _compat.StridedShard):
-        return _chunks(runs, count)
-    strides = [_chunks(stride, count) for stride in _chunks(runs, int(placement.split_factor))]
-    return [_joined(run for stride in strides for run in stride[index]) for index in range(count)]
-
-
-def _chunks(runs: _Runs, count: int) -> list[_Runs]:
-    """Return the equal chunks of the indices in `runs`; the last ones short or empty."""
-    total = _length(runs)
-    chunk = -(-total // count)
-    return [_between(runs, i * chunk, (i + 1) * chunk) for i in range(count)]
-
-
-def _between(runs: _Runs, begin: int, end: int) -> _Runs:
-    """Return the indices of `runs`, counted one after the other, from `begin` to before `end`."""
-    found, before = [], 0
-    for start, length in runs:
-        low, high = max(begin - before, 0), min(end - before, length)
-        if low < high:
-            found.append((start + low, high - low))
-        before += length
-    return found
-
-
-def _joined(runs: Iterable[tuple[int, int]]) -> _Runs:
-    """Join runs that continue one another."""
-    found: _Runs = []
-    for start, length in runs:
-        if found and sum(found[-1]) == start:
-            found[-1] = (found[-1][0], found[-1][1] + length)
-        else:
-            found.append((start, length))
-    return found
-
-
 # What may be converted: placements, meshes and groups
 
 
@@ -340,45 +161,6 @@ def check_detached(tensor: Tensor) -> None:
             f" this one of shape {tuple(tensor.shape)} is a result of operations that need it; pass its"
             " detach(), or call under torch.no_grad()"
         )
-
-
-def _cuts(placement: Placement) -> bool:
-    return isinstance(placement, (Cut, _compat.StridedShard))
-
-
-def _dim(placement: Any) -> int:
-    dim: int = placement.dim
-    return dim
-
-
-def _normalized(placements: Sequence[Placement], mesh: DeviceMesh, *, ndim: int) -> tuple[Placement, ...]:
-    """Return the placements with dims counted from the first."""
-    if len(placements) != mesh.ndim:
-        raise ShardingError(
-            f"{here()}: a mesh of {mesh.ndim} axes needs one placement for each, found {len(placements)}:"
-            f" {tuple(placements)}"
-        )
-    made: list[Placement] = []
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, (Replicate, OwnShard)):
-            made.append(placement)
-            continue
-        if not _cuts(placement):
-            terms = "its ranks hold terms of a sum; " if isinstance(placement, Partial) else ""
-            raise ShardingError(
-                f"{here()}: mesh axis {axis} has placement {placement!r}, expected Shard or Replicate;"
-                f" {terms}call redistribute() first"
-            )
-        dim = _dim(placement)
-        if not -ndim <= dim < ndim:
-            raise ShardingError(
-                f"{here()}: {placement!r} cuts dim {dim} of a tensor of {ndim} dims; choose one that it has"
-            )
-        if isinstance(placement, _compat.StridedShard):
-            made.append(_compat.StridedShard(dim % ndim, split_factor=placement.split_factor))
-        else:
-            made.append(Cut(dim % ndim))
-    return tuple(made)
 
 
 def _check_members(mesh: DeviceMesh, ranks: Sequence[int]) -> None:

@@ -27,6 +27,7 @@ from shardwise import _compat
 from shardwise._compat.dtensors import OwnShard, OwnSpec
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, EvenShard
+from shardwise.sharded_tensor.holding import Groups, Holding
 from shardwise.sharded_tensor.ops.operands import within
 
 
@@ -92,19 +93,18 @@ class RowShard(OwnShard):
 EvenCuts = tuple[tuple[dist.ProcessGroup, int], ...]
 
 
-def _groups_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:
+def _groups_of(mesh: DeviceMesh) -> Groups:
     return tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class Piece(Holding):
     """The whole rows of a tensor on this rank.
 
     Pieces are equal where they cut tensors of one shape equally, on every rank: ranks never disagree
     about it, so that it may decide whether they communicate.
 
     Attributes:
-        shape: of the whole tensor.
         groups: the process groups over which rows are cut, the fastest-varying first. Empty where every
             rank holds the whole tensor.
         box_of: for an index counted over `groups` (the first group's rank varies fastest), the rows it
@@ -116,14 +116,13 @@ class Piece:
         on_mesh: the mesh that a DTensor shows, with the groups of all cuts among its axes.
     """
 
-    shape: torch.Size
-    groups: tuple[dist.ProcessGroup, ...]
+    groups: Groups
     box_of: Callable[[int], Box] = field(repr=False)
     even_cuts: EvenCuts = ()
     name: str = ""
     on_mesh: DeviceMesh | None = field(default=None, repr=False)
     # Of `on_mesh`, by axis. It asks for them by name, which fails once they are gone, and while torch traces.
-    mesh_groups: tuple[dist.ProcessGroup, ...] = field(default=(), repr=False)
+    mesh_groups: Groups = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if self.on_mesh is not None and not self.mesh_groups:
@@ -212,15 +211,13 @@ class Piece:
     def _specs(self) -> dict[torch.dtype, _compat.DTensorSpec]:
         return {}
 
-    @cached_property
-    def axes(self) -> tuple[dist.ProcessGroup, ...]:
-        """Every process group whose ranks hold different elements of the whole tensor."""
-        return self.axes_along(range(len(self.shape)))
-
-    def axes_along(self, dims: Sequence[int]) -> tuple[dist.ProcessGroup, ...]:
-        """Return the process groups whose ranks hold different elements along `dims`."""
+    def axes_along(self, dims: Sequence[int]) -> Groups:
         rows = self.groups if 0 in dims else ()
         return (*rows, *(group for group, dim in self.even_cuts if dim in dims))
+
+    def _boxes_over(self, group: dist.ProcessGroup) -> Sequence[Box]:
+        cuts = dict(self.even_cuts)
+        return even_boxes(tuple(self.shape), group, cuts[group]) if group in cuts else self.boxes
 
     def with_trailing(self, trailing: Sequence[int], *, of: Sequence[int | None] | None = None) -> Piece:
         """Return the piece of a tensor with the same rows of another width: `(rows, *trailing)`.

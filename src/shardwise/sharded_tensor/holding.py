@@ -1,0 +1,307 @@
+"""`Holding`: who holds what of a tensor, answered in one way whatever kind of tensor it is.
+
+    a plain tensor     Holding     whole on every rank
+    rows               Piece       whole rows for each rank (`rows.piece`)
+    a DTensor          Placed      indices of each dim, split over mesh axes
+    a ShardedTensor    Listed      boxes anywhere, listed in its metadata
+
+`kinds.holding_of` returns a tensor's. Nothing here communicates, and boxes are found when they are first
+asked for.
+
+What a rank of a DTensor holds are indices of each dim, found by splitting the dim's range over the mesh axes
+that cut it, one after the other. After a strided split they may be several runs:
+
+    dim of 8 over a mesh of 2 x 2                   (0, 0)   (0, 1)   (1, 0)   (1, 1)
+    [Shard(0), Shard(0)]                            0 1      2 3      4 5      6 7
+    [Replicate(), Shard(0)]                         0-3      4-7      0-3      4-7
+    [strided Shard(0) of 2, Replicate()]            0 1 4 5  0 1 4 5  2 3 6 7  2 3 6 7
+
+Each combination of runs, one of every dim, is a box.
+
+Ranks must ascend along every axis that cuts. Where they do not, torch itself is of two minds: its collectives
+take the parts by rank in the axis' group, which ascends, the rest of it by coordinate.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from shardwise import _compat
+from shardwise._compat.dtensors import OwnShard
+from shardwise.errors import ShardingError, here
+from shardwise.layout import Box
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
+
+Groups = tuple[dist.ProcessGroup, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Holding:
+    """The ranks that hold a tensor, and its boxes; of this class itself, a tensor that each rank holds whole.
+
+    Attributes:
+        shape: of the whole tensor.
+    """
+
+    shape: torch.Size
+
+    def axes_along(self, dims: Sequence[int]) -> Groups:
+        """Return the process groups whose ranks hold different elements along `dims`."""
+        return ()
+
+    @cached_property
+    def axes(self) -> Groups:
+        """Every process group whose ranks hold different elements of the whole tensor."""
+        return self.axes_along(range(len(self.shape)))
+
+    def over_one_group(self) -> tuple[dist.ProcessGroup | None, Sequence[Box]] | None:
+        """Return the one group that cuts the tensor, and the box of each of its ranks.
+
+        No group and the whole box where nothing cuts it; None where several groups do, or where a rank may
+        hold several boxes.
+        """
+        cutting = [group for group in self.axes if group.size() > 1]
+        if not cutting:
+            return None, (Box.whole(self.shape),)
+        boxes = self._boxes_over(cutting[0]) if len(cutting) == 1 else None
+        return None if boxes is None else (cutting[0], boxes)
+
+    def _boxes_over(self, group: dist.ProcessGroup) -> Sequence[Box] | None:
+        """Return the box of each rank of `group`, which alone cuts the tensor; None where one has several."""
+        raise NotImplementedError
+
+
+_Runs = list[tuple[int, int]]  # first index and length in one dim of the whole tensor, ascending, none empty
+
+
+@dataclass(frozen=True)
+class Part:
+    """Indices of a DTensor of `shape` that one rank holds."""
+
+    runs: tuple[_Runs, ...]  # of every dim, one after the other in its local tensor
+    shape: tuple[int, ...]
+    first_replica: bool
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of the local tensor."""
+        return tuple(map(_length, self.runs))
+
+    @property
+    def boxes(self) -> list[tuple[Box, tuple[slice, ...]]]:
+        """Every box, and where it lies in the local tensor; at least one, maybe empty."""
+        if not all(self.runs):
+            return [(self._empty(), (slice(None),) * len(self.shape))]
+        ends = [list(itertools.accumulate(length for _, length in runs)) for runs in self.runs]
+        return [
+            (
+                Box(tuple(start for (start, _), _ in chosen), tuple(length for (_, length), _ in chosen)),
+                tuple(slice(end - length, end) for (_, length), end in chosen),
+            )
+            for chosen in itertools.product(*map(zip, self.runs, ends))
+        ]
+
+    def _empty(self) -> Box:
+        """Return a box of the local tensor's sizes within the whole tensor."""
+        starts = [runs[0][0] if runs else size for runs, size in zip(self.runs, self.shape, strict=True)]
+        return Box(tuple(starts), self.sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class Placed(Holding):
+    """Holding of a DTensor: what its placements give to each rank.
+
+    Attributes:
+        placements: of any kinds but `Partial`, with dims from the first; see `Placed.of`.
+        order: names the axes that cut each dim, in the order in which they cut; None: the mesh's.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    order: Any = None
+
+    @staticmethod
+    def of(
+        mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], order: Any = None
+    ) -> Placed:
+        """Return who holds what. Raises ShardingError for placements that do not fit mesh or shape."""
+        size = torch.Size(shape)
+        return Placed(size, mesh, _normalized(placements, mesh, shape=size), order)
+
+    @staticmethod
+    def of_dtensor(dtensor: DTensor) -> Placed:
+        """Return who holds what of a DTensor, cut in the order that it says."""
+        order = getattr(_compat.spec_of(dtensor), "shard_order", None)
+        return Placed.of(dtensor.device_mesh, dtensor.placements, dtensor.shape, order)
+
+    def axes_along(self, dims: Sequence[int]) -> Groups:
+        cuts = [
+            axis for axis, found in enumerate(self.placements) if cuts_a_dim(found) and _dim(found) in dims
+        ]
+        return tuple(map(self.mesh.get_group, cuts))
+
+    def _boxes_over(self, group: dist.ProcessGroup) -> Sequence[Box] | None:
+        held = [self.parts[rank].boxes for rank in dist.get_process_group_ranks(group)]
+        return [box for ((box, _),) in held] if all(len(boxes) == 1 for boxes in held) else None
+
+    @cached_property
+    def parts(self) -> dict[int, Part]:
+        """Parts of all ranks, by global rank in the mesh's order."""
+        axes: list[list[int]] = [[] for _ in self.shape]
+        for axis, placement in enumerate(self.placements):
+            if cuts_a_dim(placement):
+                axes[_dim(placement)].append(axis)
+        for entry in self.order or ():
+            axes[entry.tensor_dim] = list(entry.mesh_dims)
+        counts = tuple(self.mesh.shape)
+        tables = [
+            _table(size, [(self.placements[a], counts[a]) for a in axes[d]])
+            for d, size in enumerate(self.shape)
+        ]
+        for axis in itertools.chain(*axes):
+            _check_order(self.mesh, axis)
+        replicating = [axis for axis, placement in enumerate(self.placements) if not cuts_a_dim(placement)]
+        found, ranks = {}, self.mesh.mesh.flatten().tolist()
+        for rank, at in zip(ranks, itertools.product(*map(range, counts)), strict=True):
+            runs = tuple(table[tuple(at[a] for a in axes[d])] for d, table in enumerate(tables))
+            found[rank] = Part(runs, self.shape, first_replica=not any(at[a] for a in replicating))
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Listed(Holding):
+    """Holding of a `ShardedTensor`: the boxes that its metadata lists."""
+
+    metadata: ShardedTensorMetadata
+    process_group: dist.ProcessGroup
+
+    def axes_along(self, dims: Sequence[int]) -> Groups:
+        """Return its group, unless every shard with elements has all that lies along `dims`."""
+        boxes = (shard.box for shard in self.metadata.shards_metadata)
+        cut = any(box.sizes[d] != self.shape[d] for box in boxes if not box.is_empty for d in dims)
+        return (self.process_group,) if cut else ()
+
+    @cached_property
+    def axes(self) -> Groups:
+        return (self.process_group,)
+
+    def _boxes_over(self, group: dist.ProcessGroup) -> Sequence[Box] | None:
+        held = self.metadata.boxes_by(dist.get_process_group_ranks(group))
+        return [box for (box,) in held] if all(len(boxes) == 1 for boxes in held) else None
+
+
+def _table(size: int, cuts: Sequence[tuple[Placement, int]]) -> dict[tuple[int, ...], _Runs]:
+    """Return what of a dim lies at each coordinate of the axes that cut it."""
+    table: dict[tuple[int, ...], _Runs] = {(): [(0, size)] if size else []}
+    for placement, count in cuts:
+        table = {
+            (*at, index): part
+            for at, runs in table.items()
+            for index, part in enumerate(_split(runs, placement, count))
+        }
+    return table
+
+
+def _check_order(mesh: DeviceMesh, axis: int) -> None:
+    if not (mesh.mesh.diff(dim=axis) > 0).all():
+        raise ShardingError(
+            f"{here()}: the ranks of mesh {mesh.mesh.tolist()} do not ascend along axis {axis}, which cuts"
+            " the tensor. Torch's collectives and its placements then disagree about who holds what; use a"
+            " mesh on which they ascend"
+        )
+
+
+def _length(runs: _Runs) -> int:
+    return sum(length for _, length in runs)
+
+
+def _split(runs: _Runs, placement: Placement, count: int) -> list[_Runs]:
+    """Split `runs` over the `count` coordinates of an axis."""
+    if isinstance(placement, OwnShard):
+        held = [placement.local_rows(_length(runs), count, index) for index in range(count)]
+        return [_between(runs, first, first + rows) for rows, first in held]
+    if not isinstance(placement, _compat.StridedShard):
+        return _chunks(runs, count)
+    strides = [_chunks(stride, count) for stride in _chunks(runs, int(placement.split_factor))]
+    return [_joined(run for stride in strides for run in stride[index]) for index in range(count)]
+
+
+def _chunks(runs: _Runs, count: int) -> list[_Runs]:
+    """Return the equal chunks of the indices in `runs`; the last ones short or empty."""
+    total = _length(runs)
+    chunk = -(-total // count)
+    return [_between(runs, i * chunk, (i + 1) * chunk) for i in range(count)]
+
+
+def _between(runs: _Runs, begin: int, end: int) -> _Runs:
+    """Return the indices of `runs`, counted one after the other, from `begin` to before `end`."""
+    found, before = [], 0
+    for start, length in runs:
+        low, high = max(begin - before, 0), min(end - before, length)
+        if low < high:
+            found.append((start + low, high - low))
+        before += length
+    return found
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> _Runs:
+    """Join runs that continue one another."""
+    found: _Runs = []
+    for start, length in runs:
+        if found and sum(found[-1]) == start:
+            found[-1] = (found[-1][0], found[-1][1] + length)
+        else:
+            found.append((start, length))
+    return found
+
+
+def cuts_a_dim(placement: Placement) -> bool:
+    return isinstance(placement, (Shard, _compat.StridedShard))
+
+
+def _dim(placement: Any) -> int:
+    dim: int = placement.dim
+    return dim
+
+
+def _normalized(
+    placements: Sequence[Placement], mesh: DeviceMesh, *, shape: torch.Size
+) -> tuple[Placement, ...]:
+    """Return the placements with dims counted from the first."""
+    ndim = len(shape)
+    if len(placements) != mesh.ndim:
+        raise ShardingError(
+            f"{here()}: a mesh of {mesh.ndim} axes needs one placement for each, found {len(placements)}:"
+            f" {tuple(placements)}"
+        )
+    made: list[Placement] = []
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, (Replicate, OwnShard)):
+            made.append(placement)
+            continue
+        if not cuts_a_dim(placement):
+            terms = "it holds partial sums; " if isinstance(placement, Partial) else ""
+            raise ShardingError(
+                f"{here()}: a tensor of shape {tuple(shape)} has placement {placement!r} on mesh axis {axis},"
+                f" expected Shard or Replicate; {terms}call redistribute() first"
+            )
+        dim = _dim(placement)
+        if not -ndim <= dim < ndim:
+            raise ShardingError(
+                f"{here()}: {placement!r} cuts dim {dim} of a tensor of shape {tuple(shape)}; choose one that"
+                " it has"
+            )
+        if isinstance(placement, _compat.StridedShard):
+            made.append(_compat.StridedShard(dim % ndim, split_factor=placement.split_factor))
+        else:
+            made.append(Shard(dim % ndim))
+    return tuple(made)

@@ -1,0 +1,139 @@
+"""Questions to tensors of any kind: plain ones, rows, DTensors and `ShardedTensor`s."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement
+
+from shardwise import _compat
+from shardwise.layout import Box
+from shardwise.sharded_tensor.dtensor import from_dtensor, from_rows
+from shardwise.sharded_tensor.holding import Groups, Holding, Listed, Placed
+from shardwise.sharded_tensor.rows import ShardedRows
+from shardwise.sharded_tensor.tensor import ShardedTensor
+
+
+def holding_of(tensor: Tensor) -> Holding:
+    """Return who holds what of a tensor of any kind. Local.
+
+    Raises:
+        ShardingError: a DTensor that holds partial sums.
+    """
+    if isinstance(tensor, ShardedRows):
+        return tensor.piece
+    if isinstance(tensor, DTensor):
+        return Placed.of_dtensor(tensor)
+    if isinstance(tensor, ShardedTensor):
+        return Listed(tensor.metadata().size, tensor.metadata(), tensor.process_group)
+    return Holding(tensor.shape)
+
+
+def form_of(tensor: Tensor) -> object:
+    """Return what says how a tensor is cut, the same object while it is cut so; None for a plain one."""
+    if isinstance(tensor, ShardedRows):
+        return tensor.piece
+    if isinstance(tensor, DTensor):
+        return _compat.spec_of(tensor)
+    return tensor.metadata() if isinstance(tensor, ShardedTensor) else None
+
+
+def local_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return this rank's memory of a tensor of any kind; an empty tensor where it holds nothing. Local."""
+    if isinstance(tensor, ShardedTensor):
+        return tensor.tensors or [tensor.anchor]
+    return [_compat.local_of(tensor)]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, with its gradient; a plain tensor as it is. No communication."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def held_by_this_rank(tensor: Tensor) -> list[tuple[Box, Tensor]]:
+    """Return this rank's boxes of a plain tensor, rows or a DTensor, and views of its memory. Local.
+
+    Replicas are among them; a rank outside a DTensor's mesh has none.
+    """
+    if not isinstance(tensor, DTensor):
+        return [(Box.whole(tensor.shape), tensor.detach())]
+    if isinstance(tensor, ShardedRows):
+        return [(tensor.box, tensor.local)]
+    local = _compat.local_tensor(tensor).detach()
+    mine = Placed.of_dtensor(tensor).parts.get(dist.get_rank())
+    return [] if mine is None else [(box, local[slices]) for box, slices in mine.boxes]
+
+
+def store_whole(tensor: Tensor, whole: Tensor) -> None:
+    """Copy this rank's part of `whole` into a tensor of its shape. Local."""
+    for box, local in held_by_this_rank(tensor):
+        local.copy_(whole[tuple(map(slice, box.offsets, box.ends))])
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """Return the whole tensor; a plain one as it is. Collective over the ranks that hold parts."""
+    return tensor.full_tensor() if isinstance(tensor, (DTensor, ShardedTensor)) else tensor
+
+
+def to_sharded(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return rows or a DTensor as a sharded tensor over `group`, detached; other tensors as they are.
+
+    Collective over `group` for rows, as `from_rows`.
+    """
+    if isinstance(tensor, ShardedRows):
+        return from_rows(cast(ShardedRows, tensor.detach()), process_group=group)
+    if isinstance(tensor, DTensor):
+        return from_dtensor(cast(DTensor, tensor.detach()), process_group=group)
+    return tensor
+
+
+def by_axes(
+    tensors: Iterable[Tensor],
+    groups: dict[tuple[int, ...], dist.ProcessGroup],
+    merge: Callable[[list[Tensor]], list[Tensor]],
+) -> tuple[dict[Groups, list[Tensor]], Counter[Groups]]:
+    """Return this rank's memory of all tensors by the process groups that cut them, and how many these cut.
+
+    Args:
+        groups: of which the first with the same ranks stands for others, as meshes that are equal have their
+            own; filled here.
+        merge: returns fewer tensors with the same elements as the local rows of one cut.
+    """
+    found: dict[Groups, list[Tensor]] = {}
+    rows: dict[Groups, list[Tensor]] = {}
+    counts: Counter[Groups] = Counter()
+    axes_of: dict[tuple[int, tuple[Placement, ...]], Groups] = {}  # by mesh identity: hashing one is slow
+    latest: Any = None  # how the tensor before was cut: hashing that costs more than comparing
+    mesh, into = None, []
+    axes: Groups = ()
+    for tensor in tensors:
+        if isinstance(tensor, ShardedRows):
+            if (cut := tensor.piece.axes) != latest:
+                latest, into = cut, rows.setdefault(cut, [])
+            into.append(tensor._local_tensor)
+        elif isinstance(tensor, DTensor):
+            spec = _compat.spec_of(tensor)
+            if spec.placements != latest or spec.mesh is not mesh:
+                latest, mesh = spec.placements, spec.mesh
+                key = (id(mesh), latest)
+                if key not in axes_of:
+                    axes_of[key] = tuple(
+                        groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+                        for group in holding_of(tensor).axes
+                    )
+                axes = axes_of[key]
+                into = found.setdefault(axes, [])
+            into.append(_compat.local_tensor(tensor))
+            counts[axes] += 1
+        else:
+            own = holding_of(tensor).axes
+            counts[own] += 1
+            found.setdefault(own, []).extend(local_tensors(tensor))
+    for axes, locals_ in rows.items():
+        counts[axes] += len(locals_)
+        found.setdefault(axes, []).extend(merge(locals_))
+    return found, counts
