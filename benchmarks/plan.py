@@ -37,6 +37,8 @@ from results import Table, machine_facts, write_section
 from shardwise.fsdp.policy import GroupSettings
 from shardwise.fsdp.reduction import GradReducer
 from shardwise.planner import Hardware, Setup, hardware_of, plan
+from shardwise.planner.measure import RECORDED_MICRO_BATCHES
+from shardwise.planner.models import Stage
 from shardwise.planner.plan import SURE
 from shardwise.planner.shapes import PUBLISHED
 
@@ -46,7 +48,8 @@ ALIVE = "Most memory alive, GiB"
 CALIBRATED = "Tokens/s of a device, calibrated on three rows of each hardware"
 TEXT = (
     "Published figures are of other machines; plans do not depend on this one. Memory is planned as"
-    "\nPyTorch's FSDP allocates it, which was measured (`as_fsdp_allocates`); this library reserves less."
+    "\nPyTorch's FSDP and Megatron-LM's pipelines allocate it, which were measured (`as_measured`); this"
+    "\nlibrary reserves less than the one, and torch's stages, which it plans, more than the other."
     "\nThe textbook's memory is 16 bytes a parameter over all ranks, 34 bytes of activations a"
     "\ntoken, layer and unit of width (half of them with selective checkpointing, 2 with full) and three"
     "\nfloat32 copies of the logits; its speed is 40% of the peak (`textbook` in `plan.py`). Megatron-LM's"
@@ -278,23 +281,29 @@ def left_out(rows: Sequence[Row]) -> Table:
 
 
 @contextmanager
-def as_fsdp_allocates() -> Iterator[None]:
-    """Have gradients and gathered parameters where PyTorch's FSDP has them, which was measured.
+def as_measured() -> Iterator[None]:
+    """Have memory as the runs that were measured had it, with PyTorch's FSDP and Megatron-LM's pipelines.
 
-    Its reduced gradients are memory of the stream that reduces, and each gathered parameter has its own.
+    FSDP's reduced gradients are memory of the stream that reduces, and each gathered parameter has its own.
+    Megatron-LM's stages have buffers to receive into for as many micro-batches as are under way.
     """
     settings = partial(GroupSettings, apart_bytes=0)
     with (
         mock.patch.object(GradReducer, "stays", return_value=False),
         mock.patch("shardwise.fsdp.group.GroupSettings", settings),
+        mock.patch("shardwise.planner.pipeline.buffered", _under_way),
     ):
         yield
+
+
+def _under_way(at: Stage) -> int:
+    return min(at.micro_batches, max(RECORDED_MICRO_BATCHES, at.count - at.number))
 
 
 def planned(model: str, setup: Setup, hardware: Hardware) -> dict[str, Any]:
     """What a row needs of a plan."""
     print(model, setup.ranks, hardware.name, flush=True)
-    with as_fsdp_allocates():
+    with as_measured():
         made = plan(model, setup, hardware=hardware)
     reserved, speed = made.reserved_bytes / GIB, made.tokens_per_s
     shards = made.moments[-1].alive["parameters"] / GIB

@@ -140,6 +140,10 @@ def test_float8_by_rows_gathers_as_it_computes_and_casts_both_factors_with_a_sca
     casts = {one.nbytes for one in forward if one.name == "prims.cast"}
     scaled = [3 * TOKENS * WIDTH + 4 * TOKENS, 3 * WIDTH * WIDTH + 4 * WIDTH]  # read at 2 bytes, written at 1
     assert casts == set(scaled)
+    transposed = 5 * (2 * TOKENS * WIDTH + 3 * TOKENS * WIDTH + 4 * WIDTH)  # for the weight's gradient
+    backward = [one.nbytes for one in kernels(rows, "backward") if one.name == "prims.cast"]
+    assert backward.count(transposed) == 2 * 3  # factors of three weights
+    assert max(backward) == transposed
     (nbytes,) = {one.nbytes for one in forward if one.flops}
     assert nbytes == TOKENS * WIDTH + WIDTH * WIDTH + 4 * (TOKENS + WIDTH) + 2 * TOKENS * WIDTH
     held = [

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from benchmarks.plan_real import SEQUENCE, compare, decoder, gpt, llama, setup_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from typer.testing import CliRunner
 
 import shardwise
@@ -158,6 +160,23 @@ def test_a_plan_is_what_four_ranks_allocate_and_send(factory: Any, changes: dict
     assert found.measured_alive == pytest.approx(found.planned_alive, rel=0.01)
     assert found.measured_sent == found.planned_sent
     assert found.same_order
+
+
+@on_ranks(4)
+def test_a_plan_by_one_rank_of_a_job_leaves_the_job_its_groups() -> None:
+    """DTensor finds an operator's placements by mesh: of two that are equal, it has the first's groups."""
+
+    def normalised() -> torch.Tensor:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+        x, weight = torch.arange(8.0).view(2, 4) + dist.get_rank(), torch.ones(4)
+        summed = DTensor.from_local(x, mesh, [Partial()])
+        whole = DTensor.from_local(weight, mesh, [Replicate()])
+        return nn.functional.rms_norm(summed, (4,), whole).full_tensor()
+
+    first = normalised()
+    if dist.get_rank() == 0:
+        shardwise.plan("gpt2", ranks=4, tensor=2, device="cpu", sequence=8)
+    assert torch.equal(normalised(), first)
 
 
 # ---------------------------------------------------------------- what users meet

@@ -7,6 +7,7 @@ torch moves or renames is fixed here, once.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import weakref
 from collections import OrderedDict
@@ -402,6 +403,34 @@ def schema(target: Any) -> Any | None:
 
 
 @contextmanager
+def _own_placements(*, of_a_rank: bool) -> Iterator[None]:
+    """Keep what DTensor looks up of operators here apart from what it has looked up outside.
+
+    It finds the first of equal meshes, whose groups may be gone, or a job's. `of_a_rank`: the look-ups
+    outside are a job's, and stay: ranks that keep theirs send over the groups of a first mesh, and one that
+    lost them would over those of an equal second. So no mesh made here is equal to one outside.
+    """
+    if not of_a_rank:
+        _clear_sharding_prop_cache()
+        try:
+            yield
+        finally:
+            _clear_sharding_prop_cache()
+        return
+    init, here = DeviceMesh.__init__, -next(_simulations)
+
+    def apart(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self._thread_id = here  # part of what is compared, for tests whose ranks are threads
+
+    with mock.patch.object(DeviceMesh, "__init__", apart):
+        yield
+
+
+_simulations = itertools.count(1)
+
+
+@contextmanager
 def no_process_groups() -> Iterator[None]:
     """Hide this process's groups, the default one too, and have them back afterwards.
 
@@ -417,12 +446,11 @@ def no_process_groups() -> Iterator[None]:
     for one in kept:
         one.clear()
     c10d._update_default_pg(None)
-    _clear_sharding_prop_cache()  # of DTensors: its meshes equal others', and have the names of these groups
     hook = sys.excepthook  # each new default group wraps it
     try:
-        yield
+        with _own_placements(of_a_rank=default is not None):
+            yield
     finally:
-        _clear_sharding_prop_cache()
         for name in world.pg_names.values():
             c10d._unregister_process_group(name)  # type: ignore[attr-defined]
         for one, content in zip(kept, contents, strict=True):

@@ -15,6 +15,9 @@ With float8 the matmuls of blocks run at that rate. What they take of activation
 written at one byte. Its largest magnitude is found by the kernel that made it. Weights are cast before they
 are gathered. With a scale for each row, along what a matmul adds up, both factors are cast after: each way
 that they are multiplied by itself, with 4 bytes a row. Copies are freed after their last matmul in the block.
+The two factors of a weight's gradient are added up along their columns. That cast reads them twice, for the
+largest and for the values, and writes them transposed, at a fifth of the rate of memory: as published runs of
+Llama 3 8B have it, with which those of 70B agree.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from shardwise.planner.devices import FLOAT8
 from shardwise.planner.events import GATHERED, Allocate, Compute, Event, Free, Memory, Segment, Send
 
 _MATMULS = ("aten.mm", "aten.addmm")
+_TRANSPOSED = 5  # times as long as a copy of the same bytes
 
 
 class Touched(NamedTuple):
@@ -170,11 +174,14 @@ def _in_float8(segment: Segment, touches: Touches) -> Iterator[Event]:
 
 def _by_rows(segment: Segment, touches: Touches) -> Iterator[Event]:
     uses: list[dict[tuple[int, int, int], int]] = []  # by event: bytes of each factor, by its rows
+    columns: list[bool] = []  # by event: does it add up along the columns of both?
     for number, event in enumerate(segment.events):
         touched = touches.get(id(event))
         uses.append({})
+        columns.append(False)
         if isinstance(event, Compute) and touched and touched.own and event.name in _MATMULS:
             (left, one), (right, other) = touched.reads[-2:]
+            columns[-1] = GATHERED not in (left.category, right.category)
             products = event.flops // 2  # m k n, of factors of 2 m k and 2 k n bytes
             for memory, rows, nbytes in (
                 (left, products * 2 // other, one),
@@ -192,8 +199,10 @@ def _by_rows(segment: Segment, touches: Touches) -> Iterator[Event]:
             if key not in copies:
                 copies[key] = Memory(nbytes // 2 + 4 * key[1], event.stream)
                 yield Allocate(copies[key])
-                written = nbytes + copies[key].nbytes
-                yield event._replace(name="prims.cast", flops=0, nbytes=written)
+                moved = nbytes + copies[key].nbytes
+                if columns[number]:
+                    moved = _TRANSPOSED * (nbytes + moved)
+                yield event._replace(name="prims.cast", flops=0, nbytes=moved)
         saved = sum(nbytes - copies[key].nbytes for key, nbytes in factors.items())
         yield event._replace(nbytes=event.nbytes - saved, dtype=FLOAT8)
         yield from (Free(copies[key]) for key in factors if last[key] == number)

@@ -93,6 +93,11 @@ def hidden_of(model: Model, setup: Setup, tokens: Tensor) -> Tensor:
     return found.to(getattr(torch, setup.param_dtype))
 
 
+def buffered(at: Stage) -> int:
+    """Count the micro-batches that a rank has buffers to receive of: with torch's stages a whole step's."""
+    return at.micro_batches
+
+
 class Pipe:
     """A rank's micro-batches, kept as torch's stages keep them.
 
@@ -104,8 +109,7 @@ class Pipe:
         self.model, self.module, self.group, self.at = model, module, group, model.at
 
         def buffers(stages: int) -> list[list[Tensor]]:
-            count = self.at.micro_batches
-            return [[torch.empty_like(hidden) for _ in range(count)] for _ in range(stages)]
+            return [[torch.empty_like(hidden) for _ in range(buffered(self.at))] for _ in range(stages)]
 
         # By stage, and micro-batch: of those that are not the model's first, and not its last.
         self.received = buffers(self.at.stages - self.at.first)
