@@ -97,6 +97,7 @@ def extreme(values: Tensor, reduce: Callable[[Tensor], Tensor], *, largest: bool
     `reduce` gets memory of its own, in the dtype of `values`, and may write to it. Collective as it is.
     """
     if not values.is_floating_point():
+        # A copy, as an all-reduce writes in place; contiguous, as collectives take no strides.
         return reduce(values.clone(memory_format=torch.contiguous_format))
     no_number = values.isnan()
     sign = 1 if largest else -1

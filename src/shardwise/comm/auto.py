@@ -76,6 +76,7 @@ def transport(comm: object, nbytes: int, group: dist.ProcessGroup | None, device
     return f"c10d (gloo; {small})" if nbytes < comm.min_bytes else f"direct exchange (gloo; not {small})"
 
 
+# Weakly, by object: each new group has threads of its own, which must be seen to.
 _over_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
 
