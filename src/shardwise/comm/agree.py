@@ -201,6 +201,7 @@ def together(
         own = error
         text = json.dumps([None, _said_by(error)])
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
+    # Announced, so that where a rank never comes the others' error says where it stands.
     with announced(group, f"tell how {what.partition(' ')[0]} went"):
         every = [json.loads(each) for each in (gather_text(text, group=group) if group else [text])]
     ranks = dist.get_process_group_ranks(group) if group else [0]

@@ -70,6 +70,7 @@ def divide_factors(
             if ranks == 1:
                 return DivideFactors(None, None, ReduceOp.SUM, ReduceOp.SUM)
             if backend not in SUMMING_BACKENDS:
+                # Each mean is over equally many ranks, so their mean over replicas is that of all ranks.
                 return DivideFactors(None, None, ReduceOp.AVG, ReduceOp.AVG)
         elif backend == "nccl":
             # NCCL multiplies within the reduction, which spares a pass over the shard.

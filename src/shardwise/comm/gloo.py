@@ -81,6 +81,7 @@ class GlooAllGather(DefaultAllGather):
         ranks = group.size()
         _check("all-gather", whole=output_tensor, shard=input_tensor, ranks=ranks)
         works: list[dist.Work] = []
+        # Of equal size on all ranks, so all exchange messages or none does.
         if input_tensor.numel():
             rank, slices = group.rank(), output_tensor.chunk(ranks)
             own = slices[rank]
@@ -199,6 +200,7 @@ class _ReduceScatterWork(dist.Work):
         self._added = 0
         for peer in targets(rank, ranks):
             self._sends.append(group.send([slices[peer]], peer, self._tag))
+        # In the order of addition: each slice is added as it comes, and its memory receives a later one.
         self._sources = deque(sources(rank, ranks))
         self._receive(output)
         for _ in range(min(STAGED_SLICES, len(self._sources))):

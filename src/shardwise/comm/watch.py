@@ -45,6 +45,7 @@ _NEARLY = 0.9  # of the timeout: before ranks that wait give up, and end
 STUCK = 70  # status of a process that is ended because it is stuck
 _TO_RAISE = 2.0  # seconds from a verdict until a rank that waits has raised it
 _LAST_LOOK = 5.0  # seconds that the end of a process may wait for
+# Apart from every tag in use, so that no probe is taken for a message.
 _NOBODYS_TAG = 0x7D000000
 _SOON = timedelta(milliseconds=1)
 _OF_TIME = ("imed out", "imeout")
@@ -68,6 +69,7 @@ def order_of(group: dist.ProcessGroup | None) -> Order | None:
         return None
     if group not in _orders:
         check_folder()
+        # First, since an order keeps its group's timeout.
         _compat.follow_timeout(group)
         _orders[group] = Order(group, _compat.default_store())
         _look_after(_orders[group])
@@ -173,6 +175,7 @@ def watched_stages(stages: DeviceMesh) -> Iterator[None]:
             root = explained(root, [order], what)
         # In all groups: ranks beside this stage wait for it too.
         leave_all(f"raised {type(root).__name__} in a step of the pipeline: {first_line(str(root))}")
+        # A verdict, as peers stand at the same event: that it left is seen only by ranks further on.
         order.verdict = order.verdict or f"{here()} {order.left}"
         with suppress(RuntimeError):
             order.post()
@@ -339,6 +342,7 @@ class _Watch(threading.Thread):
         order_moved = self.moved[1]() if self.moved else None
         if self.moved and order_moved and time.monotonic() - self.moved[0] > _NEARLY * order_moved.timeout:
             write_report(order_moved, f"stood still for {_NEARLY * order_moved.timeout:g} s")
+            # One report for each standstill: it is set again when a rank moves.
             self.moved = None
 
     def _judge(self, order: Order, stood: tuple[int, Node]) -> None:
