@@ -157,6 +157,7 @@ class ExtendedParam:
         )
 
     def free(self) -> None:
+        # Emptied, not dropped: the unsharded parameter and saved tensors refer to it, and it comes back.
         for tensor in (*self.outputs, *self.inner):
             _resize(tensor, 0)
 

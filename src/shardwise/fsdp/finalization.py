@@ -71,6 +71,7 @@ def finalize(state: State, *, async_op: bool) -> GradientReductionHandle | None:
 
 def reduce_what_is_left(state: State) -> GradientReductionHandle:
     """Reduce what backward left on unsharded parameters, of a root and what is below it."""
+    # Backward does not record what its hooks do; here the user calls.
     with torch.no_grad():
         # In one order on all ranks: each reduction is a collective.
         for one in reversed((state, *state.below)):

@@ -72,6 +72,7 @@ def _prepare(state: ModuleState) -> None:
     for group, reducer in zip(state.groups, state.reducers, strict=True):
         if group.traced is None or _trains_otherwise(group):
             for old in group.traced if isinstance(group.traced, list) else ():
+                # An old graph may keep it, and its parameters would be reported that were unfrozen since.
                 _frozen.pop(old, None)
             group.traced = _refusal(group, reducer) or [
                 _segment(state, group, reducer, index) for index in range(len(group.members))
