@@ -37,6 +37,7 @@ class AutoAllGather(DefaultAllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        # By what all ranks know alike: one that chose otherwise would wait for messages that nobody sends.
         if output_tensor.is_cpu and output_tensor.nbytes >= self.min_bytes and over_gloo(group):
             return self._exchange(output_tensor, input_tensor, group, async_op)
         return _compat.all_gather_single(output_tensor, input_tensor, group, async_op=async_op)

@@ -180,6 +180,7 @@ def gather(held: Sequence[Sequence[Box]], whole: Tensor, *, group: dist.ProcessG
         # In one order on all ranks: each is a collective.
         for rank in holders:
             wire, staged = _buffer(parts[rank], whole.device)
+            # On receivers in vain: the broadcast overwrites it.
             _copy((view, own) for own, view in staged)
             dist.broadcast(wire, group=group, group_src=rank)
             _copy(staged)
@@ -282,6 +283,7 @@ def _exchange_in_batch(
         wire, staged = _buffer(pieces, pieces[0].device)
         arriving += staged
         operations.append(dist.P2POp(dist.irecv, wire, group=group, tag=_TAG, group_peer=peer))
+    # At once: apart, two ranks that both send first may each wait for a receive that comes behind it.
     works = dist.batch_isend_irecv(operations)
     _copy(local)
     # The current stream waits for sends as well: what is unstaged must have come, and from the return on

@@ -355,6 +355,7 @@ def finish_reduction(
     if partial is not None or (how.replicate_group is not None and not how.all_reduce):
         with nullcontext() if streams is None else streams.reduce_scatter:
             if partial is not None:
+                # `ReduceResult.added` keeps it: this stream may read memory of computation's.
                 shard += partial
         if how.replicate_group is not None and not how.all_reduce:
             stream = None if streams is None else streams.reduce_scatter
@@ -410,6 +411,7 @@ def _reduce_over_replicas(shard: Tensor, how: Reduction) -> tuple[Tensor, torch.
         with nullcontext() if stream is None else stream:
             op = how.factors.all_reduce_op
             if how.replicate_scatter is None:
+                # In place, in memory of another stream: `ReduceResult.staged` keeps it meanwhile.
                 dist.all_reduce(shard, group=how.replicate_group, op=op)
             elif how.replicate_group.size() > 1:
                 whole, size = shard, (shard.numel() // how.replicate_group.size(),)

@@ -91,6 +91,7 @@ def name_in_graphs(group: dist.ProcessGroup, transport: object, device: torch.de
     if device.type != "cpu" or not over_gloo(group):
         return group.group_name
     made, min_bytes = _made.setdefault(group, {}), transport.min_bytes
+    # By threshold: a graph knows the name alone, which must stand for one choice of what is exchanged.
     name = f"{group.group_name}{_DIRECT}{min_bytes}"
     if min_bytes not in made:
         # It was destroyed, and another group may have its name.

@@ -187,6 +187,7 @@ class Order:
         left = self.left or self._left_backward()
         self.left = self.backward = None
         if left is not None:
+            # Peers had the same error and leave it too: `comm.watch` must not take that for a departure.
             self.abandoned.append(self.passes)
             self.post()
 
@@ -246,6 +247,7 @@ class Order:
 
     def _wait_for(self, keys: list[str]) -> None:
         started, pause = time.monotonic(), _HASTE
+        # A wait in the store ends with no connection, so the thread that watches must look at them itself.
         self.asking = True
         # Polled, so that a verdict of the thread that watches ends it.
         while not self.store.check(keys):
@@ -258,6 +260,7 @@ class Order:
             pause = min(2 * pause, _PATIENCE)
         self.asking = False
         if self.verdict is not None:
+            # By this the thread that watches knows that the process is not stuck.
             self.raised = True
             raise RankMismatchError(f"{here()}: {self.verdict}")
 

@@ -60,6 +60,7 @@ def write_report(order: Order, why: str) -> None:
             "at": time.time(),
             "why": why,
             "ranks": order.ranks,
+            # With their places in the mesh, of which a reader of the files does not know.
             "placed": [placed(each) for each in order.ranks],
             "timeout_s": order.timeout,
         }

@@ -73,6 +73,7 @@ class CommStreams:
                 self.all_gather.wait_event(waiting.pop(place)[2])
                 has_memory = True
         while len(waiting) > keep:
+            # The oldest first: computation is done with it the soonest, so the gather waits least.
             _, storages, event = waiting.pop(0)
             # Before it is freed, as the allocator may give it to this stream's next gather at once.
             self.all_gather.wait_event(event)

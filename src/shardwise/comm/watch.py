@@ -80,6 +80,7 @@ def look_into(group: dist.ProcessGroup) -> None:
     """End waiting in `group`, which has all ranks, where it is in vain in the default group. Local."""
     order = order_of(dist.group.WORLD)
     if order is not None:
+        # `_interrupt` ends messages of these groups, in any of which this rank may be waiting.
         order.groups.add(group)
 
 
@@ -299,6 +300,7 @@ def _end_if_stuck(order: Order, orders: Sequence[Order]) -> None:
     why = f"ended by shardwise, with status {STUCK}: it was stuck, and no other rank waits for it any more"
     write_report(order, why)
     _log.error("%s: %s", here(), why)
+    # Handlers are flushed here, as `os._exit` does not.
     logging.shutdown()
     # `sys.exit` would end this thread alone.
     os._exit(STUCK)
@@ -307,6 +309,7 @@ def _end_if_stuck(order: Order, orders: Sequence[Order]) -> None:
 class _Watch(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="shardwise-watch", daemon=True)
+        # Weakly, as an order goes with its process group.
         self.stood: WeakKeyDictionary[Order, tuple[int, Node]] = WeakKeyDictionary()
         self.moved: tuple[float, ref[Order]] | None = None  # when and which was last seen to
         self.judged: WeakKeyDictionary[Order, float] = WeakKeyDictionary()  # when
@@ -359,6 +362,7 @@ class _Watch(threading.Thread):
         if found is None or stood != (order.passes, order.at):
             return
         order.verdict = found
+        # From here on the rank has a moment to raise, before it is taken for stuck.
         self.judged[order] = time.monotonic()
         # A rank that raised has said why.
         if order.left is None:

@@ -211,6 +211,7 @@ class InterleavedGroup(ParamGroup):
         # Allocated by the stream that copies out and computes, and no earlier than it is needed.
         if not self.holds_memory:
             for buffer in self.buffers:
+                # The same storage: unsharded parameters and the plan's targets are views of it.
                 buffer.storage.resize_(buffer.nbytes)
         self._copy_out(result, plan)
         if self.extended:

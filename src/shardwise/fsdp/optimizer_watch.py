@@ -127,6 +127,7 @@ def keep_gradients(params: Iterable[Tensor]) -> None:
     # On backward's own stream, what is given this memory next runs after the step anyway.
     if stream != computing:
         for grad in grads:
+            # When a gradient goes, the allocator waits for what this stream was given until then.
             _compat.local_of(grad).record_stream(stream)
 
 

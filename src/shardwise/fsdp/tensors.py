@@ -115,7 +115,7 @@ def reachable_grad_tensors(value: Any) -> list[Tensor]:
         if isinstance(one, Tensor):
             if one.requires_grad:
                 for tensor in _shards(one) if isinstance(one, ShardedTensor) else (one,):
-                    # Each once: two hooks would begin backward twice. Held, so that no other has its id.
+                    # Each once, as each is hooked. Held, so that no other gets its id meanwhile.
                     found.setdefault(id(tensor), tensor)
         elif id(one) not in seen and not isinstance(one, _OPAQUE):
             # Objects may lead back to themselves.

@@ -220,6 +220,7 @@ def _keep(
     if alive is None or owner is None or alive.assign is None or grad is None:
         return
     interrupted.check_eager_gradients(owner)
+    # Sums of several backwards are made here, as the leaf keeps nothing to which autograd could add.
     total = grad if alive.earlier is None else alive.earlier + grad
     if owner.settings.reduce_grads:
         alive.assign(alive.how.reduce(total))
