@@ -70,7 +70,7 @@ TABLE: dict[Event, dict[TrainingState, tuple[Action, TrainingState]]] = {
     Event.PRE_BACKWARD: {
         _IDLE: (Action.GATHER, _PRE),
         _FORWARD: (Action.GATHER, _PRE),
-        # Another of its outputs: it is gathered, and a second prefetch would run one module too far ahead.
+        # Another of its outputs: it is gathered, and the order must keep the entry of an earlier call.
         _PRE: (Action.SKIP, _PRE),
         # It ran several times in forward: the backward of one call is over, that of an earlier one begins.
         _POST: (Action.GATHER, _PRE),
