@@ -247,7 +247,7 @@ class Order:
 
     def _wait_for(self, keys: list[str]) -> None:
         started, pause = time.monotonic(), _HASTE
-        # A wait in the store ends with no connection, so the thread that watches must look at them itself.
+        # No broken connection ends a wait in the store, so the thread that watches looks at them itself.
         self.asking = True
         # Polled, so that a verdict of the thread that watches ends it.
         while not self.store.check(keys):
