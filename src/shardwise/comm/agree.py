@@ -77,6 +77,7 @@ def agree(
     """
     heard: dict[str, None] = {}
     for one in [group] if isinstance(group, dist.ProcessGroup) else group:
+        # With what was heard: ranks of this group that did not hear it differ then, and all tell texts.
         agreement = Agreement(_NEXT.join((description, *heard)), group=one, what=what, device=device)
         said = {rank: text.split(_NEXT) for rank, text in agreement.differing().items()}
         described = {rank: words[0] for rank, words in said.items()}
@@ -111,10 +112,12 @@ class Agreement:
         if group.size() == 1 or _compat.is_fake(torch.empty(0)):
             return
         self._device = device or device_of(group)
+        # An attribute, as gloo sends from this memory until `differing` has waited.
         self._word = torch.tensor([self._own], dtype=torch.int64, device=self._device)
         rank, ranks = group.rank(), group.size()
         if ranks <= _DIRECT_RANKS and self._word.is_cpu and backend_of(group, self._device) == "gloo":
             wire = self._word.view(torch.uint8)
+            # Only posted: the caller posts its own messages meanwhile, and nobody waits for a late rank.
             self._sends += [group.send([wire], peer, _WORD_TAG) for peer in range(rank + 1, ranks)]
             for peer in (*range(rank + 1, ranks), *range(rank)):
                 word = torch.empty_like(self._word)
@@ -137,6 +140,7 @@ class Agreement:
     def differing(self) -> dict[int, str]:
         """Return every rank's description if any two differ, else nothing; equal on every rank."""
         said = {peer: self._said(peer) for peer in self._words}
+        # A peer whose word has come may not have made room for this one's yet; gloo reads it until then.
         for work in self._sends:
             work.wait(_GROUP_TIMEOUT)
         self._sends.clear()
@@ -150,6 +154,7 @@ class Agreement:
         work, word = self._words[peer]
         if work is not None:
             work.wait(_GROUP_TIMEOUT)
+            # gloo completes a receive once: a second wait would last until the timeout.
             self._words[peer] = (None, word)
         return int(word.item())
 
@@ -192,9 +197,11 @@ def together(
         # Within: a result that JSON cannot hold fails on all ranks too.
         text = json.dumps([result, None])
     except Exception as error:
+        # Kept, not raised: the other ranks wait for this one's text below.
         own = error
         text = json.dumps([None, _said_by(error)])
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
+    # Announced, so that where a rank never comes the others' error says where it stands.
     with announced(group, f"tell how {what.partition(' ')[0]} went"):
         every = [json.loads(each) for each in (gather_text(text, group=group) if group else [text])]
     ranks = dist.get_process_group_ranks(group) if group else [0]
@@ -275,6 +282,7 @@ def gather_text(text: str, *, group: dist.ProcessGroup, device: torch.device | N
     encoded = text.encode("utf-8", "surrogatepass")
     lengths = _all_gather(torch.tensor([len(encoded)], dtype=torch.int64, device=device), group).tolist()
     longest = max(lengths)
+    # Lengths are the same everywhere, so all ranks leave here or none does.
     if longest == 0:
         return [""] * ranks
     # A bytearray, as torch warns of memory that must not be written.

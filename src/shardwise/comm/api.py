@@ -28,6 +28,8 @@ from shardwise.errors import ShardingError, here
 class AllGather(Protocol):
     """Gathers equal shards of all ranks into one buffer."""
 
+    # Called on the stream that the memory is to belong to. Who hands out kept buffers lets that stream wait
+    # for those that used them: a new gather would overwrite what an earlier one's readers still read.
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor: ...
 
     def __call__(

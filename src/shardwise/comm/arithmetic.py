@@ -70,6 +70,7 @@ def divide_factors(
             if ranks == 1:
                 return DivideFactors(None, None, ReduceOp.SUM, ReduceOp.SUM)
             if backend not in SUMMING_BACKENDS:
+                # Each mean is over equally many ranks, so their mean over replicas is that of all ranks.
                 return DivideFactors(None, None, ReduceOp.AVG, ReduceOp.AVG)
         elif backend == "nccl":
             # NCCL multiplies within the reduction, which spares a pass over the shard.
@@ -97,6 +98,7 @@ def extreme(values: Tensor, reduce: Callable[[Tensor], Tensor], *, largest: bool
     `reduce` gets memory of its own, in the dtype of `values`, and may write to it. Collective as it is.
     """
     if not values.is_floating_point():
+        # A copy, as an all-reduce writes in place; contiguous, as collectives take no strides.
         return reduce(values.clone(memory_format=torch.contiguous_format))
     no_number = values.isnan()
     sign = 1 if largest else -1

@@ -37,6 +37,7 @@ class AutoAllGather(DefaultAllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        # By what all ranks know alike: one that chose otherwise would wait for messages that nobody sends.
         if output_tensor.is_cpu and output_tensor.nbytes >= self.min_bytes and over_gloo(group):
             return self._exchange(output_tensor, input_tensor, group, async_op)
         return _compat.all_gather_single(output_tensor, input_tensor, group, async_op=async_op)
@@ -76,6 +77,7 @@ def transport(comm: object, nbytes: int, group: dist.ProcessGroup | None, device
     return f"c10d (gloo; {small})" if nbytes < comm.min_bytes else f"direct exchange (gloo; not {small})"
 
 
+# Weakly, by object: each new group has threads of its own, which must be seen to.
 _over_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
 

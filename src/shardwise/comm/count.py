@@ -96,6 +96,7 @@ class CommCounter(TorchDispatchMode):
     with the bytes of all its tensors. Counters nest, each counting everything within it.
     """
 
+    # Else torch raises where a checkpoint or another operator of functions is called under a counter.
     supports_higher_order_operators = True
 
     def __init__(self) -> None:

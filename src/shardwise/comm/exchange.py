@@ -140,6 +140,7 @@ class AllToAll:
         (to, to_bytes), (of, of_bytes) = (
             (self._sent, self._received) if back else (self._received, self._sent)
         )
+        # Asynchronous, so that the caller works meanwhile; `self` keeps both buffers until it has waited.
         work = dist.all_to_all_single(to, of, to_bytes, of_bytes, group=self._group, async_op=True)
         return cast(dist.Work, work)
 
@@ -179,6 +180,7 @@ def gather(held: Sequence[Sequence[Box]], whole: Tensor, *, group: dist.ProcessG
         # In one order on all ranks: each is a collective.
         for rank in holders:
             wire, staged = _buffer(parts[rank], whole.device)
+            # On receivers in vain: the broadcast overwrites it.
             _copy((view, own) for own, view in staged)
             dist.broadcast(wire, group=group, group_src=rank)
             _copy(staged)
@@ -233,6 +235,7 @@ def _exchange_over_gloo(
     A message that is not met writes nowhere, so an agreement may fail after messages are posted.
     """
     rank, ranks, cpu = group.rank(), group.size(), torch.device("cpu")
+    # Under one tag for all, ranks that disagree would fill each other's targets before `confirm` raises.
     tag = _TAG if agreement is None else agreement.tag
     sending: list[dist.Work] = []  # works keep what they send and receive
 
@@ -244,6 +247,8 @@ def _exchange_over_gloo(
     for peer in targets(rank, ranks):
         if peer in sends:
             send(peer)
+    # All are posted before any is waited for: gloo sends nothing until its receiver has made room, so ranks
+    # that waited for their sends first would wait for each other.
     receiving = []
     for peer in sources(rank, ranks):
         if peer in receives:
@@ -278,8 +283,11 @@ def _exchange_in_batch(
         wire, staged = _buffer(pieces, pieces[0].device)
         arriving += staged
         operations.append(dist.P2POp(dist.irecv, wire, group=group, tag=_TAG, group_peer=peer))
+    # At once: apart, two ranks that both send first may each wait for a receive that comes behind it.
     works = dist.batch_isend_irecv(operations)
     _copy(local)
+    # The current stream waits for sends as well: what is unstaged must have come, and from the return on
+    # the caller may write its sources there.
     for work in works:
         work.wait()
     _copy(arriving)

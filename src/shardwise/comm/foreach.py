@@ -38,6 +38,8 @@ class AllGatherResult:
     """A gather in flight, with what it must keep alive."""
 
     output: Tensor  # 1-D, all ranks' shards one after another
+    # A hook may have made them on the copy-in stream: freed while the all-gather still sends them, their
+    # memory would go to the next copy-in.
     inputs: Sequence[Tensor]
     event: torch.Event | None  # accelerator: the gather has finished
     work: dist.Work | None  # async_op: wait for it
@@ -287,10 +289,12 @@ def foreach_reduce(
         # Zeros: padding is reduced with the rest.
         rows.append(rows[0].new_zeros(ranks, padding))
         numel += padding
+    # Memory of the current stream, which copies gradients in; `used` keeps it until it was reduced.
     reduce_input = how.comm.allocate((numel * ranks,), dtype=how.dtype, device=how.device)
     foreach_reduce_scatter_copy_in(rows, reduce_input, ranks)
     # Gradients go before the collective runs, which reads their copies alone.
     rows.clear()
+    # Here and not on the stream that reduces: gradients that stay take the memory that activations leave.
     out = shard_memory(how, numel) if stays else None
     shard, event = reduce_scatter(reduce_input, how, out=out)
     used = (reduce_input,) if out is None else (reduce_input, out)
@@ -351,6 +355,7 @@ def finish_reduction(
     if partial is not None or (how.replicate_group is not None and not how.all_reduce):
         with nullcontext() if streams is None else streams.reduce_scatter:
             if partial is not None:
+                # `ReduceResult.added` keeps it: this stream may read memory of computation's.
                 shard += partial
         if how.replicate_group is not None and not how.all_reduce:
             stream = None if streams is None else streams.reduce_scatter
@@ -360,6 +365,7 @@ def finish_reduction(
         reduced, stream = _reduce_over_replicas(shard, how)
     if stream is None:
         return ReduceResult(_divide(reduced, how), None, inputs, shard, partial, None)
+    # Behind what reduced it last, without an event: who tracks the result records one after this.
     with stream:
         return ReduceResult(_divide(reduced, how), None, inputs, shard, partial, stream)
 
@@ -405,6 +411,7 @@ def _reduce_over_replicas(shard: Tensor, how: Reduction) -> tuple[Tensor, torch.
         with nullcontext() if stream is None else stream:
             op = how.factors.all_reduce_op
             if how.replicate_scatter is None:
+                # In place, in memory of another stream: `ReduceResult.staged` keeps it meanwhile.
                 dist.all_reduce(shard, group=how.replicate_group, op=op)
             elif how.replicate_group.size() > 1:
                 whole, size = shard, (shard.numel() // how.replicate_group.size(),)

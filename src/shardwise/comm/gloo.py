@@ -81,6 +81,7 @@ class GlooAllGather(DefaultAllGather):
         ranks = group.size()
         _check("all-gather", whole=output_tensor, shard=input_tensor, ranks=ranks)
         works: list[dist.Work] = []
+        # Of equal size on all ranks, so all exchange messages or none does.
         if input_tensor.numel():
             rank, slices = group.rank(), output_tensor.chunk(ranks)
             own = slices[rank]
@@ -92,6 +93,7 @@ class GlooAllGather(DefaultAllGather):
             # Sends before receives, in an order that `targets` explains.
             for peer in targets(rank, ranks):
                 works.append(group.send(sent, peer, _GATHER_TAG))
+            # Now, not in `wait`: others' sends end once there is room here, however late this rank waits.
             for peer in sources(rank, ranks):
                 works.append(group.recv([slices[peer]], peer, _GATHER_TAG))
             if apart:
@@ -166,6 +168,7 @@ class _AllGatherWork(dist.Work):
         self._works = works
 
     def wait(self, timeout: timedelta = _GROUP_TIMEOUT) -> bool:
+        # Sends too: the caller may change the shard next, which gloo reads until they have ended.
         _finish(self._works, timeout)
         return True
 
@@ -189,6 +192,7 @@ class _ReduceScatterWork(dist.Work):
             return
         # Views: each is sent from where it lies.
         slices = input.chunk(ranks)
+        # Read last, in `wait`: the view keeps the input's memory until then.
         self._own = slices[rank]
         self._sums: list[tuple[slice, int, list[Tensor]]] = [
             (part, later, []) for part, later in _started_elsewhere(rank, ranks, numel, output.itemsize)
@@ -196,6 +200,7 @@ class _ReduceScatterWork(dist.Work):
         self._added = 0
         for peer in targets(rank, ranks):
             self._sends.append(group.send([slices[peer]], peer, self._tag))
+        # In the order of addition: each slice is added as it comes, and its memory receives a later one.
         self._sources = deque(sources(rank, ranks))
         self._receive(output)
         for _ in range(min(STAGED_SLICES, len(self._sources))):
@@ -215,6 +220,7 @@ class _ReduceScatterWork(dist.Work):
                 # A copy: the addend's memory receives the next one.
                 kept.append(addend[part].clone())
             elif self._added == later:
+                # The ring starts this part here. What the output has of it so far comes last, and is kept.
                 output[part].copy_(addend[part])
         self._added += 1
 
@@ -229,10 +235,13 @@ class _ReduceScatterWork(dist.Work):
             work.wait(timeout)
             self._receives.popleft()
             self._add(arrived)
+            # Only now that it is added, as the next slice overwrites it; never the output, which has the sum.
             if self._sources and arrived is not self._output:
                 self._receive(arrived)
             elif not self._receives:
+                # Within the loop, so once: a second wait has nothing left to receive, and must not add again.
                 self._end()
+        # After this the caller may write or free the input, which gloo reads until its sends have ended.
         _finish(self._sends, timeout)
         return True
 
@@ -312,6 +321,8 @@ def let_callers_finish() -> None:
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
+# Weakly, by object: a new group starts at 0 on all its ranks. A count that an old one left on some of them
+# would give equal operations different tags, and their messages would never meet.
 _counters: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDictionary()
 
 
@@ -342,6 +353,7 @@ def _check(what: str, *, whole: Tensor, shard: Tensor, ranks: int) -> None:
 
 def _check_apart(what: str, whole: Tensor, shard: Tensor) -> None:
     begin, other = whole.data_ptr(), shard.data_ptr()
+    # Slices are received into one while gloo still sends from the other.
     if begin < other + shard.nbytes and other < begin + whole.nbytes:
         raise ShardingError(
             f"{here()}: the {what}'s input and output overlap in memory (only an all-gather's input may, as"

@@ -46,6 +46,7 @@ class GraphGroup(dist.ProcessGroup):
     @_compat.runs_eagerly
     def reduce_one(self, output: Tensor, input: Tensor, options: Any) -> dist.Work | None:
         op = options.reduceOp.op
+        # Views, never copies: the graph reads `output` itself once it has waited.
         return self._reduce(output.view(-1), input.view(-1), self._members(), op, async_op=True)
 
     @_compat.runs_eagerly
@@ -76,6 +77,7 @@ for _names, _method in {
     for _name in _names:
         setattr(GraphGroup, _name, _method)
 
+# torch finds a group by its name but keeps none: here each lives as long as the group that it stands for.
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[int, GraphGroup]] = WeakKeyDictionary()
 
 
@@ -89,6 +91,7 @@ def name_in_graphs(group: dist.ProcessGroup, transport: object, device: torch.de
     if device.type != "cpu" or not over_gloo(group):
         return group.group_name
     made, min_bytes = _made.setdefault(group, {}), transport.min_bytes
+    # By threshold: a graph knows the name alone, which must stand for one choice of what is exchanged.
     name = f"{group.group_name}{_DIRECT}{min_bytes}"
     if min_bytes not in made:
         # It was destroyed, and another group may have its name.

@@ -47,6 +47,7 @@ def join(batches: Iterable[_T]) -> Iterator[tuple[_T, float]]:
 
     def take() -> bool:
         try:
+            # Replaced only by another: where none is left, the loop gets the last one again.
             held[:] = [next(left)]
         except StopIteration:
             return False
@@ -54,12 +55,15 @@ def join(batches: Iterable[_T]) -> Iterator[tuple[_T, float]]:
 
     try:
         started = False
+        # Also on ranks that have run out, and before any computes: all enter the step's collectives, or none.
         while any(there := together(_WHAT, take, group=group, kind=RankMismatchError)):
             if not started:
                 missing = {rank: _NONE for rank, has in enumerate(there) if not has}
                 raise_all(_WHAT, missing, kind=RankMismatchError)
             started = True
+            # The loop may take entries out of it, which the next round must find again.
             batch = copy(held[0]) if isinstance(held[0], MutableMapping | MutableSequence) else held[0]
             yield batch, len(there) / sum(there) if there[dist.get_rank()] else 0.0
     finally:
+        # Also where the loop is left early, which closes this generator: else each epoch would leave a group.
         dist.destroy_process_group(group)

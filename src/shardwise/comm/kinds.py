@@ -21,6 +21,7 @@ NATIVE = "c10d"
 FUNCTIONAL = "_c10d_functional"
 NAMESPACES = (NATIVE, FUNCTIONAL, "_c10d_functional_autograd", "c10d_functional", "_dtensor")
 WAIT = "wait_tensor"
+# In the same namespaces, but they move nothing: counted, a wait would be its collective's second.
 _NOT_COLLECTIVE = (WAIT, "_wrap_tensor_autograd", "check_for_nan", "mesh_get_process_group")
 
 
@@ -35,6 +36,7 @@ class Form(NamedTuple):
 _NATIVE = {  # operators of torch.ops.c10d
     "allreduce_": Form(REDUCE, 0),
     "allreduce_coalesced_": Form(REDUCE, 0),
+    # The full buffer of an all-gather is its output, argument 0; of a reduce-scatter its input, argument 1.
     "_allgather_base_": Form(GATHER, 0),
     "allgather_": Form(GATHER, 0),
     "allgather_coalesced_": Form(GATHER, 0),
@@ -44,6 +46,7 @@ _NATIVE = {  # operators of torch.ops.c10d
     "reduce_scatter_tensor_coalesced_": Form(SCATTER, 1),
     "broadcast_": Form("broadcast", 0),
     "reduce_": Form("reduce", 0),
+    # One rank alone has the list of all shards. The other argument, a rank's share, is there on each.
     "gather_": Form("gather", 1, per_rank=True),
     "scatter_": Form("scatter", 0, per_rank=True),
     "alltoall_": Form("all_to_all", 1),
@@ -58,6 +61,7 @@ _NATIVE = {  # operators of torch.ops.c10d
 # operators of torch.ops._c10d_functional and its kin, without "_coalesced", "_out" and a last "_"
 _FUNCTIONAL = {
     "all_reduce": Form(REDUCE, 0),
+    # The full buffer is what it returns: of the arguments only this rank's share tells its size.
     "all_gather_into_tensor": Form(GATHER, 0, per_rank=True),
     "reduce_scatter_tensor": Form(SCATTER, 0),
     "all_to_all_single": Form("all_to_all", 0),

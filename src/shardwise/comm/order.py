@@ -59,6 +59,7 @@ class Event:
         self.digest = hashlib.sha256(text.encode()).digest()
 
 
+# `advance` compares by identity, so equal words are one object; weakly, as models come and go.
 _events: WeakValueDictionary[str, Event] = WeakValueDictionary()
 
 
@@ -156,6 +157,7 @@ class Order:
             RankMismatchError: ranks mean different things, one of them has left, or did not come in time.
         """
         likely = self.at.likely
+        # With a verdict a known event goes the long way too, which raises: its collective would not end.
         if likely is not None and likely.event is event and self.verdict is None:
             self.at = likely
         else:
@@ -172,6 +174,7 @@ class Order:
     def begin_backward(self, end: Callable[[], None]) -> None:
         """Note a backward in this thread, which calls `end` when it finishes; only autograd holds `end`."""
         self.backward = Backward(threading.get_ident(), ref(end))
+        # What raised in forward was caught: the others may wait for this rank after all.
         if self.left is not None:
             self.stay()
 
@@ -184,6 +187,7 @@ class Order:
         left = self.left or self._left_backward()
         self.left = self.backward = None
         if left is not None:
+            # Peers had the same error and leave it too: `comm.watch` must not take that for a departure.
             self.abandoned.append(self.passes)
             self.post()
 
@@ -243,6 +247,7 @@ class Order:
 
     def _wait_for(self, keys: list[str]) -> None:
         started, pause = time.monotonic(), _HASTE
+        # No broken connection ends a wait in the store, so the thread that watches looks at them itself.
         self.asking = True
         # Polled, so that a verdict of the thread that watches ends it.
         while not self.store.check(keys):
@@ -250,10 +255,12 @@ class Order:
                 self.verdict = self.account(f"waited {self.timeout:g} s, its timeout")
             if self.verdict is not None:
                 break
+            # Hasty at first, as ranks come nearly together; patient then, as all of them poll one store.
             time.sleep(pause)
             pause = min(2 * pause, _PATIENCE)
         self.asking = False
         if self.verdict is not None:
+            # By this the thread that watches knows that the process is not stuck.
             self.raised = True
             raise RankMismatchError(f"{here()}: {self.verdict}")
 
@@ -263,6 +270,7 @@ class Order:
         """Tell the other ranks where this one stands."""
         if self.at is not self._posted_at:  # in full, since errors print it where ranks differ
             self._posted_at = self.at
+            # Before the record: who reads that asks for this text next.
             self.store.set(f"{self.prefix}text/{self.rank}", self.at.event.text)
         record = {
             "passes": self.passes,
@@ -298,6 +306,7 @@ class Order:
         """Describe where every rank stands, after a failure that nothing explains."""
         me = f"rank {self.ranks[self.rank]}"  # others hear of it too
         lines = [f"{me} {what}; it was about to {self.doing()}. The others, when last heard of:"]
+        # The store may have ended with its rank: the error then says where this one stands, at least.
         with suppress(RuntimeError):
             records = self.read()
             for rank in range(self.size):

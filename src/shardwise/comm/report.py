@@ -49,7 +49,9 @@ def write_report(order: Order, why: str) -> None:
     stacks = {}
     for thread in threading.enumerate():
         calls = calls_of(thread.ident or 0)
+        # None while torch compiles: the report goes without, as waiting might take longer than is left.
         stacks[thread.name] = [f"{call.file}:{call.line}, in {call.function}" for call in calls or []]
+    # RuntimeError: the thread that watches comes here too, while the main one may change `order.ended`.
     with suppress(OSError, RuntimeError):
         Path(folder).mkdir(parents=True, exist_ok=True)
         rank = order.ranks[order.rank]
@@ -58,6 +60,7 @@ def write_report(order: Order, why: str) -> None:
             "at": time.time(),
             "why": why,
             "ranks": order.ranks,
+            # With their places in the mesh, of which a reader of the files does not know.
             "placed": [placed(each) for each in order.ranks],
             "timeout_s": order.timeout,
         }
@@ -145,6 +148,7 @@ def verdict(reports: Mapping[int, Report], damaged: Mapping[str, str] | None = N
         if len(groups) > 1:
             lines.append(f"Of {_named(ranks, own)}:")
         silent = [rank for rank in ranks if rank not in reports and _NAME.format(rank) not in damaged]
+        # Without one of the group's files, it may be that rank for which the others wait.
         alone = not silent and not damaged and own.keys() >= set(ranks)
         details, waits = _of_group(own, silent, alone=alone)
         lines += details
@@ -173,6 +177,7 @@ def _of_group(
         alone: these are all ranks of the group.
     """
     places = {rank: (report["pass"], report["event"]) for rank, report in reports.items()}
+    # Nobody gets past a collective alone, so whoever came furthest waits for the others.
     furthest = max(places.values())
     waiting = [rank for rank in reports if places[rank] == furthest]
     behind = [rank for rank in reports if rank not in waiting]

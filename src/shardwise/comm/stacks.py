@@ -33,6 +33,7 @@ class Call(NamedTuple):
 def calls_of(thread: int) -> list[Call] | None:
     """Return the stack of a thread, innermost call first; None while torch compiles."""
     found = []
+    # Not waited for: a compilation may last longer than other ranks wait for a sign of life.
     with _compat.no_compilation() as quiet:
         if not quiet:
             return None
@@ -48,6 +49,7 @@ def calls_of(thread: int) -> list[Call] | None:
 @contextmanager
 def _one_turn() -> Iterator[None]:
     """Stop other threads, also in finalizers that garbage collection would run."""
+    # One at a time: a second reader would take this one's interval for the usual one, and leave it set.
     with _reading:
         interval, collects = sys.getswitchinterval(), gc.isenabled()
         sys.setswitchinterval(_TURN_S)

@@ -46,6 +46,7 @@ class CommStreams:
     def wait(self, event: torch.Event) -> None:
         """Let coming all-gathers (their copy-ins too) start after `event`."""
         self.copy_in.wait_event(event)
+        # Contiguous gathers begin here: without a copy-in, which interleaved ones wait for.
         self.all_gather.wait_event(event)
 
     def free_later(self, owner: Any, storages: list[torch.UntypedStorage], current: torch.Stream) -> None:
@@ -53,6 +54,7 @@ class CommStreams:
 
         Not at once: the next gather would then wait for this computation, instead of running beside it.
         """
+        # An event of now: one of the time of freeing would also stand for computation issued since.
         self._freed.append((owner, storages, record_event(current)))
 
     def reclaim(self, owner: Any = None, *, keep: int) -> bool:
@@ -71,6 +73,7 @@ class CommStreams:
                 self.all_gather.wait_event(waiting.pop(place)[2])
                 has_memory = True
         while len(waiting) > keep:
+            # The oldest first: computation is done with it the soonest, so the gather waits least.
             _, storages, event = waiting.pop(0)
             # Before it is freed, as the allocator may give it to this stream's next gather at once.
             self.all_gather.wait_event(event)

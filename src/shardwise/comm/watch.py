@@ -45,6 +45,7 @@ _NEARLY = 0.9  # of the timeout: before ranks that wait give up, and end
 STUCK = 70  # status of a process that is ended because it is stuck
 _TO_RAISE = 2.0  # seconds from a verdict until a rank that waits has raised it
 _LAST_LOOK = 5.0  # seconds that the end of a process may wait for
+# Apart from every tag in use, so that no probe is taken for a message.
 _NOBODYS_TAG = 0x7D000000
 _SOON = timedelta(milliseconds=1)
 _OF_TIME = ("imed out", "imeout")
@@ -68,6 +69,7 @@ def order_of(group: dist.ProcessGroup | None) -> Order | None:
         return None
     if group not in _orders:
         check_folder()
+        # First, since an order keeps its group's timeout.
         _compat.follow_timeout(group)
         _orders[group] = Order(group, _compat.default_store())
         _look_after(_orders[group])
@@ -78,6 +80,7 @@ def look_into(group: dist.ProcessGroup) -> None:
     """End waiting in `group`, which has all ranks, where it is in vain in the default group. Local."""
     order = order_of(dist.group.WORLD)
     if order is not None:
+        # `_interrupt` ends messages of these groups, in any of which this rank may be waiting.
         order.groups.add(group)
 
 
@@ -173,6 +176,7 @@ def watched_stages(stages: DeviceMesh) -> Iterator[None]:
             root = explained(root, [order], what)
         # In all groups: ranks beside this stage wait for it too.
         leave_all(f"raised {type(root).__name__} in a step of the pipeline: {first_line(str(root))}")
+        # A verdict, as peers stand at the same event: that it left is seen only by ranks further on.
         order.verdict = order.verdict or f"{here()} {order.left}"
         with suppress(RuntimeError):
             order.post()
@@ -296,6 +300,7 @@ def _end_if_stuck(order: Order, orders: Sequence[Order]) -> None:
     why = f"ended by shardwise, with status {STUCK}: it was stuck, and no other rank waits for it any more"
     write_report(order, why)
     _log.error("%s: %s", here(), why)
+    # Handlers are flushed here, as `os._exit` does not.
     logging.shutdown()
     # `sys.exit` would end this thread alone.
     os._exit(STUCK)
@@ -304,6 +309,7 @@ def _end_if_stuck(order: Order, orders: Sequence[Order]) -> None:
 class _Watch(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="shardwise-watch", daemon=True)
+        # Weakly, as an order goes with its process group.
         self.stood: WeakKeyDictionary[Order, tuple[int, Node]] = WeakKeyDictionary()
         self.moved: tuple[float, ref[Order]] | None = None  # when and which was last seen to
         self.judged: WeakKeyDictionary[Order, float] = WeakKeyDictionary()  # when
@@ -339,6 +345,7 @@ class _Watch(threading.Thread):
         order_moved = self.moved[1]() if self.moved else None
         if self.moved and order_moved and time.monotonic() - self.moved[0] > _NEARLY * order_moved.timeout:
             write_report(order_moved, f"stood still for {_NEARLY * order_moved.timeout:g} s")
+            # One report for each standstill: it is set again when a rank moves.
             self.moved = None
 
     def _judge(self, order: Order, stood: tuple[int, Node]) -> None:
@@ -355,6 +362,7 @@ class _Watch(threading.Thread):
         if found is None or stood != (order.passes, order.at):
             return
         order.verdict = found
+        # From here on the rank has a moment to raise, before it is taken for stuck.
         self.judged[order] = time.monotonic()
         # A rank that raised has said why.
         if order.left is None:

@@ -22,6 +22,7 @@ class _EndOfBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, state: _State, *inputs: Tensor) -> tuple[Tensor, ...]:
+        # Strongly: backward may go on after the model was deleted, and still reduces.
         ctx.state = state
         # As they are: autograd makes views of them, with this node for their history.
         return inputs
@@ -29,6 +30,8 @@ class _EndOfBackward(torch.autograd.Function):
     @staticmethod
     @_compat.runs_eagerly
     def backward(ctx: Any, *grads: Any) -> Any:
+        # Autograd takes this node after the module's own, as it was made before them: what those give
+        # parameters is there. Gradients go on from here, so the module before gathers once this one is freed.
         ctx.state.post_backward()
         return (None, *grads)
 

@@ -125,6 +125,7 @@ class ExtendedParam:
                 self.outputs = [
                     torch.empty(ranks * t.numel(), dtype=t.dtype, device=self.device) for t in inputs
                 ]
+                # Filled through these, outputs keep their versions: autograd sees no change of what it saved.
                 self.filled = [tensor.data for tensor in self.outputs]
         # The unsharded tensor is built of these, so their memory comes back in the same tensors.
         for tensor in self.outputs:
@@ -157,6 +158,7 @@ class ExtendedParam:
         )
 
     def free(self) -> None:
+        # Emptied, not dropped: the unsharded parameter and saved tensors refer to it, and it comes back.
         for tensor in (*self.outputs, *self.inner):
             _resize(tensor, 0)
 

@@ -195,6 +195,7 @@ class _LocalSteps:
                 made = optimizer.state.pop(local, None)  # None of a step that raised
                 if made and old is None:
                     optimizer.state[param]["momentum_buffer"] = cut_like(param, made["momentum_buffer"])
+        # It holds parameters, which would outlive their model until a next step.
         self.moved.clear()
 
 
@@ -273,6 +274,7 @@ def skip_empty_params(optimizer: Optimizer) -> None:
             return
         # Optimizers pass by what has no gradient.
         param.grad = None
+        # Held for the step alone: users find their gradients again after it.
         known.gradients.append((param, grad))
         if step is not None:
             counts.append(step)

@@ -71,10 +71,12 @@ def finalize(state: State, *, async_op: bool) -> GradientReductionHandle | None:
 
 def reduce_what_is_left(state: State) -> GradientReductionHandle:
     """Reduce what backward left on unsharded parameters, of a root and what is below it."""
+    # Backward does not record what its hooks do; here the user calls.
     with torch.no_grad():
         # In one order on all ranks: each reduction is a collective.
         for one in reversed((state, *state.below)):
             one.reduce(state.schedule, what_is_left=True)
+            # Behind the eager ones, module by module: all ranks issue them in this order.
             for group, _ in one.in_reverse:
                 _reduce_what_graphs_left(group)
     # No gather follows that would give it back.

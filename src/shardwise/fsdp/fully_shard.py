@@ -202,6 +202,7 @@ def _shard_together(
     strategy_for(strategy, info)
     managed = _managed_modules(modules)
     found = _find_params(managed, modules, ignored)
+    # Before parameters are wrapped, which keep views of the whole until they are packed.
     _move_to_device(managed, found, device)
     sharded = [
         [
@@ -245,6 +246,7 @@ def _shard_together(
     for one in modules:
         become_sharded(one)
         _compat.mark_fully_sharded(one)
+    # Modules with a state gather when they are called, also on their own.
     if layout.guards_forward and (plain := [one for one in managed if state_of(one) is None]):
         state.guards = guards(plain, groups)
         install(state.guards)
@@ -433,6 +435,7 @@ def _post_forward_mesh(reshard: bool | int | None, info: DataParallelMeshInfo) -
         )
     if reshard in (1, size):
         return None if reshard == 1 else info
+    # As many ranks as were asked for have all parameters together; other such sets are replicas of theirs.
     return HSDPMeshInfo(smaller_shards(info.mesh, reshard), shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
@@ -454,6 +457,7 @@ def _reshard_for_state_dict(group: ParamGroup, managed: list[nn.Module]) -> None
     owned = {id(owner.parameters) for param in group.params for owner in param.owners}
     for one in managed:
         if id(_compat.parameters_of(one)) in owned:
+            # Loading with `assign=True` leaves tensors outside the shard buffer, which no gather would send.
             _compat.hook_state_dicts(one, ref, before=ref.reshard, after_loading=ref.pack)
 
 
@@ -468,5 +472,6 @@ class _WeakGroup(weakref.ref[ParamGroup]):
         if (alive := self()) is not None:
             alive.pack()
 
+    # `copy` knows weak references, but refuses their subclasses.
     def __deepcopy__(self, memo: Any) -> _WeakGroup:
         return self

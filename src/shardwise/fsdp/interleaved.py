@@ -104,6 +104,7 @@ class InterleavedGroup(ParamGroup):
         for param in self.params if self.extended else ():
             if param in self.extended:
                 self._lay_out_alone(param)
+        # Their targets are views of the old buffers, where nobody would read what a gather writes.
         self.main = self.smaller = None
 
     def _lay_out_alone(self, param: EvenParam) -> None:
@@ -210,12 +211,14 @@ class InterleavedGroup(ParamGroup):
         # Allocated by the stream that copies out and computes, and no earlier than it is needed.
         if not self.holds_memory:
             for buffer in self.buffers:
+                # The same storage: unsharded parameters and the plan's targets are views of it.
                 buffer.storage.resize_(buffer.nbytes)
         self._copy_out(result, plan)
         if self.extended:
             for extended in self.extended.values():
                 with torch.no_grad():
                     extended.finish()
+        # Its buffer is apart: the caller keeps it until the stream has copied it out.
         return result
 
     def _copy_out(self, result: AllGatherResult, plan: Exchange) -> None:

@@ -169,6 +169,7 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
             elif not schedule.had_backward:
                 _check_all_is_reduced(state, holds)
 
+    # Once for all models of the process: a second hook would look at each step again.
     _compat.explain_backward_errors(hear)
     _watching.append(register_optimizer_step_pre_hook(_compat.runs_eagerly(check_before_step)))
 
@@ -202,6 +203,7 @@ def forget_forward(state: ModuleState) -> None:
     # Entries before those are of forwards whose backward may still come.
     del schedule.order[schedule.order_before :]
     schedule.forward_root = schedule.latest_output = None
+    # No gather of this pass follows that would give back what these hold.
     schedule.release_pending()
     schedule.drop_copying_gather()
     schedule.free_gathered()
@@ -212,6 +214,7 @@ def _reset_one(state: ModuleState) -> None:
     state.still_to_run.clear()
     state.training_state = TrainingState.IDLE
     for group in state.groups:
+        # First, as it still writes into the memory that resharding frees.
         group.abandon_gather()
         group.reshard()
 

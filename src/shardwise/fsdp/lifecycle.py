@@ -70,7 +70,9 @@ TABLE: dict[Event, dict[TrainingState, tuple[Action, TrainingState]]] = {
     Event.PRE_BACKWARD: {
         _IDLE: (Action.GATHER, _PRE),
         _FORWARD: (Action.GATHER, _PRE),
+        # Another of its outputs: it is gathered, and the order must keep the entry of an earlier call.
         _PRE: (Action.SKIP, _PRE),
+        # It ran several times in forward: the backward of one call is over, that of an earlier one begins.
         _POST: (Action.GATHER, _PRE),
     },
     # In any state: backward may come in past the hooks on outputs.
@@ -78,6 +80,7 @@ TABLE: dict[Event, dict[TrainingState, tuple[Action, TrainingState]]] = {
     Event.END_OF_BACKWARD: {
         _IDLE: (Action.REDUCE, _IDLE),
         _FORWARD: (Action.REDUCE, _IDLE),
+        # No input needed a gradient, so no hook has ended its backward: gradients would stay unreduced.
         _PRE: (Action.REDUCE, _IDLE),
         _POST: (Action.REST, _IDLE),
     },

@@ -178,6 +178,7 @@ class UnshardHandle:
         state = None if self._gathering is None else self._gathering()
         self._gathering = None
         if state is not None:
+            # The stream waits from here on only: what was issued since the gather began runs beside it.
             state.wait_for_unshard()
 
 

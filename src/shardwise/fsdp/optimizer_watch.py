@@ -83,6 +83,7 @@ def watch_replaced(replaced: dict[str, nn.Parameter]) -> None:
 def watch_gathered(name: str, param: nn.Parameter) -> None:
     """Remember the whole form of a sharded parameter."""
     global _changes
+    # An optimizer that was looked at may be given this one: it is looked at again.
     _changes += 1
     _gathered.add(name, param)
 
@@ -123,8 +124,10 @@ def keep_gradients(params: Iterable[Tensor]) -> None:
     if not grads or grads[0].device != device:
         return
     stream = current_stream(device)
+    # On backward's own stream, what is given this memory next runs after the step anyway.
     if stream != computing:
         for grad in grads:
+            # When a gradient goes, the allocator waits for what this stream was given until then.
             _compat.local_of(grad).record_stream(stream)
 
 
@@ -146,4 +149,5 @@ def _check(optimizer: Optimizer) -> None:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     fast.restore_gradients(optimizer)
     fast.rekey_state(optimizer)
+    # For any optimizer, of any model: to gather in vain costs less than to compute with old parameters.
     seen.steps += 1

@@ -24,6 +24,7 @@ def begin(states: Sequence[ModuleState]) -> None:
         name = state.name or "the root module"
         for owner, method in _ranged_methods(state):
             _put(owner, method, _ranged(f"shardwise: {_RANGED[method]} {name}"))
+        # A list, as a forward may call its own module: ranges end innermost first.
         opened: list[record_function] = []
         forward = _forward(f"shardwise: forward {name}", opened)
         for method in _FORWARD:

@@ -38,6 +38,7 @@ class Gathers(Protocol):
 
 _FIRST = 1 << 30  # more in-place changes than any tensor sees
 _numbers = itertools.count(_FIRST)
+# Weakly, as saved tensors may know a number for longer than its group lives.
 _groups: weakref.WeakValueDictionary[int, Gathers] = weakref.WeakValueDictionary()
 _VERSION = re.compile(r"is at version \d+; expected version (\d+)")
 
@@ -53,6 +54,7 @@ class ReadGuard:
         number = next(_numbers)
         _groups[number] = group
         behind = tuple(tensors)
+        # The same at each gather: what forward saved before memory was freed is read after it was refilled.
         self.open = partial(_compat.set_versions, behind, (number,) * len(behind))  # no Python runs in these
         # Any other version will do, and counting up costs a sixth of setting.
         self.close = partial(_compat.increment_versions, behind)

@@ -110,6 +110,7 @@ class RowsParam(ShardedParam):
     def rows_in(self, shard: Tensor) -> Tensor:
         """Return this rank's rows in a reduced shard, which may be a part of a larger buffer."""
         place = self.place
+        # `as_strided` counts from where the storage begins, and the shard may begin later.
         begin = shard.storage_offset() + place.shard_offset
         # One operation, where slicing and viewing are two.
         return shard.as_strided(place.box.sizes, place.rows_stride, begin)
@@ -127,6 +128,7 @@ class RowsParam(ShardedParam):
             self.sharded = ShardedParameter.wrap(piece, self.piece, requires_grad=requires_grad)
             self.register(self.sharded)
         if not self.is_packed:
+            # A view of the whole parameter, all of whose memory would stay as long as this.
             del self.whole
             self.is_packed = True
         self.refresh_form(made=not fits)

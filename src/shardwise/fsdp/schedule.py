@@ -109,6 +109,7 @@ class Schedule:
 
     def drop_copying_gather(self) -> None:
         if self.copying_gather is not None and self.streams is not None:
+            # The next gather may be given its buffer, and must not write there before it was copied out.
             self.streams.wait(self.copying_gather[1])
         self.copying_gather = None
 
@@ -146,6 +147,7 @@ class Schedule:
         stream = current_stream(self.device)
         for event in self.reduced.values():
             stream.wait_event(event)
+        # Gradients are memory of this stream: a step on another one must keep them (`keep_gradients`).
         seen.computing = (self.device, stream)
         self.reduced.clear()
         self.reduce_inputs.clear()  # which were read before

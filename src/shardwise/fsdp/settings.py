@@ -48,6 +48,7 @@ class ModuleSettings(nn.Module):
             for group in state.groups:
                 for name, value in settings.items():
                     setattr(group.settings, name, value)
+        # Plans, graphs and the words that ranks compare were made of the old values.
         self._forget_plans(recurse)
 
     def _forget_plans(self, recurse: bool) -> None:
@@ -188,6 +189,7 @@ class ModuleSettings(nn.Module):
             raise ShardingError(
                 f"{here()}: with HSDP the all-reduce hook runs on the all-reduce's own stream"
             )
+        # As one of torch's: other streams here would not wait for events of a device's own kind.
         own = None if stream is None else plain(stream)
         self._set(False, all_reduce_hook=hook, all_reduce_hook_stream=own)
 

@@ -115,6 +115,7 @@ class FSDPState(ModuleState):
         # Earlier forwards may still wait for their backward: one that raises forgets its own part alone.
         schedule.order_before = len(schedule.order)
         self.lift_guards()
+        # Before the first gather, which reads what the optimizer's step writes.
         schedule.begin_forward()
         if schedule.profiled is not _compat.profiler_runs():
             schedule.profiled = not schedule.profiled
@@ -123,6 +124,7 @@ class FSDPState(ModuleState):
         self.check_one_groups_params()
         if self.device.type == "cpu":
             return args, kwargs
+        # On computation's stream, so in front of what reads them; the host goes on.
         args, kwargs = map_tensors(lambda t: t.to(self.device, non_blocking=True), (args, kwargs))
         return args, kwargs
 
@@ -342,6 +344,7 @@ class FSDPState(ModuleState):
             if not settings.reduce_grads:
                 if settings.reshard_after_backward:
                     group.reshard()
+                # Resharding frees the parameters, not the gradients on them.
                 reducer.store_unreduced()
                 continue
             collected = reducer.collect()

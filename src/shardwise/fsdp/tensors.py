@@ -91,6 +91,7 @@ def with_grad_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
         if not tensor.requires_grad:
             return tensor
         if type(tensor) is Tensor or not isinstance(tensor, ShardedTensor):
+            # By the same walk as `grad_tensors`: in another order tensors would trade places.
             return next(tensors)
         # A rank without shards has an anchor in the graph in their place.
         new = [next(tensors) if shard.requires_grad else shard for shard in tensor.tensors]
@@ -114,6 +115,7 @@ def reachable_grad_tensors(value: Any) -> list[Tensor]:
         if isinstance(one, Tensor):
             if one.requires_grad:
                 for tensor in _shards(one) if isinstance(one, ShardedTensor) else (one,):
+                    # Each once, as each is hooked. Held, so that no other gets its id meanwhile.
                     found.setdefault(id(tensor), tensor)
         elif id(one) not in seen and not isinstance(one, _OPAQUE):
             # Objects may lead back to themselves.

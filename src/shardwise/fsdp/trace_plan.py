@@ -72,6 +72,7 @@ def _prepare(state: ModuleState) -> None:
     for group, reducer in zip(state.groups, state.reducers, strict=True):
         if group.traced is None or _trains_otherwise(group):
             for old in group.traced if isinstance(group.traced, list) else ():
+                # An old graph may keep it, and its parameters would be reported that were unfrozen since.
                 _frozen.pop(old, None)
             group.traced = _refusal(group, reducer) or [
                 _segment(state, group, reducer, index) for index in range(len(group.members))
@@ -219,6 +220,7 @@ def _keep(
     if alive is None or owner is None or alive.assign is None or grad is None:
         return
     interrupted.check_eager_gradients(owner)
+    # Sums of several backwards are made here, as the leaf keeps nothing to which autograd could add.
     total = grad if alive.earlier is None else alive.earlier + grad
     if owner.settings.reduce_grads:
         alive.assign(alive.how.reduce(total))
