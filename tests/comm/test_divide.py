@@ -73,6 +73,13 @@ def test_nccl_averages_or_multiplies_first_for_a_custom_factor() -> None:
     assert factors(FP16, "nccl", factor=4.0) == DivideFactors(2.0, 2.0, SUM, SUM)
 
 
+@pytest.mark.parametrize("dtype", WIDE)
+def test_nccl_divides_after_where_it_has_no_reduce_scatter_to_multiply_in(dtype: torch.dtype) -> None:
+    for replicate in (1, 2):
+        found = factors(dtype, "nccl", shard=1, replicate=replicate, factor=8.0)
+        assert found == DivideFactors(None, 8.0, SUM, SUM)
+
+
 @pytest.mark.parametrize("dtype", [*WIDE, FP16])
 def test_a_rank_alone_divides_by_nothing(dtype: torch.dtype) -> None:
     alone = factors(dtype, "gloo", shard=1)

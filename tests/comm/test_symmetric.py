@@ -47,6 +47,16 @@ def test_a_buffer_is_used_again_when_nothing_refers_to_it_and_not_before(made: l
     assert [buffer.dtype for buffer in made] == [torch.float32] * 3 + [torch.bfloat16]
 
 
+def test_a_buffer_that_only_a_cycle_keeps_is_used_again(made: list[Tensor]) -> None:
+    """A buffer more is made by all ranks together, and cycles may be found on one rank before others."""
+    gather, device = Symmetric(), torch.device(DEVICE)
+    kept: list[object] = [gather.allocate((6,), dtype=torch.float32, device=device)]
+    kept.append(kept)
+    del kept
+    gather.allocate((6,), dtype=torch.float32, device=device)
+    assert len(made) == 1
+
+
 def test_a_buffer_is_used_again_on_another_stream_after_the_one_that_had_it(made: list[Tensor]) -> None:
     gather, device = Symmetric(), torch.device(DEVICE)
     gather.allocate((6,), dtype=torch.float32, device=device).fill_(1)

@@ -226,6 +226,29 @@ def test_calling_a_part_of_a_sharded_model_names_the_parameter_and_the_ways_out(
 
 
 @on_ranks(2)
+def test_a_forward_that_is_set_on_a_part_of_a_sharded_model_stays() -> None:
+    """As hooks of other libraries set it: around the one that was there."""
+    net, calls = sharded_net(), []
+    before = net.head.forward
+
+    def around(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x.shape[0])
+        return before(x)
+
+    net.head.forward = around
+    for _ in range(2):
+        step(net)
+    assert len(calls) == 2
+    assert net.head.forward is around
+    message = raises_on_every_rank(LifecycleError, lambda: net.head(torch.ones(1, 8)))
+    mentions(message, "'head.weight'")
+    del net.head.forward
+    step(net)
+    assert len(calls) == 3  # with the refused one
+    raises_on_every_rank(LifecycleError, lambda: net.head(torch.ones(1, 8)))
+
+
+@on_ranks(2)
 def test_calling_a_part_before_the_first_forward_is_refused_as_well() -> None:
     net = sharded_net()
     message = raises_on_every_rank(LifecycleError, lambda: net.features(torch.ones(1, 8)))

@@ -12,6 +12,7 @@ A gather on another stream waits for the one that had it.
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections.abc import Sequence
@@ -135,7 +136,10 @@ class SymmetricAllGather(DefaultAllGather):
         key = (math.prod(size), dtype)
         buffers = self.buffers.setdefault(key, [])
         stream = torch.accelerator.current_stream(device)
-        free = next((place for place, (_, given, _) in enumerate(buffers) if given() is None), None)
+        free = _unused(buffers)
+        if free is None and buffers and gc.collect():
+            # What a cycle kept on this rank alone is gone: it would make a buffer here that others do not.
+            free = _unused(buffers)
         if free is None:  # on all ranks at once, as they gather the same
             buffer = _compat.symmetric_empty(key[0], dtype, device, self.group)
         else:
@@ -146,6 +150,10 @@ class SymmetricAllGather(DefaultAllGather):
         given = buffer.view(-1)
         buffers.append((buffer, weakref.ref(given), stream))
         return given
+
+
+def _unused(buffers: Sequence[tuple[Tensor, weakref.ref[Tensor], torch.Stream]]) -> int | None:
+    return next((place for place, (_, given, _) in enumerate(buffers) if given() is None), None)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

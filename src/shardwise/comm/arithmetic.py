@@ -72,8 +72,8 @@ def divide_factors(
             if backend not in SUMMING_BACKENDS:
                 # Each mean is over equally many ranks, so their mean over replicas is that of all ranks.
                 return DivideFactors(None, None, ReduceOp.AVG, ReduceOp.AVG)
-        elif backend == "nccl":
-            # NCCL multiplies within the reduction, which spares a pass over the shard.
+        elif backend == "nccl" and shard_size > 1:
+            # NCCL multiplies within the reduce-scatter, which spares a pass over the shard.
             op = ReduceOp.AVG if factor == shard_size else _compat.premultiplied_sum(1 / factor)
             return DivideFactors(None, None, op, ReduceOp.SUM)
     total = float(ranks) if factor is None else factor

@@ -42,13 +42,16 @@ def join(batches: Iterable[_T]) -> Iterator[tuple[_T, float]]:
         yield from ((batch, 1.0) for batch in batches)
         return
     # A group of its own: what ranks say here meets no collective of the step.
-    group, left = dist.new_group(backend="gloo"), iter(batches)
+    group = dist.new_group(backend="gloo")
+    left: list[Iterator[_T]] = []  # begun where the others hear of it, if that fails
     held: list[_T] = []  # the last batch
 
     def take() -> bool:
+        if not left:
+            left.append(iter(batches))
         try:
             # Replaced only by another: where none is left, the loop gets the last one again.
-            held[:] = [next(left)]
+            held[:] = [next(left[0])]
         except StopIteration:
             return False
         return True

@@ -270,7 +270,6 @@ class ContiguousGroup(ParamGroup):
         state = (seen.steps, sum(param.sharded._version for param in self.params))
         if self.refreshed_at == state:
             return
-        self.refreshed_at = state
         if self.orders and self.refresh_group is not None:
             self.announce(event_for(f"gather what the optimizer changed of '{self.name or 'the root'}'"))
         for buffer in self.buffers:
@@ -287,6 +286,7 @@ class ContiguousGroup(ParamGroup):
             if source.dtype != resident.dtype or source.device != resident.device:
                 source = resident.narrow(0, group.rank() * size, size).copy_(source)
             comm(output_tensor=resident, input_tensor=source, group=group, async_op=False)
+        self.refreshed_at = state  # not where one failed: the next pass gathers again
 
     def _finish_gather(self, result: AllGatherResult) -> None:
         if result.event is not None:

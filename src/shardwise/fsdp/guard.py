@@ -86,11 +86,11 @@ def install(guards: Iterable[Guard]) -> None:
     """Put guards in place, at the end of a pass."""
     for guard in guards:
         if (module := guard.module()) is not None:
-            module.__dict__["forward"] = guard
+            module.__dict__.setdefault("forward", guard)  # another `forward` that was set since stays
 
 
 def lift(guards: Iterable[Guard]) -> None:
     """Take guards away, at the beginning of a pass."""
     for guard in guards:
-        if (module := guard.module()) is not None and "forward" in module.__dict__:
+        if (module := guard.module()) is not None and module.__dict__.get("forward") is guard:
             del module.__dict__["forward"]

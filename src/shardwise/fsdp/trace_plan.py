@@ -15,6 +15,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -240,18 +241,20 @@ def _name(group: ProcessGroup | None, transport: object, device: torch.device) -
 
 def _collectives(group: ParamGroup, reducer: GradReducer, segment: Gathered) -> Collectives:
     plan = reducer.plan_for(segment.dtype, segment.gather_dtype)
-    settings, device = group.settings, group.device
+    settings, device, factors = group.settings, group.device, plan.factors
+    if factors.reduce_scatter_op not in _OPS:  # it multiplies, which no collective in a graph does
+        factors = replace(factors, reduce_scatter_op=ReduceOp.SUM, after=settings.divide_factor)
     return Collectives(
         gather_group=_name(group.shard_group, settings.all_gather, device),
         gather_ranks=str(group.ranks),
         gather_dtype=segment.gather_dtype,
         scatter_group=_name(plan.shard_group, settings.reduce_scatter, device),
         scatter_ranks=str(plan.shard_ranks),
-        scatter_op=_OPS[plan.factors.reduce_scatter_op],
+        scatter_op=_OPS[factors.reduce_scatter_op],
         reduce_group=_name(plan.replicate_group, None, device),
-        reduce_op=_OPS[plan.factors.all_reduce_op],
-        before=_text(plan.factors.before),
-        after=_text(plan.factors.after),
+        reduce_op=_OPS[factors.all_reduce_op],
+        before=_text(factors.before),
+        after=_text(factors.after),
         dtype=plan.dtype,
         stored=segment.dtype,
         device=device,

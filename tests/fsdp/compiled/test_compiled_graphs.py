@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp.compiled.harness import batch, by_block, loss_of
 from fsdp.compiled.models import Mlp, Nested, Transformer, shard_nested
 from shardwise import fully_shard
+from shardwise.fsdp.traced import Collectives
 from shardwise.graph import GraphReport, record
 
 
@@ -54,6 +56,25 @@ def pairs(graphs: tuple[GraphReport, GraphReport]) -> list[tuple[int, int]]:
 
 def group_bytes(model: nn.Module) -> int:
     return sum(param.numel() * param.element_size() for param in model.parameters())
+
+
+def test_nccls_multiplied_sum_is_a_sum_and_a_division_in_a_graph() -> None:
+    def shard(model: nn.Module, **options: Any) -> None:
+        fully_shard(model, **options)
+        model.set_gradient_divide_factor(7.0)  # type: ignore[operator]
+
+    found: list[Any] = []
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        found.append(Collectives(*args, **kwargs))
+        return found[-1]
+
+    with (
+        mock.patch("shardwise.fsdp.reduction.backend_of", return_value="nccl"),
+        mock.patch("shardwise.fsdp.trace_plan.Collectives", seen),
+    ):
+        graphs_of(Mlp, shard, layout="contiguous")
+    assert {(one.scatter_op, one.before, one.after) for one in found} == {("sum", None, "7.0")}
 
 
 def test_a_group_is_gathered_once_and_again_in_backward_if_it_was_freed() -> None:
