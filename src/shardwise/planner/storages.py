@@ -112,7 +112,11 @@ class Storages(EagerDispatchMode):
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
         known = self._alive.get(key)
-        if known is None:
+        if known is not None:
+            sizes = known[1].sizes
+            if sizes and sizes[-1] == storage.nbytes():  # as nearly always
+                return
+        else:
             known = (weakref.ref(storage, lambda _: self._forget(key)), Life())
             self._alive[key] = known
             self.lives.append(known[1])

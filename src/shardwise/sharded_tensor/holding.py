@@ -150,8 +150,16 @@ class Placed(Holding):
         return tuple(map(self.mesh.get_group, cuts))
 
     def _boxes_over(self, group: dist.ProcessGroup) -> Sequence[Box] | None:
-        held = [self.parts[rank].boxes for rank in dist.get_process_group_ranks(group)]
-        return [box for ((box, _),) in held] if all(len(boxes) == 1 for boxes in held) else None
+        # Not from `parts`: a mesh's ranks are a tensor, which in a plan is fake.
+        placement = self.placements[
+            [self.mesh.get_group(axis) for axis in range(self.mesh.ndim)].index(group)
+        ]
+        dim, whole = _dim(placement), [[(0, size)] if size else [] for size in self.shape]
+        split = [
+            Part((*whole[:dim], runs, *whole[dim + 1 :]), self.shape, first_replica=True).boxes
+            for runs in _split(whole[dim], placement, group.size())
+        ]
+        return [box for ((box, _),) in split] if all(len(boxes) == 1 for boxes in split) else None
 
     @cached_property
     def parts(self) -> dict[int, Part]:
