@@ -16,6 +16,7 @@ from faults.rank_side import disconnect
 from ranks import RankPool, on_ranks
 from shardwise import RankMismatchError, fully_shard
 from shardwise.comm.watch import announced
+from shardwise.sharded_tensor import ChunkShardingSpec, rand
 
 CASE = {"ranks": 2, "layout": "contiguous", "asynchronous": False}
 FIXED: list[dict[str, Any]] = [
@@ -69,6 +70,17 @@ def test_a_rank_whose_connections_break_is_named_on_one_too_that_waits_for_anoth
         announced(dist.group.WORLD, "pass on"),
     ):
         dist.recv(torch.zeros(1), (rank + 1) % 3)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("what", ["full_tensor", "sum", "reshard"])
+def test_a_rank_whose_connections_break_is_named_by_who_moves_a_sharded_tensor(what: str) -> None:
+    spec, other = (ChunkShardingSpec(dim, [f"rank:{rank}" for rank in range(3)]) for dim in (0, 1))
+    tensor = rand(spec, 5, 4, seed=1)
+    if dist.get_rank() == 1:
+        disconnect()
+    with pytest.raises(RankMismatchError, match="rank 1 has lost its connections to all other ranks"):
+        getattr(tensor, what)(*[other] * (what == "reshard"))
 
 
 def test_a_host_that_dies_in_silence_leaves_the_other_to_go_on(tmp_path: Path) -> None:

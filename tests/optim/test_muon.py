@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from optim.cuts import owned, ragged, row_boxes, rows_of, whole_of
 from ranks import on_ranks
-from shardwise import fully_shard
+from shardwise import _compat, fully_shard
 from shardwise.comm.count import CommCounter
-from shardwise.errors import ShardingError
+from shardwise.errors import RankMismatchError, ShardingError
 from shardwise.layout import Box, Owned
 from shardwise.optim.muon import Muon, _Cut, assign, newton_schulz
 from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
@@ -384,6 +384,28 @@ def test_a_resumed_sharded_run_continues_bit_for_bit() -> None:
     for expected, param in zip(on_one_process(), resumed, strict=True):
         assert isinstance(param, ShardedRows)
         assert torch.equal(param.full_tensor(), expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("differ", ["order", "gradients"])
+def test_ranks_that_differ_in_matrices_raise_and_exchange_none(layout: str, differ: str) -> None:
+    """Matrices of one size, whose parts would be exchanged in silence."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    for module in (*model, model):
+        fully_shard(module, layout=layout)
+    params, rank = list(model.parameters()), dist.get_rank()
+    if differ == "order" and rank == 1:
+        params[0], params[1] = params[1], params[0]
+    optimizer = Muon(params)
+    model(torch.ones(1, 4)).sum().backward()
+    if differ == "gradients":
+        params[rank].grad = None
+    before = [whole.clone() for whole in map(_compat.local_of, params)]
+    with pytest.raises(RankMismatchError, match=r"(?s)disagree.*0\.weight \[4, 4\].*1\.weight \[4, 4\]|1.*0"):
+        optimizer.step()
+    assert all(map(torch.equal, map(_compat.local_of, params), before))
 
 
 @on_ranks(4)

@@ -29,7 +29,7 @@ from shardwise import _compat
 from shardwise.comm.api import backend_of, backends
 from shardwise.comm.differences import by_ranks, differences
 from shardwise.comm.gloo import issued
-from shardwise.comm.watch import announced
+from shardwise.comm.watch import announced, explaining
 from shardwise.errors import CheckpointError, RankMismatchError, ShardwiseError, here
 
 _GROUP_TIMEOUT = timedelta(0)  # what torch takes for "as long as the group says"
@@ -114,6 +114,10 @@ class Agreement:
         self._device = device or device_of(group)
         # An attribute, as gloo sends from this memory until `differing` has waited.
         self._word = torch.tensor([self._own], dtype=torch.int64, device=self._device)
+        with explaining(group, f"agree about {what}"):
+            self._tell(group)
+
+    def _tell(self, group: dist.ProcessGroup) -> None:
         rank, ranks = group.rank(), group.size()
         if ranks <= _DIRECT_RANKS and self._word.is_cpu and backend_of(group, self._device) == "gloo":
             wire = self._word.view(torch.uint8)
@@ -139,10 +143,11 @@ class Agreement:
 
     def differing(self) -> dict[int, str]:
         """Return every rank's description if any two differ, else nothing; equal on every rank."""
-        said = {peer: self._said(peer) for peer in self._words}
-        # A peer whose word has come may not have made room for this one's yet; gloo reads it until then.
-        for work in self._sends:
-            work.wait(_GROUP_TIMEOUT)
+        with explaining(self._group, f"agree about {self._what}"):
+            said = {peer: self._said(peer) for peer in self._words}
+            # A peer whose word has come may not have made room for this one's yet; gloo reads it until then.
+            for work in self._sends:
+                work.wait(_GROUP_TIMEOUT)
         self._sends.clear()
         if all(word == self._own for word in said.values()):
             return {}

@@ -32,6 +32,7 @@ from shardwise import _compat
 from shardwise.comm.agree import Agreement
 from shardwise.comm.api import backend_of
 from shardwise.comm.gloo import sources, targets
+from shardwise.comm.watch import explaining
 from shardwise.errors import ShardingError, here
 from shardwise.layout.box import Box
 from shardwise.layout.messages import Message
@@ -95,13 +96,14 @@ def exchange(
             agreement.confirm()
         return
     device = (source or target)[0][1].device
-    if backend_of(group, device) == "gloo":
-        _exchange_over_gloo(local, sends, receives, group, agreement)
-    else:
-        if agreement is not None:
-            # Before any message, as these backends know no tags that keep other meanings apart.
-            agreement.confirm()
-        _exchange_in_batch(local, sends, receives, group)
+    with explaining(group, "move parts of a tensor"):
+        if backend_of(group, device) == "gloo":
+            _exchange_over_gloo(local, sends, receives, group, agreement)
+        else:
+            if agreement is not None:
+                # Before any message, as these backends know no tags that keep other meanings apart.
+                agreement.confirm()
+            _exchange_in_batch(local, sends, receives, group)
 
 
 class AllToAll:

@@ -149,6 +149,16 @@ def announced(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
 
 
 @contextmanager
+def explaining(group: dist.ProcessGroup, what: str) -> Iterator[None]:
+    """Explain the failure of what ranks of `group` do within, which they have agreed upon or agree there."""
+    order = order_of(group)  # on every rank, as who has none gives no sign of life
+    try:
+        yield
+    except RuntimeError as error:
+        raise explained(error, [] if order is None else [order], what) from error
+
+
+@contextmanager
 def watched_stages(stages: DeviceMesh) -> Iterator[None]:
     """Run a step of a pipeline: whoever waits for a stage that raises or ends is told which, in seconds.
 

@@ -28,7 +28,9 @@ from torch.optim import Optimizer
 
 from shardwise import _compat
 from shardwise.comm.exchange import AllToAll, part
+from shardwise.comm.watch import announced
 from shardwise.errors import ShardingError, here
+from shardwise.fsdp.optimizer_watch import name_of
 from shardwise.layout import Box, Message
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.kinds import form_of, holding_of
@@ -153,7 +155,7 @@ class Muon(Optimizer):
         grad = cast(Tensor, param.grad)
         buffer = state["momentum_buffer"]
         local, local_grad, local_buffer = map(_compat.local_of, (param, grad, buffer))
-        return _Matrix(self._cut(param), local, local_grad, local_buffer, options)
+        return _Matrix(self._cut(param), local, local_grad, local_buffer, options, name_of(param))
 
     def _forget_cuts(self) -> None:
         self._cuts: dict[Tensor, tuple[Any, _Cut]] = {}
@@ -172,7 +174,8 @@ class Muon(Optimizer):
         cuts = [matrix.cut for matrix in matrices]
         known = self._plans.get(key)
         if known is None or known[0] != cuts:
-            known = self._plans[key] = (cuts, _Plan.of(cuts))
+            names = [matrix.name or matrix.cut.name for matrix in matrices]
+            known = self._plans[key] = (cuts, _Plan.of(cuts, names))
         return known[1]
 
 
@@ -215,6 +218,7 @@ class _Cut:
     holders: Mapping[int, Box]  # by rank of `group`; ranks without elements are left out
     group: dist.ProcessGroup | None = None
     rank: int = 0  # this process's in `group`
+    name: str = "?"  # by which the optimizer was given it
 
     @property
     def is_whole_here(self) -> bool:
@@ -241,7 +245,7 @@ def _cut_of(param: Tensor, name: object) -> _Cut:
     group, boxes = over
     rows, columns = param.shape
     holders = {rank: box for rank, box in enumerate(boxes) if not box.is_empty}
-    return _Cut((rows, columns), holders, group, 0 if group is None else group.rank())
+    return _Cut((rows, columns), holders, group, 0 if group is None else group.rank(), str(name))
 
 
 def assign(cuts: Sequence[_Cut]) -> list[int]:
@@ -273,9 +277,10 @@ class _Plan:
     messages: list[Message]  # that this rank sends or gets; source and target are the matrix
     mine: list[int]  # the cut matrices that this rank works on
     is_needed: bool  # does any rank send anything?
+    what: str  # in words, equal on ranks that do the same
 
     @classmethod
-    def of(cls, cuts: Sequence[_Cut]) -> _Plan:
+    def of(cls, cuts: Sequence[_Cut], names: Sequence[str]) -> _Plan:
         workers, rank = assign(cuts), cuts[0].rank
         cut = [i for i in range(len(cuts)) if len(cuts[i].holders) > 1]
         messages = [
@@ -284,7 +289,9 @@ class _Plan:
             for holder, box in cuts[i].holders.items()
             if holder != workers[i] and rank in (holder, workers[i])
         ]
-        return cls(messages, mine=[i for i in cut if workers[i] == rank], is_needed=bool(cut))
+        listed = [f"{names[i]} {list(cuts[i].shape)}" for i in cut]
+        what = "\n".join([f"orthogonalise {len(cut)} matrices that ranks have parts of", *listed])
+        return cls(messages, [i for i in cut if workers[i] == rank], is_needed=bool(cut), what=what)
 
 
 @dataclass(frozen=True)
@@ -296,6 +303,7 @@ class _Matrix:
     grad: Tensor
     buffer: Tensor  # ... and the momentum's
     options: dict[str, Any]
+    name: str | None = None
 
     def direction(self) -> Tensor:
         """Return this rank's part of the matrix to orthogonalise; advances the momentum."""
@@ -335,18 +343,22 @@ class _Exchange:
         self.moves = AllToAll(plan.messages, group=group, dtype=dtype, device=matrices[0].local.device)
         for message, rows in self.moves.outgoing:
             rows.copy_(matrices[message.source].direction())
-        self.work = self.moves.send()
+        self.group = group
+        with announced(group, plan.what):
+            self.work = self.moves.send()
 
     def finish(self) -> None:
         if not self.plan.is_needed:
             return
-        self.work.wait()
+        with announced(self.group, "get matrices to orthogonalise"):
+            self.work.wait()
         borrowed: dict[int, list[tuple[Box, Tensor]]] = defaultdict(list)
         for message, rows in self.moves.incoming:
             borrowed[message.target].append((message.box, rows))
         for i in self.plan.mine:
             self._orthogonalise(self.matrices[i], borrowed[i])
-        self.moves.send(back=True).wait()
+        with announced(self.group, "send back orthogonalised matrices"):
+            self.moves.send(back=True).wait()
         for message, rows in self.moves.outgoing:
             self.matrices[message.source].apply(rows)
 

@@ -188,6 +188,10 @@ def _check_dimensions(setup: Setup) -> None:
             f"schedule={setup.schedule!r} with stages={setup.stages}: Interleaved1F1B has more than one stage"
             " on each rank, the others one"
         )
+    if setup.schedule == "GPipe" and setup.pipeline == 1:
+        raise ShardingError(
+            "schedule='GPipe' is of a pipeline: give pipeline (--pipeline) of more than 1 rank"
+        )
     if setup.stages > 1 and setup.pipeline == 1:
         raise ShardingError(
             "stages are planned of a pipeline: give pipeline (--pipeline) of more than 1 rank"

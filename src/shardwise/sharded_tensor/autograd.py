@@ -28,6 +28,7 @@ from shardwise.comm.agree import Agreement
 from shardwise.comm.api import backend_of
 from shardwise.comm.arithmetic import extreme
 from shardwise.comm.exchange import exchange, gather, part
+from shardwise.comm.watch import explaining
 from shardwise.layout import Box, Message, transfer
 from shardwise.sharded_tensor import failure
 from shardwise.sharded_tensor.group import is_outside
@@ -97,7 +98,8 @@ def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceO
     right = 1 if op == dist.ReduceOp.MIN else 0  # the flag of a rank that is well
     if checked:
         reduced[count] = 1 - right if failure.flag() else right
-    dist.all_reduce(reduced, op=op, group=group)
+    with explaining(group, "reduce parts of a tensor"):
+        dist.all_reduce(reduced, op=op, group=group)
     if checked and reduced[count].item() != right:
         failure.raise_everywhere(group)
     return reduced.resize_(tensor.shape).to(tensor.dtype)

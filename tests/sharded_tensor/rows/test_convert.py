@@ -16,11 +16,12 @@ from pieces import (
     sharded,
     uneven,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ranks import on_ranks
+from shardwise import fully_shard
 from shardwise.comm.count import CommCounter
 from shardwise.errors import RankMismatchError, ShardingError
 from shardwise.sharded_tensor.rows import ShardedRows
@@ -204,3 +205,21 @@ def test_copy_between_a_mesh_and_a_line() -> None:
 def test_copy_into_a_plain_tensor_is_refused() -> None:
     with pytest.raises(ShardingError, match="full_tensor"):
         torch.zeros(7, 5).copy_(sharded(WHOLES[0], uneven))
+
+
+@on_ranks(3)
+def test_a_rank_to_which_tensor_parallelism_leaves_no_columns_has_the_whole_too() -> None:
+    """Four columns over three ranks: 2, 2 and none, of which no rows are cut."""
+    mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "tp"))
+    whole = torch.arange(20.0).view(5, 4)
+    model = nn.Linear(4, 5, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(1)]))
+    fully_shard(model, mesh=mesh["dp"], layout="contiguous")
+    param = model.weight
+    assert torch.equal(param.full_tensor(), whole)
+    (param.full_tensor() * 2).sum().backward()
+    assert torch.equal(param.grad.full_tensor(), torch.full((5, 4), 2.0))
+    again = distribute_tensor(whole + 1, param.device_mesh, param.placements)
+    assert isinstance(again, ShardedRows)
+    assert torch.equal(again.full_tensor(), whole + 1)
+    assert param.placements[1] == Shard(1)

@@ -35,12 +35,16 @@ def make_whole(local: Tensor, piece: Piece) -> Tensor:
     with ExitStack() as stack:
         for group in () if _compat.is_functional(local) else piece.axes:
             stack.enter_context(announced(group, f"gather a whole tensor\nof shape {list(piece.shape)}"))
-        whole = _gathered(local, piece) if piece.groups else local.clone()
-        return gather_even(whole, piece.shape, piece.even_cuts)
+        return gather_even(_gathered(local, piece), piece.shape, piece.even_cuts)
 
 
 def _gathered(local: Tensor, piece: Piece) -> Tensor:
     """Gather what the piece's groups cut, over one group after the other."""
+    part = piece.even_part
+    if not part.numel:  # no rows are cut of it: tensor parallelism has left this rank no columns
+        return local.new_empty(part.sizes)
+    if not piece.groups:
+        return local.clone()
     whole = local.new_empty((sum(piece.counts), *piece.rows.sizes[1:]))
     whole.narrow(0, piece.rows.offsets[0], piece.rows.sizes[0]).copy_(local)
     step = 1

@@ -160,7 +160,12 @@ class Piece(Holding):
     @cached_property
     def box(self) -> Box:
         """This rank's part of the whole tensor."""
-        return self.rows.shifted(_even_part(self.shape, self.even_cuts).offsets)
+        return self.rows.shifted(self.even_part.offsets)
+
+    @cached_property
+    def even_part(self) -> Box:
+        """The part of the whole tensor that `even_cuts` leave to this rank, before rows are cut."""
+        return _even_part(self.shape, self.even_cuts)
 
     @cached_property
     def ranks(self) -> int:
@@ -267,7 +272,7 @@ def _piece_of(
     first = sorted(rows, key=lambda axis: rows[axis].step)
     groups = tuple(mesh.get_group(axis) for axis in first)
     counts = rows[first[0]].counts if first else (shape[0],)
-    if sum(counts) != part.sizes[0]:
+    if part.numel and sum(counts) != part.sizes[0]:
         raise ShardingError(
             f"{here()}: {placements} cut {sum(counts)} rows, but this rank's part of a tensor of shape"
             f" {tuple(shape)} has {part.sizes[0]}; use placements of a tensor of the same shape"
