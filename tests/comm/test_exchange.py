@@ -289,7 +289,7 @@ def test_only_messages_of_several_or_strided_boxes_are_staged_one_at_its_size() 
         messages = transfer(source, target)
         with Allocations() as allocations:
             exchange(messages, source=held, target=wanted, group=group)
-        return allocations.bytes
+        return [nbytes for nbytes in allocations.bytes if nbytes]
 
     assert staged(rows, rows[1:] + rows[:1]) == []
     assert staged(even((9,), dim=0, ranks=3), [[Box((rank,), (7,))] for rank in range(3)]) == []

@@ -193,10 +193,7 @@ class Listed(Holding):
     process_group: dist.ProcessGroup
 
     def axes_along(self, dims: Sequence[int]) -> Groups:
-        """Return its group, unless every shard with elements has all that lies along `dims`."""
-        boxes = (shard.box for shard in self.metadata.shards_metadata)
-        cut = any(box.sizes[d] != self.shape[d] for box in boxes if not box.is_empty for d in dims)
-        return (self.process_group,) if cut else ()
+        return (self.process_group,) if self.metadata.is_cut(dims) else ()
 
     @cached_property
     def axes(self) -> Groups:

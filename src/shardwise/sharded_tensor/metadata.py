@@ -264,6 +264,11 @@ class ShardedTensorMetadata:
         """Return the shards of a global rank, in order."""
         return [shard for shard in self.shards_metadata if shard.rank == rank]
 
+    def is_cut(self, dims: Sequence[int]) -> bool:
+        """Return whether any shard with elements has only a part of what lies along `dims`."""
+        boxes = (shard.box for shard in self.shards_metadata)
+        return any(box.sizes[d] != self.size[d] for box in boxes if not box.is_empty for d in dims)
+
     def cut_as(self, other: ShardedTensorMetadata) -> bool:
         """Return whether both give the same boxes of one shape to the same ranks in the same order."""
         if self is other or self.shards_metadata is other.shards_metadata:

@@ -39,7 +39,6 @@ from shardwise.sharded_tensor.ops.lookup import (
     to_holders,
 )
 from shardwise.sharded_tensor.ops.operands import by_name, check_group, like, probe
-from shardwise.sharded_tensor.ops.reduce import is_cut
 from shardwise.sharded_tensor.refuse import refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -150,14 +149,14 @@ def _whole_ids(ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def _check_cut(func: Any, weight: ShardedTensor, max_norm: float | None, mode: str | None) -> None:
-    if mode == "max" and is_cut(weight, (0,)):
+    if mode == "max" and weight.metadata().is_cut((0,)):
         refuse_case(
             func.__name__,
             weight,
             why="the greatest of a bag needs all rows of the table in every shard",
             instead="cut it by columns, with reshard(), or pass mode='sum' or 'mean'",
         )
-    if max_norm is not None and is_cut(weight, (1,)):
+    if max_norm is not None and weight.metadata().is_cut((1,)):
         refuse_case(
             func.__name__,
             weight,
@@ -180,7 +179,7 @@ def _check(ids: Tensor, weight: Tensor, name: str, offsets: Tensor | None) -> No
                 " full_tensor()"
             )
         return
-    if not ids.ndim or is_cut(ids, range(1, ids.ndim)):
+    if not ids.ndim or ids.metadata().is_cut(range(1, ids.ndim)):
         raise ShardingError(
             f"{here()}: {name} takes ids sharded along dim 0, found shape {tuple(ids.shape)} by"
             f" {ids.sharding_spec()!r}; call .reshard(ChunkShardingSpec(0, ...)) on them, or pass their"
@@ -241,7 +240,7 @@ def _renormalize(weight: Tensor, ids: Tensor, max_norm: float, norm_type: float)
 def _by_columns(weight: ShardedTensor) -> bool:
     """Return whether every shard has all rows, and no shard all columns."""
     filled = sum(not shard.box.is_empty for shard in weight.metadata().shards_metadata)
-    return filled > 1 and not is_cut(weight, (0,))
+    return filled > 1 and not weight.metadata().is_cut((0,))
 
 
 def _on_columns(

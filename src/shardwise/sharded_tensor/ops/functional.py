@@ -28,7 +28,7 @@ from shardwise.sharded_tensor.autograd import tied
 from shardwise.sharded_tensor.construct import shared_seed
 from shardwise.sharded_tensor.ops.elementwise import elementwise
 from shardwise.sharded_tensor.ops.operands import anchor_of, by_name, called_as, parts, probe, rule
-from shardwise.sharded_tensor.ops.reduce import dims_of, is_cut, log_of_exponentials, refuse_cut
+from shardwise.sharded_tensor.ops.reduce import dims_of, log_of_exponentials, refuse_cut
 from shardwise.sharded_tensor.ops.shape import derived
 from shardwise.sharded_tensor.random import bernoulli
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
@@ -54,7 +54,7 @@ def _softmax(func: Any, sharded: ShardedTensor, dim: Any, dtype: torch.dtype | N
     dims = dims_of(sharded, dim)
     if sharded.numel() and not (sharded.dtype.is_floating_point or dtype):  # where shards are empty too
         func(torch.ones((1,) * sharded.ndim, dtype=sharded.dtype, device=sharded.anchor.device), dim)
-    if not is_cut(sharded, dims):
+    if not sharded.metadata().is_cut(dims):
         tensors = [func(tensor, dim, dtype) for tensor in sharded.tensors]
         return sharded.with_tensors(tensors, anchor=None if tensors else func(sharded.anchor, 0, dtype))
     into = func(sharded.anchor.detach(), -1, dtype).dtype
@@ -98,7 +98,7 @@ def _normalized(
     ones = [None if t is None else torch.empty(1, dtype=t.dtype, device=t.device) for t in affine]
     into = func(input.anchor.detach().reshape(0, 1), (1,), *ones, eps).dtype  # and dtypes
     dims = tuple(range(input.ndim - len(shape), input.ndim))
-    if not is_cut(input, dims):
+    if not input.metadata().is_cut(dims):
 
         def local(tensor: Tensor, *affine: Tensor | None) -> Tensor:
             if tensor.numel():
@@ -197,7 +197,7 @@ def _rows(func: Any, given: dict[str, Any]) -> Tensor:
         )
     func(probe(input), probe(target), None if weight is None else probe(weight), **given)  # torch judges
     dim = min(1, input.ndim - 1)
-    if is_cut(input, (dim,)):
+    if input.metadata().is_cut((dim,)):
         refuse_cut(func, input, (dim,))
     input = _with_classes(input, dim)
 

@@ -59,13 +59,6 @@ def dims_of(sharded: Tensor, dim: Any) -> Dims:
     return dims if ndim else ()
 
 
-def is_cut(sharded: ShardedTensor, dims: Sequence[int]) -> bool:
-    """Return whether any shard with elements has only a part of what lies along `dims`."""
-    size = sharded.metadata().size
-    boxes = (shard.box for shard in sharded.metadata().shards_metadata)
-    return any(box.sizes[d] != size[d] for box in boxes if not box.is_empty for d in dims)
-
-
 def refuse_cut(func: Any, sharded: ShardedTensor, dims: Dims) -> NoReturn:
     """Raise ShardingError for a function that needs all elements along `dims` on one rank."""
     refuse_case(
