@@ -88,18 +88,19 @@ def textbook(model: str, setup: Setup, hardware: Hardware, parameters: int) -> t
 
     Memory: 16 bytes a parameter over all ranks (float32 parameter, gradient, two moments); 34 bytes of
     activations a token, layer and unit of width (Korthikanti et al., 2022, without attention's matrix), half
-    of them with selective checkpointing, 2 with full; three float32 copies of the logits. Time: 6 operations
+    of them with selective checkpointing, 2 with full, their mean with every second block's; three float32
+    copies of the logits. Time: 6 operations
     a parameter and token, and attention's 12 x layers x width x sequence, a third more where forward is
     computed again, at 40% of the peak.
     """
     shape = PUBLISHED[model]
     tokens = setup.micro_batch * setup.sequence
-    kept = {"none": 34, "selective": 17, "full": 2}[setup.checkpointing]
+    kept = {"none": 34, "selective": 17, "alternate": 18, "full": 2}[setup.checkpointing]
     memory = 16 * parameters / setup.ranks
     memory += kept * tokens * shape.width * shape.layers
     memory += 3 * 4 * tokens * shape.vocabulary
     flops = 6 * parameters + 12 * shape.layers * shape.width * setup.sequence
-    flops *= 4 / 3 if setup.checkpointing == "full" else 1
+    flops *= {"alternate": 7 / 6, "full": 4 / 3}.get(setup.checkpointing, 1)
     return memory / GIB, 0.4 * hardware.peak_flops["bfloat16"] / flops
 
 

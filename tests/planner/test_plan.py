@@ -123,6 +123,7 @@ def test_a_few_blocks_stand_for_all_with_moments_in_8_bits(layout: str) -> None:
     ("factory", "changes"),
     [
         (gpt, {"checkpointing": "selective"}),
+        (gpt, {"checkpointing": "alternate"}),
         (gpt, {"checkpointing": "full", "layout": "contiguous"}),
         (llama, {"checkpointing": "full"}),
         (llama, {"layout": "contiguous", "loss": "chunked"}),
@@ -180,6 +181,20 @@ def test_a_plan_by_one_rank_of_a_job_leaves_the_job_its_groups() -> None:
 
 
 # ---------------------------------------------------------------- what users meet
+
+
+def test_every_second_block_that_is_checkpointed_takes_half_of_what_all_take() -> None:
+    kept = {
+        kind: shardwise.plan(lambda layers=8: gpt(layers), ranks=2, sequence=SEQUENCE, checkpointing=kind)
+        for kind in ("none", "alternate", "full")
+    }
+    none, half, full = (
+        max(moment.alive.get("activations", 0) for moment in one.moments) for one in kept.values()
+    )
+    assert half == pytest.approx((none + full) / 2, rel=0.1)
+    flops = [one.computed_flops for one in kept.values()]
+    assert flops[1] == pytest.approx((flops[0] + flops[2]) / 2, rel=0.01)
+    assert "for block in blocks[1::2]:" in planner.python("gpt2", Setup(checkpointing="alternate"))
 
 
 def test_a_plan_is_json_both_ways_and_says_whether_it_fits() -> None:

@@ -205,7 +205,7 @@ def plan(
     async_tensor: Annotated[bool, typer.Option(help="Its collectives beside their matmuls.")] = False,
     layout: Annotated[LayoutName, typer.Option(help="Of `fully_shard`.")] = LayoutName.interleaved,
     strategy: Annotated[str | None, typer.Option(help="Of the contiguous layout.")] = None,
-    checkpointing: Annotated[str, typer.Option(help="Of blocks: none, selective or full.")] = "none",
+    checkpointing: Annotated[str, typer.Option(help="Of blocks: none, selective, alternate, full.")] = "none",
     compiled: Annotated[bool, typer.Option("--compile", help="Blocks are compiled.")] = False,
     compile_loss: Annotated[bool, typer.Option(help="The loss of whole logits is compiled.")] = False,
     float8: Annotated[bool, typer.Option("--float8", help="Compiled blocks multiply in float8.")] = False,

@@ -133,7 +133,7 @@ def _shards(model: Model, setup: Setup) -> Iterator[str]:
         yield "        experts.set_gradient_divide_factor(data_ranks(whole))"
     yield f"    blocks = {blocks}"
     if setup.checkpointing != "none":
-        yield "    for block in blocks:"
+        yield f"    for block in blocks{'[1::2]' * (setup.checkpointing == 'alternate')}:"
         yield f"        recompute(block, selective={setup.checkpointing == 'selective'})"
     apart = "".join(f", model.{name}" for name in ends) if setup.ends_apart else ""
     yield f"    for module in [*blocks{apart}]:"

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 from shardwise.errors import ShardingError
 
 DType = Literal["float32", "bfloat16", "float16"]
-Checkpointing = Literal["none", "selective", "full"]
+Checkpointing = Literal["none", "selective", "alternate", "full"]
 Optimizer = Literal["AdamW", "AdamW fused", "AdamW flat", "AdamW 8 bits", "Muon", "SGD"]
 Strategy = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp", "hierarchical_fsdp"]  # of `fully_shard`
 MOST = 10_000_000  # ranks, or tokens of a sequence; a plan makes lists of ranks, and of parts of a loss
@@ -53,7 +53,8 @@ class Setup:
         param_dtype: of gathered parameters and computation.
         reduce_dtype: of gradients while they are reduced.
         ends_apart: the model's first and last modules are groups of their own, beside its blocks.
-        checkpointing: of blocks: "none"; "selective" keeps attention and every second matmul; "full".
+        checkpointing: of blocks: "none"; "selective" keeps attention and every second matmul; "alternate"
+            computes every second block again, the others not; "full".
         compile: blocks are compiled: `shardwise.compile(mode="regional")`.
         compile_loss: so is the loss of whole logits, which then are kept as they are.
         float8: compiled blocks multiply by their linear layers in float8, which is what is gathered of them.

@@ -79,7 +79,7 @@ def shard(module: nn.Module, model: Model, setup: Setup, mesh: DeviceMesh) -> No
     """Cut `module` over `mesh`: a group for each block, for each end if they are apart, for the rest."""
     blocks = model.blocks(module)
     if setup.checkpointing != "none":
-        for block in blocks:
+        for block in blocks[1::2] if setup.checkpointing == "alternate" else blocks:
             recompute(block, selective=setup.checkpointing == "selective")
     options = options_of(setup, mesh)
     units = [*blocks, *(model.ends(module) if setup.ends_apart else [])]
