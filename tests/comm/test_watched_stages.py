@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import shardwise
 from ranks import RankFailure, RankPool
 from shardwise import fully_shard, watched_stages
+from shardwise.comm.watch import announced
 from shardwise.dimensions import Dimensions
 
 
@@ -75,3 +76,18 @@ def test_a_stage_that_dies_is_named(mortal_ranks: RankPool) -> None:
 
 def expect_death() -> None:
     raise AssertionError(f"rank {dist.get_rank()} said: {train_and_fail('dies', 3)}")
+
+
+def fail_by_an_error_of_its_own() -> tuple[str, bool]:
+    mesh = Dimensions("pp2").mesh("cpu")
+    try:
+        with watched_stages(mesh["pp"]), announced(dist.group.WORLD, "gather"):
+            raise torch.OutOfMemoryError("no memory for the gather")
+    except RuntimeError as error:
+        return str(error), error.__cause__ is error
+    return "nothing", False
+
+
+def test_an_error_that_is_no_transports_is_raised_as_it_is(mortal_ranks: RankPool) -> None:
+    said = mortal_ranks(fail_by_an_error_of_its_own, world_size=2, timeout=60.0)
+    assert said == [("no memory for the gather", False)] * 2

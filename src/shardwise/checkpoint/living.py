@@ -28,7 +28,7 @@ from shardwise.checkpoint.meeting import START, Meeting
 from shardwise.checkpoint.memory import HostMemory
 from shardwise.comm.agree import together
 from shardwise.comm.order import first_line
-from shardwise.comm.watch import explained, leave_all, look_into, of_transport, order_of
+from shardwise.comm.watch import leave_all, look_into, of_transport, order_of, raise_explained
 from shardwise.errors import CheckpointError, RankMismatchError, ShardwiseError
 from shardwise.files.stores import on_disk
 
@@ -146,7 +146,7 @@ class LivingRanks(Generic[_T]):
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
             order = order_of(dist.group.WORLD)
-            raise explained(error, [order] if order else [], "commit the step") from error
+            raise_explained(error, [order] if order else [], "commit the step")
         self._meeting.hold()
         self._take()
         if self._memory is not None:  # all have loaded what was handed on

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.background import failed_here, wait_for_saving
-from shardwise.comm.watch import explained, look_into, order_of
+from shardwise.comm.watch import look_into, order_of, raise_explained
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TWICE = 3.0  # seconds after which another signal means "at once": launchers pass one on within less
@@ -105,7 +105,7 @@ class StopSignals:
             work.wait()
         except RuntimeError as error:
             order = order_of(dist.group.WORLD)
-            raise explained(error, [order] if order else [], "agree whether to stop") from error
+            raise_explained(error, [order] if order else [], "agree whether to stop")
         number, failed = flag.tolist()
         return number, failed != 0
 

@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import NoReturn
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -125,6 +126,14 @@ def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> Runtim
     return RankMismatchError(f"{here()}: could not {what}: {verdict}")
 
 
+def raise_explained(error: RuntimeError, orders: Sequence[Order], what: str) -> NoReturn:
+    """Raise what `explained` returns, from `error` where it is another: an error is no cause of itself."""
+    found = explained(error, orders, what)
+    if found is error:
+        raise error
+    raise found from error
+
+
 def of_transport(error: RuntimeError) -> bool:
     """Return whether the error is a transport's failure."""
     return any(word in str(error) for word in _OF_TRANSPORTS)
@@ -145,7 +154,7 @@ def announced(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise explained(error, [order], first_line(what)) from error
+        raise_explained(error, [order], first_line(what))
 
 
 @contextmanager
@@ -155,7 +164,7 @@ def explaining(group: dist.ProcessGroup, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise explained(error, [] if order is None else [order], what) from error
+        raise_explained(error, [] if order is None else [order], what)
 
 
 @contextmanager

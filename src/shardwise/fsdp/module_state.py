@@ -17,7 +17,7 @@ from torch import nn
 from shardwise import _compat
 from shardwise.comm import CommStreams
 from shardwise.comm.order import event_for
-from shardwise.comm.watch import explained
+from shardwise.comm.watch import raise_explained
 from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import guard
 from shardwise.fsdp.group import Form, ParamGroup
@@ -309,7 +309,7 @@ class ModuleState:
                 group.unshard(async_op=group.settings.unshard_async_op, streams=schedule.streams)
             result = group.wait_for_unshard()
         except RuntimeError as error:
-            raise explained(error, group.orders, f"gather '{group.name or 'the root'}'") from error
+            raise_explained(error, group.orders, f"gather '{group.name or 'the root'}'")
         # Interleaved alone: the gathered buffer is apart from the parameters, and may be given out again.
         if result is not None and schedule.streams is not None:
             schedule.finish_gather(result, forward=forward)

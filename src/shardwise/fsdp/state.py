@@ -16,7 +16,7 @@ from torch import Tensor, is_grad_enabled, nn
 
 from shardwise import _compat
 from shardwise.comm.order import event_for
-from shardwise.comm.watch import explained
+from shardwise.comm.watch import raise_explained
 from shardwise.errors import LifecycleError, here
 from shardwise.fsdp import finalization, interrupted, ranges
 from shardwise.fsdp.autograd_hooks import attach_post_backward, attach_within_transforms
@@ -360,7 +360,7 @@ class FSDPState(ModuleState):
                 results = reducer.reduce(collected, streams=schedule.streams)
             except RuntimeError as error:
                 check_grad_dtypes(group)
-                raise explained(error, group.orders, f"reduce '{group.name}'") from error
+                raise_explained(error, group.orders, f"reduce '{group.name}'")
             if schedule.streams is not None:
                 schedule.track_reductions(results)
 
