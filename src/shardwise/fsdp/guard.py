@@ -85,12 +85,14 @@ def guards(modules: Iterable[nn.Module], groups: Iterable[ParamGroup]) -> list[G
 def install(guards: Iterable[Guard]) -> None:
     """Put guards in place, at the end of a pass."""
     for guard in guards:
-        if (module := guard.module()) is not None:
-            module.__dict__.setdefault("forward", guard)  # another `forward` that was set since stays
+        if (module := guard.module()) is not None and "forward" not in module.__dict__:
+            module.__dict__["forward"] = guard  # another `forward` that was set since stays
 
 
 def lift(guards: Iterable[Guard]) -> None:
     """Take guards away, at the beginning of a pass."""
     for guard in guards:
-        if (module := guard.module()) is not None and module.__dict__.get("forward") is guard:
+        if (module := guard.module()) is None:
+            continue
+        if "forward" in module.__dict__ and module.__dict__["forward"] is guard:
             del module.__dict__["forward"]
