@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.plan_real import decoder
+from benchmarks.plan_real import SEQUENCE, decoder, gpt
 from torch import nn
 from torch.nn import functional as F
 
 import shardwise
+from shardwise import planner
 from shardwise.comm.count import Collective
 from shardwise.errors import ShardingError
 from shardwise.planner.devices import hardware_of
@@ -211,3 +212,17 @@ def test_reductions_in_pieces_hide_beside_their_matmul_and_are_added_up_after() 
     host = hardware.host_seconds
     assert seconds[0] == pytest.approx([host + takes + sends, host + takes + sends / 8 + adds])
     assert seconds[None] == pytest.approx([host + takes + sends] * 2)
+
+
+def test_every_second_block_that_is_checkpointed_takes_half_of_what_all_take() -> None:
+    kept = {
+        kind: shardwise.plan(lambda layers=8: gpt(layers), ranks=2, sequence=SEQUENCE, checkpointing=kind)
+        for kind in ("none", "alternate", "full")
+    }
+    none, half, full = (
+        max(moment.alive.get("activations", 0) for moment in one.moments) for one in kept.values()
+    )
+    assert half == pytest.approx((none + full) / 2, rel=0.1)
+    flops = [one.computed_flops for one in kept.values()]
+    assert flops[1] == pytest.approx((flops[0] + flops[2]) / 2, rel=0.01)
+    assert "for block in blocks[1::2]:" in planner.python("gpt2", Setup(checkpointing="alternate"))

@@ -1,12 +1,16 @@
-"""Plans of pipelines, sequences and experts over ranks: known facts, real runs, what is refused."""
+"""Plans of pipelines, sequences and experts over ranks: known facts, real runs, what is refused, in a job."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from benchmarks.plan_real import SEQUENCE, compare, decoder, learned, mixtures, setup_of, stages, tiny
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import shardwise
 from ranks import on_ranks
@@ -165,3 +169,23 @@ def test_what_cannot_be_cut_so_is_refused_by_name(model: Any, changes: dict[str,
 def test_lanes_of_a_plan_are_those_of_what_is_cut() -> None:
     made = planned(tiny(), ulysses=2)
     assert {span.stream for span in made.step_times.spans} & {*LANES} == {"sequences"}
+
+
+# ---------------------------------------------------------------- in a job
+
+
+@on_ranks(4)
+def test_a_plan_by_one_rank_of_a_job_leaves_the_job_its_groups() -> None:
+    """DTensor finds an operator's placements by mesh: of two that are equal, it has the first's groups."""
+
+    def normalised() -> torch.Tensor:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+        x, weight = torch.arange(8.0).view(2, 4) + dist.get_rank(), torch.ones(4)
+        summed = DTensor.from_local(x, mesh, [Partial()])
+        whole = DTensor.from_local(weight, mesh, [Replicate()])
+        return nn.functional.rms_norm(summed, (4,), whole).full_tensor()
+
+    first = normalised()
+    if dist.get_rank() == 0:
+        shardwise.plan("gpt2", ranks=4, tensor=2, device="cpu", sequence=8)
+    assert torch.equal(normalised(), first)

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from benchmarks.plan_real import SEQUENCE, compare, decoder, gpt, llama, setup_of
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
 from typer.testing import CliRunner
 
 import shardwise
@@ -163,38 +161,7 @@ def test_a_plan_is_what_four_ranks_allocate_and_send(factory: Any, changes: dict
     assert found.same_order
 
 
-@on_ranks(4)
-def test_a_plan_by_one_rank_of_a_job_leaves_the_job_its_groups() -> None:
-    """DTensor finds an operator's placements by mesh: of two that are equal, it has the first's groups."""
-
-    def normalised() -> torch.Tensor:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
-        x, weight = torch.arange(8.0).view(2, 4) + dist.get_rank(), torch.ones(4)
-        summed = DTensor.from_local(x, mesh, [Partial()])
-        whole = DTensor.from_local(weight, mesh, [Replicate()])
-        return nn.functional.rms_norm(summed, (4,), whole).full_tensor()
-
-    first = normalised()
-    if dist.get_rank() == 0:
-        shardwise.plan("gpt2", ranks=4, tensor=2, device="cpu", sequence=8)
-    assert torch.equal(normalised(), first)
-
-
 # ---------------------------------------------------------------- what users meet
-
-
-def test_every_second_block_that_is_checkpointed_takes_half_of_what_all_take() -> None:
-    kept = {
-        kind: shardwise.plan(lambda layers=8: gpt(layers), ranks=2, sequence=SEQUENCE, checkpointing=kind)
-        for kind in ("none", "alternate", "full")
-    }
-    none, half, full = (
-        max(moment.alive.get("activations", 0) for moment in one.moments) for one in kept.values()
-    )
-    assert half == pytest.approx((none + full) / 2, rel=0.1)
-    flops = [one.computed_flops for one in kept.values()]
-    assert flops[1] == pytest.approx((flops[0] + flops[2]) / 2, rel=0.01)
-    assert "for block in blocks[1::2]:" in planner.python("gpt2", Setup(checkpointing="alternate"))
 
 
 def test_a_plan_is_json_both_ways_and_says_whether_it_fits() -> None:

@@ -22,7 +22,6 @@ from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import guard
 from shardwise.fsdp.group import Form, ParamGroup
 from shardwise.fsdp.lifecycle import TrainingState
-from shardwise.fsdp.optimizer_watch import note_name
 from shardwise.fsdp.policy import MixedPrecisionPolicy, pins
 from shardwise.fsdp.reduction import GradReducer
 from shardwise.fsdp.schedule import Schedule
@@ -212,7 +211,6 @@ class ModuleState:
                 if mine in unnamed:
                     unnamed.remove(mine)
                     mine.rename(name)
-                    note_name(name, mine.sharded)
                 trains = form is not None and form.requires_grad
                 if mine is None and trains and not any(place in state.ignored for state in states):
                     added.append(name)

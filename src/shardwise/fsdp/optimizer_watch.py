@@ -35,7 +35,7 @@ _GATHERED = (
 
 
 class _Watched:
-    """Parameters by identity, with their names."""
+    """Parameters that no optimizer should hold, by identity, with their names."""
 
     def __init__(self) -> None:
         self.alive: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -53,18 +53,7 @@ class _Watched:
         return [self.names[id(param)] for param in params if id(param) in self.alive]
 
 
-_replaced, _gathered = _Watched(), _Watched()  # which no optimizer should hold
-_sharded = _Watched()
-
-
-def note_name(name: str, param: Tensor) -> None:
-    """Note what a root module calls a sharded parameter."""
-    _sharded.add(name, param)
-
-
-def name_of(param: Tensor) -> str | None:
-    """Return what its root module calls a sharded parameter; None before its first forward, or of another."""
-    return _sharded.names[id(param)] if id(param) in _sharded.alive else None
+_replaced, _gathered = _Watched(), _Watched()
 
 
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # at which change

@@ -230,7 +230,8 @@ class ShardedParam(ABC):
 
     def rename(self, name: str) -> None:
         """Take the name that the root module gives the parameter."""
-        self.name = name
+        # On the tensor for optimizers: a weak table of tensors would keep torch from swapping them.
+        self.name = self.sharded.shardwise_name = name  # type: ignore[attr-defined]
 
     # Gradients
 

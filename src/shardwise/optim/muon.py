@@ -30,7 +30,6 @@ from shardwise import _compat
 from shardwise.comm.exchange import AllToAll, part
 from shardwise.comm.watch import announced
 from shardwise.errors import ShardingError, here
-from shardwise.fsdp.optimizer_watch import name_of
 from shardwise.layout import Box, Message
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.kinds import form_of, holding_of
@@ -155,7 +154,8 @@ class Muon(Optimizer):
         grad = cast(Tensor, param.grad)
         buffer = state["momentum_buffer"]
         local, local_grad, local_buffer = map(_compat.local_of, (param, grad, buffer))
-        return _Matrix(self._cut(param), local, local_grad, local_buffer, options, name_of(param))
+        name = getattr(param, "shardwise_name", None)
+        return _Matrix(self._cut(param), local, local_grad, local_buffer, options, name)
 
     def _forget_cuts(self) -> None:
         self._cuts: dict[Tensor, tuple[Any, _Cut]] = {}
@@ -303,7 +303,7 @@ class _Matrix:
     grad: Tensor
     buffer: Tensor  # ... and the momentum's
     options: dict[str, Any]
-    name: str | None = None
+    name: str | None  # by which its root module calls it
 
     def direction(self) -> Tensor:
         """Return this rank's part of the matrix to orthogonalise; advances the momentum."""
