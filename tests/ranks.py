@@ -274,7 +274,7 @@ def _death(worker: _Worker) -> str:
 def _stacks(ranks: list[_Worker], which: list[int]) -> dict[int, str]:
     for rank in which:
         os.kill(ranks[rank].process.pid, signal.SIGUSR1)
-    end = time.monotonic() + 2.0
+    end = time.monotonic() + 10.0  # of a machine that others use too
     while time.monotonic() < end and not all(ranks[r].stack.stat().st_size for r in which):
         time.sleep(0.05)
     time.sleep(0.1)  # a dump that has begun is a few short writes

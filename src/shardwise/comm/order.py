@@ -119,6 +119,7 @@ class Order:
         asking: whether it waits for the others' words, over no connection that could break.
         verdict: what was found wrong; every later announcement raises it.
         raised: whether one has.
+        waits: whether it may wait in what was not announced.
         cut_from: ranks of the group that this one has lost its connections to; known after a failure.
         gone: ranks, counted over all, that were found to give no sign of life.
         groups: process groups of these ranks, in which this one may be waiting.
@@ -144,6 +145,7 @@ class Order:
         self.asking = False
         self.verdict: str | None = None
         self.raised = False
+        self.waits = False
         self.cut_from: set[int] = set()
         self.gone: list[int] = []
         self._posted: str | None = None

@@ -161,10 +161,16 @@ def announced(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
 def explaining(group: dist.ProcessGroup, what: str) -> Iterator[None]:
     """Explain the failure of what ranks of `group` do within, which they have agreed upon or agree there."""
     order = order_of(group)  # on every rank, as who has none gives no sign of life
+    if order is None:
+        yield
+        return
+    order.waits = True
     try:
         yield
     except RuntimeError as error:
-        raise_explained(error, [] if order is None else [order], what)
+        raise_explained(error, [order], what)
+    finally:
+        order.waits = False
 
 
 @contextmanager
@@ -354,8 +360,10 @@ class _Watch(threading.Thread):
             if now != stood:
                 self.stood[order] = now
                 self.moved = time.monotonic(), ref(order)
-            # A rank that has announced nothing yet has nothing to compare.
-            elif order.verdict is None and (order.passes or order.at is not order.root or order.left):
+            # A rank that has announced nothing yet and waits for none has nothing to compare.
+            elif order.verdict is None and (
+                order.passes or order.at is not order.root or order.left or order.waits
+            ):
                 # At the end of a run the store may go first.
                 with suppress(RuntimeError, ValueError, KeyError):
                     self._judge(order, stood)
