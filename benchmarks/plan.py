@@ -89,9 +89,8 @@ def textbook(model: str, setup: Setup, hardware: Hardware, parameters: int) -> t
     Memory: 16 bytes a parameter over all ranks (float32 parameter, gradient, two moments); 34 bytes of
     activations a token, layer and unit of width (Korthikanti et al., 2022, without attention's matrix), half
     of them with selective checkpointing, 2 with full, their mean with every second block's; three float32
-    copies of the logits. Time: 6 operations
-    a parameter and token, and attention's 12 x layers x width x sequence, a third more where forward is
-    computed again, at 40% of the peak.
+    copies of the logits. Time: 6 operations a parameter and token, and attention's 12 x layers x width x
+    sequence, a third more where forward is computed again, at 40% of the peak.
     """
     shape = PUBLISHED[model]
     tokens = setup.micro_batch * setup.sequence

@@ -15,7 +15,7 @@ from faults.campaign import Campaign, Trial, blames
 from faults.rank_side import disconnect
 from ranks import RankPool, on_ranks
 from shardwise import RankMismatchError, fully_shard
-from shardwise.comm.watch import announced
+from shardwise.comm.watch import announced, explaining, order_of
 from shardwise.sharded_tensor import ChunkShardingSpec, rand
 
 CASE = {"ranks": 2, "layout": "contiguous", "asynchronous": False}
@@ -81,6 +81,16 @@ def test_a_rank_whose_connections_break_is_named_by_who_moves_a_sharded_tensor(w
         disconnect()
     with pytest.raises(RankMismatchError, match="rank 1 has lost its connections to all other ranks"):
         getattr(tensor, what)(*[other] * (what == "reshard"))
+
+
+@on_ranks(2)
+def test_a_rank_still_waits_when_what_it_agreed_upon_within_has_ended() -> None:
+    order = order_of(dist.group.WORLD)
+    with explaining(dist.group.WORLD, "move"):
+        with explaining(dist.group.WORLD, "agree"):
+            assert order.waits
+        assert order.waits
+    assert not order.waits
 
 
 def test_a_host_that_dies_in_silence_leaves_the_other_to_go_on(tmp_path: Path) -> None:

@@ -164,13 +164,13 @@ def explaining(group: dist.ProcessGroup, what: str) -> Iterator[None]:
     if order is None:
         yield
         return
-    order.waits = True
+    before, order.waits = order.waits, True  # what is within ends before what is around it
     try:
         yield
     except RuntimeError as error:
         raise_explained(error, [order], what)
     finally:
-        order.waits = False
+        order.waits = before
 
 
 @contextmanager

@@ -54,8 +54,6 @@ class _Watched:
 
 
 _replaced, _gathered = _Watched(), _Watched()
-
-
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # at which change
 _changes = 0
 _watching = False

@@ -32,7 +32,7 @@ from shardwise.comm.watch import announced
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, Message
 from shardwise.sharded_tensor import ShardedTensor
-from shardwise.sharded_tensor.kinds import form_of, holding_of
+from shardwise.sharded_tensor.kinds import holding_of, sharding_of
 
 LR_FACTORS: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
@@ -154,8 +154,7 @@ class Muon(Optimizer):
         grad = cast(Tensor, param.grad)
         buffer = state["momentum_buffer"]
         local, local_grad, local_buffer = map(_compat.local_of, (param, grad, buffer))
-        name = getattr(param, "shardwise_name", None)
-        return _Matrix(self._cut(param), local, local_grad, local_buffer, options, name)
+        return _Matrix(param, self._cut(param), local, local_grad, local_buffer, options)
 
     def _forget_cuts(self) -> None:
         self._cuts: dict[Tensor, tuple[Any, _Cut]] = {}
@@ -163,7 +162,7 @@ class Muon(Optimizer):
 
     def _cut(self, param: Tensor, name: object = "?") -> _Cut:
         """Return how `param` is cut; computed again only if it has become another."""
-        form = form_of(param)
+        form = sharding_of(param)
         known = self._cuts.get(param)
         if known is None or known[0] is not form:
             known = self._cuts[param] = (form, _cut_of(param, name))
@@ -174,7 +173,7 @@ class Muon(Optimizer):
         cuts = [matrix.cut for matrix in matrices]
         known = self._plans.get(key)
         if known is None or known[0] != cuts:
-            names = [matrix.name or matrix.cut.name for matrix in matrices]
+            names = [getattr(one.param, "shardwise_name", one.cut.name) for one in matrices]
             known = self._plans[key] = (cuts, _Plan.of(cuts, names))
         return known[1]
 
@@ -238,7 +237,7 @@ def _cut_of(param: Tensor, name: object) -> _Cut:
     if over is None:
         raise ShardingError(
             f"{here()}: Muon needs matrices that are whole or cut over one mesh axis, but parameter"
-            f" {getattr(form_of(param), 'name', '') or name} of shape {tuple(param.shape)} is"
+            f" {getattr(sharding_of(param), 'name', '') or name} of shape {tuple(param.shape)} is"
             f" {getattr(param, 'placements', 'a ShardedTensor')}; give it to AdamW, or leave it out of tensor"
             " parallelism"
         )
@@ -298,12 +297,12 @@ class _Plan:
 class _Matrix:
     """One parameter in one step."""
 
+    param: Tensor
     cut: _Cut
     local: Tensor  # this rank's part of the parameter, updated in place; so are the gradient's ...
     grad: Tensor
     buffer: Tensor  # ... and the momentum's
     options: dict[str, Any]
-    name: str | None  # by which its root module calls it
 
     def direction(self) -> Tensor:
         """Return this rank's part of the matrix to orthogonalise; advances the momentum."""

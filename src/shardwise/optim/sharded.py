@@ -31,6 +31,7 @@ from shardwise.optim.by_name import (
     named_state,
 )
 from shardwise.sharded_tensor import ShardedTensor
+from shardwise.sharded_tensor.kinds import shards_of
 
 
 class ShardedOptimizer(Optimizer):
@@ -67,7 +68,7 @@ class ShardedOptimizer(Optimizer):
             check_elementwise(optimizer_class, over="shards", advice=advice)
         self._named = dict(named_params)
         _check_params(self._named)
-        self._tensors = {name: _local(param) for name, param in self._named.items()}
+        self._tensors = {name: shards_of(param) for name, param in self._named.items()}
         groups = [self._with_tensors(group) for group in _grouped(list(self._named), param_groups or [])]
         self._inner: Optimizer | None = None
         inner = cast(Any, optimizer_class)(groups, *args, **kwargs)
@@ -132,7 +133,7 @@ class ShardedOptimizer(Optimizer):
             raise ShardingError(f"{here()}: {known[:5]} are optimized already; add parameters once")
         _check_params({**self._named, **more})
         self._named.update(more)
-        self._tensors.update({name: _local(param) for name, param in more.items()})
+        self._tensors.update({name: shards_of(param) for name, param in more.items()})
         options = {key: value for key, value in param_group.items() if key != "params"}
         self._inner.add_param_group(self._with_tensors({**options, "names": list(more)}))
 
@@ -201,7 +202,7 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def _complete_gradients(self) -> None:
         for name, tensors in self._tensors.items():
-            now = _local(self._named[name])
+            now = shards_of(self._named[name])
             if len(now) != len(tensors) or any(a is not b for a, b in zip(now, tensors, strict=True)):
                 raise ShardingError(
                     f"{here()}: {name} holds other shards than when its optimizer was made; cut parameters"
@@ -245,11 +246,6 @@ def _grouped(names: list[str], groups: Sequence[Mapping[str, Any]]) -> Iterator[
         yield {"names": rest}
     for group in groups:
         yield {**group, "names": list(group["names"])}
-
-
-def _local(param: Tensor) -> list[Tensor]:
-    """Return what the optimizer steps on in place of `param`."""
-    return (param.tensors or [param.anchor]) if isinstance(param, ShardedTensor) else [param]
 
 
 # State of shards and of whole parameters

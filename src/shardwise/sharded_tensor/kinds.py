@@ -33,7 +33,7 @@ def holding_of(tensor: Tensor) -> Holding:
     return Holding(tensor.shape)
 
 
-def form_of(tensor: Tensor) -> object:
+def sharding_of(tensor: Tensor) -> object:
     """Return what says how a tensor is cut, the same object while it is cut so; None for a plain one."""
     if isinstance(tensor, ShardedRows):
         return tensor.piece
@@ -42,11 +42,11 @@ def form_of(tensor: Tensor) -> object:
     return tensor.metadata() if isinstance(tensor, ShardedTensor) else None
 
 
-def local_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return this rank's memory of a tensor of any kind; an empty tensor where it holds nothing. Local."""
+def shards_of(tensor: Tensor) -> list[Tensor]:
+    """Return this rank's shards of a `ShardedTensor`, or its anchor without any; another tensor itself."""
     if isinstance(tensor, ShardedTensor):
         return tensor.tensors or [tensor.anchor]
-    return [_compat.local_of(tensor)]
+    return [tensor]
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def by_axes(
         else:
             own = holding_of(tensor).axes
             counts[own] += 1
-            found.setdefault(own, []).extend(local_tensors(tensor))
+            found.setdefault(own, []).extend(shards_of(tensor))
     for axes, locals_ in rows.items():
         counts[axes] += len(locals_)
         found.setdefault(axes, []).extend(merge(locals_))
