@@ -13,8 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from pieces import ANY_RANKS, FOUR_RANKS, Cut, gathered, local_rows, parameter, uneven
+from pieces import (
+    ANY_RANKS,
+    FOUR_RANKS,
+    Cut,
+    columnwise,
+    gathered,
+    local_rows,
+    parameter,
+    two_groups,
+    uneven,
+)
 from torch import Tensor
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from ranks import on_ranks
 from shardwise.errors import ShardingError
@@ -176,6 +187,23 @@ def test_one_optimizer_steps_plain_parameters_beside_rows() -> None:
         optim.AdamW(reference, **form).step()
         for found, expected in zip(mixed, reference, strict=True):
             (nearly if "fused" in form else equal)(gathered(found.data), expected.data)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("cut", [uneven, two_groups, columnwise])
+def test_a_fused_step_takes_a_whole_gradient_of_rows(cut: Cut) -> None:
+    """A plain one, or what `distribute_tensor` makes by the placements of a replicated parameter."""
+    torch.manual_seed(1)
+    whole, grad = torch.randn(6, 4), torch.randn(6, 4)
+    expected = torch.nn.Parameter(whole.clone())
+    expected.grad = grad
+    optim.AdamW([expected], fused=True).step()
+    mesh = cut(whole.shape).mesh
+    for given in (distribute_tensor(grad, mesh, [Replicate()] * mesh.ndim), grad):
+        found = parameter(whole, cut)
+        found.grad = given
+        optim.AdamW([found], fused=True).step()
+        nearly(gathered(found.data), expected.data)
 
 
 @on_ranks(2)

@@ -80,7 +80,10 @@ def _mixed(op: Any, args: Args, kwargs: Kwargs) -> Any:
     pieces = [_piece_at(op, place) for place in places]
 
     def cut(value: Any, piece: Piece | None) -> Any:
-        return value if piece is None else local_operand(op, value, piece)
+        if piece is None:
+            return value
+        local = local_operand(op, value, piece)
+        return local.contiguous() if isinstance(local, Tensor) else local  # fused kernels assume it
 
     def run(at: list[int]) -> Any:
         part = [
@@ -101,10 +104,14 @@ def _piece_at(op: Any, place: Sequence[Any]) -> Piece | None:
     """Return how the result at one place of the lists is cut; None if plain, or another DTensor."""
     if not any(isinstance(value, ShardedRows) for value in place):
         return None
-    plain = [v for v in place if isinstance(v, Tensor) and v.ndim and not isinstance(v, ShardedRows)]
     if op._schema.returns:
         return result_piece(op, place)
-    if plain and (plain[0] is place[0] or op._schema.name.startswith("aten::_fused_")):
+    written = place[:1]
+    if op._schema.name.startswith("aten::_fused_"):
+        param, grad, *state = place
+        written = (param, *state) if grad.shape == param.shape else place
+    plain = [v for v in written if isinstance(v, Tensor) and v.ndim and not isinstance(v, ShardedRows)]
+    if plain:
         raise ShardingError(
             f"{here()}: {op} would write tensors sharded by rows into a plain one of shape"
             f" {tuple(plain[0].shape)}; parameter, gradient and optimizer state must be cut alike"
