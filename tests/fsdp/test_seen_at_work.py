@@ -76,3 +76,17 @@ def test_the_report_counts_what_every_group_holds(layout: str) -> None:
     names = [group.module for group in model.shard_report().groups]
     assert sorted(names) == ["FSDPNet", "blocks.0", "blocks.1"]
     assert "blocks.1" in str(model.shard_report())
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@on_ranks(2)
+def test_a_module_that_backward_does_not_gather_is_prefetched_in_forward(layout: str) -> None:
+    model = sharded_net(blocks=2, layout=layout, reshard_after_forward=False)
+    first, second = model.blocks
+    first.set_modules_to_forward_prefetch([second])
+    second.set_unshard_in_backward(False)
+    step(model)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        step(model)
+    at = {event.name: event.time_range for event in profiled.events()}
+    assert at["shardwise: gather blocks.1"].start < at["shardwise: forward blocks.0"].end

@@ -312,11 +312,11 @@ class ModuleState:
         if result is not None and schedule.streams is not None:
             schedule.finish_gather(result, forward=forward)
 
-    def prefetch(self, state: ModuleState | None, schedule: Schedule) -> None:
+    def prefetch(self, state: ModuleState | None, schedule: Schedule, *, forward: bool) -> None:
         """Start another state's gathers; it waits for them when it runs."""
         if schedule.transformed and _compat.transforms_run():
             with _compat.outside_transforms():
-                self.prefetch(state, schedule)
+                self.prefetch(state, schedule, forward=forward)
             return
         if (
             state is None or state.schedule is None
@@ -329,7 +329,7 @@ class ModuleState:
         if schedule.streams is not None:  # this begins a module earlier: no memory need wait for the next
             schedule.free_gathered()
         for group in state.groups:
-            if group.settings.unshard_in_backward:
+            if forward or group.settings.unshard_in_backward:
                 # Without streams only an asynchronous gather runs beside computation.
                 async_op = group.settings.unshard_async_op or schedule.streams is None
                 group.unshard(async_op=async_op, streams=schedule.streams)

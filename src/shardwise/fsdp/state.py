@@ -99,7 +99,7 @@ class FSDPState(ModuleState):
                     args, kwargs = self._mark_inputs(args, kwargs)
             # Behind this module's own gather, for which computation waits.
             for ref in self.prefetch_in_forward:
-                self.prefetch(ref(), schedule)
+                self.prefetch(ref(), schedule, forward=True)
         return args, kwargs
 
     def _begin_pass(self, schedule: Schedule, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -284,9 +284,9 @@ class FSDPState(ModuleState):
         ahead = self._next_in_backward(schedule)  # which takes this one out of the order
         if self.prefetch_in_backward:
             for ref in self.prefetch_in_backward:
-                self.prefetch(ref(), schedule)
+                self.prefetch(ref(), schedule, forward=False)
         elif ahead is not None:
-            self.prefetch(ahead, schedule)
+            self.prefetch(ahead, schedule, forward=False)
         return grad
 
     def _await_end(self, schedule: Schedule) -> None:
