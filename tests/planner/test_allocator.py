@@ -8,13 +8,17 @@ import pytest
 import torch
 
 from shardwise.comm.count import Collective
+from shardwise.planner import Setup, plan
 from shardwise.planner.allocator import MIB, Allocator
 from shardwise.planner.devices import hardware_of
 from shardwise.planner.events import (
     COMPUTATION,
     TENSOR_PARALLEL,
+    Allocate,
     Compute,
+    Free,
     Mark,
+    Memory,
     Place,
     Record,
     Recording,
@@ -22,6 +26,8 @@ from shardwise.planner.events import (
     Send,
     Wait,
 )
+from shardwise.planner.late import freed_late
+from shardwise.planner.measure import moments
 from shardwise.planner.timing import host_bound, send_seconds, time_of
 
 
@@ -149,3 +155,46 @@ def test_blocks_that_the_host_issues_more_slowly_than_the_device_computes_are_na
     found = list(host_bound(time_of(Recording(3, segments, 0, 0, ()), hardware, 1)))
     assert len(found) == bound
     assert all("forward of 3 blocks: the host takes 20.00 ms" in words for words in found)
+
+
+@pytest.mark.parametrize(("ahead", "kept"), [(2, 2), (1, 1), (0, 0)])
+def test_memory_of_a_collective_is_kept_while_the_host_is_ahead_of_it(
+    ahead: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each block frees what its collective used; the queue lets the host be so many blocks ahead."""
+    hardware = replace(hardware_of("h100"), host_seconds=1e-9)
+    segments = []
+    for layer in range(8):
+        memory, mark = Memory(MIB, COMPUTATION), Mark()
+        send = Send(Collective("all_gather", 10**9, torch.bfloat16, 8), TENSOR_PARALLEL, TENSOR_PARALLEL)
+        events = [Allocate(memory), send, Record(mark, TENSOR_PARALLEL), Free(memory, mark)]
+        segments.append(Segment(Place(0, 0, "forward", layer), events))
+    commands = 3 * ahead + 2 if ahead else 1  # of a block: a collective, its mark, that of what is freed
+    monkeypatch.setattr("shardwise.planner.late.QUEUED", commands)
+    late = freed_late(Recording(8, segments, 0, 0, ()), hardware)
+    assert max(moment.alive_bytes for moment in moments(late)) == (1 + kept) * MIB
+    of = [[event for one in found for event in one.events] for found in (segments, late.segments)]
+    assert sorted(map(id, of[0])) == sorted(map(id, of[1]))
+
+
+def test_a_plan_keeps_memory_of_collectives_only_where_the_host_is_ahead() -> None:
+    setup = Setup(ranks=8, tensor=2, sequence=512, micro_batch=8, checkpointing="full")
+    hardware = hardware_of("h100-96gb")
+    whole = plan("llama3-8b", setup, hardware=hardware)
+    late = plan("llama3-8b", setup, hardware=hardware, record_streams=True)
+    slow = replace(hardware, host_seconds=1.0)
+    assert late.peak_bytes > 1.02 * whole.peak_bytes
+    assert late.reserved_bytes > 1.02 * whole.reserved_bytes
+    assert plan("llama3-8b", setup, hardware=slow, record_streams=True).moments == whole.moments
+    assert replace(late.times, spans=[]) == replace(whole.times, spans=[])
+    assert plan("llama3-8b", setup, record_streams=True).moments == whole.moments  # no hardware, no time
+
+
+def test_a_device_clips_in_as_many_operators_whatever_the_size_of_gradients() -> None:
+    """On a CPU norms are taken part by part; what is planned for a device runs on fake tensors of a CPU."""
+    clipped, whole = (
+        plan("llama3-8b", hardware="h100", sequence=16, clip_norm=clip_norm).step_times.host
+        for clip_norm in (True, False)
+    )
+    parameters = 291
+    assert clipped - whole < 4 * parameters * hardware_of("h100").host_seconds

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.planner.devices import hardware_of
 from shardwise.planner.events import Allocate, Free, Recording
+from shardwise.planner.late import freed_late
 from shardwise.planner.measure import allocated, groups, moments, sent
 from shardwise.planner.models import model_of
 from shardwise.planner.plan import plan, recording_of
@@ -55,21 +57,29 @@ def figures(recording: Recording) -> list[Any]:
         for event in segment.events
         if isinstance(event, (Allocate, Free))
     ]
-    return [moments(recording), sent(recording, 1), allocated(recording, expandable=False).peak, sizes]
+    late = moments(freed_late(recording, hardware_of("h100")))
+    return [moments(recording), sent(recording, 1), allocated(recording, expandable=False).peak, sizes, late]
 
 
 @pytest.mark.parametrize(
-    "setup",
+    ("of", "setup"),
     [
-        Setup(sequence=16, clip_norm=True),
-        Setup(sequence=16, layout="contiguous", checkpointing="full", optimizer="AdamW"),
-        Setup(sequence=16, layout="contiguous", checkpointing="selective", reshard_after_forward=False),
-        Setup(sequence=16, ranks=16, replicas=4, reshard_after_forward=2, accumulation=2, device="cpu"),
+        (tiny, Setup(sequence=16, clip_norm=True)),
+        (tiny, Setup(sequence=16, layout="contiguous", checkpointing="full", optimizer="AdamW")),
+        (
+            tiny,
+            Setup(sequence=16, layout="contiguous", checkpointing="selective", reshard_after_forward=False),
+        ),
+        (
+            tiny,
+            Setup(sequence=16, ranks=16, replicas=4, reshard_after_forward=2, accumulation=2, device="cpu"),
+        ),
+        ("llama3-8b", Setup(sequence=16, tensor=2, record_streams=True)),
     ],
-    ids=["interleaved", "contiguous", "stays gathered", "two axes"],
+    ids=["interleaved", "contiguous", "stays gathered", "two axes", "collectives keep memory"],
 )
-def test_what_few_blocks_do_tells_exactly_what_more_do(setup: Setup) -> None:
-    model = model_of(tiny, sequence=16)
+def test_what_few_blocks_do_tells_exactly_what_more_do(of: Any, setup: Setup) -> None:
+    model = model_of(of, sequence=16)
     few, more = (record(model, setup, layers=RECORDED + i) for i in (0, 1))
     deep = record(model, setup, layers=RECORDED + 4)
     unrolled = unroll(few, more, RECORDED + 4)

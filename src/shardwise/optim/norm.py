@@ -37,7 +37,7 @@ from shardwise.sharded_tensor.holding import Groups
 from shardwise.sharded_tensor.kinds import by_axes
 
 _OF_A_STAGE = "_shardwise_of_a_stage"
-_PART = 1 << 16  # elements that a CPU's fp32 sum of squares adds up without losing digits
+PART = 1 << 16  # elements that a CPU's fp32 sum of squares adds up without losing digits
 
 
 @torch.no_grad()
@@ -223,8 +223,8 @@ def _local_power_sum(tensors: list[Tensor], norm_type: float) -> Tensor:
     """Sum of |x|^p over all elements (their maximum for infinity), in fp32 or wider."""
     filled: list[Tensor] = []
     for tensor, size in zip(tensors, map(Tensor.numel, tensors), strict=True):
-        if size >= 2 * _PART and tensor.is_cpu and tensor.is_contiguous():
-            filled += tensor.view(-1).split(_PART)
+        if size >= 2 * PART and tensor.is_cpu and tensor.is_contiguous():
+            filled += tensor.view(-1).split(PART)
         elif size:
             filled += (tensor,)
     wide = torch.float32

@@ -54,6 +54,7 @@ class Allocate(NamedTuple):
 
 class Free(NamedTuple):
     memory: Memory
+    mark: Mark | None = None  # that the device passes first, where the allocator waits for a collective
 
 
 class Compute(NamedTuple):

@@ -18,6 +18,7 @@ from shardwise.fsdp import FSDPModule
 from shardwise.planner import measure, regular
 from shardwise.planner.devices import Hardware, check_float8, hardware_of
 from shardwise.planner.events import CATEGORIES, LOGITS, Recording
+from shardwise.planner.late import freed_late
 from shardwise.planner.measure import GroupSent, Moment, Sent
 from shardwise.planner.memory_error import MEMORY_ERROR
 from shardwise.planner.models import Factory, Model, exits_told, model_of, quiet_fakes
@@ -198,18 +199,21 @@ def plan_of(
     model_flops, computed_flops = measure.flops(recording, setup.accumulation)
     limit = None if device is None else device.usable_bytes
     pieces = setup.tensor if setup.async_tensor else 1
-    allocator = measure.allocated(recording, expandable=setup.expandable_segments, limit=limit)
+    held = recording
+    if device is not None and setup.record_streams:
+        held = freed_late(recording, device)
+    allocator = measure.allocated(held, expandable=setup.expandable_segments, limit=limit)
     return Plan(
         model=model.name,
         layers=model.layers,
         parameters=recording.parameters,
         setup=setup,
-        moments=measure.moments(recording),
+        moments=measure.moments(held),
         reserved_bytes=allocator.peak,
         given_back=allocator.given_back,
         needed_bytes=allocator.peak
         if limit is None
-        else measure.needed(recording, expandable=setup.expandable_segments, limit=limit),
+        else measure.needed(held, expandable=setup.expandable_segments, limit=limit),
         sent=measure.sent(recording, setup.accumulation),
         groups=measure.groups(recording, setup.accumulation),
         model_flops=model_flops,

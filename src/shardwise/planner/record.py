@@ -163,7 +163,8 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         stack.enter_context(no_packed_sequences())
         if setup.device == "cuda" and setup.fused_norms:
             stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", _fused_norm))
-        recorder = Recorder(blocks, lanes, touches=setup.compile or setup.compile_loss)
+        touches = setup.compile or setup.compile_loss
+        recorder = Recorder(blocks, lanes, touches=touches, record_streams=setup.record_streams)
         if setup.compile and setup.checkpointing == "none" and not lanes:
             partition(blocks, recorder)
         if setup.compile_loss:

@@ -58,8 +58,11 @@ class Recorder(Storages):
         lanes: dict[str, str] | None = None,
         *,
         touches: bool = False,
+        record_streams: bool = False,
     ) -> None:
         super().__init__()
+        self.record_streams = record_streams
+        self._used: dict[int, Mark] = {}  # by life: the end of the last collective of it
         self.lanes = lanes or {}  # by names of groups whose collectives computation waits for at once
         self._strides: dict[str, int] = {}  # of groups, by name
         self.looks_away = False  # from what computes shapes
@@ -140,7 +143,7 @@ class Recorder(Storages):
             return
         key = id(life)
         if before:
-            free = Free(self._now.pop(key))
+            free = Free(self._now.pop(key), self._used.pop(key, None))
             if any(held == key for held, _ in self._held):
                 self._held.append((key, free))
             elif self._around:
@@ -188,11 +191,11 @@ class Recorder(Storages):
     def heard(self, call: Collective, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
         """Record a collective of these tensors."""
         self.see(tensors)
-        self._touch(self._send(call, group), tensors, tensors)
+        self._touch(self._send(call, group)[0], tensors, tensors)
         self._staged += [memory for one in tensors if (memory := self.memory_of(one)) is not None]
 
-    def _send(self, call: Collective, group: dist.ProcessGroup) -> Send:
-        """Send on the current stream, or on the group's lane, which this then waits for."""
+    def _send(self, call: Collective, group: dist.ProcessGroup) -> tuple[Send, Mark | None]:
+        """Send on the current stream, or on the group's lane, which this then waits for: by the mark."""
         name, current = group.group_name, self.streams[-1]
         if name not in self._strides:
             first, *more = dist.get_process_group_ranks(group)[:2]
@@ -202,7 +205,7 @@ class Recorder(Storages):
         if lane is None:
             event = Send(call, self.group, current, stride)
             self.write(event)
-            return event
+            return event, None
         before, after = Mark(self.place.layer), Mark(self.place.layer)
         self.write(Record(before, current))
         self.write(Wait(before, lane))
@@ -210,25 +213,30 @@ class Recorder(Storages):
         self.write(event)
         self.write(Record(after, lane))
         self.write(Wait(after, current))
-        return event
+        return event, after
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # asked for twice an operator: without another dispatch
         if self.looks_away or func is _DEVICE:
             return func(*args, **(kwargs or {}))
+        mark = None
         namespace, _, name = func.name().partition("::")
         if namespace in NAMESPACES:
             if name == WAIT:
                 return args[0]  # without memory it would be a copy
             for call in collectives(namespace, name.partition(".")[0], args):
-                self._touch(self._send(call, resolve_process_group(args[-1])), args, ())
+                event, mark = self._send(call, resolve_process_group(args[-1]))
+                self._touch(event, args, ())
         self._follow_recomputation()
         if func is _COPY:  # of which nothing is new but the values
             self.now += 1
             self.ran(func, args, kwargs or {}, args[0])
             return args[0]
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.record_streams and mark is not None:
+            self._used |= {id(self.life(one)): mark for one in tensors_of((args, result))}
+        return result
 
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         check_lookup(func, args, self._counted_by)

@@ -69,6 +69,8 @@ class Setup:
         sequence: tokens of each.
         accumulation: micro-batches of one optimizer step.
         reduce_once: gradients are reduced with the step's last micro-batch only.
+        record_streams: collectives that computation waits for keep what they use from the allocator until the
+            device is past them, as in older releases of torch (TORCH_NCCL_AVOID_RECORD_STREAMS=0).
         clip_norm: whether gradients are clipped by their norm.
         expandable_segments: of the caching allocator (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True).
     """
@@ -107,6 +109,7 @@ class Setup:
     sequence: int = 2048
     accumulation: int = 1
     reduce_once: bool = False
+    record_streams: bool = False
     clip_norm: bool = False
     expandable_segments: bool = False
 

@@ -163,10 +163,10 @@ def grown(small: Recording, large: Recording, times: int) -> Recording:
                 made[id(old)] = (fresh, other[0])
                 new = type(event)(fresh, *event[1:])
             elif isinstance(event, (Free, Wait)):
-                fresh, expected = made[id(event[0])]
-                if other[0] is not expected:
+                if any(made[id(a)][1] is not b for a, b in zip(event, other, strict=True) if _is_made(a)):
                     raise NotRegular(f"{mine.place}: frees or waits for something else")
-                new = type(event)(fresh, *event[1:])
+                of: list[Any] = [made[id(one)][0] if _is_made(one) else one for one in event]
+                new = type(event)(*of)
             growth = _growth(event, other)
             segments[-1].events.append(_grown(new, growth, times) if growth else new)
     if len(small.segments) != len(large.segments):
@@ -223,6 +223,17 @@ class _Copier:
         """Seen from around the blocks: the first stay, the last move."""
         return self.more if layer > self.middle else 0
 
+    def _copied(self, value: Any, moved: int | None, segment: Segment) -> Any:
+        """Return the deeper model's memory or mark in place of `value`; anything else as it is."""
+        if not _is_made(value):
+            return value
+        loop, where, kind, nth = self.births[id(value)]
+        if where is not None:
+            where += self._shift(where) if moved is None else moved
+        if (loop, where, kind, nth) not in self.made:
+            raise NotRegular(f"{segment.place}: something is used before it is made")
+        return self.made[loop, where, kind, nth]
+
     def copy(self, segment: Segment, number: int, layer: int | None) -> Segment:
         """`segment` as that of block `layer` of the deeper model: whatever it is about is as far away."""
         was = segment.place.layer
@@ -239,13 +250,8 @@ class _Copier:
                 self.made[number, layer, kind, next(counts[kind])] = new
                 events.append(type(event)(new, *event[1:]))
             elif isinstance(event, (Free, Wait)):
-                loop, where, kind, nth = self.births[id(event[0])]
-                if where is not None:
-                    where += self._shift(where) if moved is None else moved
-                birth = (loop, where, kind, nth)
-                if birth not in self.made:
-                    raise NotRegular(f"{segment.place}: something is used before it is made")
-                events.append(type(event)(self.made[birth], *event[1:]))
+                of: list[Any] = [self._copied(one, moved, segment) for one in event]
+                events.append(type(event)(*of))
             elif isinstance(event, Send) and isinstance(event.group, int):
                 shift = self._shift(event.group) if moved is None else moved
                 events.append(event._replace(group=event.group + shift))
@@ -256,16 +262,19 @@ class _Copier:
         return Segment(segment.place._replace(layer=layer), events)
 
 
+def _is_made(value: Any) -> bool:
+    return isinstance(value, (Memory, Mark))
+
+
 def _words(recording: Recording) -> Iterator[Any]:
     """Yield a recording in words that are equal for equal ones: memory and marks by their numbers."""
     numbers: dict[int, int] = {}
     for segment in recording.segments:
         for event in segment.events:
-            words: list[Any] = [segment.place, type(event).__name__, *event]
             if isinstance(event, (Allocate, Record)):
                 numbers[id(event[0])] = len(numbers)
-            if isinstance(event, (Allocate, Free, Record, Wait)):
-                words[2] = numbers[id(event[0])]
+            told = (numbers[id(one)] if _is_made(one) else one for one in event)
+            words: list[Any] = [segment.place, type(event).__name__, *told]
             if isinstance(event, Allocate):
                 words += [event.memory.nbytes, event.memory.category, event.memory.stream]
             yield words

@@ -15,7 +15,7 @@ from shardwise.comm.streams import CommStreams
 from shardwise.fsdp.fast import seen
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.state import FSDPState
-from shardwise.optim import adamw8bit
+from shardwise.optim import adamw8bit, norm
 from shardwise.planner.events import COMPUTATION, STREAMS, Mark, Record, Wait
 from shardwise.planner.noop_group import listening
 from shardwise.planner.recorder import Recorder
@@ -188,4 +188,5 @@ def hearing(recorder: Recorder, streams: bool) -> Iterator[dict[str, Stream]]:
             stack.enter_context(mock.patch.object(seen, "computing", None))  # put back when this ends
             stack.enter_context(mock.patch.dict(adamw8bit.ELEMENTS_AT_ONCE))
             del adamw8bit.ELEMENTS_AT_ONCE["cpu"]
+            stack.enter_context(mock.patch.object(norm, "PART", 1 << 62))  # in parts on CPUs alone
         yield made
