@@ -54,7 +54,7 @@ from shardwise.planner.watch import hearing
 Method = Callable[..., Any]
 COPIES = {
     f"aten.{name}" for name in ("split_with_sizes_copy", "_chunk_cat", "_foreach_copy_", "copy_", "zero_")
-}
+} | {"fsdp.chunk_cat_mixed_dtype"}
 OPERATORS = ("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat")  # run as on an accelerator
 
 

@@ -1,7 +1,8 @@
 """A rank of a pipeline: its stage, in which order it computes micro-batches, and what that takes.
 
-Torch's stages run forward and backward of micro-batches one by one, receive into buffers that they make for
-all of a step's beforehand, and reduce gradients once, at the end. `Pipe` does the same on fake tensors, for
+Torch's stages run forward and backward of micro-batches one by one, and reduce gradients once, at the end.
+Before 2.15 they receive into buffers that they make for all of a step's beforehand, and keep what they have
+sent; since, they make buffers as they receive. `Pipe` does as the installed torch, on fake tensors, for
 a few micro-batches; `filled` adds what others keep meanwhile. A schedule of p ranks with v stages each waits
 (p - 1) / (v m + p - 1) of its m micro-batches' time, filling and draining (Narayanan et al., 2021).
 """
@@ -11,11 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.torch_version import TorchVersion
 
 from shardwise.adapters.pipelining import StateOfStage
 from shardwise.comm.count import Collective
@@ -27,6 +31,8 @@ from shardwise.planner.events import ACTIVATIONS, LOGITS, Allocate, Free, Memory
 from shardwise.planner.models import Model, Stage
 from shardwise.planner.setup import Setup, check_filled
 from shardwise.planner.timing import Times, send_seconds, time_of
+
+BUFFERS_STAY = TorchVersion(torch.__version__) < "2.15"
 
 
 def stage_of(model: Model, setup: Setup, number: int) -> Model:
@@ -94,8 +100,8 @@ def hidden_of(model: Model, setup: Setup, tokens: Tensor) -> Tensor:
 
 
 def buffered(at: Stage) -> int:
-    """Count the micro-batches that a rank has buffers to receive of: with torch's stages a whole step's."""
-    return at.micro_batches
+    """Count the micro-batches that a rank has buffers to receive of beforehand: in torch all or none."""
+    return at.micro_batches if BUFFERS_STAY else 0
 
 
 class Pipe:
@@ -107,35 +113,39 @@ class Pipe:
 
     def __init__(self, model: Model, module: nn.Module, hidden: Tensor, group: dist.ProcessGroup) -> None:
         self.model, self.module, self.group, self.at = model, module, group, model.at
+        self.made = partial(torch.empty, hidden.shape, dtype=hidden.dtype)
 
         def buffers(stages: int) -> list[list[Tensor]]:
-            return [[torch.empty_like(hidden) for _ in range(buffered(self.at))] for _ in range(stages)]
+            return [[self.made() for _ in range(buffered(self.at))] for _ in range(stages)]
 
         # By stage, and micro-batch: of those that are not the model's first, and not its last.
         self.received = buffers(self.at.stages - self.at.first)
         self.gradients = buffers(self.at.stages - self.at.last)
-        self.cache: dict[int, tuple[Tensor, Tensor, list[Tensor]]] = {}
+        self.cache: dict[int, tuple[Tensor | GradientEdge, Tensor, list[Tensor]]] = {}
         self.losses: dict[int, Tensor] = {}
         self.held: dict[str, Tensor] = {}  # by a schedule: the last output, the last that was sent
 
     def _send(self, tensor: Tensor) -> None:
         dist.send(tensor, group=self.group, group_dst=1)
 
-    def _receive(self, buffer: Tensor) -> None:
+    def _receive(self, buffers: list[Tensor], micro: int) -> Tensor:
+        buffer = buffers[micro] if buffers else self.made()
         dist.recv(buffer, group=self.group, group_src=1)
+        return buffer
 
     def forward(self, micro: int, tokens: Tensor) -> None:
         x = tokens
         if not self.at.first:
-            self._receive(self.received[0][micro])
-            x = self.received[0][micro].requires_grad_()
+            x = self._receive(self.received[0], micro).requires_grad_()
         output = self.module(x)
         between = []
         for buffers in self.received[1 - self.at.first :]:
-            between.append(torch.empty_like(buffers[micro]))
-            self._send(between[-1])
-            self._receive(buffers[micro])
-        self.cache[micro] = output, x, between
+            sent = self.made()
+            self._send(sent)
+            received = self._receive(buffers, micro)
+            between.append(sent if BUFFERS_STAY else received)
+        stays = BUFFERS_STAY or self.at.last
+        self.cache[micro] = output if stays else get_gradient_edge(output), x, between
         self.held["output"] = output
         if self.at.last:
             self.losses[micro] = self.model.loss(cast(nn.Module, lambda _: output), x, tokens)
@@ -148,14 +158,18 @@ class Pipe:
         module.set_is_last_backward(False)
         module.set_reshard_after_backward(False)
         module.set_requires_gradient_sync(False)
+        if not BUFFERS_STAY:
+            self.held.pop("output", None)
         if self.at.last:
             self.losses[micro].backward()
         else:
-            self._receive(self.gradients[0][micro])
-            torch.autograd.backward(output, self.gradients[0][micro])
-        for kept, buffers in zip(between, self.gradients[1 - self.at.last :], strict=True):
-            self._send(torch.empty_like(kept))
-            self._receive(buffers[micro])
+            grad = self._receive(self.gradients[0], micro)
+            torch.autograd.backward(output, grad)
+            del grad
+        for buffers in self.gradients[1 - self.at.last :]:
+            self._send(self.made())
+            self._receive(buffers, micro)
+        del between
         if not self.at.first:
             assert x.grad is not None
             self.held["sent"], x.grad = x.grad, None
@@ -217,7 +231,7 @@ class StageFigures:
 
     Attributes:
         micro_batches: of which it keeps at most what backward needs.
-        activations_bytes: that it keeps of them, and buffers for what it receives in a step.
+        activations_bytes: that it keeps of them; before torch 2.15 also buffers for all that it receives.
         sent_bytes: to the ranks before and after it, in a step.
     """
 
@@ -240,7 +254,7 @@ def figures(recordings: list[Recording], model: Model, setup: Setup) -> list[Sta
         ways = 2 * setup.stages - (rank in (0, setup.pipeline - 1))
         moved = handed * ways * setup.accumulation
         count = in_flight(setup, rank)
-        held = count * size * (end - begin) // of.layers + moved
+        held = count * size * (end - begin) // of.layers + moved * BUFFERS_STAY
         found.append(StageFigures(rank, end - begin, count, held, moved))
     return found
 

@@ -74,6 +74,9 @@ class Stream:
     def stream_id(self) -> int:
         return self.line.number
 
+    def is_capturing(self) -> bool:
+        return False
+
     def __enter__(self) -> Stream:
         self.timeline.enter(self)
         return self
