@@ -164,7 +164,8 @@ WRONG = """
     --pipeline 2 --ulysses 2; --pipeline 2 --schedule Interleaved1F1B; --tensor 2 --loss chunked --ulysses 2
     --layout diagonal; --strategy zero9; --strategy ddp; --strategy hsdp --layout contiguous
     --strategy ddp --layout contiguous --replicas 2; --checkpointing half; --compile-loss --tensor 2; --float8
-    --float8-scales row; --float8 --compile --float8-scales nvfp4
+    --float8-scales row; --float8 --compile --float8-scales nvfp4; --nvfp4
+    --nvfp4 --compile; --nvfp4 --float8 --compile
     --optimizer Adam; --loss half; --loop-holds loss; --micro-batch 0; --sequence 0; --sequence 99999999
     --accumulation 0; --json /none/a; --html /none/a; --trace /none/a; --png /none/a; --unknown
 """

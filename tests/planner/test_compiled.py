@@ -124,7 +124,7 @@ def test_float8_halves_what_blocks_gather_and_casts_each_input_once_a_phase() ->
     assert forward == [*multiply, "prims.fused", *multiply, *multiply, "prims.fused"]
     matmuls = [event for event in kernels(narrow, "forward") if event.flops]
     assert {event.dtype for event in matmuls} == {"float8_e4m3fn"}
-    with pytest.raises(ShardingError, match="float8 is planned for compiled blocks"):
+    with pytest.raises(ShardingError, match="float8 and nvfp4 are planned for compiled blocks"):
         Setup(float8=True)
 
 
@@ -154,10 +154,48 @@ def test_float8_by_rows_gathers_as_it_computes_and_casts_both_factors_with_a_sca
     assert moments(rows)[-1].alive == moments(wide)[-1].alive
 
 
+def test_nvfp4_casts_both_factors_of_each_matmul_to_4_bits_and_a_byte_for_16() -> None:
+    wide, narrow = recorded(compile=True), recorded(compile=True, nvfp4=True)
+    forward = kernels(narrow, "forward")
+    multiply = ["prims.cast", "prims.cast", "aten.mm"]
+    assert [one.name for one in forward] == [*multiply, "prims.fused", *multiply * 2, "prims.fused"]
+    matmuls = [one for of in ("forward", "backward") for one in kernels(narrow, of) if one.flops]
+    assert {one.dtype for one in matmuls} == {"float4_e2m1fn_x2"}
+    assert sum(one.flops for one in matmuls) == sum(
+        one.flops for of in ("forward", "backward") for one in kernels(wide, of)
+    )
+
+    def cast(values: int) -> int:
+        return values // 2 + values // 16
+
+    both = TOKENS * WIDTH, WIDTH * WIDTH
+    assert {one.nbytes for one in forward if one.name == "prims.cast"} == {2 * n + cast(n) for n in both}
+    (nbytes,) = {one.nbytes for one in forward if one.flops}
+    assert nbytes == sum(map(cast, both)) + 2 * TOKENS * WIDTH
+
+
+def test_a_plan_in_nvfp4_takes_less_time_than_in_float8_where_matmuls_do() -> None:
+    asked: dict[str, Any] = {"hardware": "b200", "compile": True, "sequence": 8192, "micro_batch": 2}
+    asked |= {"checkpointing": "full", "loss": "chunked"}
+    steps = [
+        shardwise.plan("llama3-8b", **asked, **how)
+        for how in ({}, {"float8": True, "float8_scales": "row"}, {"nvfp4": True})
+    ]
+    times = [one.step_times.step for one in steps]
+    assert times == sorted(times, reverse=True)
+    assert steps[2].computed_flops == steps[0].computed_flops
+    assert steps[2].sent == steps[0].sent
+    assert "NVFP4" in str(steps[2])
+
+
 def test_float8_on_hardware_without_it_is_refused_by_name() -> None:
     asked: dict[str, Any] = {"compile": True, "float8": True, "ranks": 2, "sequence": TOKENS}
     with pytest.raises(ShardingError, match=r"A100 40GB.* has no peak_flops of float8_e4m3fn"):
         shardwise.plan(Chain, hardware="a100-40gb", **asked)
+    with pytest.raises(ShardingError, match=r"H100 80GB.* has no peak_flops of float4_.* nvfp4=True"):
+        shardwise.plan(Chain, hardware="h100", **(asked | {"float8": False, "nvfp4": True}))
+    with pytest.raises(ShardingError, match="both asked for"):
+        Setup(compile=True, float8=True, nvfp4=True)
     made = shardwise.plan(lambda layers=10: Chain(layers), hardware="h100", float8_scales="row", **asked)
     assert "float8 by rows" in str(made)
     assert not made.whole

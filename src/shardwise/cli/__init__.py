@@ -212,6 +212,7 @@ def plan(
     float8_scales: Annotated[
         str, typer.Option(help="Of float8: one of a tensor, or of each row.")
     ] = "tensor",
+    nvfp4: Annotated[bool, typer.Option("--nvfp4", help="Or in NVFP4.")] = False,
     optimizer: Annotated[
         str, typer.Option(help="AdamW, AdamW fused, AdamW flat, AdamW 8 bits, Muon or SGD.")
     ] = "AdamW fused",
@@ -239,7 +240,7 @@ def plan(
     show_tracebacks: Traceback = False,
 ) -> None:
     """Say what training takes of each rank's memory, what it sends and how long a step takes."""
-    from shardwise.planner.devices import check_float8, hardware_of
+    from shardwise.planner.devices import check_narrow, hardware_of
     from shardwise.planner.setup import Setup, check_filled
     from shardwise.planner.shapes import check_source
 
@@ -247,10 +248,9 @@ def plan(
     choices |= {"strategy": strategy, "replicas": replicas, "tensor": tensor}
     choices |= {"pipeline": pipeline, "schedule": schedule, "stages": stages}
     choices |= {"ulysses": ulysses, "experts": experts, "expert_load": expert_load}
-    choices |= {"tensor_plan": tensor_plan, "sequence_parallel": sequence_parallel}
-    choices |= {"loss_parallel": loss_parallel, "async_tensor": async_tensor}
-    choices |= {"sequence": sequence, "loss": loss, "loop_holds": loop_holds}
-    choices |= {"compile": compiled, "compile_loss": compile_loss}
+    choices |= {"tensor_plan": tensor_plan, "loss_parallel": loss_parallel, "async_tensor": async_tensor}
+    choices |= {"sequence_parallel": sequence_parallel, "sequence": sequence, "nvfp4": nvfp4}
+    choices |= {"loss": loss, "loop_holds": loop_holds, "compile": compiled, "compile_loss": compile_loss}
     choices |= {"float8": float8, "float8_scales": float8_scales}
     try:
         setup = Setup(ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, **choices)
@@ -258,7 +258,7 @@ def plan(
             if written is not None:
                 _check_writable(written)
         check_filled(setup)
-        check_float8(hardware_of(hardware), float8)
+        check_narrow(hardware_of(hardware), setup.narrow)
         check_source(model, experts)
     except ShardwiseError as error:  # in a third of a second: nothing has asked for torch
         print_failure(error, traceback.format_exc() if show_tracebacks else "")

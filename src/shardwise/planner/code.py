@@ -147,6 +147,8 @@ def _shards(model: Model, setup: Setup) -> Iterator[str]:
         rows = setup.float8_scales == "row"
         how = 'the recipe "rowwise"' if rows else "enable_fsdp_float8_all_gather"
         yield f"    # before: torchao's convert_to_float8_training(block), with {how}"
+    if setup.nvfp4:
+        yield "    # before: linear layers of NVFP4 in blocks, as by Transformer Engine's NVFP4BlockScaling"
     if setup.compile:
         yield '    shardwise.compile(model, mode="regional")'
     if setup.async_tensor:

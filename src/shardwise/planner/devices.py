@@ -61,15 +61,16 @@ class Hardware:
         return self.memory_bytes - self.context_bytes
 
 
-FLOAT8 = "float8_e4m3fn"
+FLOAT8, NVFP4 = "float8_e4m3fn", "float4_e2m1fn_x2"
 
 
-def check_float8(device: Hardware | None, float8: bool) -> None:
-    """Raises ShardingError for a device that does not multiply in float8, where that is planned."""
-    if float8 and device is not None and FLOAT8 not in device.peak_flops:
+def check_narrow(device: Hardware | None, narrow: str | None) -> None:
+    """Raises ShardingError for a device that does not multiply in the narrow dtype that is planned."""
+    name, dtype = ("nvfp4", NVFP4) if narrow == "nvfp4" else ("float8", FLOAT8)
+    if narrow is not None and device is not None and dtype not in device.peak_flops:
         raise ShardingError(
-            f"{device.name} has no peak_flops of {FLOAT8}, in which float8=True multiplies: choose hardware"
-            " that has, or float8=False"
+            f"{device.name} has no peak_flops of {dtype}, in which {name}=True multiplies: choose hardware"
+            f" that has, or {name}=False"
         )
 
 

@@ -16,7 +16,7 @@ from shardwise._compat import FakeTensorMode
 from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.fsdp import FSDPModule
 from shardwise.planner import measure, regular
-from shardwise.planner.devices import Hardware, check_float8, hardware_of
+from shardwise.planner.devices import Hardware, check_narrow, hardware_of
 from shardwise.planner.events import CATEGORIES, LOGITS, Recording
 from shardwise.planner.late import freed_late
 from shardwise.planner.measure import GroupSent, Moment, Sent
@@ -195,7 +195,7 @@ def plan_of(
     recording: Recording, model: Model, setup: Setup, device: Hardware | None, *, whole: str = ""
 ) -> Plan:
     """Make a plan of a recording of all blocks."""
-    check_float8(device, setup.float8)
+    check_narrow(device, setup.narrow)
     model_flops, computed_flops = measure.flops(recording, setup.accumulation)
     limit = None if device is None else device.usable_bytes
     pieces = setup.tensor if setup.async_tensor else 1
@@ -430,7 +430,7 @@ def _lines(made: Plan) -> Iterator[str]:
         f" ({setup.layout}{f', {setup.replicas} replicas' if setup.replicas > 1 else ''}"
         f"{''.join(f', {axis} over {size}' for axis, size in _axes(setup) if size > 1)}), checkpointing"
         f" {setup.checkpointing}{', compiled' * setup.compile}{', float8' * setup.float8}"
-        f"{' by rows' * (setup.float8_scales == 'row')}, {setup.optimizer},"
+        f"{' by rows' * (setup.float8_scales == 'row')}{', NVFP4' * setup.nvfp4}, {setup.optimizer},"
         f" {setup.accumulation} x {setup.micro_batch} x"
         f" {setup.sequence} tokens"
     )

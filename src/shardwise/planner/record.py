@@ -178,9 +178,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
             _step(recorder, model, module, optimizers, tokens, step, setup, pipe)
         segments = recorder.finish()
         if recorder.touches is not None:
-            segments = compiled(
-                segments, recorder.touches, float8=setup.float8_scales if setup.float8 else None
-            )
+            segments = compiled(segments, recorder.touches, narrow=setup.narrow)
         whole = tensor is not None and setup.loss == "whole" and not cuts(module, setup)[1]
         return Recording(layers, segments, parameters, in_block, gathered, converted, whole)
 

@@ -60,6 +60,8 @@ class Setup:
         float8: compiled blocks multiply by their linear layers in float8, which is what is gathered of them.
         float8_scales: one of a tensor; or one of each row that is multiplied, float32, for which parameters
             are gathered in `param_dtype` and cast for each use.
+        nvfp4: compiled blocks multiply by all their linear layers in NVFP4, forward and backward, as in arXiv
+            2509.25149; parameters are gathered in `param_dtype` and cast for each use.
         fused_norms: RMSNorm is one kernel on "cuda", as of torch 2.9; else the operators that it was before.
         optimizer: "Muon" has the matrices of blocks, and AdamW fused the rest.
         loss: "whole" logits in float32, or "chunked": `shardwise.nn.linear_cross_entropy` in the head.
@@ -101,6 +103,7 @@ class Setup:
     compile_loss: bool = False
     float8: bool = False
     float8_scales: Literal["tensor", "row"] = "tensor"
+    nvfp4: bool = False
     fused_norms: bool = True
     optimizer: Optimizer = "AdamW fused"
     loss: Literal["whole", "chunked"] = "whole"
@@ -126,10 +129,12 @@ class Setup:
                 f"expert_load={self.expert_load:g} is more than all tokens of {self.experts} ranks that share"
                 f" experts: at most experts={self.experts} times an even share come to one"
             )
-        if self.float8 and not self.compile:
+        if (self.float8 or self.nvfp4) and not self.compile:
             raise ShardingError(
-                "float8 is planned for compiled blocks, whose kernels find its scales: compile=True"
+                "float8 and nvfp4 are planned for compiled blocks, whose kernels find scales: compile=True"
             )
+        if self.float8 and self.nvfp4:
+            raise ShardingError("float8 and nvfp4 are both asked for: blocks multiply in one of them")
         if self.float8_scales == "row" and not self.float8:
             raise ShardingError("float8_scales='row' are of matmuls in float8: float8=True")
         if self.async_tensor and not (self.compile and self.tensor > 1):
@@ -146,6 +151,11 @@ class Setup:
                 )
             left //= size
         _check_dimensions(self)
+
+    @property
+    def narrow(self) -> str | None:
+        """In what compiled blocks multiply: "nvfp4", or float8 with scales of a "tensor" or a "row"."""
+        return "nvfp4" if self.nvfp4 else self.float8_scales if self.float8 else None
 
     @property
     def axes(self) -> dict[str, int]:
