@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 import shardwise
 from ranks import on_ranks
-from shardwise.adapters.pipelining import gathering_for_halves
+from shardwise.adapters.pipelining import backward_of_stages
 
 TORCHS = torch.distributed.fsdp.fully_shard
 V_SHAPED = (pipelining.ScheduleZBVZeroBubble, pipelining.ScheduleDualPipeV)
@@ -182,7 +182,7 @@ def test_under_every_pipeline_schedule_parameters_are_equal_to_fsdp2s(layout: st
 @on_ranks(1)
 def test_a_stage_is_sharded_itself_where_the_schedule_halves_backward() -> None:
     stage = SimpleNamespace(submod=nn.Sequential(shardwise.fully_shard(nn.Linear(2, 2))))
-    backward = gathering_for_halves(lambda stage, kind: kind)
+    backward = backward_of_stages(lambda stage, kind: kind)
     assert backward(stage, "full") == "full"
     with pytest.raises(shardwise.ShardingError, match="whose '0' is sharded, but not the stage's Sequential"):
         backward(stage, "input")

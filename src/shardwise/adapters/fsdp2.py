@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise import fsdp, mesh
-from shardwise.adapters.pipelining import StateOfStage, gathering_for_halves
+from shardwise.adapters.pipelining import StateOfStage, backward_of_stages
 from shardwise.errors import ShardingError, ShardwiseError, here
 from shardwise.fsdp.fully_shard import Options
 from shardwise.fsdp.module_state import state_of
@@ -79,7 +79,7 @@ def install(*, interleave: Collection[str] = (), **defaults: Any) -> None:
     places = sorted({module.__name__ for module, *_ in _replaced})
     _replace(Optimizer, "add_param_group", _checking_rows(Optimizer.add_param_group))
     stage: Any = _stage_class()
-    _replace(stage, "backward_maybe_with_nosync", gathering_for_halves(stage.backward_maybe_with_nosync))
+    _replace(stage, "backward_maybe_with_nosync", backward_of_stages(stage.backward_maybe_with_nosync))
     _LOG.info("%s: FSDP2 is shardwise now, with %s, in %s", here(), defaults or "its defaults", places)
 
 

@@ -37,22 +37,23 @@ class StateOfStage:
         """Reduce the gradients of backwards without synchronisation. Collective over the module's mesh."""
         if self._state.schedule is not None:
             reduce_what_is_left(self._state).wait()
-            for state in (self._state, *self._state.below):
-                for group in state.groups:
-                    norm.of_a_stage(param.sharded for param in group.params)
 
 
-def gathering_for_halves(backward: Callable[..., Any]) -> Callable[..., Any]:
+def backward_of_stages(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a stage's `backward_maybe_with_nosync` that gathers the stage before half a backward.
 
     Without it a stage whose forward reshards finds no gradients, and says nothing. Collective over the mesh
-    of the stage's modules, whose ranks run the same schedule.
+    of the stage's modules, whose ranks run the same schedule. Parameters are known as a stage's since.
     """
 
     @functools.wraps(backward)
     def call(self: Any, backward_type: str, *args: Any, **kwargs: Any) -> Any:
         if backward_type != "full":
             _gather(self.submod)
+        root = state_of(self.submod)
+        if root is not None:
+            params = [param.sharded for one in (root, *root.below) for g in one.groups for param in g.params]
+            norm.of_a_stage(params)
         return backward(self, backward_type, *args, **kwargs)
 
     return call

@@ -186,6 +186,8 @@ def clip_grad_norm_(
 def of_a_stage(parameters: Iterable[Tensor]) -> None:
     """Mark parameters as those of a pipeline's stage, which has not all of the model. Local."""
     for param in parameters:
+        if _OF_A_STAGE in vars(param):
+            return
         setattr(param, _OF_A_STAGE, True)
 
 
