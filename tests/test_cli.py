@@ -166,6 +166,7 @@ WRONG = """
     --strategy ddp --layout contiguous --replicas 2; --checkpointing half; --compile-loss --tensor 2; --float8
     --float8-scales row; --float8 --compile --float8-scales nvfp4; --nvfp4
     --nvfp4 --compile; --nvfp4 --float8 --compile
+    --pipeline 2 --accumulation 5 --schedule Interleaved1F1B --stages 2
     --optimizer Adam; --loss half; --loop-holds loss; --micro-batch 0; --sequence 0; --sequence 99999999
     --accumulation 0; --json /none/a; --html /none/a; --trace /none/a; --png /none/a; --unknown
 """
@@ -188,6 +189,9 @@ def test_every_wrong_argument_of_a_plan_is_refused_before_torch_is_imported(tmp_
     for number, text in enumerate(["", "{", "[]", "{}"]):
         (tmp_path / f"{number}.json").write_text(text)
         wrong.append([str(tmp_path / f"{number}.json")])
+    (tmp_path / "folder.toml").mkdir()
+    (tmp_path / "latin.toml").write_bytes("name = 'é'".encode("latin1"))
+    wrong += [["gpt2", "--hardware", str(tmp_path / f"{name}.toml")] for name in ("folder", "latin")]
     asked = [*wrong, ["no_such_module:factory"]]
     ended = subprocess.run(
         [sys.executable, "-c", ASKS, json.dumps(asked)], capture_output=True, text=True, check=True

@@ -50,6 +50,24 @@ def test_blocks_of_an_encoder_and_of_its_decoder_are_groups(tmp_path: Path) -> N
     assert "blocks = [*model.encoder.block, *model.decoder.block]" in planner.python(config, made.setup)
 
 
+def test_what_has_no_logits_of_tokens_alone_is_refused_in_chunks_and_over_sequences(tmp_path: Path) -> None:
+    config = written(tmp_path, "t5", num_layers=1, num_decoder_layers=1, **T5)
+    with pytest.raises(ShardingError, match=r"has a loss of its own, which has no chunks: plan with"):
+        shardwise.plan(config, ranks=2, sequence=SEQUENCE, loss="chunked")
+    with pytest.raises(ShardingError, match="does not say how its sequences are cut"):
+        shardwise.plan(config, ranks=2, sequence=SEQUENCE, ulysses=2)
+
+
+def test_a_quantized_config_is_planned_as_what_it_quantizes_and_the_plan_says_so(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    quantized = {"quant_method": "gptq", "bits": 4}
+    config = written(tmp_path, "llama", vocab_size=96, quantization_config=quantized, **sizes)
+    made = shardwise.plan(config, ranks=2, sequence=SEQUENCE)
+    assert made.assumed == [
+        "Its quantization_config is not planned: all parameters are in stored_dtype, and trained"
+    ]
+
+
 def test_an_encoder_is_planned_as_what_its_config_names(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 96}
     for name, said in {

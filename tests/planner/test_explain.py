@@ -80,3 +80,36 @@ def test_a_shorter_sequence_is_not_advised_where_none_helps(sequence: int, told:
         shardwise.plan(factory, ranks=1, micro_batch=2, sequence=sequence)
     if sequence == 96:
         assert "the module itself takes tokens of shape (2, 96)" in str(refused.value)
+
+
+def test_a_model_that_compiles_itself_is_planned_as_it_is_written() -> None:
+    """Its kernels would read memory, which fake tensors do not have."""
+
+    @torch.compile
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    class Inside(Even):
+        def forward(self, tokens: torch.Tensor) -> Any:
+            return twice(super().forward(tokens))
+
+    class Plain(Even):
+        def forward(self, tokens: torch.Tensor) -> Any:
+            x = super().forward(tokens)
+            return x + x
+
+    def whole() -> nn.Module:
+        model = Plain()
+        model.compile()
+        return model
+
+    asked: dict[str, Any] = {"ranks": 2, "sequence": 16}
+    plain, *made = (
+        shardwise.plan(one, **asked) for one in (Plain, Inside, whole, lambda: torch.compile(Plain()))
+    )
+    assert [one.moments for one in made] == [plain.moments] * 3
+
+
+def test_a_setup_of_another_type_is_refused_by_it() -> None:
+    with pytest.raises(ShardingError, match=r"setup must be a shardwise.planner.Setup, got a dict: give"):
+        shardwise.plan("gpt2", {"ranks": 8})  # type: ignore[arg-type]

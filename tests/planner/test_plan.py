@@ -418,6 +418,7 @@ def test_a_factory_that_casts_is_stored_as_the_setup_says_and_the_code_converts_
         ("devices_per_host = 2.5", "a whole number"),
         ("context_bytes = 1e12", "context_bytes must be less than memory_bytes"),
         ("[[", "no profile"),
+        ("source = 3", "source must be text, got 3"),
     ],
 )
 def test_a_profile_that_cannot_be_used_is_named(tmp_path: Path, line: str, told: str) -> None:

@@ -62,6 +62,7 @@ class Hardware:
 
 
 FLOAT8, NVFP4 = "float8_e4m3fn", "float4_e2m1fn_x2"
+_DTYPES = (NVFP4, FLOAT8, "bfloat16", "float16", "float32", "float64")
 
 
 def check_narrow(device: Hardware | None, narrow: str | None) -> None:
@@ -79,17 +80,24 @@ def hardware_of(name: str) -> Hardware:
     folder = resources.files("shardwise.planner") / "hardware"
     known = sorted(one.name.removesuffix(".toml") for one in folder.iterdir() if one.name.endswith(".toml"))
     if name in known:
-        text = (folder / f"{name}.toml").read_text()
+        path: Any = folder / f"{name}.toml"
     elif name.endswith(".toml") and Path(name).exists():
-        text = Path(name).read_text()
+        path = Path(name)
     else:
         raise ShardingError(f"unknown hardware {name!r}: give one of {', '.join(known)}, or a file (.toml)")
     try:
-        made = Hardware(**tomllib.loads(text))
-    except (ValueError, TypeError) as error:
+        made = Hardware(**tomllib.loads(path.read_text()))
+    except (ValueError, TypeError, OSError) as error:
         raise ShardingError(f"{name} is no profile of hardware: {error}") from error
+    for key in ("name", "source"):
+        if not isinstance(getattr(made, key), str):
+            raise ShardingError(f"{name}: {key} must be text, got {getattr(made, key)!r}")
     if not isinstance(made.peak_flops, dict) or not made.peak_flops:
         raise ShardingError(f"{name}: peak_flops must be a table of dtypes, got {made.peak_flops!r}")
+    if unknown := sorted(made.peak_flops.keys() - _DTYPES):
+        raise ShardingError(
+            f"{name}: peak_flops has {', '.join(unknown)}; its dtypes are {', '.join(_DTYPES)}"
+        )
     numbers = {key: value for key, value in vars(made).items() if key not in ("name", "source", "peak_flops")}
     for key, value in (numbers | {f"peak_flops.{key}": one for key, one in made.peak_flops.items()}).items():
         _check_number(f"{name}: {key}", value, may_be_zero=key in _MAY_BE_ZERO)

@@ -103,7 +103,7 @@ def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
     if source in PUBLISHED:
         return of_shape(source, PUBLISHED[source], sequence)
     if source.endswith(".json"):
-        return _of_transformers(Path(source))
+        return _of_transformers(Path(source), sequence)
     check_source(source)
     module, _, name = source.partition(":")
     try:
@@ -148,6 +148,10 @@ def _logits(output: Any) -> Tensor:
 
 def chunked(model: Model) -> Model:
     """Return `model` whose head, its last linear layer, makes the loss, by chunks of the vocabulary."""
+    if model.loss is not logits_loss:
+        raise ShardingError(
+            f"{model.name} has a loss of its own, which has no chunks: plan with loss='whole'"
+        )
 
     def build(layers: int) -> nn.Module:
         made = model.build(layers)
@@ -355,7 +359,7 @@ _KINDS = {
 }
 
 
-def _of_transformers(path: Path) -> Model:
+def _of_transformers(path: Path, sequence: int) -> Model:
     values = read_config(path)
     transformers = from_extra("hf", "transformers", what=f"{path}, a transformers config,")
     try:
@@ -390,14 +394,8 @@ def _of_transformers(path: Path) -> Model:
         made: nn.Module = getattr(transformers, kind).from_config(config)
         return made
 
-    def loss(module: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-        learned: int = getattr(config, "max_position_embeddings", 0)
-        words = module.get_input_embeddings()
-        for table in [one for one in module.modules() if isinstance(one, nn.Embedding) and one is not words]:
-            if learned and learned <= table.num_embeddings <= learned + 2:  # some leave two out
-                check_positions(tokens.shape[1], learned)
-        also = {"decoder_input_ids": tokens} if both else {}
-        return whole_loss(module(input_ids=tokens, **also).logits, targets)
+    def loss_of_both(module: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        return whole_loss(module(input_ids=tokens, decoder_input_ids=tokens).logits, targets)
 
     def cut_sequences(module: Any, mesh: DeviceMesh) -> Loss:
         hf: Any = importlib.import_module("shardwise.hf")
@@ -413,9 +411,14 @@ def _of_transformers(path: Path) -> Model:
             f"{path}: transformers' {classes[kind].__name__} cannot be made: {why}"
         ) from error
     _check_takes_tokens(path, type(whole))
+    learned: int = getattr(config, "max_position_embeddings", 0)
+    words = whole.get_input_embeddings()
+    for table in [one for one in whole.modules() if isinstance(one, nn.Embedding) and one is not words]:
+        if learned and learned <= table.num_embeddings <= learned + 2:  # some leave two out
+            check_positions(sequence, learned)
     decoder = whole.get_decoder()
     towers = [whole.get_encoder(), decoder] if both else [decoder if _has_blocks(decoder) else whole]
-    made = _of_lists(path.stem, whole, build, loss, towers)
+    made = _of_lists(path.stem, whole, build, loss_of_both if both else logits_loss, towers)
     name, said = type(whole).__name__, tuple[str, ...]()
     if named or not trained:
         said = (f"It is planned as a {name}",) if kind != next(iter(_KINDS)) else ()
@@ -423,7 +426,9 @@ def _of_transformers(path: Path) -> Model:
         said = (f"It is planned as a {name}, not as the {trained} that its architectures name",)
     if both:
         said += ("Its encoder reads as many tokens as its decoder",)
-    return replace(made, assumed=(*said, *made.assumed), cut_sequences=cut_sequences)
+    if getattr(config, "quantization_config", None) is not None:
+        said += ("Its quantization_config is not planned: all parameters are in stored_dtype, and trained",)
+    return replace(made, assumed=(*said, *made.assumed), cut_sequences=None if both else cut_sequences)
 
 
 def _check_takes_tokens(path: Path, kind: Any) -> None:

@@ -161,6 +161,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         gc.disable()
         stack.callback(gc.enable)
         stack.enter_context(no_packed_sequences())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # kernels read what fakes do not have
         if setup.device == "cuda" and setup.fused_norms:
             stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", _fused_norm))
         touches = setup.compile or setup.compile_loss

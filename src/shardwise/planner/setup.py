@@ -52,7 +52,8 @@ class Setup:
         stored_dtype: of the sharded parameters, and so of gradients and optimizer state.
         param_dtype: of gathered parameters and computation.
         reduce_dtype: of gradients while they are reduced.
-        ends_apart: the model's first and last modules are groups of their own, beside its blocks.
+        ends_apart: the model's first and last modules are groups of their own, beside its blocks: those of
+            built-in models, and what a `Model` says (`ends`). Others are in the root's group.
         checkpointing: of blocks: "none"; "selective" keeps attention and every second matmul; "alternate"
             computes every second block again, the others not; "full".
         compile: blocks are compiled: `shardwise.compile(mode="regional")`.
@@ -224,16 +225,24 @@ def _check_dimensions(setup: Setup) -> None:
 
 
 def check_filled(setup: Setup) -> None:
-    """Raises ShardingError for fewer micro-batches than ranks of a pipeline; recordings may have fewer."""
-    if setup.accumulation < setup.pipeline:
+    """Raises ShardingError for micro-batches that do not fill a pipeline; recordings may have fewer."""
+    count, ranks = setup.accumulation, setup.pipeline
+    if count < ranks:
+        raise ShardingError(f"accumulation={count} micro-batches do not fill pipeline={ranks}: give as many")
+    if setup.schedule == "Interleaved1F1B" and count % (rounds := count // ranks):
         raise ShardingError(
-            f"accumulation={setup.accumulation} micro-batches do not fill pipeline={setup.pipeline}: give as"
-            " many"
+            f"accumulation={count} micro-batches do not make {rounds} equal rounds over pipeline={ranks}, as"
+            f" Interleaved1F1B needs: give {count - count % rounds}, or {ranks * (rounds + 1)}"
         )
 
 
 def changed(setup: Setup, changes: dict[str, Any]) -> Setup:
     """`setup` with other values of these fields."""
+    if not isinstance(setup, Setup):
+        raise ShardingError(
+            f"setup must be a shardwise.planner.Setup, got a {type(setup).__name__}: give Setup(ranks=8), or"
+            " its fields by name, ranks=8"
+        )
     known = {one.name for one in fields(setup)}
     _check_names(Setup, sorted(changes.keys() - known))
     return replace(setup, **changes)
