@@ -95,7 +95,7 @@ def model(layout: str, *, hsdp: bool) -> nn.Module:
     shape, names = ((2, 2), ("replicate", "shard")) if hsdp else ((RANKS,), ("shard",))
     mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=names)
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(BLOCKS))).to(DEVICE)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for block in blocks:
         fully_shard(block, mesh=mesh, layout=layout, mp_policy=policy)
     return fully_shard(blocks, mesh=mesh, layout=layout)

@@ -305,5 +305,14 @@ def test_products_that_ranks_cannot_make_alone_are_refused_with_a_remedy() -> No
         F.linear(_cut(batch, columns), _cut(weight, rows))
     with pytest.raises(RuntimeError, match="must have same reduction dim"):
         F.linear(batch, _cut(normal(6, 5), rows))
-    with pytest.raises(ShardingError, match="a weight of 2 dims"):
-        F.linear(batch, _cut(normal(4), columns))
+    with pytest.raises(RuntimeError, match="at least 1D"):
+        F.linear(_cut(batch, columns), normal())
+
+
+@on_ranks(2)
+def test_a_linear_weight_of_one_dim_is_a_vector() -> None:
+    for spec in (None, ChunkShardingSpec(0, cpu(0, 1))):
+        for cut in (None, ChunkShardingSpec(0, cpu(0, 1)), ChunkShardingSpec(1, cpu(0, 1))):
+            if spec or cut:
+                compare(F.linear, (normal(4, 6), cut), (normal(6), spec))
+                compare(F.linear, (normal(4, 6), cut), (normal(6), spec), (normal(), None))

@@ -23,10 +23,13 @@ LAYOUTS = ("interleaved", "contiguous")
 @contextmanager
 def by_torchs_fully_shard() -> Iterator[None]:
     """The example's modules are sharded by FSDP2; all else is as it is."""
-    from torch.distributed.fsdp import fully_shard, share_comm_ctx
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, share_comm_ctx
 
-    def without_layout(module: nn.Module, *, layout: str, **options: Any) -> Any:
-        return fully_shard(module, **options)
+    def without_layout(module: nn.Module, *, layout: str, mp_policy: Any = None, **options: Any) -> Any:
+        dtypes = {
+            name: getattr(mp_policy, name, None) for name in ("param_dtype", "reduce_dtype", "output_dtype")
+        }
+        return fully_shard(module, mp_policy=MixedPrecisionPolicy(**dtypes), **options)
 
     with (
         mock.patch.object(example, "fully_shard", without_layout),

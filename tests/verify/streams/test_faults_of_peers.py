@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.torch_version import TorchVersion
 
 from shardwise.planner.noop_group import noop_world
 from shardwise.verify.streams import DEVICE, Order, simulated
@@ -83,6 +84,7 @@ def test_put_right_it_is_not_found(program: Callable[[bool], Any]) -> None:
 def test_fsdp2_frees_what_the_stream_of_a_hook_adds_up_and_has_no_finding_elsewhere(
     hooks: bool, accumulates: bool
 ) -> None:
+    """As of torch 2.15 it no longer does."""
     with noop_world(2), simulated() as found:
         model = nn.Sequential(*(nn.Linear(4, 4, device=DEVICE) for _ in range(3)))
         for module in (*model, model):
@@ -94,5 +96,5 @@ def test_fsdp2_frees_what_the_stream_of_a_hook_adds_up_and_has_no_finding_elsewh
             model(torch.randn(2, 4, device=DEVICE)).sum().backward()
             if not accumulates:
                 model.zero_grad()
-    assert bool(found.findings) == (hooks and accumulates)
+    assert bool(found.findings) == (hooks and accumulates and TorchVersion(torch.__version__) < "2.15")
     assert all("memory that was freed while add_" in str(one) for one in found.findings)

@@ -38,15 +38,11 @@ _T: Any = Tensor
 
 @called_as(F.linear)
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if weight.ndim != 2:
-        raise ShardingError(
-            f"{here()}: linear takes a weight of 2 dims beside a ShardedTensor, found shape"
-            f" {tuple(weight.shape)}; use matmul"
-        )
-    if bias is not None:  # torch judges the dtypes and shapes
+    # torch judges the dtypes and shapes
+    if bias is not None:
         F.linear(_empty(input, 0, 1), _empty(weight, 0, 1), _empty(bias, 0))
-        F.linear(_meta(input), _meta(weight), _meta(bias))
-    made = _product(input, weight.t(), name="linear")
+    F.linear(_meta(input), _meta(weight), None if bias is None else _meta(bias))
+    made = _product(input, weight.t() if weight.ndim > 1 else weight, name="linear")
     if bias is None:
         return made
     if isinstance(bias, ShardedTensor) and not isinstance(made, ShardedTensor):

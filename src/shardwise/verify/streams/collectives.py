@@ -123,11 +123,11 @@ class _Backend:
 
     supports_coalescing = True
 
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
+    def __init__(self, behind: Callable[[], Any]) -> None:
+        self._behind = behind  # a no-op group has none
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
+        return getattr(self._behind(), name)
 
 
 class Collectives:
@@ -352,7 +352,7 @@ def reporting_to(simulation: Simulation) -> Iterator[Collectives]:
         def of_device(group: dist.ProcessGroup, device: torch.device) -> Any:
             if device.type != NAME:
                 return backend_of(group, device)
-            return _Backend(backend_of(group, torch.device("cpu")))
+            return _Backend(lambda: backend_of(group, torch.device("cpu")))
 
         by_device: dict[str, Any] = {
             _compat.BACKEND_OF: of_device,
