@@ -233,7 +233,12 @@ def _described(flat: Flat, *, compare: bool) -> dict[str, Any]:
     tensors = {name: leaf for name, leaf in flat.leaves.items() if leaf.is_tensor}
     return {
         "tensors": {name: describe(leaf) for name, leaf in tensors.items()},
-        "values": {n: to_json(n, leaf.value) for n, leaf in flat.leaves.items() if not leaf.is_tensor},
+        "values": {
+            # A list is filled in place, so whatever subclass it is of stays.
+            name: to_json(name, [*leaf.value] if isinstance(leaf.value, list) else leaf.value)
+            for name, leaf in flat.leaves.items()
+            if not leaf.is_tensor
+        },
         "lists": flat.lists,
         "per_rank": flat.per_rank,
         "contents": {n: _content(leaf) for n, leaf in tensors.items() if compare and leaf.is_plain},
