@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +19,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ranks import on_ranks
-from shardwise.checkpoint import PerRank, commit, load, save
+from shardwise.checkpoint import (
+    HostMemory,
+    PerRank,
+    commit,
+    load,
+    load_slices,
+    save,
+    save_async,
+    save_slices,
+)
 from shardwise.checkpoint.state import flatten, from_json, to_json
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, RankMismatchError
 from shardwise.files.manifest import digest
+from shardwise.sharded_tensor import ChunkShardingSpec
 
 
 def sharded(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -109,6 +120,41 @@ def test_ranks_that_disagree_about_a_shape_cannot_save(tmp_path: Path) -> None:
         CheckpointError, match=r"rank 1: w: expected .*\[2\].* as on a lower rank, found .*\[3\]"
     ):
         save(tmp_path, {"w": torch.ones(2 + dist.get_rank())}, step=1)
+    assert not list(tmp_path.iterdir())
+
+
+CALLS: dict[str, Callable[[Path, HostMemory], object]] = {
+    "saving": lambda path, _: save(path, {"w": torch.ones(2)}, step=1),
+    "save_async": lambda path, _: save_async(path, {"w": torch.ones(2)}, step=1),
+    "save_slices": lambda path, _: save_slices({"w": torch.ones(2)}, path / "w.safetensors"),
+    "loading": lambda path, _: load(path, {"w": torch.ones(2)}),
+    "load_slices": lambda path, _: load_slices(path, "w", ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])),
+    "HostMemory.load": lambda _, copies: copies.load({"w": torch.ones(2)}),
+    "HostMemory.save": lambda _, copies: copies.save({"w": torch.ones(2)}, step=1),
+    "waiting": lambda _, copies: copies.wait(),
+}
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        ("saving", "save_async"),
+        ("saving", "save_slices"),
+        ("save_slices", "save_async"),
+        ("loading", "load_slices"),
+        ("loading", "waiting"),
+        ("saving", "waiting"),
+        ("HostMemory.load", "HostMemory.save"),
+    ],
+)
+@on_ranks(2)
+def test_ranks_that_call_different_things_are_told_so_before_anything_is_written(
+    tmp_path: Path, calls: tuple[str, str]
+) -> None:
+    copies = HostMemory(tmp_path / "memory")
+    with pytest.raises(RankMismatchError, match="disagree about what to do next") as caught:
+        CALLS[calls[dist.get_rank()]](tmp_path, copies)
+    assert all(f"tell how {call} went" in str(caught.value) for call in calls)
     assert not list(tmp_path.iterdir())
 
 
