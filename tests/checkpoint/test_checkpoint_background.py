@@ -119,7 +119,7 @@ def test_what_goes_wrong_on_one_rank_raises_on_all_and_the_next_save_works(
             saving._thread.join()  # the answer comes one step late
             assert not any(stop.asked() for _ in range(2))
 
-    expected = r"(?s)saving step 1 to .* failed\n  rank 1: OSError: no space"
+    expected = r"(?s)save_async of step 1 to .* failed\n  rank 1: OSError: no space"
     with pytest.MonkeyPatch.context() as patch, StopSignals() as stop:
         patch.setattr(background, "write_part", refused)
         with pytest.raises(CheckpointError, match=expected):

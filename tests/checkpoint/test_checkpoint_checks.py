@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,10 +19,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ranks import on_ranks
-from shardwise.checkpoint import commit, load, save
+from shardwise.checkpoint import (
+    HostMemory,
+    PerRank,
+    commit,
+    load,
+    load_slices,
+    save,
+    save_async,
+    save_slices,
+)
 from shardwise.checkpoint.state import flatten, from_json, to_json
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, RankMismatchError
 from shardwise.files.manifest import digest
+from shardwise.sharded_tensor import ChunkShardingSpec
 
 
 def sharded(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -109,6 +123,54 @@ def test_ranks_that_disagree_about_a_shape_cannot_save(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+CALLS: dict[str, Callable[[Path, HostMemory], object]] = {
+    "saving": lambda path, _: save(path, {"w": torch.ones(2)}, step=1),
+    "save_async": lambda path, _: save_async(path, {"w": torch.ones(2)}, step=1),
+    "save_slices": lambda path, _: save_slices({"w": torch.ones(2)}, path / "w.safetensors"),
+    "loading": lambda path, _: load(path, {"w": torch.ones(2)}),
+    "load_slices": lambda path, _: load_slices(path, "w", ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])),
+    "HostMemory.load": lambda _, copies: copies.load({"w": torch.ones(2)}),
+    "HostMemory.save": lambda _, copies: copies.save({"w": torch.ones(2)}, step=1),
+    "waiting": lambda _, copies: copies.wait(),
+}
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        ("saving", "save_async"),
+        ("saving", "save_slices"),
+        ("save_slices", "save_async"),
+        ("loading", "load_slices"),
+        ("loading", "waiting"),
+        ("saving", "waiting"),
+        ("HostMemory.load", "HostMemory.save"),
+    ],
+)
+@on_ranks(2)
+def test_ranks_that_call_different_things_are_told_so_before_anything_is_written(
+    tmp_path: Path, calls: tuple[str, str]
+) -> None:
+    copies = HostMemory(tmp_path / "memory")
+    with pytest.raises(RankMismatchError, match="disagree about what to do next") as caught:
+        CALLS[calls[dist.get_rank()]](tmp_path, copies)
+    assert all(f"tell how {call} went" in str(caught.value) for call in calls)
+    assert not list(tmp_path.iterdir())
+
+
+class Place(NamedTuple):
+    epoch: int
+    sample: int
+
+
+class Phase(IntEnum):
+    WARM = 1
+
+
+class History(list[Any]):
+    pass
+
+
 class Payload:
     """Unpickling this runs a command."""
 
@@ -138,8 +200,18 @@ def test_a_hostile_index_is_refused_without_running_it(tmp_path: Path) -> None:
 
 
 def test_values_that_json_cannot_hold_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"optimizer\.hook is a function; expected a tensor"):
-        save(tmp_path, {"optimizer": {"hook": change}}, step=1)
+    for value, found in (
+        (change, "a function; expected a tensor"),
+        ([np.True_], r"a numpy\.bool_?; expected"),
+        (Place(1, 2), r"a test_checkpoint_checks\.Place; expected"),
+        ([Phase.WARM], r"a test_checkpoint_checks\.Phase; expected"),
+        ([[History()]], r"a test_checkpoint_checks\.History; expected"),
+        ([defaultdict(int)], r"a collections\.defaultdict; expected"),
+        ((torch.ones(2), torch.ones(2)), r"a torch\.Tensor within a tuple or as a key; expected"),
+        ([(PerRank(1),)], r"a shardwise.*\.PerRank within a tuple"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"optimizer\.hook: found {found}"):
+            save(tmp_path, {"optimizer": {"hook": value}}, step=1)
     assert not list(tmp_path.iterdir())
 
 
@@ -148,6 +220,25 @@ def test_two_entries_of_one_name_are_refused() -> None:
         flatten({"a": {"b": 1}, "a.b": 2})
 
 
-@pytest.mark.parametrize("value", [None, True, 3, 0.1, 1e-300, "text", [1, [2.5, "x"]], (1, (2, [3]))])
+PLAIN = [None, True, 3, 0.1, 1e-300, "text", [1, [2.5, "x"]], (1, (2, [3]))]
+KEPT = [{"a": (1,)}, Counter({3: 1}), OrderedDict([("b", Counter()), ("a", [1])]), torch.Size([2, 3])]
+
+
+@pytest.mark.parametrize("value", [*PLAIN, *KEPT])
 def test_plain_values_return_from_json_as_they_were(value: Any) -> None:
-    assert from_json(json.loads(json.dumps(to_json("v", value)))) == value
+    found = from_json(json.loads(json.dumps(to_json("v", [value]))))
+    assert repr(found) == repr([value])
+
+
+def test_numbers_and_texts_of_other_kinds_return_as_plain_ones() -> None:
+    found = from_json(json.loads(json.dumps(to_json("v", [np.float64(0.1), np.str_("a")]))))
+    assert found == [0.1, "a"]
+    assert [type(each) for each in found] == [float, str]
+
+
+def test_a_list_that_is_filled_in_place_keeps_its_own_kind(tmp_path: Path) -> None:
+    save(tmp_path, {"losses": History([0.5, [1]])}, step=1)
+    state = {"losses": History()}
+    load(tmp_path, state)
+    assert state["losses"] == [0.5, [1]]
+    assert type(state["losses"]) is History

@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 
 from ranks import RankPool, on_ranks
 from shardwise.checkpoint import PerRank, load, save, save_async
@@ -125,6 +126,37 @@ def test_a_list_of_plain_values_is_replaced_whatever_its_length(tmp_path: Path) 
         load(tmp_path, state)
         assert state == {"history": history, "flat": [0.5, 0.25], "none": []}
         assert state["history"] is mine
+
+
+def scheduled() -> tuple[torch.optim.Optimizer, SequentialLR]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    parts = [LinearLR(optimizer, 0.1, total_iters=4), MultiStepLR(optimizer, [2, 4])]
+    return optimizer, SequentialLR(optimizer, parts, milestones=[4])
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about its own schedulers
+def test_schedulers_in_a_sequence_go_on_past_a_milestone(tmp_path: Path) -> None:
+    def rates(optimizer: torch.optim.Optimizer, scheduler: SequentialLR, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    def state_of(optimizer: torch.optim.Optimizer, scheduler: SequentialLR) -> dict[str, Any]:
+        return {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+
+    through = rates(*scheduled(), 10)
+    saved = scheduled()
+    before = rates(*saved, 3)
+    save(tmp_path, state_of(*saved), step=3)
+    optimizer, scheduler = scheduled()
+    state = state_of(optimizer, scheduler)
+    load(tmp_path, state)
+    optimizer.load_state_dict(state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
+    assert before + rates(optimizer, scheduler, 7) == through
 
 
 @on_ranks(2)

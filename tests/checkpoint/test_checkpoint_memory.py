@@ -146,6 +146,35 @@ def test_a_copy_that_failed_raises_on_every_rank_and_the_one_before_is_there(tmp
     assert copies.load(state) == 1
 
 
+@on_ranks(2)
+def test_ranks_that_look_for_copies_newer_than_different_steps_are_refused(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    copies = HostMemory(tmp_path)
+    copies.save({"w": torch.ones(3)}, step=4)
+    state = {"w": torch.zeros(3)}
+    for steps in ((3, 4), (4, 3), (None, 4)):
+        with pytest.raises(
+            CheckpointError, match=rf"rank 1: newer_than: expected {steps[0]} .*found {steps[1]}"
+        ):
+            copies.load(state, newer_than=steps[rank])
+    assert not state["w"].any()
+    assert copies.load(state, newer_than=3) == 4
+
+
+@pytest.mark.parametrize("lost", [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"])
+@on_ranks(2)
+def test_a_host_that_lacks_one_file_of_a_copy_is_sent_it(tmp_path: Path, lost: str) -> None:
+    rank = dist.get_rank()
+    copies = HostMemory(tmp_path / f"host{rank}")
+    copies.save({"own": PerRank(torch.ones(3) + rank)}, step=1)
+    copies.wait()
+    if rank == 1:
+        (tmp_path / "host1" / "step-00000001" / lost).unlink()
+    own = PerRank(torch.zeros(3))
+    assert copies.load({"own": own}) == 1
+    assert own.value.eq(1 + rank).all()
+
+
 def test_parts_go_to_the_next_host_and_each_file_to_a_host_once() -> None:
     assert memory.neighbours([0, 0, 2, 2]) == [2, 3, 0, 1]
     assert memory.neighbours([0, 0, 0, 3, 4]) == [3, 3, 3, 4, 0]

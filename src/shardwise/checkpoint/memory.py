@@ -40,7 +40,7 @@ from shardwise.checkpoint.part import Part, write_part
 from shardwise.checkpoint.plan import Plan, bytes_of
 from shardwise.checkpoint.read import Whole, files_for, fill, open_checkpoint
 from shardwise.checkpoint.write import Job, prepare_save
-from shardwise.comm.agree import together
+from shardwise.comm.agree import merge_or_raise, together
 from shardwise.comm.watch import announced
 from shardwise.errors import CheckpointError
 from shardwise.files.manifest import MANIFEST, digest, whole_file
@@ -103,7 +103,9 @@ class HostMemory:
                 that is complete is untouched.
         """
         self.wait()
-        job = prepare_save(self._path, state, step=step, hosts=self._hosts, fits=self._check_room)
+        job = prepare_save(
+            "HostMemory.save of", self._path, state, step=step, hosts=self._hosts, fits=self._check_room
+        )
         with job.cleaning():
             parts = together(job.what, lambda: write_part(job.staging, self._rank, job.mine()))
         self._sending = threading.Thread(
@@ -113,7 +115,7 @@ class HostMemory:
 
     def wait(self) -> None:
         """Return once the copy under way is complete on all hosts. Errors as of `save`."""
-        together(_WHAT, self._ended)
+        together("waiting for a copy", self._ended)
 
     def load(self, state: dict[str, Any], *, newer_than: int | None = None) -> int | None:
         """Fill `state` from the newest copy that is whole, as `checkpoint.load` does; its step.
@@ -122,11 +124,20 @@ class HostMemory:
         later step than `newer_than`, such as the newest in storage. A damaged one is named in a warning.
 
         Raises:
-            CheckpointError: on every rank, if the names, shapes or dtypes of state and copy differ.
+            CheckpointError: on every rank, if the names, shapes or dtypes of state and copy differ, or ranks
+                differ in `newer_than`.
         """
         self.wait()
-        listed = together("looking for copies", lambda: self._listed() if self._rank == self._host else {})
-        for copy in _complete(listed):
+        what = "HostMemory.load"
+
+        def tell() -> dict[str, Any]:
+            listed = self._listed() if self._rank == self._host else {}
+            return {"call": {"newer_than": newer_than}, "listed": listed}
+
+        by_rank = together(what, tell)
+        fix = "Give the same on every rank, such as what rank 0 broadcasts"
+        merge_or_raise(what, by_rank, {"call": fix})
+        for copy in _complete([each["listed"] for each in by_rank]):
             if newer_than is not None and copy.step <= newer_than:
                 break
             whole = self._fetched(copy, state)
@@ -137,7 +148,7 @@ class HostMemory:
     def clear(self) -> None:
         """Remove all copies, once a run is over."""
         self.wait()
-        together("removing copies", lambda: self.keep_only(None))
+        together("HostMemory.clear", lambda: self.keep_only(None))
 
     # Saving
 
@@ -212,12 +223,12 @@ class HostMemory:
 
     def _fetched(self, copy: _Copy, state: dict[str, Any]) -> Whole | None:
         """Fetch the copy into this host's folder, with all files that its ranks read; None if damaged."""
-        what = f"loading step {copy.step} from {self._path}"
+        what = f"HostMemory.load of step {copy.step} from {self._path}"
         lacks = self._rank == self._host and self._host not in copy.folders
         made = together(what, lambda: str(open_staging(self._path, copy.step)) if lacks else "")
         folder = Path(copy.folders.get(self._host) or made[self._host])
-        wanted: list[list[str]] = [[INDEX, MANIFEST] if name else [] for name in made]
-        self._carry(folder, messages(wanted, there=copy.files, hosts=self._hosts))
+        needed = [[INDEX, MANIFEST] if rank == host else [] for rank, host in enumerate(self._hosts)]
+        self._carry(folder, messages(needed, there=copy.files, hosts=self._hosts))
         found: list[Whole] = []
         if not _sound(what, lambda: found.append(open_checkpoint(folder, _check_index))):
             return None

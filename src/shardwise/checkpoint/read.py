@@ -51,7 +51,9 @@ def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | Non
         rank about each newer one that is damaged.
 
     Raises CheckpointError on every rank, with the state untouched, if a file is missing or
-    damaged on disk or if the names, shapes or dtypes of state and checkpoint differ.
+    damaged on disk or if the names, shapes or dtypes of state and checkpoint differ. Where another
+    run saves to `path` with `keep`, files may go while they are read: the error then says whether
+    the state is half written. Load again, or a step that stays.
     """
     rank, _ = rank_and_size()
     what = f"loading from {path}"

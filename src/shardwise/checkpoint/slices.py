@@ -70,7 +70,7 @@ def save_slices(
         CheckpointError: on every rank, with the problems of all: a dtype that the format does not know, ranks
             that disagree, a full disk.
     """
-    what = f"saving {path}"
+    what = f"save_slices to {path}"
     path = Path(together(what, lambda: str(on_disk(path)))[rank_and_size()[0]])
     own: dict[str, ShardedTensor | Tensor] = {}
 
@@ -306,7 +306,7 @@ def load_slices(
             damaged file, a spec that cannot cut the tensor, or files that differ between ranks.
     """
     group = group_or_default(process_group)
-    what = f"loading {name}"
+    what = f"load_slices of {name}"
     made: list[ShardedTensor] = []
 
     def read() -> list[Any]:

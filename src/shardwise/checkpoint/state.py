@@ -5,12 +5,16 @@
 
 Dicts are walked, and so are lists with tensors somewhere in them; anything else is one leaf. Plain values
 (None, bool, int, float, str, and lists, tuples and dicts of them) become JSON, so nothing has to be
-pickled to store them or unpickled to read them.
+pickled to store them or unpickled to read them. Of other types those that torch's schedulers use are kept;
+the rest is refused, as it would come back as something else.
 """
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -20,7 +24,13 @@ from torch.nn.parameter import is_lazy
 from shardwise import _compat
 from shardwise.errors import CheckpointError, here
 
-_TUPLE, _DICT = "__tuple__", "__dict__"
+_OF_ITEMS: dict[str, Callable[[list[Any]], Any]] = {"__tuple__": tuple, "__size__": torch.Size}
+_OF_PAIRS: dict[str, Callable[[dict[Any, Any]], Any]] = {
+    "__dict__": dict,
+    "__ordered_dict__": OrderedDict,
+    "__counter__": Counter,
+}
+_NAMES: dict[Any, str] = {kind: name for name, kind in (*_OF_ITEMS.items(), *_OF_PAIRS.items())}
 
 
 @dataclass
@@ -181,18 +191,29 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def to_json(name: str, value: Any) -> Any:
-    """Return `value` as JSON can hold it; the error for anything else names the entry."""
-    if value is None or isinstance(value, (bool, int, float, str)):
+    """Return `value` as JSON can hold it; the error for anything else names the entry.
+
+    A subclass of a number or text is stored as that, such as `np.float64` as a float; an enum is refused.
+    """
+    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, Enum)):
         return value
-    if isinstance(value, list):
+    kind = type(value)
+    if kind is list:
         return [to_json(name, item) for item in value]
-    if isinstance(value, tuple):
-        return {_TUPLE: [to_json(name, item) for item in value]}
-    if isinstance(value, dict):
-        return {_DICT: [[to_json(name, key), to_json(name, item)] for key, item in value.items()]}
+    stored = _NAMES.get(kind, "")
+    if stored in _OF_ITEMS:
+        return {stored: [to_json(name, item) for item in value]}
+    if stored in _OF_PAIRS:
+        return {stored: [[to_json(name, key), to_json(name, item)] for key, item in value.items()]}
+    found = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(value, PerRank) or _is_tensor(value):
+        raise CheckpointError(
+            f"{here()}: {name}: found a {found} within a tuple or as a key; expected it in a dict or a list."
+            " Make the tuple a list"
+        )
     raise CheckpointError(
-        f"{here()}: {name} is a {type(value).__name__}; expected a tensor, None, bool, int, float, str, or a "
-        f"list, tuple or dict of these. Convert it before saving"
+        f"{here()}: {name}: found a {found}; expected a tensor or a plain value: None, bool, int, float, str,"
+        " or a list, tuple, torch.Size, dict, OrderedDict or Counter of these. Convert it before saving"
     )
 
 
@@ -203,8 +224,8 @@ def from_json(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, items),) = value.items()
-    if kind not in (_TUPLE, _DICT) or not isinstance(items, list):
-        raise ValueError(f"expected a tuple or a dict, found {kind!r}")
-    if kind == _TUPLE:
-        return tuple(from_json(item) for item in items)
-    return {from_json(key): from_json(item) for key, item in items}
+    if kind not in _NAMES.values() or not isinstance(items, list):
+        raise ValueError(f"expected one of {[*_NAMES.values()]}, found {kind!r}")
+    if kind in _OF_ITEMS:
+        return _OF_ITEMS[kind]([from_json(item) for item in items])
+    return _OF_PAIRS[kind]({from_json(key): from_json(item) for key, item in items})

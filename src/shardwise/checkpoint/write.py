@@ -60,7 +60,7 @@ def save(
     """
     rank, _ = rank_and_size()
     wait_for_saving()
-    job = prepare_save(path, state, step=step, keep=keep, keep_every=keep_every)
+    job = prepare_save("saving", path, state, step=step, keep=keep, keep_every=keep_every)
     with job.cleaning():
         parts = together(job.what, lambda: write_part(job.staging, rank, job.mine()))
         return location(together(job.what, lambda: str(job.commit(parts)) if rank == 0 else "")[0])
@@ -81,7 +81,7 @@ def save_async(
     every rank. A process that ends waits for it, unless it ends by an error.
     """
     wait_for_saving()
-    job = prepare_save(path, state, step=step, keep=keep, keep_every=keep_every)
+    job = prepare_save("save_async of", path, state, step=step, keep=keep, keep_every=keep_every)
     copies: list[tuple[Chunk, Tensor | bytes]] = []
     with job.cleaning():
         together(job.what, lambda: copies.extend((chunk, staged(tensor)) for chunk, tensor in job.mine()))
@@ -140,6 +140,7 @@ class Job:
 
 
 def prepare_save(
+    call: str,
     path: str | os.PathLike[str],
     state: dict[str, Any],
     *,
@@ -152,12 +153,13 @@ def prepare_save(
     """Agree on a save among all ranks, and make a folder to write in. Collective.
 
     Args:
+        call: what was called, to begin errors with.
         hosts: by rank, the one that makes its folder, where `path` is not the same folder on all ranks;
             None is rank 0 for all.
         fits: raises for a plan that this rank has no room for.
     """
     rank, size = rank_and_size()
-    what = f"saving step {step} to {path}"
+    what = f"{call} step {step} to {path}"
     own: list[Held] = []
 
     def tell() -> dict[str, Any]:
@@ -233,7 +235,12 @@ def _described(flat: Flat, *, compare: bool) -> dict[str, Any]:
     tensors = {name: leaf for name, leaf in flat.leaves.items() if leaf.is_tensor}
     return {
         "tensors": {name: describe(leaf) for name, leaf in tensors.items()},
-        "values": {n: to_json(n, leaf.value) for n, leaf in flat.leaves.items() if not leaf.is_tensor},
+        "values": {
+            # A list is filled in place, so whatever subclass it is of stays.
+            name: to_json(name, [*leaf.value] if isinstance(leaf.value, list) else leaf.value)
+            for name, leaf in flat.leaves.items()
+            if not leaf.is_tensor
+        },
         "lists": flat.lists,
         "per_rank": flat.per_rank,
         "contents": {n: _content(leaf) for n, leaf in tensors.items() if compare and leaf.is_plain},

@@ -187,7 +187,8 @@ def together(
     Collective over `group`, by default all ranks; without a process group this process is alone.
 
     Args:
-        what: is being done, for the error: "loading x".
+        what: is being done, for the error: "loading x". Ranks whose first words differ are told so, where the
+            order of collectives is compared; so each call that users make has its own.
         action: returns what JSON can hold (tuples come back as lists).
         group: the ranks that take part.
         kind: of the error.

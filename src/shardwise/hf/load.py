@@ -101,7 +101,7 @@ def load(
         ShardingError: no class to make, a quantized model, and what `fully_shard` raises.
         RankMismatchError: ranks that load different things, or whose seeds differ where values are drawn.
     """
-    what = f"loading {path_or_config if isinstance(path_or_config, (str, os.PathLike)) else 'a config'}"
+    what = f"hf.load of {path_or_config if isinstance(path_or_config, (str, os.PathLike)) else 'a config'}"
     group = group_or_default(None)
     agree(f"{what} as {model_class}, dtype {dtype}, strict {strict}", group=group, what="what to load")
     with TensorFiles(_weights(what, path_or_config)) as files:

@@ -55,7 +55,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
         CheckpointError: on every rank: a path that is taken, no size, a full disk; nothing is left then.
         RankMismatchError: ranks that save otherwise.
     """
-    what = f"saving {path}"
+    what = f"hf.save to {path}"
     path = Path(together(what, lambda: str(on_disk(path)))[dist.get_rank()])
     agree(f"{what} in files of {max_shard_size}", group=group_or_default(None), what="what to save")
 

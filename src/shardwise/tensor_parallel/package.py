@@ -86,7 +86,7 @@ def save(
         """Return the action's result on each rank that saves."""
         if group is None:
             return [action()]
-        return together(f"saving to {place}", action, group=group, kind=ShardingError)
+        return together(f"tensor_parallel.save to {place}", action, group=group, kind=ShardingError)
 
     def check() -> list[dict[str, Any]]:
         if place.exists() and not overwrite:
