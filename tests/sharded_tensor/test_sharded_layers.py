@@ -311,8 +311,7 @@ def test_products_that_ranks_cannot_make_alone_are_refused_with_a_remedy() -> No
 
 @on_ranks(2)
 def test_a_linear_weight_of_one_dim_is_a_vector() -> None:
-    for spec in (None, ChunkShardingSpec(0, cpu(0, 1))):
-        for cut in (None, ChunkShardingSpec(0, cpu(0, 1)), ChunkShardingSpec(1, cpu(0, 1))):
-            if spec or cut:
-                compare(F.linear, (normal(4, 6), cut), (normal(6), spec))
-                compare(F.linear, (normal(4, 6), cut), (normal(6), spec), (normal(), None))
+    first, last = (ChunkShardingSpec(dim, cpu(0, 1)) for dim in (0, -1))
+    for cut, spec in ((first, None), (last, None), (None, first), (last, first)):
+        compare(F.linear, (normal(4, 6), cut), (normal(6), spec))
+        compare(F.linear, (normal(4, 2, 6), cut), (normal(6), spec), (normal(), None))
