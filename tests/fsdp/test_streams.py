@@ -27,6 +27,7 @@ USERS = [
     "shardwise.fsdp.optimizer_watch",
     "shardwise.fsdp.reduction",
     "shardwise.fsdp.schedule",
+    "shardwise.fsdp.state",
 ]
 
 

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fuzz.campaign import REGRESSIONS, draw_cases
 from fuzz.streams_part.train import Block, Case, Planned, Run
+from mutants.side_streams import modules_on_streams
 from shardwise import _compat, compile_step, fully_shard
 from shardwise.adapters.pipelining import StateOfStage
 from shardwise.comm.exchange import exchange
@@ -468,6 +469,11 @@ WRITTEN: dict[str, AnyCase] = {
     "a list of which one is recomputed": Program(partial(list_of_which_one_is_recomputed, "interleaved")),
     "a list of which one is recomputed, contiguous": Program(
         partial(list_of_which_one_is_recomputed, "contiguous")
+    ),
+    "a module on a stream of its own": Program(partial(modules_on_streams, 1, layout="contiguous")),
+    "a module on two streams of its own": Program(partial(modules_on_streams, 2, layout="contiguous")),
+    "a module on two streams of its own, interleaved": Program(
+        partial(modules_on_streams, 2, layout="interleaved")
     ),
     "an exchange of boxes": Program(exchange_of_boxes),
     "collectives of graphs": Program(collectives_of_graphs),

@@ -35,6 +35,7 @@ class Schedule:
     order: list[weakref.ref[State]] = field(default_factory=list)  # in which forwards ended, once a call
     order_before: int = 0  # how many they were when this pass began
     pending_release: weakref.ref[State] | None = None  # last to end forward, not released yet
+    left_on: torch.Stream | None = None  # the current stream when it ended
     # What that returned, if that is one tensor, and whose backward its hook ends before it begins another.
     latest_output: tuple[weakref.ref[torch.Tensor], list[State]] | None = None
     callback_queued: bool = False  # the end of this backward is awaited
@@ -58,10 +59,15 @@ class Schedule:
     transformed: bool = False  # passes have run within transforms of torch.func, and may again
 
     def release_pending(self, *, unless: State | None = None) -> None:
-        """Release the state whose release was put off, unless it is the one that runs next."""
+        """Release the state whose release was put off, unless it is the one that runs next, where it ran."""
         kept = None if self.pending_release is None else self.pending_release()
         self.pending_release = None
-        if kept is not None and kept is not unless:
+        if kept is None:
+            return
+        if self.left_on is not None and self.left_on != current_stream(self.device):
+            with self.left_on:  # which reads what was gathered, and has no order with what runs next
+                kept.release()
+        elif kept is not unless:
             kept.release()
 
     def _groups(self) -> list[Any]:

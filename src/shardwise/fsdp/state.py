@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, is_grad_enabled, nn
 
 from shardwise import _compat
+from shardwise.comm.foreach import current_stream
 from shardwise.comm.order import event_for
 from shardwise.comm.watch import raise_explained
 from shardwise.errors import LifecycleError, here
@@ -203,6 +204,8 @@ class FSDPState(ModuleState):
                         self.release()
                     else:
                         schedule.pending_release = self.myself
+                        if schedule.streams is not None:
+                            schedule.left_on = current_stream(self.device)
                     break
             if grad_enabled:
                 schedule.order.append(self.myself)

@@ -126,6 +126,9 @@ class _Backend:
     def __init__(self, behind: Callable[[], Any]) -> None:
         self._behind = behind  # a no-op group has none
 
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._behind(), name)
 

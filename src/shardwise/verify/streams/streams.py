@@ -7,6 +7,7 @@ anywhere.
 from __future__ import annotations
 
 import sys
+import sysconfig
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,8 @@ from shardwise.errors import LifecycleError
 from shardwise.verify.streams.backward import Backward
 from shardwise.verify.streams.clocks import HOST, Clock, Line, Operation, merge
 
-_INSIDE = ("shardwise/verify/streams/", "/torch/", "<frozen", "<string>", "contextlib.py")
+_STANDARD = f"{sysconfig.get_path('stdlib')}/"
+_INSIDE = ("shardwise/verify/streams/", "/torch/", "<frozen", "<string>", "typing_extensions.py")
 
 
 def place_in_code() -> str:
@@ -28,7 +30,9 @@ def place_in_code() -> str:
     inner = None
     while frame is not None:
         name = frame.f_code.co_filename
-        if not any(part in name for part in _INSIDE) or "/torch/distributed/fsdp/" in name:
+        standard = name.startswith(_STANDARD) and "-packages/" not in name
+        inside = standard or any(part in name for part in _INSIDE)
+        if not inside or "/torch/distributed/fsdp/" in name:
             short = "/".join(name.rsplit("/", 3)[-3:])
             inner = f"{short}:{frame.f_lineno}, {frame.f_code.co_name}"
             break
