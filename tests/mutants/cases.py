@@ -406,7 +406,7 @@ def on_two_ranks(function: Callable[[int], Tensors]) -> Tensors:
 
 
 ROWS = {"layout": "contiguous"}
-CAST = {"mp": {"param": "bfloat16"}}
+CAST = {"mp": {"param": "bfloat16", "reduce": "bfloat16"}}
 AHEAD = {"prefetch": "forward"}
 KEPT = {"set": {"set_reshard_after_backward": False}}
 OFFLOADS = {"offload": "pinned", "zero": "zeros"}
