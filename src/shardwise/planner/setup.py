@@ -155,7 +155,7 @@ class Setup:
 
     @property
     def narrow(self) -> str | None:
-        """In what compiled blocks multiply: "nvfp4", or float8 with scales of a "tensor" or a "row"."""
+        """Format in which compiled blocks multiply: "nvfp4", or float8 by whose scales, "tensor" or "row"."""
         return "nvfp4" if self.nvfp4 else self.float8_scales if self.float8 else None
 
     @property
