@@ -64,8 +64,9 @@ class Schedule:
         self.pending_release = None
         if kept is None:
             return
-        if self.left_on is not None and self.left_on != current_stream(self.device):
-            with self.left_on:  # which reads what was gathered, and has no order with what runs next
+        stream = self.left_on
+        if stream is not None and stream != current_stream(self.device):
+            with stream:  # which reads what was gathered, and has no order with what runs next
                 kept.release()
         elif kept is not unless:
             kept.release()
