@@ -54,7 +54,7 @@ def test_calls_made_by_python_code_inside_backward_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "calls", "heap"), [("interleaved", 382, 9_100), ("contiguous", 335, 10_500)]
+    ("layout", "calls", "heap"), [("interleaved", 381, 9_100), ("contiguous", 335, 10_500)]
 )
 def test_sharding_a_module_costs_the_same_few_calls_and_bytes_on_any_number_of_ranks(
     layout: str, calls: int, heap: int
@@ -73,7 +73,7 @@ def test_sharding_a_module_costs_the_same_few_calls_and_bytes_on_any_number_of_r
             few, many = (startup(layout, mesh, lambda n=n: linear_layers(n)) for n in (10, 60))
             spent.append((count_calls(many) - count_calls(few)) / 50)
             assert heap_bytes(startup(layout, mesh, lambda: linear_layers(300))) / 300 <= heap
-    assert max(spent) <= calls
+    assert max(spent) <= calls + (torch.torch_version.TorchVersion(torch.__version__) < "2.13")
     assert abs(spent[0] - spent[1]) < 1  # what the collector ends meanwhile is counted, too
 
 

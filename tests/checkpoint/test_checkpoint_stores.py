@@ -181,7 +181,8 @@ def test_a_store_that_refuses_ends_the_save_on_every_rank_and_the_next_one_works
         raise OSError("no")
 
     culprit = 0 if what == "manifest" else 1
-    failed = rf"(saving|save_async of) step 2 to s3://.* failed\n  rank {culprit}: OSError: no"
+    call = "saving" if what == "midway" else "save_async of"
+    failed = rf"{call} step 2 to s3://.* failed\n  rank {culprit}: OSError: no"
     with pytest.MonkeyPatch.context() as patch, StopSignals() as stop:
         if what == "manifest":
             patch.setattr(commit, "write_manifest", refused)

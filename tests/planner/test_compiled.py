@@ -109,7 +109,9 @@ def test_what_an_operator_makes_beside_its_result_is_freed_where_it_was(tensor: 
     """
     asked: dict[str, Any] = {"ranks": 4, "tensor": tensor, "sequence": 32, "checkpointing": "full"}
     eager, made = (shardwise.plan(decoder, **asked, compile=one) for one in (False, True))
-    assert made.peak_bytes <= eager.peak_bytes + more
+    assert made.peak_bytes <= eager.peak_bytes + more * (
+        torch.torch_version.TorchVersion(torch.__version__) >= "2.15"
+    )
     assert made.sent == eager.sent
 
 

@@ -201,4 +201,6 @@ def test_every_function_answers_for_the_whole_of_rows_or_refuses(ranks: RankPool
     wrong = {each for each in itertools.chain(*found) if each[1] and not each[1].startswith("ShardingError")}
     assert not wrong, "\n".join(f"{name}: {error}" for name, error in sorted(wrong))
     assert all(len({bool(error) for _, error in each}) == 1 for each in found)
-    assert len({name for (name, error), *_ in found if not error}) > 130
+    release = torch.torch_version.TorchVersion(torch.__version__)
+    least = 150 if "2.13" <= release < "2.15" else 130  # as torch's samples go
+    assert len({name for (name, error), *_ in found if not error}) > least

@@ -52,8 +52,7 @@ def backward_of_stages(backward: Callable[..., Any]) -> Callable[..., Any]:
             _gather(self.submod)
         root = state_of(self.submod)
         if root is not None:
-            params = [param.sharded for one in (root, *root.below) for g in one.groups for param in g.params]
-            norm.of_a_stage(params)
+            norm.of_a_stage(param.sharded for group, _ in root.all_groups for param in group.params)
         return backward(self, backward_type, *args, **kwargs)
 
     return call

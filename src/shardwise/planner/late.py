@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import replace
 
 from shardwise.planner.devices import Hardware
-from shardwise.planner.events import Allocate, Event, Free, Mark, Record, Recording, Segment, Send, Wait
+from shardwise.planner.events import Allocate, Compute, Free, Mark, Record, Recording, Segment, Send, Wait
 from shardwise.planner.timing import compute_seconds, send_seconds
 
 QUEUED = 1024  # commands that CUDA takes ahead of the device, as often measured; it is not documented
@@ -31,41 +31,37 @@ def freed_late(recording: Recording, hardware: Hardware) -> Recording:
             if isinstance(event, Allocate):
                 while waiting and waiting[0][0] <= host:
                     late.events.append(waiting.popleft()[1])
-            elif not isinstance(event, Free):
-                host = _issued(event, host, ends, marks, queue, hardware)
-            elif event.mark is not None:
+            elif not isinstance(event, Free) or event.mark is not None:
                 host = max(host, queue[0]) if len(queue) == queue.maxlen else host
-                queue.append(marks[event.mark])
-                if waiting or marks[event.mark] > host:
-                    waiting.append((marks[event.mark], event))
+                host += hardware.host_seconds if isinstance(event, Compute | Send) else 0.0
+                queue.append(_end(event, host, ends, marks, hardware))
+                if isinstance(event, Free) and (waiting or queue[-1] > host):
+                    waiting.append((queue[-1], event))
                     continue
             late.events.append(event)
     segments[-1].events += [free for _, free in waiting]
     return replace(recording, segments=segments)
 
 
-def _issued(
-    event: Event,
+def _end(
+    event: Compute | Send | Record | Wait | Free,
     host: float,
     ends: dict[str, float],
     marks: dict[Mark, float],
-    queue: deque[float],
     hardware: Hardware,
 ) -> float:
-    """Issue a command when the queue has room; return when the host has done so."""
-    assert not isinstance(event, Allocate | Free)
-    host = max(host, queue[0]) if len(queue) == queue.maxlen else host
-    before = ends.get(event.stream, 0.0)
+    """Return when the device is done with a command that the host issues now."""
+    if isinstance(event, Free):
+        assert event.mark is not None
+        return marks[event.mark]
+    end = ends.get(event.stream, 0.0)
     if isinstance(event, Record):
-        marks[event.mark] = before
+        marks[event.mark] = end
     elif isinstance(event, Wait):
-        ends[event.stream] = max(before, marks.get(event.mark, 0.0))
+        end = max(end, marks.get(event.mark, 0.0))
+    elif isinstance(event, Send):
+        end = max(end, host) + send_seconds(event.collective, hardware, stride=event.stride)
     else:
-        host += hardware.host_seconds
-        if isinstance(event, Send):
-            takes = send_seconds(event.collective, hardware, stride=event.stride)
-        else:
-            takes = compute_seconds(event, hardware)
-        ends[event.stream] = max(before, host) + takes
-    queue.append(ends.get(event.stream, 0.0))
-    return host
+        end = max(end, host) + compute_seconds(event, hardware)
+    ends[event.stream] = end
+    return end
