@@ -1,6 +1,5 @@
 """Bytes alive in a process with real memory, without those that it did not allocate."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,6 @@ class AllocatedBesideFiles(Allocated):
 
 
 def _is_mapped(address: int) -> bool:
-    maps = Path("/proc/self/maps").read_text()
-    mapped = re.findall(r"^(\w+)-(\w+) .*\.safetensors$", maps, re.MULTILINE)
-    return any(int(begin, 16) <= address < int(end, 16) for begin, end in mapped)
+    with Path("/proc/self/maps").open("rb") as maps:
+        ranges = [line.split()[0].split(b"-") for line in maps if line.endswith(b".safetensors\n")]
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)

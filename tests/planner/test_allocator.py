@@ -28,6 +28,8 @@ from shardwise.planner.events import (
 )
 from shardwise.planner.late import freed_late
 from shardwise.planner.measure import moments
+from shardwise.planner.models import model_of
+from shardwise.planner.plan import plan_of, recording_of
 from shardwise.planner.timing import host_bound, send_seconds, time_of
 
 
@@ -179,15 +181,16 @@ def test_memory_of_a_collective_is_kept_while_the_host_is_ahead_of_it(
 
 def test_a_plan_keeps_memory_of_collectives_only_where_the_host_is_ahead() -> None:
     setup = Setup(ranks=8, tensor=2, sequence=512, micro_batch=8, checkpointing="full")
+    streams = replace(setup, record_streams=True)
+    of = model_of("llama3-8b", sequence=setup.sequence)
+    recording, _ = recording_of(of, streams)
     hardware = hardware_of("h100-96gb")
-    whole = plan("llama3-8b", setup, hardware=hardware)
-    late = plan("llama3-8b", setup, hardware=hardware, record_streams=True)
-    slow = replace(hardware, host_seconds=1.0)
+    whole, late = (plan_of(recording, of, one, hardware) for one in (setup, streams))
     assert late.peak_bytes > 1.02 * whole.peak_bytes
     assert late.reserved_bytes > 1.02 * whole.reserved_bytes
-    assert plan("llama3-8b", setup, hardware=slow, record_streams=True).moments == whole.moments
     assert replace(late.times, spans=[]) == replace(whole.times, spans=[])
-    assert plan("llama3-8b", setup, record_streams=True).moments == whole.moments  # no hardware, no time
+    for slow_or_none in (replace(hardware, host_seconds=1.0), None):  # without hardware there is no time
+        assert plan_of(recording, of, streams, slow_or_none).moments == whole.moments
 
 
 def test_a_device_clips_in_as_many_operators_whatever_the_size_of_gradients() -> None:

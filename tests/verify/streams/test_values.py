@@ -410,13 +410,10 @@ def test_training_computes_the_numbers_of_the_cpu_in_every_order(shards: str) ->
     assert losses == expected
     assert not found.findings
     lines = len(found.simulation.timeline.lines)
-    for order in (
-        Order.as_needed(),
-        Order.first(1),
-        *map(Order.last, range(1, lines, 2 * (ranks - 1))),  # not each, for time
-        Order.of(0),
-        Order.of(1),
-    ):
+    orders = [Order.as_needed(), Order.of(0)]
+    if ranks == 2:
+        orders += [Order.first(1), Order.of(1), *map(Order.last, range(1, lines, 2))]  # not each, for time
+    for order in orders:
         found, losses, _ = train_simulated(shards, order, ranks=ranks)
         assert not found.differences, (order, str(found.differences[0]))
         assert losses == expected
@@ -446,8 +443,6 @@ def test_both_judges_miss_the_same_waits(shards: str) -> None:
         orders = [Order.as_needed(), Order.first(1), Order.of(0)]
         for one in found.findings[:1]:
             orders = [Order.without(one.earlier), Order.without(one.earlier, one.later)]
-        changed = [
-            bool(train_simulated(shards, order, ranks=4, without=without)[0].differences) for order in orders
-        ]
-        assert any(changed) == bool(found.findings), without
+        changed = (train_simulated(shards, order, ranks=4, without=without)[0] for order in orders)
+        assert any(one.differences for one in changed) == bool(found.findings), without
     assert missed
