@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from shardwise.planner.devices import Hardware
 from shardwise.planner.events import Allocate, Compute, Free, Mark, Record, Recording, Segment, Send, Wait
-from shardwise.planner.timing import compute_seconds, send_seconds
+from shardwise.planner.timing import seconds_of
 
 QUEUED = 1024  # commands that CUDA takes ahead of the device, as often measured; it is not documented
 
@@ -59,9 +59,7 @@ def _end(
         marks[event.mark] = end
     elif isinstance(event, Wait):
         end = max(end, marks.get(event.mark, 0.0))
-    elif isinstance(event, Send):
-        end = max(end, host) + send_seconds(event.collective, hardware, stride=event.stride)
     else:
-        end = max(end, host) + compute_seconds(event, hardware)
+        end = max(end, host) + seconds_of(event, hardware)
     ends[event.stream] = end
     return end

@@ -108,12 +108,11 @@ def time_of(recording: Recording, hardware: Hardware, accumulation: int, *, piec
             issues = hardware.host_seconds * times
             host += issues
             begin = max(clocks.get(event.stream, 0.0), host)
+            takes = times * seconds_of(event, hardware)
             if isinstance(event, Send):
-                takes = times * send_seconds(event.collective, hardware, stride=event.stride)
                 communication += takes
-            else:
-                takes = times * compute_seconds(event, hardware)
-                computation += takes if event.stream == COMPUTATION else 0.0
+            elif event.stream == COMPUTATION:
+                computation += takes
             end = begin + takes
             if event.stream == TENSOR_PARALLEL and isinstance(event, Send):
                 end = tensor.sent(event.collective, begin, takes, whole=place.layer is None)
@@ -156,6 +155,13 @@ def _by_group(times: Times) -> dict[tuple[str, int | None], list[Span]]:
     for span in times.spans:
         groups.setdefault((span.phase, span.layer), []).append(span)
     return groups
+
+
+def seconds_of(event: Compute | Send, hardware: Hardware) -> float:
+    """Time an event by itself on the device."""
+    if isinstance(event, Send):
+        return send_seconds(event.collective, hardware, stride=event.stride)
+    return compute_seconds(event, hardware)
 
 
 def compute_seconds(event: Compute, hardware: Hardware) -> float:
