@@ -1,30 +1,67 @@
-"""Modules that run on streams of the user's own, beside others."""
+"""Modules that run on streams of the user's own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
 
-from mutants.side_streams import modules_on_streams
+from mutants.side_streams import gathered_ahead, modules_on_streams, offloaded_and_unused, weights_used_twice
+from shardwise.fsdp.group import ParamGroup
+from shardwise.fsdp.reduction import GradReducer
 from shardwise.fsdp.schedule import Schedule
 from shardwise.planner.noop_group import noop_world
 from shardwise.verify.streams import simulated
 
+LAYOUTS = ["interleaved", "contiguous"]
 
-def findings(streams: int, layout: str) -> list[str]:
-    with noop_world(2), simulated() as found:
-        modules_on_streams(streams, layout=layout)
+
+def findings(program: Callable[[], object], *, ranks: int = 2) -> list[str]:
+    with noop_world(ranks), simulated() as found:
+        program()
     return [str(one) for one in found.findings]
 
 
 @pytest.mark.parametrize("streams", [1, 2])
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_gathered_memory_is_given_back_after_the_stream_that_read_it(layout: str, streams: int) -> None:
-    assert findings(streams, layout) == []
+    assert findings(partial(modules_on_streams, streams, layout=layout)) == []
 
 
 def test_without_the_stream_that_it_ran_on_its_memory_is_given_back_too_early() -> None:
     nowhere = property(lambda self: None, lambda self, stream: None)
     with mock.patch.object(Schedule, "left_on", nowhere):
-        assert any("gathered memory of module 'third'" in one for one in findings(1, "contiguous"))
+        found = findings(partial(modules_on_streams, 1, layout="contiguous"))
+    assert any("gathered memory of module 'third'" in one for one in found)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_reduced_on_the_stream_that_finishes_them(layout: str) -> None:
+    """Not on the stream of the module before, which waited for the input's gradient alone."""
+
+    def without_stream(schedule: Any, latest: Any) -> None:
+        schedule.latest = latest and (*latest[:2], None)
+
+    assert findings(partial(weights_used_twice, layout=layout)) == []
+    anywhere = property(lambda self: self.latest, without_stream)
+    with mock.patch.object(Schedule, "latest_output", anywhere):
+        assert findings(partial(weights_used_twice, layout=layout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_smaller_shards_are_cut_before_what_they_are_of_is_given_back(layout: str) -> None:
+    assert findings(partial(gathered_ahead, layout=layout), ranks=4) == []
+    never = property(lambda self: None, lambda self, event: None)
+    with mock.patch.object(ParamGroup, "smaller_ready", never):
+        assert findings(partial(gathered_ahead, layout=layout), ranks=4)
+
+
+def test_the_host_looks_at_offloaded_gradients_after_they_have_come() -> None:
+    for layout in LAYOUTS:
+        assert findings(partial(offloaded_and_unused, layout=layout)) == []
+    with mock.patch.object(GradReducer, "wait_for_offload"):
+        found = findings(partial(offloaded_and_unused, layout="contiguous"))
+    assert any("_check_unused" in one for one in found)

@@ -30,7 +30,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fuzz.campaign import REGRESSIONS, draw_cases
 from fuzz.streams_part.train import Block, Case, Planned, Run
-from mutants.side_streams import modules_on_streams
+from mutants.side_streams import (
+    gathered_ahead,
+    modules_on_streams,
+    offloaded_and_unused,
+    weights_used_twice,
+)
 from shardwise import _compat, compile_step, fully_shard
 from shardwise.adapters.pipelining import StateOfStage
 from shardwise.comm.exchange import exchange
@@ -474,6 +479,13 @@ WRITTEN: dict[str, AnyCase] = {
     "a module on two streams of its own": Program(partial(modules_on_streams, 2, layout="contiguous")),
     "a module on two streams of its own, interleaved": Program(
         partial(modules_on_streams, 2, layout="interleaved")
+    ),
+    "a weight used twice on a stream of its own": Program(partial(weights_used_twice, layout="contiguous")),
+    "smaller shards cut on a stream of its own": Program(
+        partial(gathered_ahead, layout="contiguous"), ranks=4
+    ),
+    "offloaded gradients of which some are looked at": Program(
+        partial(offloaded_and_unused, layout="contiguous")
     ),
     "an exchange of boxes": Program(exchange_of_boxes),
     "collectives of graphs": Program(collectives_of_graphs),

@@ -1,12 +1,15 @@
-"""A model of which a module runs on streams of its own, beside the next one."""
+"""Models of which a module runs on streams of its own."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 
-from shardwise import fully_shard
+from shardwise import CPUOffloadPolicy, fully_shard
 from shardwise.verify.streams import DEVICE
 
 
@@ -34,14 +37,80 @@ class Branches(nn.Module):
         return beside
 
 
+class Twice(nn.Linear):
+    """A layer whose weight's gradient is finished after its input's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, self.weight), self.weight, self.bias)
+
+
+class Apart(nn.Module):
+    """Three layers one after another, of which one runs on a stream of its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Twice(8, 8) for _ in range(3))
+        self.number, self.stream = number, torch.Stream(device=DEVICE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        main = torch.accelerator.current_stream()
+        for number, layer in enumerate(self.layers):
+            if number == self.number:
+                self.stream.wait_stream(main)
+                x.record_stream(self.stream)
+                with self.stream:
+                    x = layer(x)
+                x.record_stream(main)
+                main.wait_stream(self.stream)
+            else:
+                x = layer(x)
+        return x
+
+
+class Unused(nn.Module):
+    """A layer, and one that forward does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
 def modules_on_streams(streams: int, *, layout: str) -> list[Tensor]:
+    model = Branches(streams)
+    return trained(model, [model.first, model.second, model.third], layout=layout)
+
+
+def weights_used_twice(*, layout: str) -> list[Tensor]:
+    """The second layer's gradients are reduced after they are finished, on its stream."""
+    model = Apart(1)
+    return trained(model, model.layers, layout=layout)
+
+
+def gathered_ahead(*, layout: str) -> list[Tensor]:
+    """The first layer is cut over fewer ranks after forward: on its stream, of another one's memory."""
+    model = Apart(0)
+    return trained(model, model.layers, layout=layout, ahead=model.layers[0], reshard_after_forward=2)
+
+
+def offloaded_and_unused(*, layout: str) -> list[Tensor]:
+    model = nn.Sequential(Unused(), Unused())
+    return trained(model, model, layout=layout, steps=1, offload_policy=CPUOffloadPolicy())
+
+
+def trained(model: Any, parts: Any, *, ahead: Any = None, steps: int = 2, **how: Any) -> list[Tensor]:
     torch.manual_seed(0)
-    mesh = init_device_mesh(DEVICE, (2,))
-    model = Branches(streams).to(DEVICE)
-    for module in (model.first, model.second, model.third, model):
-        fully_shard(module, mesh=mesh, layout=layout)
+    mesh = init_device_mesh(DEVICE, (torch.distributed.get_world_size(),))
+    model.to(DEVICE)
+    for module in parts:
+        fully_shard(module, mesh=mesh, **how)
+    fully_shard(model, mesh=mesh, **how | {"reshard_after_forward": None})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
+    for _ in range(steps):
+        if ahead is not None:
+            ahead.unshard()
         model(torch.randn(4, 8, device=DEVICE)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -253,6 +253,7 @@ class ContiguousReducer(GradReducer):
         if names in self._unused or _compat.is_fake(shard):  # a fake one has no values
             return
         self._unused.add(names)
+        self.wait_for_offload()
         for param in unused:
             if bool(param.rows_in(shard).any()):
                 raise ShardingError(

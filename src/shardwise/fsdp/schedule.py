@@ -36,8 +36,9 @@ class Schedule:
     order_before: int = 0  # how many they were when this pass began
     pending_release: weakref.ref[State] | None = None  # last to end forward, not released yet
     left_on: torch.Stream | None = None  # the current stream when it ended
-    # What that returned, if that is one tensor, and whose backward its hook ends before it begins another.
-    latest_output: tuple[weakref.ref[torch.Tensor], list[State]] | None = None
+    # What that returned, if that is one tensor, and whose backward its hook ends before it begins another;
+    # on the stream, none on CPU, that was the current one.
+    latest_output: tuple[weakref.ref[torch.Tensor], list[State], torch.Stream | None] | None = None
     callback_queued: bool = False  # the end of this backward is awaited
     had_backward: bool = False  # since forward last began
     unfinished: bool = False  # a backward has begun since the iteration was last ended
@@ -68,6 +69,9 @@ class Schedule:
         if stream is not None and stream != current_stream(self.device):
             with stream:  # which reads what was gathered, and has no order with what runs next
                 kept.release()
+            for group in kept.groups:  # smaller shards are cut there, from what is the current stream's
+                if group.smaller_shards and group.smaller_ready is not None:
+                    current_stream(self.device).wait_event(group.smaller_ready)
         elif kept is not unless:
             kept.release()
 

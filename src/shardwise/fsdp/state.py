@@ -94,7 +94,13 @@ class FSDPState(ModuleState):
         if action is _GATHER:
             if self.groups and is_grad_enabled():  # else its backward ends nothing
                 latest = None if kwargs or args[1:] else schedule.latest_output
-                if latest is not None and args and args[0] is latest[0]() is not None:
+                if (
+                    latest is not None
+                    and args
+                    and args[0] is latest[0]() is not None
+                    # On another stream the hook would not come after all gradients of this module.
+                    and (latest[2] is None or latest[2] == current_stream(self.device))
+                ):
                     latest[1].append(self)  # the hook on it ends this backward, which saves a node
                 else:
                     args, kwargs = self._mark_inputs(args, kwargs)
@@ -252,7 +258,8 @@ class FSDPState(ModuleState):
                     _compat.hook_gradient(base, self.enter_by_base)
             # Weakly: the schedule must keep no activation. Not of a view, whose hook may be passed by.
             elif plain:
-                schedule.latest_output = weakref.ref(tensor), ending
+                stream = None if schedule.streams is None else current_stream(self.device)
+                schedule.latest_output = weakref.ref(tensor), ending, stream
 
     # Backward
 

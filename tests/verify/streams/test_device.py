@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import fully_shard
+from shardwise._compat import ENGINE
 from shardwise.errors import LifecycleError
+from shardwise.fsdp import interrupted
 from shardwise.fsdp.fast import own_storage
 from shardwise.planner.noop_group import noop_world
 from shardwise.verify.streams import DEVICE, Findings, simulated
+from shardwise.verify.streams.streams import Timeline
 
 
 def races(program: Callable[[], object], *, ranks: int = 2) -> list[str]:
@@ -65,6 +71,31 @@ def test_a_stream_may_be_made_current_until_further_notice() -> None:
         assert current() == before
 
     assert not races(program)
+
+
+def test_streams_that_are_made_at_one_place_have_names_of_their_own() -> None:
+    def program() -> None:
+        one, other = (side() for _ in range(2))
+        with one:
+            x = ones()
+        with other:
+            x.add_(1)
+
+    [found] = races(program)
+    assert re.search(r"Let the stream made at (.+) \(2\) wait for the stream made at \1 between", found)
+
+
+def test_the_module_of_the_accelerator_is_that_of_the_device() -> None:
+    def program() -> None:
+        module: Any = torch.get_device_module()
+        x = ones()
+        with module.stream(module.Stream()):
+            x.add_(1)
+        torch.accelerator.set_device_index(torch.accelerator.current_device_index())
+        torch.accelerator.empty_cache()
+        assert torch.accelerator.memory_allocated() == module.memory_allocated() == 0
+
+    assert len(races(program)) == 1
 
 
 def test_an_event_orders_what_came_before_it_and_not_what_came_after() -> None:
@@ -295,6 +326,47 @@ def test_backward_runs_on_the_streams_of_forward_and_waits_between_them() -> Non
 
     assert not races(program)
     assert len(races(lambda: program(apart))) >= 1
+
+
+def test_memory_of_gradients_for_another_stream_is_not_given_out_before_that_is_past_it() -> None:
+    def program() -> None:
+        first, second = (nn.Linear(8, 8).to(DEVICE) for _ in range(2))
+        stream, total = side(), torch.zeros((), device=DEVICE)
+        for _ in range(2):
+            x = torch.randn(4, 8, device=DEVICE)
+            stream.wait_stream(current())
+            with stream:
+                y = first(x)
+            x.record_stream(stream)
+            y.record_stream(current())
+            current().wait_stream(stream)
+            total = total + second(y).square().mean()
+            del x, y
+        total.backward()
+
+    assert not races(program)
+    untold = property(lambda self: lambda tensor, stream: None, lambda self, told: None)
+    with mock.patch.object(Timeline, "record_stream", untold, create=True):
+        assert races(program)
+
+
+def test_the_first_simulation_follows_backward_though_it_is_watched_from_then_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Errors of backward are explained by a function around the engine, set by the first sharded model."""
+    engine = inspect.unwrap(getattr(torch.autograd, ENGINE))
+    for module in (torch.autograd, torch.autograd.graph):
+        monkeypatch.setattr(module, ENGINE, engine)
+    monkeypatch.setattr(interrupted, "_watching", [])
+    with simulated(), noop_world(2):
+        followed = getattr(torch.autograd, ENGINE)
+        module = fully_shard(nn.Linear(4, 4).to(DEVICE), mesh=init_device_mesh(DEVICE, (2,)))
+        module(torch.ones(2, 4, device=DEVICE)).sum().backward()
+        assert getattr(torch.autograd, ENGINE) is followed
+    assert inspect.unwrap(getattr(torch.autograd, ENGINE)) is engine
+    assert getattr(torch.autograd, ENGINE) is not engine
+    [hook] = interrupted._watching
+    hook.remove()
 
 
 def test_an_error_in_backward_is_the_programs() -> None:

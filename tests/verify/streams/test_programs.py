@@ -165,9 +165,11 @@ def test_saving_reads_pinned_memory(tmp_path: Path) -> None:
     assert len(races(lambda: program(waits=False))) == 1
 
 
-def test_a_loader_pins_its_batches() -> None:
+@pytest.mark.parametrize("workers", [0, 1])  # of which a thread pins
+def test_a_loader_pins_its_batches(workers: int) -> None:
     def program(*, waits: bool) -> None:
-        for (batch,) in DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4, pin_memory=True):
+        data = TensorDataset(torch.randn(8, 4))
+        for (batch,) in DataLoader(data, batch_size=4, pin_memory=True, num_workers=workers):
             assert batch.is_pinned()
             batch.to(DEVICE, non_blocking=True)
             if waits:
@@ -383,6 +385,19 @@ def test_another_thread_is_refused() -> None:
         with pytest.raises(ShardwiseError, match="in another thread"):
             races(refused)
     assert not races(lambda: program(lambda: torch.ones(2).add_(1)))
+
+
+def test_a_tensor_that_an_older_thread_made_is_refused() -> None:
+    """Made where the simulation cannot see it, it has no memory that could be read."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+
+        def program() -> None:
+            made = pool.submit(torch.ones, 2, device=DEVICE).result()
+            made.add_(1)
+
+        with pytest.raises(ShardwiseError, match="in another thread"):
+            races(program)
 
 
 def test_a_thread_may_outlive_a_simulation() -> None:

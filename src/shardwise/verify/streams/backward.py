@@ -4,6 +4,7 @@
                        after what the caller of backward issued
     a leaf's gradient  is accumulated on the stream on which the graph first used the leaf
     sums               gradients of several nodes for one are added on that one's stream
+    memory             of a gradient for a node on another stream is not given out before that one is past it
     the caller         goes on after the streams of leaves, and of tensors whose gradients it asked for
 
 Source of the rules: the engine's notes on streaming backwards, and its `InputBuffer`.
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
+
+from torch import Tensor
 
 from shardwise import _compat
 from shardwise.verify.streams.clocks import Clock, Line, merge
@@ -43,11 +46,16 @@ class Backward(Generic[S]):
     """
 
     def __init__(
-        self, roots: Sequence[Any], asked: Sequence[Any], caller: S, stream_of: Callable[[int], S]
+        self,
+        roots: Sequence[Any],
+        asked: Sequence[Any],
+        caller: S,
+        stream_of: Callable[[int], S],
+        record_stream: Callable[[Tensor, S], None],
     ) -> None:
         self.caller = self.stream = caller
         self.parent = _compat.autograd_node()
-        self._stream_of_number = stream_of
+        self._stream_of_number, self._record_stream = stream_of, record_stream
         self._roots, self._asked = {id(node) for node in roots}, list(asked)
         self._began: Clock = dict(caller.line.clock)
         self._arrivals: dict[int, Clock] = {}  # of the gradients that a node is given
@@ -126,6 +134,8 @@ class Backward(Generic[S]):
             if following is None or gradient is None:
                 continue
             merge(self._arrivals.setdefault(id(following), {}), self.stream.line.clock)
+            if (consumer := self._stream_of(following)).line is not self.stream.line:
+                self._record_stream(gradient, consumer)
             if (id(following), place) in self._given:
                 self._sums.append(following)
             self._given.add((id(following), place))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from shardwise import _compat
 from shardwise.comm.streams import CommStreams
+from shardwise.fsdp.interrupted import watch_backward
 from shardwise.fsdp.module_state import live_states
 from shardwise.verify.streams import collectives
 from shardwise.verify.streams.clocks import Operation
@@ -109,6 +111,7 @@ def simulated(order: Order | None = None) -> Iterator[Findings]:
     _compat.register_device(_module)
     found = Findings()
     found.simulation = simulation = Simulation(found._report)
+    watch_backward(live_states)  # which wraps autograd's engine for good, so before this does for a while
     with ExitStack() as stack:
         stack.enter_context(running_in(simulation))
         for patch in _patches(simulation):
@@ -131,8 +134,7 @@ def _patches(simulation: Simulation) -> list[Any]:
         return simulation.pin(tensor)
 
     def record_stream(tensor: Tensor, stream: Stream) -> None:
-        if (block := simulation.block_of(tensor)) is not None:
-            block.guarded.add(stream.line.number)
+        simulation.record_stream(tensor, stream)
 
     def current_stream(device: Any = None) -> Stream:
         if device is not None and torch.device(device).type != NAME:
@@ -149,7 +151,10 @@ def _patches(simulation: Simulation) -> list[Any]:
     def to_indexed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         return to(tensor, *map(_indexed, args), **{key: _indexed(value) for key, value in kwargs.items()})
 
-    create, engine = CommStreams.create, _compat.ENGINE
+    create, engine, module_of = CommStreams.create, _compat.ENGINE, torch.get_device_module
+
+    def get_device_module(device: Any = None) -> Any:
+        return module_of(NAME if device is None else device)  # None is the accelerator there is
 
     def named(device: torch.device) -> CommStreams | None:
         made = create(device)
@@ -182,7 +187,15 @@ def _patches(simulation: Simulation) -> list[Any]:
             current_stream=current_stream,
             set_stream=_set_stream,
             synchronize=_synchronize,
+            set_device_index=_nothing,
+            device_index=_on_device,
         ),
+        *(
+            mock.patch.object(torch.accelerator, name, answer)
+            for name, answer in _MEMORY.items()
+            if hasattr(torch.accelerator, name)
+        ),
+        mock.patch.object(torch, "get_device_module", get_device_module),
         _compat.shapes_of_dtensors_unseen(simulation),
         mock.patch.object(
             torch.autograd, engine, simulation.timeline.backward(getattr(torch.autograd, engine))
@@ -229,6 +242,31 @@ def _synchronize(device: Any = None) -> None:
     active().synchronize()
 
 
+@contextmanager
+def _on_device(index: Any = None) -> Iterator[None]:
+    yield
+
+
+def _number(value: int) -> Callable[..., int]:
+    return lambda *args: value
+
+
+def _nothing(*args: Any) -> None:
+    pass
+
+
+_MEMORY: dict[str, Callable[..., Any]] = {
+    "memory_allocated": _number(0),
+    "memory_reserved": _number(0),
+    "max_memory_allocated": _number(0),
+    "max_memory_reserved": _number(0),
+    "memory_stats": lambda *args: OrderedDict[str, int](),
+    "reset_accumulated_memory_stats": _nothing,
+    "reset_peak_memory_stats": _nothing,
+    "empty_cache": _nothing,
+}
+
+
 def _module() -> types.ModuleType:
     """Make the module that torch expects of a device."""
     module: Any = types.ModuleType("torch.lazy")
@@ -241,28 +279,18 @@ def _module() -> types.ModuleType:
         with stream:
             yield
 
-    @contextmanager
-    def device(index: Any = None) -> Iterator[None]:
-        yield
-
-    def number(value: int) -> Callable[..., int]:
-        return lambda *args: value
-
-    def nothing(*args: Any) -> None:
-        pass
-
     module.is_available = module.is_initialized = is_active
     module.is_bf16_supported = lambda *args: True
     module._is_in_bad_fork = lambda: False
-    module.current_device, module.device_count = number(0), number(1)
-    module.memory_allocated = module.memory_reserved = module.max_memory_allocated = number(0)
-    module.set_device = module.manual_seed = module.manual_seed_all = module.empty_cache = nothing
+    module.current_device, module.device_count = _number(0), _number(1)
+    vars(module).update(_MEMORY)
+    module.set_device = module.manual_seed = module.manual_seed_all = _nothing
     module.get_rng_state = lambda *args: torch.get_rng_state()
     module.set_rng_state = lambda state, *args: torch.set_rng_state(state)
     module.current_stream = lambda *args: OwnStream(stream_id=active().current().stream_id)
     module.default_stream = lambda *args: OwnStream(stream_id=active().computation.stream_id)
     module.set_stream, module.synchronize = _set_stream, _synchronize
-    module.stream, module.device = on_stream, device
+    module.stream, module.device = on_stream, _on_device
     module.Stream, module.Event = OwnStream, OwnEvent
     return cast(types.ModuleType, module)
 

@@ -25,7 +25,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.verify.streams import operators
 from shardwise.verify.streams.clocks import Line, Operation
 from shardwise.verify.streams.memory import Block, Extent, Memory, Report
-from shardwise.verify.streams.streams import Timeline, place_in_code
+from shardwise.verify.streams.streams import Stream, Timeline, place_in_code
 
 NAME = "lazy"  # a type of torch's that nothing else here serves: `_compat.register_device`
 _DEVICE_OF = torch.ops.prim.device.default
@@ -109,6 +109,7 @@ class Simulation:
 
     def __init__(self, report: Report) -> None:
         self.timeline = Timeline()
+        self.timeline.record_stream = self.record_stream
         self.memory, self.host = Memory(report), Memory(report)
         self.late: Any = None
         self.functional: Callable[[Any, Any, dict[str, Any]], Any] = _no_collectives
@@ -126,6 +127,12 @@ class Simulation:
 
     def block_of(self, tensor: Tensor) -> Block | None:
         return self.memory.at(span(tensor)[0])
+
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        """Give a tensor's memory out again only where the device is past what this stream has by then."""
+        local = _compat.local_of(tensor)
+        if isinstance(local, SimTensor) and (block := self.block_of(local)) is not None:
+            block.guarded.add(stream.line.number)
 
     def allocated(self, storage: torch.UntypedStorage, made: str, *, blank: bool = False) -> None:
         """Note that a storage has memory, from the current stream; `blank` if it has no values yet."""
@@ -206,10 +213,7 @@ class Simulation:
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator of which some tensor, or its result, is on the device."""
         if self.is_elsewhere():
-            raise ShardwiseError(
-                f"{func} on the simulated device in another thread than the simulation's, which follows one"
-                " thread alone. Call it there"
-            )
+            raise _elsewhere(func)
         if torch.is_inference_mode_enabled():  # in which views of ordinary tensors could not be made again
             with torch.inference_mode(mode=False), torch.no_grad():
                 found = func.decompose(*args, **kwargs)
@@ -356,8 +360,13 @@ class _Mode(TorchDispatchMode):
                 if (found := func.decompose(*args, **kwargs)) is not NotImplemented:
                     return found
         wanted = kwargs.get("device")
-        made_there = wanted is not None and torch.device(wanted).type == NAME
-        if made_there or any(isinstance(t, SimTensor) for t in tensors_of((args, kwargs))):
+        is_there = wanted is not None and torch.device(wanted).type == NAME
+        for tensor in tensors_of((args, kwargs)):
+            if isinstance(tensor, SimTensor):
+                is_there = True
+            elif tensor.device.type == NAME:
+                raise _elsewhere(func)  # made by a thread that ran before the simulation began
+        if is_there:
             return self.simulation.run(func, args, kwargs)
         return func(*args, **kwargs) if elsewhere else self.simulation.on_host(func, args, kwargs)
 
@@ -388,6 +397,13 @@ def on_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, dict):
         return {key: on_tensors(item, function) for key, item in value.items()}
     return value
+
+
+def _elsewhere(func: Any) -> ShardwiseError:
+    return ShardwiseError(
+        f"{func} on the simulated device in another thread than the simulation's, which follows one thread"
+        " alone. Call it there"
+    )
 
 
 def _no_collectives(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -178,6 +178,8 @@ class Timeline:
         self._asked: Clock | None = None  # what the host last asked about
         # Called with each operation, and the clock of what it comes after.
         self.listener: Callable[[Operation, Clock], None] | None = None
+        # Called with a tensor, and with a stream that it must outlive.
+        self.record_stream: Callable[[torch.Tensor, Stream], None] = lambda tensor, stream: None
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -247,7 +249,8 @@ class Timeline:
         def call(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             asked = _compat.nodes_of(args[3] or ()) if len(args) > 3 else []
             self._note_nodes()
-            run = Backward(_compat.nodes_of(outputs), asked, self.current(), self._stream_of_node)
+            roots, caller = _compat.nodes_of(outputs), self.current()
+            run = Backward(roots, asked, caller, self._stream_of_node, self.record_stream)
             self._backwards.append(run)
             try:
                 with run.watched():
@@ -263,6 +266,8 @@ class Timeline:
         """Return a new line: of a stream, or of the process group of that name."""
         if group is None:
             self._streams += 1
+            same = [one for one in self.lines if one.name == name or one.name.startswith(f"{name} (")]
+            name += f" ({len(same) + 1})" if same else ""
         made = Line(len(self.lines), name, f"stream{self._streams}" if group is None else f"group{group}")
         self.lines.append(made)
         return made
