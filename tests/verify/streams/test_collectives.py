@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ranks import on_ranks
+from shardwise.comm.agree import gather_text
 from shardwise.planner.noop_group import noop_world
 from shardwise.verify.streams import DEVICE, Findings, Order, simulated
 from shardwise.verify.streams.collectives import _all_but
@@ -143,6 +144,11 @@ def test_uneven_messages_have_the_same_numbers_in_every_order(sent: list[int], r
 
     for order in (Order.at_once(), Order.as_needed(), Order.of(1)):
         assert not program(order).differences
+
+
+def test_ranks_that_do_not_exist_send_the_host_what_this_one_does() -> None:
+    with simulated(), noop_world(3):
+        assert gather_text("a word", group=dist.group.WORLD) == ["a word"] * 3
 
 
 def test_what_other_ranks_are_sent_is_compared() -> None:

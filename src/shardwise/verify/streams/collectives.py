@@ -168,7 +168,7 @@ class Collectives:
             if not any(isinstance(one, SimTensor) for one in tensors):
                 if late is not None:
                     late.run_all()  # no rank answers in the host's own collectives
-                return original(group, *args, **kwargs)
+                return again(group, (args, kwargs), None)
             batch = self._batches.get(group.group_name)
             asynchronous = asks_async(args, kwargs) or name in ("send", "recv") or batch is not None
             operation, *touched = self.issue(name, group, args, tensors, asynchronous=asynchronous)
