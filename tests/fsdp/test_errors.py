@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -44,6 +45,18 @@ def test_a_module_sharded_twice_is_refused() -> None:
     net = sharded_net()
     message = raises_on_every_rank(ShardingError, lambda: fully_shard(net))
     mentions(message, "FSDPNet", "already applied", "inner modules before outer")
+
+
+@on_ranks(1)
+def test_policies_of_torch_are_refused_by_name() -> None:
+    policies = {"mp_policy": torch_fsdp.MixedPrecisionPolicy(), "offload_policy": torch_fsdp.OffloadPolicy()}
+    for name, policy in policies.items():
+        message = raises_on_every_rank(
+            ShardingError, lambda given={name: policy}: fully_shard(Net(), **given)
+        )
+        mentions(
+            message, f"shardwise.{type(policy).__name__}", "found a torch.distributed.fsdp", "Import policies"
+        )
 
 
 @on_ranks(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,12 +11,20 @@ from unittest import mock
 
 import pytest
 
-from mutants.side_streams import gathered_ahead, modules_on_streams, offloaded_and_unused, weights_used_twice
+from mutants.side_streams import (
+    gathered_ahead,
+    modules_on_streams,
+    offloaded_and_unused,
+    stream_entered_inside,
+    weights_used_twice,
+)
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.reduction import GradReducer
 from shardwise.fsdp.schedule import Schedule
+from shardwise.fsdp.state import FSDPState
 from shardwise.planner.noop_group import noop_world
 from shardwise.verify.streams import simulated
+from shardwise.verify.streams.streams import Stream
 
 LAYOUTS = ["interleaved", "contiguous"]
 
@@ -39,16 +49,18 @@ def test_without_the_stream_that_it_ran_on_its_memory_is_given_back_too_early() 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_are_reduced_on_the_stream_that_finishes_them(layout: str) -> None:
-    """Not on the stream of the module before, which waited for the input's gradient alone."""
+@pytest.mark.parametrize("program", [weights_used_twice, stream_entered_inside])
+def test_gradients_are_reduced_after_the_stream_that_finishes_them(program: Any, layout: str) -> None:
+    """The hook that reduces them runs where the input was made, and that waited for its gradient alone."""
+    assert findings(partial(program, layout=layout)) == []
+    wait = Stream.wait_stream
 
-    def without_stream(schedule: Any, latest: Any) -> None:
-        schedule.latest = latest and (*latest[:2], None)
+    def wait_elsewhere(stream: Stream, other: Stream) -> None:
+        if sys._getframe(1).f_code is not inspect.unwrap(FSDPState.pre_backward).__code__:
+            wait(stream, other)
 
-    assert findings(partial(weights_used_twice, layout=layout)) == []
-    anywhere = property(lambda self: self.latest, without_stream)
-    with mock.patch.object(Schedule, "latest_output", anywhere):
-        assert findings(partial(weights_used_twice, layout=layout))
+    with mock.patch.object(Stream, "wait_stream", wait_elsewhere):
+        assert findings(partial(program, layout=layout))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

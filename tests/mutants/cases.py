@@ -34,6 +34,7 @@ from mutants.side_streams import (
     gathered_ahead,
     modules_on_streams,
     offloaded_and_unused,
+    stream_entered_inside,
     weights_used_twice,
 )
 from shardwise import _compat, compile_step, fully_shard
@@ -481,6 +482,7 @@ WRITTEN: dict[str, AnyCase] = {
         partial(modules_on_streams, 2, layout="interleaved")
     ),
     "a weight used twice on a stream of its own": Program(partial(weights_used_twice, layout="contiguous")),
+    "a stream entered inside": Program(partial(stream_entered_inside, layout="interleaved")),
     "smaller shards cut on a stream of its own": Program(
         partial(gathered_ahead, layout="contiguous"), ranks=4
     ),

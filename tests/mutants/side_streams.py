@@ -67,6 +67,24 @@ class Apart(nn.Module):
         return x
 
 
+class Inside(nn.Module):
+    """A layer that enters a stream of its own, and leaves it before it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.stream = nn.Linear(8, 8), torch.Stream(device=DEVICE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        main = torch.accelerator.current_stream()
+        self.stream.wait_stream(main)
+        x.record_stream(self.stream)
+        with self.stream:
+            x = self.layer(x)
+        x.record_stream(main)
+        main.wait_stream(self.stream)
+        return x
+
+
 class Unused(nn.Module):
     """A layer, and one that forward does not use."""
 
@@ -89,6 +107,12 @@ def weights_used_twice(*, layout: str) -> list[Tensor]:
     return trained(model, model.layers, layout=layout)
 
 
+def stream_entered_inside(*, layout: str) -> list[Tensor]:
+    """The second layer's gradients are sums, added on its stream; its input was made on another."""
+    model = nn.Sequential(Inside(), nn.Linear(8, 8), nn.Linear(8, 8))
+    return trained(model, model, layout=layout, forwards=2)
+
+
 def gathered_ahead(*, layout: str) -> list[Tensor]:
     """The first layer is cut over fewer ranks after forward: on its stream, of another one's memory."""
     model = Apart(0)
@@ -100,7 +124,9 @@ def offloaded_and_unused(*, layout: str) -> list[Tensor]:
     return trained(model, model, layout=layout, steps=1, offload_policy=CPUOffloadPolicy())
 
 
-def trained(model: Any, parts: Any, *, ahead: Any = None, steps: int = 2, **how: Any) -> list[Tensor]:
+def trained(
+    model: Any, parts: Any, *, ahead: Any = None, steps: int = 2, forwards: int = 1, **how: Any
+) -> list[Tensor]:
     torch.manual_seed(0)
     mesh = init_device_mesh(DEVICE, (torch.distributed.get_world_size(),))
     model.to(DEVICE)
@@ -111,7 +137,8 @@ def trained(model: Any, parts: Any, *, ahead: Any = None, steps: int = 2, **how:
     for _ in range(steps):
         if ahead is not None:
             ahead.unshard()
-        model(torch.randn(4, 8, device=DEVICE)).square().mean().backward()
+        losses = [model(torch.randn(4, 8, device=DEVICE)).square().mean() for _ in range(forwards)]
+        sum(losses[1:], losses[0]).backward()
         optimizer.step()
         optimizer.zero_grad()
     return list(model.parameters())

@@ -136,6 +136,12 @@ def fully_shard(
             f'{here()}: strategy={strategy!r} needs layout="contiguous"; the {layout} layout is FSDP on 1-D'
             " meshes and HSDP on 2-D ones"
         )
+    for policy, kind in ((mp_policy, MixedPrecisionPolicy), (offload_policy, OffloadPolicy)):
+        if not isinstance(policy, kind):
+            found = f"{type(policy).__module__}.{type(policy).__qualname__}"
+            raise ShardingError(
+                f"{here()}: expected a shardwise.{kind.__name__}, found a {found}. Import policies from shardwise"
+            )
     modules = _root_modules(module)
     _check_modules(modules)
     options: dict[str, Any] = {

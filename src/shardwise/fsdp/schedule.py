@@ -36,9 +36,9 @@ class Schedule:
     order_before: int = 0  # how many they were when this pass began
     pending_release: weakref.ref[State] | None = None  # last to end forward, not released yet
     left_on: torch.Stream | None = None  # the current stream when it ended
-    # What that returned, if that is one tensor, and whose backward its hook ends before it begins another;
-    # on the stream, none on CPU, that was the current one.
-    latest_output: tuple[weakref.ref[torch.Tensor], list[State], torch.Stream | None] | None = None
+    # What that returned, if that is one tensor, and whose backward its hook ends before it begins another,
+    # with the stream, none on CPU, that they ran on.
+    latest_output: tuple[weakref.ref[torch.Tensor], list[tuple[State, torch.Stream | None]]] | None = None
     callback_queued: bool = False  # the end of this backward is awaited
     had_backward: bool = False  # since forward last began
     unfinished: bool = False  # a backward has begun since the iteration was last ended

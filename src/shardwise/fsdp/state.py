@@ -94,14 +94,9 @@ class FSDPState(ModuleState):
         if action is _GATHER:
             if self.groups and is_grad_enabled():  # else its backward ends nothing
                 latest = None if kwargs or args[1:] else schedule.latest_output
-                if (
-                    latest is not None
-                    and args
-                    and args[0] is latest[0]() is not None
-                    # On another stream the hook would not come after all gradients of this module.
-                    and (latest[2] is None or latest[2] == current_stream(self.device))
-                ):
-                    latest[1].append(self)  # the hook on it ends this backward, which saves a node
+                if latest is not None and args and args[0] is latest[0]() is not None:
+                    stream = None if schedule.streams is None else current_stream(self.device)
+                    latest[1].append((self, stream))  # the hook on it ends this backward, which saves a node
                 else:
                     args, kwargs = self._mark_inputs(args, kwargs)
             # Behind this module's own gather, for which computation waits.
@@ -250,7 +245,7 @@ class FSDPState(ModuleState):
         plain = plain and output.requires_grad
         schedule.latest_output = None
         for tensor in (output,) if plain else reachable_grad_tensors(output):
-            ending: list[FSDPState] = []
+            ending: list[tuple[FSDPState, torch.Stream | None]] = []
             _compat.hook_gradient(tensor, partial(self.pre_backward, ending))
             if (base := _compat.base_of(tensor)) is not None:
                 # A view that is changed in place gets another history, past the hook, from its base.
@@ -258,8 +253,7 @@ class FSDPState(ModuleState):
                     _compat.hook_gradient(base, self.enter_by_base)
             # Weakly: the schedule must keep no activation. Not of a view, whose hook may be passed by.
             elif plain:
-                stream = None if schedule.streams is None else current_stream(self.device)
-                schedule.latest_output = weakref.ref(tensor), ending, stream
+                schedule.latest_output = weakref.ref(tensor), ending
 
     # Backward
 
@@ -269,15 +263,22 @@ class FSDPState(ModuleState):
         return self.pre_backward((), grad) if self.training_state in _BEFORE_BACKWARD else grad
 
     @_compat.runs_eagerly
-    def pre_backward(self, ending: Sequence[FSDPState], grad: Tensor) -> Tensor:
+    def pre_backward(self, ending: Sequence[tuple[FSDPState, torch.Stream | None]], grad: Tensor) -> Tensor:
         """Gather for this module's backward; called with the gradient of each of its outputs.
 
         Args:
-            ending: the modules whose one input that output was; their backward ends first.
+            ending: the modules whose one input that output was, and the streams that they ran on; their
+                backward ends first.
         """
         # Free before gathering: the module that took this output ends before this one gathers.
-        for state in ending:
+        for state, ran_on in ending:
+            if ran_on is None or ran_on == (here := current_stream(self.device)):
+                state.post_backward()
+                continue
+            # This is the stream that the output was made on, which has waited for its gradient alone.
+            here.wait_stream(ran_on)
             state.post_backward()
+            ran_on.wait_stream(here)  # which reads what goes back to that one
         schedule = self.schedule
         assert schedule is not None
         action, self.training_state = _PRE_BACKWARD[self.training_state]

@@ -21,7 +21,9 @@ from shardwise.verify.streams.backward import Backward
 from shardwise.verify.streams.clocks import HOST, Clock, Line, Operation, merge
 
 _STANDARD = f"{sysconfig.get_path('stdlib')}/"
-_INSIDE = ("shardwise/verify/streams/", "/torch/", "<frozen", "<string>", "typing_extensions.py")
+# The package's wrappers of user's calls and torch's are no places either.
+_WRAPPERS = ("shardwise/verify/streams/", "shardwise/_compat/", "shardwise/fsdp/module.py")
+_INSIDE = (*_WRAPPERS, "/torch/", "<frozen", "<string>", "typing_extensions.py")
 
 
 def place_in_code() -> str:
