@@ -99,6 +99,14 @@ def test_a_mixture_exchanges_tokens_twice_each_way() -> None:
     assert uneven.peak_bytes >= made.peak_bytes
 
 
+@pytest.mark.parametrize(("checkpointing", "again"), [("selective", 3), ("alternate", 1)])
+def test_a_mixture_exchanges_tokens_again_where_backward_computes_its_block_again(
+    checkpointing: Any, again: int
+) -> None:
+    made = planned(mixtures, experts=2, checkpointing=checkpointing)
+    assert sent(made, "all_to_all")[SEQUENCE * 32 * 2] == 4 * made.layers + 2 * again
+
+
 # ---------------------------------------------------------------- real runs
 
 
