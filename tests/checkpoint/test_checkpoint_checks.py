@@ -158,6 +158,12 @@ def test_ranks_that_call_different_things_are_told_so_before_anything_is_written
     assert not list(tmp_path.iterdir())
 
 
+@on_ranks(2)
+def test_a_rank_that_makes_a_host_memory_alone_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(RankMismatchError, match=r"Only on rank 0:\n  make a HostMemory\nOnly on rank 1"):
+        HostMemory(tmp_path) if dist.get_rank() == 0 else save(tmp_path, {}, step=1)
+
+
 class Place(NamedTuple):
     epoch: int
     sample: int
