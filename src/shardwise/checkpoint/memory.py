@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 
 from shardwise.checkpoint.commit import checkpoints, manifest_of, open_staging, rank_and_size, remove
 from shardwise.checkpoint.index import INDEX

@@ -166,7 +166,8 @@ def group_of_all(what: str) -> dist.ProcessGroup:
     whole = dist.group.WORLD
     assert whole is not None
     with announced(whole, what):
-        return dist.new_group(backend="gloo", timeout=_compat.timeout_of(whole))
+        made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_compat.timeout_of(whole))
+        return made
 
 
 @contextmanager
