@@ -180,6 +180,8 @@ def _tensor_parallel(model: Model, setup: Setup, axis: str) -> Iterator[str]:
     yield "    styles = {"
     yield from (f'        "{name}": {STYLES[word]},' for name, word in words.items() if word not in UNCUT)
     yield "    }"
+    if setup.pipeline > 1:
+        yield "    # torch warns of those that are other stages'"
     yield f"    parallelize_module(model, {axis}, styles)"
     if counts_positions(module, words):
         yield "    model.register_forward_pre_hook(with_positions, with_kwargs=True)"
@@ -188,7 +190,8 @@ def _tensor_parallel(model: Model, setup: Setup, axis: str) -> Iterator[str]:
         yield "    for name, p in list(head.named_parameters()):"
         yield f"        rows = distribute_tensor(p.detach(), {axis}, [Shard(0)])"
         yield "        setattr(head, name, torch.nn.Parameter(rows))"
-    yield from (f"    model.{other} = model.{first}" for other, first in tied(module))
+    if setup.pipeline == 1:  # no stage has both
+        yield from (f"    model.{other} = model.{first}" for other, first in tied(module))
     if {"head_of_sequence", "head_of_loss"} & {*words.values()}:
         yield "    # the loss, with its backward, is for torch.distributed.tensor.parallel.loss_parallel()"
 
