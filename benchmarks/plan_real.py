@@ -201,7 +201,7 @@ def measured_on_mesh(source: Any, model: Model, setup: Setup) -> tuple[int, Any]
             model.loss(module, tokens, tokens).backward()
 
     try:
-        with Allocated() as storages:
+        with Allocated() as storages, loss_parallel() if setup.tensor > 1 else nullcontext():
             parameters = [getattr(p, "_local_tensor", p) for p in module.parameters()]
             storages.see([parameters, list(module.buffers()), tokens])
             for number in range(STEPS):

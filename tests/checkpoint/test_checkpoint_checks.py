@@ -158,6 +158,26 @@ def test_ranks_that_call_different_things_are_told_so_before_anything_is_written
     assert not list(tmp_path.iterdir())
 
 
+@on_ranks(2)
+def test_a_rank_that_makes_a_host_memory_alone_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(RankMismatchError, match=r"Only on rank 0:\n  make a HostMemory\nOnly on rank 1"):
+        HostMemory(tmp_path) if dist.get_rank() == 0 else save(tmp_path, {}, step=1)
+
+
+def test_a_step_that_is_no_int_is_refused_by_its_type(tmp_path: Path) -> None:
+    for step, found in (
+        (np.int64(2), r"np\.int64\(2\) of type int64"),
+        (2.0, "2.0 of type float"),
+        (True, "bool"),
+    ):
+        with pytest.raises(
+            CheckpointError, match=f"expected step to be an int of 0 or more, found .*{found}"
+        ):
+            save(tmp_path, {}, step=step)
+    with pytest.raises(CheckpointError, match="expected keep to be an int of 1 or more, or None, found 0"):
+        save(tmp_path, {}, step=1, keep=0)
+
+
 class Place(NamedTuple):
     epoch: int
     sample: int

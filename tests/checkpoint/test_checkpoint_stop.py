@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from ranks import on_ranks
+from shardwise import RankMismatchError, join
 from shardwise.checkpoint import StopSignals
 
 
@@ -36,6 +37,12 @@ def test_a_run_that_nobody_stops_leaves_no_process_group_behind() -> None:
     with StopSignals() as stop:
         assert not any(stop.asked() for _ in range(3))
     assert list(dist.distributed_c10d._world.pg_map) == [dist.group.WORLD]
+
+
+@on_ranks(2)
+def test_a_rank_that_listens_for_signals_alone_is_told_so() -> None:
+    with pytest.raises(RankMismatchError, match=r"Only on rank 0:\n  enter StopSignals\nOnly on rank 1"):
+        StopSignals().__enter__() if dist.get_rank() == 0 else next(join([1]))
 
 
 def test_another_signal_later_does_what_it_does_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,10 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import torch.distributed as dist
+
+from ranks import on_ranks
+from shardwise._compat import timeout_of
 from shardwise.comm import watch
 from shardwise.comm.order import Node, event_for
 
@@ -43,6 +47,11 @@ watch._look_after(order)
 def test_a_process_that_ends_while_its_thread_looks_does_not_abort() -> None:
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+@on_ranks(2)
+def test_a_group_of_all_ranks_waits_no_longer_than_the_default_group() -> None:
+    assert timeout_of(watch.group_of_all("try")) == timeout_of(dist.group.WORLD)
 
 
 class StoreIsGone(SimpleNamespace):

@@ -219,6 +219,7 @@ class WavyChain(Chain):
         self.blocks = nn.ModuleList(Waves() for _ in range(layers))
 
 
+@pytest.mark.filterwarnings("error:Your compiler for AOTAutograd")
 def test_what_is_cheap_is_computed_again_where_nothing_is_checkpointed() -> None:
     """Eager keeps the inputs of cosine, sine and the second matmul; a compiler the first, or the last too."""
     eager, compiled = (
@@ -230,6 +231,7 @@ def test_what_is_cheap_is_computed_again_where_nothing_is_checkpointed() -> None
     assert compiled.sent == eager.sent
 
 
+@pytest.mark.filterwarnings("error:Your compiler for AOTAutograd")
 def test_a_compiled_loss_keeps_logits_as_they_are() -> None:
     """Eager keeps their float32 logarithms; what else there is in backward is a part of neither."""
     eager, compiled = (shardwise.plan(Chain, ranks=2, sequence=256, compile_loss=on) for on in (False, True))

@@ -64,6 +64,15 @@ def test_a_step_waits_for_its_pipeline_as_long_as_the_bubble_says() -> None:
     assert [one.sent_bytes for one in made.stages] == [handed, 2 * handed, 2 * handed, handed]
 
 
+@pytest.mark.parametrize(("cuts_sequence", "parts"), [(True, 2), (False, 1)])
+def test_stages_hand_on_the_part_of_a_sequence_that_tensor_parallelism_leaves_a_rank(
+    cuts_sequence: bool, parts: int
+) -> None:
+    made = planned(stages, pipeline=2, tensor=2, accumulation=2, sequence_parallel=cuts_sequence)
+    handed = SEQUENCE * 32 * 2 * 2 // parts  # tokens, width, bytes, micro-batches
+    assert [one.sent_bytes for one in made.stages] == [handed, handed]
+
+
 def test_zero_3_sends_three_times_its_parameters() -> None:
     """Rajbhandari et al., 2020: two gathers and a reduction of each."""
     made = planned("llama3-8b", reduce_dtype="bfloat16")
@@ -99,6 +108,14 @@ def test_a_mixture_exchanges_tokens_twice_each_way() -> None:
     assert uneven.peak_bytes >= made.peak_bytes
 
 
+@pytest.mark.parametrize(("checkpointing", "again"), [("selective", 3), ("alternate", 1)])
+def test_a_mixture_exchanges_tokens_again_where_backward_computes_its_block_again(
+    checkpointing: Any, again: int
+) -> None:
+    made = planned(mixtures, experts=2, checkpointing=checkpointing)
+    assert sent(made, "all_to_all")[SEQUENCE * 32 * 2] == 4 * made.layers + 2 * again
+
+
 # ---------------------------------------------------------------- real runs
 
 
@@ -106,12 +123,16 @@ def test_a_mixture_exchanges_tokens_twice_each_way() -> None:
     ("model", "changes"),
     [
         (stages, {"pipeline": 2, "accumulation": 4}),
-        (stages, {"pipeline": 2, "accumulation": 3, "schedule": "GPipe", "layout": "contiguous"}),
+        (
+            stages,
+            {"pipeline": 2, "accumulation": 3, "schedule": "GPipe", "tensor": 2, "layout": "contiguous"},
+        ),
         (tiny, {"ulysses": 2}),
         (mixtures, {"experts": 2}),
     ],
     ids=["1F1B", "GPipe", "sequences", "experts"],
 )
+@pytest.mark.filterwarnings("ignore:Parallelize plan key")  # of another stage
 @on_ranks(4)
 def test_the_python_of_a_plan_over_dimensions_allocates_and_sends_what_was_planned(
     model: Any, changes: dict[str, Any]

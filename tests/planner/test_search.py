@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from benchmarks.plan_real import decoder, llama, planned_step
+from benchmarks.plan_real import decoder, llama, planned_step, stages
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
@@ -15,6 +17,7 @@ import train_gpt
 from ranks import on_ranks
 from shardwise import planner
 from shardwise.comm.count import CommCounter
+from shardwise.errors import ShardingError
 from shardwise.planner.decoder import Decoder
 from shardwise.planner.models import model_of
 from shardwise.planner.search import _degrees, _front, _kept_bytes, _sent, _sent_seconds, _space
@@ -78,6 +81,43 @@ def test_a_search_goes_over_tensor_parallelism_within_a_host_that_the_model_allo
         for one in _space(Setup(ranks=32, accumulation=4), device, (1, 2, 4), (1, 8))
     }
     assert sizes == {(1, 4), (8, 32)}  # sequences of a step, of as many ranks
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"pipeline": 2, "accumulation": 4},
+        {"ulysses": 2, "accumulation": 2},
+        {"experts": 2},
+        {"tensor": 2, "compile": True, "async_tensor": True},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_a_search_keeps_the_axes_and_options_that_are_given(given: dict[str, Any]) -> None:
+    asked = Setup(ranks=8, **given)
+    space = [*_space(asked, planner.hardware_of("h100"), (1, 2, 4), (1, 2, 4))]
+    assert asked in space
+    assert len({one.layout for one in space} | {one.micro_batch for one in space}) > 3
+    kept = given.keys() - {"tensor", "accumulation"}
+    assert all(getattr(one, name) == given[name] for one in space for name in kept)
+    assert all(one.accumulation >= one.pipeline for one in space)
+
+
+def test_a_search_leaves_out_what_cannot_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Setup(ranks=4, pipeline=2, accumulation=2, sequence=SEQUENCE)
+    made = planner.plan(stages, asked, hardware="h100")
+
+    def no_contiguous(model: Any, setup: Setup, **_: Any) -> planner.Plan:
+        if setup.layout == "contiguous":
+            raise ShardingError("not so")
+        return replace(made, setup=setup)
+
+    monkeypatch.setattr(importlib.import_module("shardwise.planner.search"), "plan", no_contiguous)
+    found = planner.search(stages, asked, hardware="h100", micro_batches=(1,))
+    setups = [one.plan.setup for one in found.points]
+    assert {(one.layout, one.pipeline) for one in setups} == {("interleaved", 2)}
+    with pytest.raises(ShardingError, match="accumulation=1 micro-batches do not fill pipeline=2"):
+        planner.search(stages, asked, accumulation=1, hardware="h100")
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 
 from shardwise.checkpoint.commit import checkpoints, manifest_of, open_staging, rank_and_size, remove
 from shardwise.checkpoint.index import INDEX
@@ -41,7 +40,7 @@ from shardwise.checkpoint.plan import Plan, bytes_of
 from shardwise.checkpoint.read import Whole, files_for, fill, open_checkpoint
 from shardwise.checkpoint.write import Job, prepare_save
 from shardwise.comm.agree import merge_or_raise, together
-from shardwise.comm.watch import announced
+from shardwise.comm.watch import announced, group_of_all
 from shardwise.errors import CheckpointError
 from shardwise.files.manifest import MANIFEST, digest, whole_file
 from shardwise.files.stores import on_disk
@@ -84,7 +83,7 @@ class HostMemory:
     def __init__(self, path: str | os.PathLike[str], *, limit_bytes: int | None = None) -> None:
         self._limit = limit_bytes
         self._rank, size = rank_and_size()
-        self._group = dist.new_group(backend="gloo") if size > 1 else None
+        self._group = group_of_all("make a HostMemory") if size > 1 else None
         hosts = together("sharing memory", lambda: f"{socket.gethostname()}:{on_disk(path).absolute()}")
         self._path = on_disk(path)
         self._hosts = [hosts.index(host) for host in hosts]

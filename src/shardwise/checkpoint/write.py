@@ -225,7 +225,8 @@ def _check_arguments(path: Any, step: Any, keep: Any, keep_every: Any) -> None:
     for name, value, least in (("step", step, 0), ("keep", keep, 1), ("keep_every", keep_every, 1)):
         optional = name != "step" and value is None
         if not optional and (type(value) is not int or value < least):
-            raise CheckpointError(f"expected {name} >= {least}{' or None' if least else ''}, found {value!r}")
+            expected = f"{name} to be an int of {least} or more{', or None' * (least > 0)}"
+            raise CheckpointError(f"expected {expected}, found {value!r} of type {type(value).__name__}")
 
 
 # ------------------------------------------------------------ what ranks tell

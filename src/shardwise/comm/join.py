@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from shardwise.comm.agree import raise_all, together
+from shardwise.comm.watch import group_of_all
 from shardwise.errors import RankMismatchError
 
 _T = TypeVar("_T")
@@ -42,7 +43,7 @@ def join(batches: Iterable[_T]) -> Iterator[tuple[_T, float]]:
         yield from ((batch, 1.0) for batch in batches)
         return
     # A group of its own: what ranks say here meets no collective of the step.
-    group = dist.new_group(backend="gloo")
+    group = group_of_all("join batches")
     left: list[Iterator[_T]] = []  # begun where the others hear of it, if that fails
     held: list[_T] = []  # the last batch
 

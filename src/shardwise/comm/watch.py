@@ -157,6 +157,19 @@ def announced(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
         raise_explained(error, [order], first_line(what))
 
 
+def group_of_all(what: str) -> dist.ProcessGroup:
+    """Make a gloo group of all ranks beside the default group, with its timeout. Collective.
+
+    Args:
+        what: is done with it, as `announced` takes it.
+    """
+    whole = dist.group.WORLD
+    assert whole is not None
+    with announced(whole, what):
+        made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_compat.timeout_of(whole))
+        return made
+
+
 @contextmanager
 def explaining(group: dist.ProcessGroup, what: str) -> Iterator[None]:
     """Explain the failure of what ranks of `group` do within, which they have agreed upon or agree there."""

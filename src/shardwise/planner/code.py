@@ -12,7 +12,7 @@ from torch.distributed.tensor import parallel
 from shardwise.planner.decoder import Decoder
 from shardwise.planner.models import Factory, Model, chunked, exits_told, model_of
 from shardwise.planner.setup import Setup
-from shardwise.planner.sharding import CASTS, OPTIMIZERS, options_of, other_dtypes
+from shardwise.planner.sharding import CASTS, OPTIMIZERS, other_dtypes
 from shardwise.planner.tensor import STYLES, UNCUT, check, counts_positions, heads_by_rows, tied, words_of
 
 
@@ -125,11 +125,10 @@ def _shards(model: Model, setup: Setup) -> Iterator[str]:
         yield from _tensor_parallel(model, setup, f'whole["{axis}"]')
     if setup.ulysses > 1:
         yield from _over_sequences(model)
-    reshard = options_of(setup)["reshard_after_forward"]
     if setup.experts > 1:
         yield '    for experts in hf.cut_experts(model, whole["ep"]):'
         yield '        over = options | {"mesh": expert_mesh(whole)}'
-        yield f"        fully_shard(experts, reshard_after_forward={reshard}, **over)"
+        yield f"        fully_shard(experts, reshard_after_forward={setup.reshard}, **over)"
         yield "        experts.set_gradient_divide_factor(data_ranks(whole))"
     yield f"    blocks = {blocks}"
     if setup.checkpointing != "none":
@@ -141,7 +140,7 @@ def _shards(model: Model, setup: Setup) -> Iterator[str]:
     if setup.pipeline > 1 and apart:
         yield f"{indent}if module is not None:  # another stage's"
         indent += " " * 4
-    yield f"{indent}fully_shard(module, reshard_after_forward={reshard}, **options)"
+    yield f"{indent}fully_shard(module, reshard_after_forward={setup.reshard}, **options)"
     yield "    fully_shard(model, **options)"
     if setup.float8:
         rows = setup.float8_scales == "row"
@@ -180,6 +179,8 @@ def _tensor_parallel(model: Model, setup: Setup, axis: str) -> Iterator[str]:
     yield "    styles = {"
     yield from (f'        "{name}": {STYLES[word]},' for name, word in words.items() if word not in UNCUT)
     yield "    }"
+    if setup.pipeline > 1:
+        yield "    # torch warns of those that are other stages'"
     yield f"    parallelize_module(model, {axis}, styles)"
     if counts_positions(module, words):
         yield "    model.register_forward_pre_hook(with_positions, with_kwargs=True)"
@@ -188,7 +189,8 @@ def _tensor_parallel(model: Model, setup: Setup, axis: str) -> Iterator[str]:
         yield "    for name, p in list(head.named_parameters()):"
         yield f"        rows = distribute_tensor(p.detach(), {axis}, [Shard(0)])"
         yield "        setattr(head, name, torch.nn.Parameter(rows))"
-    yield from (f"    model.{other} = model.{first}" for other, first in tied(module))
+    if setup.pipeline == 1:  # no stage has both
+        yield from (f"    model.{other} = model.{first}" for other, first in tied(module))
     if {"head_of_sequence", "head_of_loss"} & {*words.values()}:
         yield "    # the loss, with its backward, is for torch.distributed.tensor.parallel.loss_parallel()"
 

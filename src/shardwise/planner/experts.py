@@ -13,51 +13,43 @@ from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from shardwise._compat import FakeTensor
 from shardwise.layout.placement import even_intervals
 from shardwise.nn import ExpertCut
 
 
-class _Routed(TorchFunctionMode):
-    """Answers what a mixture asks about its routing."""
+@contextmanager
+def routed(load: float) -> Iterator[None]:
+    """Let `ExpertCut` share tokens out, `load` times an even share to this rank."""
+    lists: list[list[int]] = []  # tokens to each rank, and from each
+    rows = 0  # that come
 
-    def __init__(self, load: float) -> None:
-        super().__init__()
-        self.load = load
-        self.lists: list[list[int]] = []  # tokens to each rank, and from each
-        self.rows = 0  # that come
-
-    def counts(self, cut: ExpertCut, wanted: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def counts(cut: ExpertCut, wanted: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal lists, rows
         sent = [end - begin for begin, end in even_intervals(len(wanted), cut.ranks)]
-        got = [round(self.load * count) for count in sent]
-        self.lists, self.rows = [sent, got], sum(got)
+        got = [round(load * count) for count in sent]
+        lists, rows = [sent, got], sum(got)
         said = wanted.new_empty(cut.ranks, cut.count // cut.ranks + 2)
         if cut.mesh is not None:
             dist.all_to_all_single(said, said.clone(), group=cut.mesh.get_group())
         return said[:, :-2], said[:, :-2]
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.repeat_interleave and isinstance(args[1], Tensor):
-            kwargs = kwargs | {"output_size": self.rows}
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def routed(load: float) -> Iterator[None]:
-    """Let `ExpertCut` share tokens out, `load` times an even share to this rank."""
-    answers = _Routed(load)
-
-    def counts(cut: ExpertCut, wanted: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        return answers.counts(cut, wanted, tokens)
-
-    values = FakeTensor.tolist
+    values, repeat = FakeTensor.tolist, Tensor.repeat_interleave
 
     def tolist(tensor: FakeTensor) -> Any:
-        return answers.lists.pop(0) if answers.lists else values(tensor)
+        return lists.pop(0) if lists else values(tensor)
 
+    def repeated(tensor: Tensor, repeats: Tensor | int, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(repeats, Tensor):
+            kwargs["output_size"] = rows
+        return repeat(tensor, repeats, *args, **kwargs)
+
+    # Methods, as a mode of torch functions is off while backward computes again.
     patched = mock.patch.object
-    with patched(ExpertCut, "_counts", counts), patched(FakeTensor, "tolist", tolist), answers:
+    with (
+        patched(ExpertCut, "_counts", counts),
+        patched(FakeTensor, "tolist", tolist),
+        patched(Tensor, "repeat_interleave", repeated),
+    ):
         yield

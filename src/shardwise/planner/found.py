@@ -79,7 +79,7 @@ def _words(setup: Setup) -> list[str]:
     for axis in ("pipeline", "ulysses", "experts", "tensor"):
         mesh += f" x {axis} {size}" if (size := getattr(setup, axis)) > 1 else ""
     default = "hsdp" if setup.replicas > 1 else "fsdp"
-    reshard = setup.reshard_after_forward
+    reshard = setup.reshard
     if setup.strategy in ("ddp", "zero1", "zero2"):
         freed = "whole"
     elif reshard in (None, True):

@@ -14,6 +14,7 @@ import torch
 from functorch.compile import (  # type: ignore[import-untyped]
     aot_function,
     default_decompositions,
+    make_boxed_func,
     min_cut_rematerialization_partition,
 )
 from torch import nn
@@ -34,7 +35,8 @@ def partitioned(function: Callable[..., Any], recorder: Recorder) -> Callable[..
                 recorder.looks_away = looks_away
                 recorder.in_graphs -= 1
 
-        return call
+        boxed: Callable[..., Any] = make_boxed_func(call)  # else AOTAutograd warns
+        return boxed
 
     both: Any = aot_function(
         function,

@@ -30,6 +30,7 @@ from shardwise.planner.devices import Hardware
 from shardwise.planner.events import ACTIVATIONS, LOGITS, Allocate, Free, Memory, Recording, Segment, Send
 from shardwise.planner.models import Model, Stage
 from shardwise.planner.setup import Setup, check_filled
+from shardwise.planner.tensor import cuts
 from shardwise.planner.timing import Times, send_seconds, time_of
 
 BUFFERS_STAY = TorchVersion(torch.__version__) < "2.15"
@@ -87,16 +88,18 @@ def bubble(setup: Setup) -> float:
 
 
 def hidden_of(model: Model, setup: Setup, tokens: Tensor) -> Tensor:
-    """Return what stages hand on for these tokens, on fake tensors."""
+    """Return what a rank of a stage hands on for these tokens, on fake tensors."""
     assert model.stage is not None
+    first = model.stage(1, True, False).to("cpu")
     with torch.no_grad():
-        found: Any = model.stage(1, True, False).to("cpu")(tokens)
+        found: Any = first(tokens)
     if not isinstance(found, Tensor):
         raise ShardingError(
             f"a stage of {model.name} must return one tensor of hidden states, it returned a"
             f" {type(found).__name__}"
         )
-    return found.to(getattr(torch, setup.param_dtype))
+    parts = setup.tensor if setup.tensor > 1 and cuts(first, setup)[0] else 1
+    return found.chunk(parts, dim=1)[0].to(getattr(torch, setup.param_dtype))
 
 
 def buffered(at: Stage) -> int:

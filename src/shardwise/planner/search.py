@@ -31,7 +31,7 @@ from shardwise.planner.events import LANES, Recording
 from shardwise.planner.found import SMALLER, Figures, Point, Search, gain, precision, why
 from shardwise.planner.models import Factory, Model, exits_told, model_of
 from shardwise.planner.plan import NotRun, Plan, explain, numbers_of_blocks, plan, plan_of, recorded
-from shardwise.planner.setup import Setup, changed
+from shardwise.planner.setup import Setup, changed, check_filled
 from shardwise.planner.timing import send_seconds
 from shardwise.planner.unroll import FEW, RECORDED, NotRegular, grown, unroll
 
@@ -58,9 +58,10 @@ def search(
 
     Args:
         model: as `plan` takes it.
-        setup: what is not looked for: ranks, sequence, optimizer and so on; its precision is what is asked
-            for. A step of several sequences a rank keeps them, in micro-batches of another size. One of a
-            single sequence leaves their number open: time is compared by tokens.
+        setup: what is not looked for: ranks, sequence, optimizer, pipeline and so on; its precision is what
+            is asked for. What cannot be planned with it is left out. A step of several sequences a rank keeps
+            them, in micro-batches of another size. One of a single sequence leaves their number open: time is
+            compared by tokens.
         micro_batches: sequences of a rank to compute at a time.
 
     Raises:
@@ -68,6 +69,7 @@ def search(
     """
     setup = changed(setup or Setup(), changes)
     device = hardware_of(hardware) if isinstance(hardware, str) else hardware
+    check_filled(setup)
     asked = model_of(model, sequence=setup.sequence)
     space = [*dict.fromkeys(_space(setup, device, micro_batches, _degrees(asked, setup, device)))]
     known = _Known(asked, setup, device, space)
@@ -82,7 +84,12 @@ def _space(
     setup: Setup, device: Hardware, micro_batches: Sequence[int], degrees: Sequence[int]
 ) -> Iterator[Setup]:
     sequences = setup.micro_batch * setup.accumulation
-    sizes = [n for n in {setup.micro_batch, *micro_batches} if sequences == 1 or sequences % n == 0]
+    sizes = [
+        n
+        for n in {setup.micro_batch, *micro_batches}
+        if (sequences == 1 or sequences % n == 0)
+        and _made(setup, micro_batch=n, accumulation=max(1, sequences // n))
+    ]
     cuts = [{}, *(cut for degree in degrees for cut in _cuts(setup, device, degree))]
     for cut, dtypes in itertools.product(cuts, [precision(setup), *PRECISIONS]):
         mine = sequences  # of a rank and those that it is tensor parallel with: as many a device
@@ -96,7 +103,18 @@ def _space(
                 "micro_batch": size,
                 "accumulation": max(1, mine // size),
             }
-            yield replace(setup, **choice)
+            if (made := _made(setup, **choice)) is not None:
+                yield made
+
+
+def _made(setup: Setup, **choice: Any) -> Setup | None:
+    """`setup` with this choice; None where that cannot be planned together."""
+    try:
+        made = replace(setup, **choice)
+        check_filled(made)
+    except ShardingError:
+        return None
+    return made
 
 
 def _degrees(model: Model, setup: Setup, device: Hardware) -> list[int]:
@@ -116,11 +134,11 @@ def _degrees(model: Model, setup: Setup, device: Hardware) -> list[int]:
 
 def _cuts(setup: Setup, device: Hardware, tensor: int) -> Iterator[dict[str, Any]]:
     """Yield meshes, layouts, strategies, and what is freed after forward."""
-    host, ranks = device.devices_per_host // tensor, setup.ranks // tensor
+    host, ranks = device.devices_per_host // tensor, setup.ranks // setup.pipeline // tensor
     shards = [n for n in (host, 8 * host) if 1 < n < ranks and ranks % n == 0]
     for replicas in [1, *(ranks // n for n in shards)]:
         cut = ranks // replicas
-        kept: list[bool | int | None] = [None, False]
+        kept: list[bool | int | None] = [None, setup.pipeline > 1]  # None is the other of the two
         kept += [host] if tensor == 1 and host < cut and cut % host == 0 else []
         mesh: dict[str, Any] = {"tensor": tensor, "replicas": replicas}
         yield from (mesh | _as("interleaved", None, one) for one in kept)
@@ -151,7 +169,7 @@ def _axes(setup: Setup) -> list[tuple[AxisPlacement, int, int]]:
 def _kept_bytes(setup: Setup, parameters: int) -> float:
     """Return bytes of parameters, gradients, two moments of an optimizer, and what stays gathered."""
     stored, used = _SIZES[setup.stored_dtype], _SIZES[setup.param_dtype]
-    of = parameters / setup.tensor
+    of = parameters / setup.pipeline / setup.tensor
     cut = {
         state: math.prod(size for row, size, _ in _axes(setup) if getattr(row, state) is StatePlacement.SHARD)
         for state in ("parameter", "optimizer")
@@ -160,17 +178,19 @@ def _kept_bytes(setup: Setup, parameters: int) -> float:
     if cut["parameter"] < cut["optimizer"] or cut["parameter"] == 1:
         shared = stored / cut["optimizer"] if used == stored else 0  # the shard lies in what forward takes
         kept += of * (used / cut["parameter"] - shared)
-    reshard = setup.reshard_after_forward
+    reshard = setup.reshard
     if cut["parameter"] > 1 and reshard not in (None, True):
         kept += of * used / (reshard or 1)
     return kept
 
 
 def _sent(setup: Setup, parameters: int) -> Iterator[tuple[Collective, int, int]]:
-    """Yield the collectives of a step for so many parameters: one, its stride, how often."""
+    """Yield the collectives of a step for so many parameters of a rank's: one, its stride, how often."""
     of = parameters / setup.tensor
     used, reduced = of * _SIZES[setup.param_dtype], of * _SIZES[setup.reduce_dtype]
-    reshard, part = setup.reshard_after_forward, 1
+    reshard, part, micros = setup.reshard, 1, setup.accumulation
+    reductions = 1 if setup.pipeline > 1 else micros
+    gathers = reductions if reshard is False else micros
 
     def call(kind: str, nbytes: float, ranks: int) -> Collective:
         return Collective(kind, int(nbytes) // part, None, ranks)
@@ -178,18 +198,19 @@ def _sent(setup: Setup, parameters: int) -> Iterator[tuple[Collective, int, int]
     for row, ranks, stride in _axes(setup):
         gathered = row.parameter is StatePlacement.SHARD
         if gathered or row.optimizer is StatePlacement.SHARD:
-            yield call("all_gather", used, ranks), stride, setup.accumulation if gathered else 1
+            yield call("all_gather", used, ranks), stride, gathers if gathered else 1
         if gathered and reshard is not False:
             again = ranks if reshard in (None, True) else int(reshard)
-            yield call("all_gather", used, again), stride, setup.accumulation
+            yield call("all_gather", used, again), stride, gathers
         reduces = "reduce_scatter" if row.gradient is StatePlacement.SHARD else "all_reduce"
-        yield call(reduces, reduced, ranks), stride, setup.accumulation
+        yield call(reduces, reduced, ranks), stride, reductions
         part *= ranks if gathered else 1
 
 
 def _sent_seconds(setup: Setup, plan: Plan, device: Hardware) -> float:
     block = _sent(setup, plan.parameters // plan.layers)
-    return plan.layers * sum(times * send_seconds(call, device, stride=n) for call, n, times in block)
+    seconds = sum(times * send_seconds(call, device, stride=n) for call, n, times in block)
+    return plan.layers / setup.pipeline * seconds
 
 
 # ---------------------------------------------------------------- what is recorded, and what is not
@@ -237,13 +258,16 @@ class _Known:
     def look(self) -> None:
         """Plan what looks best until all that does is planned."""
         try:
-            if self.model.layers > FEW + 1:
+            if self.model.layers > FEW + 1 and self.asked.pipeline == 1:
                 self.leading = regular.check(self.model, self.asked)
         except NotRegular as error:
             self.whole = str(error)
         for setup in self.space:
-            if setup not in self.plans and setup in (self._base(setup), *self._layouts()):
+            if setup not in self.plans and setup == self._base(setup):
                 self._plan(setup)
+        for setup in self._layouts():
+            if setup in self.space:
+                self._try(setup)
         for degree in sorted({setup.tensor for setup in self.space} - {self.asked.tensor}):
             others = [setup for setup in self.space if setup.tensor == degree]
             try:
@@ -251,7 +275,7 @@ class _Known:
             except ShardingError:  # the optimizer cannot, say
                 self.space = [setup for setup in self.space if setup.tensor != degree]
         while (best := self._next()) is not None:
-            self._plan(best, alone=best.tensor != self.asked.tensor)
+            self._try(best, alone=best.tensor != self.asked.tensor)
 
     def look_further(self) -> None:
         """Plan the best with experts over ranks, and, where little fits, as a pipeline or by sequences.
@@ -337,6 +361,15 @@ class _Known:
         nbytes += _kept_bytes(setup, mine.parameters) - _kept_bytes(near, mine.parameters)
         time *= _figures(mine)[0] / _figures(theirs)[0]
         return time + busy - before, nbytes
+
+    def _try(self, setup: Setup, *, alone: bool = False) -> None:
+        """Plan the setup, or leave it out, with other micro-batches of it, if it cannot be planned."""
+        try:
+            self._plan(setup, alone=alone)
+        except ShardingError:
+            mine = _but_micro_batches(setup)
+            self.space = [one for one in self.space if one in self.plans or _but_micro_batches(one) != mine]
+            self.estimates = {one: found for one, found in self.estimates.items() if one in self.space}
 
     def _plan(self, setup: Setup, *, alone: bool = False) -> None:
         """Plan the setup and other micro-batches of it."""

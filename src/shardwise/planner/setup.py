@@ -159,6 +159,12 @@ class Setup:
         return "nvfp4" if self.nvfp4 else self.float8_scales if self.float8 else None
 
     @property
+    def reshard(self) -> bool | int | None:
+        """What `reshard_after_forward` comes to: a pipeline gathers once for all of its micro-batches."""
+        asked = self.reshard_after_forward
+        return False if asked is None and self.pipeline > 1 else asked
+
+    @property
     def axes(self) -> dict[str, int]:
         """The mesh of a stage: the sizes of its axes, the last of neighbours; `shard` has all dense ones."""
         shards = self.ranks // self.pipeline // self.replicas // self.tensor

@@ -94,15 +94,12 @@ def shard_experts(module: nn.Module, setup: Setup, mesh: DeviceMesh) -> None:
 
 
 def options_of(setup: Setup, mesh: DeviceMesh | None = None) -> dict[str, Any]:
-    """Arguments of `fully_shard`. A pipeline gathers parameters once for all of its micro-batches."""
-    reshard = setup.reshard_after_forward
-    if reshard is None and setup.pipeline > 1:
-        reshard = False
+    """Arguments of `fully_shard`."""
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, setup.param_dtype), reduce_dtype=getattr(torch, setup.reduce_dtype)
     )
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "layout": setup.layout}
-    options["reshard_after_forward"] = reshard
+    options["reshard_after_forward"] = setup.reshard
     if setup.strategy is not None:
         options["strategy"] = setup.strategy
     return options

@@ -195,7 +195,8 @@ def words_of(module: nn.Module, name: str, setup: Setup) -> dict[str, str]:
         return {one: "head_of_loss" if loss and word in _TO_WHOLE else word for one, word in words.items()}
     head = "head_of_sequence" if loss else "head_of_sequence_gather_output"
     cut = {one: head if word in _TO_WHOLE else _IN_SEQUENCE.get(word, word) for one, word in words.items()}
-    if "embedding_to_sequence" not in cut.values():
+    takes_tokens = setup.pipeline == 1 or any(isinstance(one, nn.Embedding) for one in module.modules())
+    if takes_tokens and "embedding_to_sequence" not in cut.values():
         raise ShardingError(
             f"{name} cannot be planned with its sequence cut: its tensor parallel plan leaves its embedding"
             " whole. Give that the word embedding_rowwise, or plan with sequence_parallel=False"
