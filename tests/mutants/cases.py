@@ -30,13 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fuzz.campaign import REGRESSIONS, draw_cases
 from fuzz.streams_part.train import Block, Case, Planned, Run
-from mutants.side_streams import (
-    gathered_ahead,
-    modules_on_streams,
-    offloaded_and_unused,
-    stream_entered_inside,
-    weights_used_twice,
-)
+from mutants import side_streams
 from shardwise import _compat, compile_step, fully_shard
 from shardwise.adapters.pipelining import StateOfStage
 from shardwise.comm.exchange import exchange
@@ -476,18 +470,24 @@ WRITTEN: dict[str, AnyCase] = {
     "a list of which one is recomputed, contiguous": Program(
         partial(list_of_which_one_is_recomputed, "contiguous")
     ),
-    "a module on a stream of its own": Program(partial(modules_on_streams, 1, layout="contiguous")),
-    "a module on two streams of its own": Program(partial(modules_on_streams, 2, layout="contiguous")),
-    "a module on two streams of its own, interleaved": Program(
-        partial(modules_on_streams, 2, layout="interleaved")
+    "a module on a stream of its own": Program(
+        partial(side_streams.modules_on_streams, 1, layout="contiguous")
     ),
-    "a weight used twice on a stream of its own": Program(partial(weights_used_twice, layout="contiguous")),
-    "a stream entered inside": Program(partial(stream_entered_inside, layout="interleaved")),
+    "a module on two streams of its own": Program(
+        partial(side_streams.modules_on_streams, 2, layout="contiguous")
+    ),
+    "a module on two streams of its own, interleaved": Program(
+        partial(side_streams.modules_on_streams, 2, layout="interleaved")
+    ),
+    "a weight used twice on a stream of its own": Program(
+        partial(side_streams.weights_used_twice, layout="contiguous")
+    ),
+    "a stream entered inside": Program(partial(side_streams.stream_entered_inside, layout="interleaved")),
     "smaller shards cut on a stream of its own": Program(
-        partial(gathered_ahead, layout="contiguous"), ranks=4
+        partial(side_streams.gathered_ahead, layout="contiguous"), ranks=4
     ),
     "offloaded gradients of which some are looked at": Program(
-        partial(offloaded_and_unused, layout="contiguous")
+        partial(side_streams.offloaded_and_unused, layout="contiguous")
     ),
     "an exchange of boxes": Program(exchange_of_boxes),
     "collectives of graphs": Program(collectives_of_graphs),

@@ -137,10 +137,10 @@ def fully_shard(
             " meshes and HSDP on 2-D ones"
         )
     for policy, kind in ((mp_policy, MixedPrecisionPolicy), (offload_policy, OffloadPolicy)):
-        if not isinstance(policy, kind):
+        if kind not in type(policy).__mro__:
             found = f"{type(policy).__module__}.{type(policy).__qualname__}"
             raise ShardingError(
-                f"{here()}: expected a shardwise.{kind.__name__}, found a {found}. Import policies from shardwise"
+                f"{here()}: expected a shardwise.{kind.__name__}, found a {found}. Import it from shardwise"
             )
     modules = _root_modules(module)
     _check_modules(modules)
