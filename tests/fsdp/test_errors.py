@@ -55,7 +55,10 @@ def test_policies_of_torch_are_refused_by_name() -> None:
             ShardingError, lambda given={name: policy}: fully_shard(Net(), **given)
         )
         mentions(
-            message, f"shardwise.{type(policy).__name__}", "found a torch.distributed.fsdp", "Import policies"
+            message,
+            f"shardwise.{type(policy).__name__}",
+            "found a torch.distributed.fsdp",
+            "Import it from shardwise",
         )
 
 

@@ -470,25 +470,7 @@ WRITTEN: dict[str, AnyCase] = {
     "a list of which one is recomputed, contiguous": Program(
         partial(list_of_which_one_is_recomputed, "contiguous")
     ),
-    "a module on a stream of its own": Program(
-        partial(side_streams.modules_on_streams, 1, layout="contiguous")
-    ),
-    "a module on two streams of its own": Program(
-        partial(side_streams.modules_on_streams, 2, layout="contiguous")
-    ),
-    "a module on two streams of its own, interleaved": Program(
-        partial(side_streams.modules_on_streams, 2, layout="interleaved")
-    ),
-    "a weight used twice on a stream of its own": Program(
-        partial(side_streams.weights_used_twice, layout="contiguous")
-    ),
-    "a stream entered inside": Program(partial(side_streams.stream_entered_inside, layout="interleaved")),
-    "smaller shards cut on a stream of its own": Program(
-        partial(side_streams.gathered_ahead, layout="contiguous"), ranks=4
-    ),
-    "offloaded gradients of which some are looked at": Program(
-        partial(side_streams.offloaded_and_unused, layout="contiguous")
-    ),
+    **{name: Program(run, ranks) for name, (run, ranks) in side_streams.PROGRAMS.items()},
     "an exchange of boxes": Program(exchange_of_boxes),
     "collectives of graphs": Program(collectives_of_graphs),
     "derivatives of a cut program": Program(derivatives_of_a_cut_program),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,3 +144,15 @@ def trained(
         optimizer.step()
         optimizer.zero_grad()
     return list(model.parameters())
+
+
+# With their ranks.
+PROGRAMS: dict[str, tuple[Callable[[], list[Tensor]], int]] = {
+    "a module on a stream of its own": (partial(modules_on_streams, 1, layout="contiguous"), 2),
+    "a module on two streams of its own": (partial(modules_on_streams, 2, layout="contiguous"), 2),
+    "a module on two streams, interleaved": (partial(modules_on_streams, 2, layout="interleaved"), 2),
+    "a weight used twice on a stream of its own": (partial(weights_used_twice, layout="contiguous"), 2),
+    "a stream entered inside": (partial(stream_entered_inside, layout="interleaved"), 2),
+    "smaller shards cut on a stream of its own": (partial(gathered_ahead, layout="contiguous"), 4),
+    "offloaded gradients that the host looks at": (partial(offloaded_and_unused, layout="contiguous"), 2),
+}
