@@ -160,7 +160,7 @@ class Setup:
 
     @property
     def reshard(self) -> bool | int | None:
-        """Value of `reshard_after_forward` that is used: a pipeline gathers once for all of its micro-batches."""
+        """Value of `reshard_after_forward` in use: a pipeline gathers once for all micro-batches."""
         asked = self.reshard_after_forward
         return False if asked is None and self.pipeline > 1 else asked
 

@@ -95,8 +95,8 @@ class _Watcher:
         return post_forward
 
     def pre_backward(self, original: Method) -> Method:
-        def pre_backward(state: FSDPState, ending: Sequence[FSDPState], grad: Any) -> Any:
-            for one in ending:  # still in its own block
+        def pre_backward(state: FSDPState, ending: Sequence[tuple[FSDPState, Any]], grad: Any) -> Any:
+            for one, _ in ending:  # still in its own block
                 one.post_backward()
             recorder, layer = self.recorder, self.layer(state)
             if layer is not None or recorder.place.layer is not None:
