@@ -112,7 +112,7 @@ def weights_used_twice(*, layout: str) -> list[Tensor]:
 def stream_entered_inside(*, layout: str) -> list[Tensor]:
     """The second layer's gradients are sums, added on its stream; its input was made on another."""
     model = nn.Sequential(Inside(), nn.Linear(8, 8), nn.Linear(8, 8))
-    return trained(model, model, layout=layout, forwards=2)
+    return trained(model, model, layout=layout, forwards=2, micro_batches=2)
 
 
 def gathered_ahead(*, layout: str) -> list[Tensor]:
@@ -127,8 +127,16 @@ def offloaded_and_unused(*, layout: str) -> list[Tensor]:
 
 
 def trained(
-    model: Any, parts: Any, *, ahead: Any = None, steps: int = 2, forwards: int = 1, **how: Any
+    model: Any,
+    parts: Any,
+    *,
+    ahead: Any = None,
+    steps: int = 2,
+    micro_batches: int = 1,
+    forwards: int = 1,
+    **how: Any,
 ) -> list[Tensor]:
+    """Train: a backward for each micro-batch, of the losses of so many forwards; the last one reduces."""
     torch.manual_seed(0)
     mesh = init_device_mesh(DEVICE, (torch.distributed.get_world_size(),))
     model.to(DEVICE)
@@ -139,8 +147,10 @@ def trained(
     for _ in range(steps):
         if ahead is not None:
             ahead.unshard()
-        losses = [model(torch.randn(4, 8, device=DEVICE)).square().mean() for _ in range(forwards)]
-        sum(losses[1:], losses[0]).backward()
+        for left in reversed(range(micro_batches)):
+            model.set_requires_gradient_sync(not left)
+            losses = [model(torch.randn(4, 8, device=DEVICE)).square().mean() for _ in range(forwards)]
+            sum(losses[1:], losses[0]).backward()
         optimizer.step()
         optimizer.zero_grad()
     return list(model.parameters())
