@@ -39,6 +39,18 @@ class Branches(nn.Module):
         return beside
 
 
+def on(stream: torch.Stream, layer: nn.Module, x: Tensor) -> Tensor:
+    """Run a layer on another stream, with all waits."""
+    main = torch.accelerator.current_stream()
+    stream.wait_stream(main)
+    x.record_stream(stream)
+    with stream:
+        made: Tensor = layer(x)
+    made.record_stream(main)
+    main.wait_stream(stream)
+    return made
+
+
 class Twice(nn.Linear):
     """A layer whose weight's gradient is finished after its input's."""
 
@@ -55,17 +67,8 @@ class Apart(nn.Module):
         self.number, self.stream = number, torch.Stream(device=DEVICE)
 
     def forward(self, x: Tensor) -> Tensor:
-        main = torch.accelerator.current_stream()
         for number, layer in enumerate(self.layers):
-            if number == self.number:
-                self.stream.wait_stream(main)
-                x.record_stream(self.stream)
-                with self.stream:
-                    x = layer(x)
-                x.record_stream(main)
-                main.wait_stream(self.stream)
-            else:
-                x = layer(x)
+            x = on(self.stream, layer, x) if number == self.number else layer(x)
         return x
 
 
@@ -77,14 +80,7 @@ class Inside(nn.Module):
         self.layer, self.stream = nn.Linear(8, 8), torch.Stream(device=DEVICE)
 
     def forward(self, x: Tensor) -> Tensor:
-        main = torch.accelerator.current_stream()
-        self.stream.wait_stream(main)
-        x.record_stream(self.stream)
-        with self.stream:
-            x = self.layer(x)
-        x.record_stream(main)
-        main.wait_stream(self.stream)
-        return x
+        return on(self.stream, self.layer, x)
 
 
 class Unused(nn.Module):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import types
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -260,7 +259,7 @@ _MEMORY: dict[str, Callable[..., Any]] = {
     "memory_reserved": _number(0),
     "max_memory_allocated": _number(0),
     "max_memory_reserved": _number(0),
-    "memory_stats": lambda *args: OrderedDict[str, int](),
+    "memory_stats": lambda *args: {},
     "reset_accumulated_memory_stats": _nothing,
     "reset_peak_memory_stats": _nothing,
     "empty_cache": _nothing,

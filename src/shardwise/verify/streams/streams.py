@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -172,7 +173,7 @@ class Timeline:
     def __init__(self) -> None:
         self.host = Line(HOST, "the host")
         self.lines = [self.host]
-        self._streams = 0
+        self._named = Counter[str]()  # streams by the names they were given
         self._current: list[tuple[Stream, int | None]] = []  # entered, and inside of which node
         self._made: tuple[list[int], list[Stream]] = ([], [])  # nodes below a number, on which stream
         self._backwards: list[Backward[Stream]] = []  # each called by a node of the one before
@@ -267,10 +268,10 @@ class Timeline:
     def line(self, name: str, group: str | None = None) -> Line:
         """Return a new line: of a stream, or of the process group of that name."""
         if group is None:
-            self._streams += 1
-            same = [one for one in self.lines if one.name == name or one.name.startswith(f"{name} (")]
-            name += f" ({len(same) + 1})" if same else ""
-        made = Line(len(self.lines), name, f"stream{self._streams}" if group is None else f"group{group}")
+            self._named[name] += 1
+            name += f" ({self._named[name]})" if self._named[name] > 1 else ""
+        key = f"stream{self._named.total()}" if group is None else f"group{group}"
+        made = Line(len(self.lines), name, key)
         self.lines.append(made)
         return made
 
