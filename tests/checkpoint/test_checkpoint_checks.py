@@ -174,6 +174,10 @@ def test_a_step_that_is_no_int_is_refused_by_its_type(tmp_path: Path) -> None:
             CheckpointError, match=f"expected step to be an int of 0 or more, found .*{found}"
         ):
             save(tmp_path, {}, step=step)
+        with pytest.raises(
+            CheckpointError, match=f"step to be an int of 0 or more, or None, found .*{found}"
+        ):
+            load(tmp_path, {}, step=step)
     with pytest.raises(CheckpointError, match="expected keep to be an int of 1 or more, or None, found 0"):
         save(tmp_path, {}, step=1, keep=0)
 

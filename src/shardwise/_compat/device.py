@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -45,6 +46,14 @@ def as_device_tensor(kind: type[Tensor], memory: Tensor, device: torch.device) -
     return torch.Tensor._make_subclass(
         kind, memory, False, dispatch_device=True, device_for_backend_keys=device
     )
+
+
+def as_saved(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what pickles a tensor by way of the CPU, such that `torch.load` of weights alone takes it."""
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch._utils._rebuild_parameter, (tensor.detach(), tensor.requires_grad, OrderedDict())
+    made = tensor.detach().cpu(), tensor.dtype, str(tensor.device), tensor.requires_grad
+    return torch._utils._rebuild_device_tensor_from_cpu_tensor, made
 
 
 @contextmanager

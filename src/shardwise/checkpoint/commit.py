@@ -65,6 +65,13 @@ def _named(path: At) -> list[tuple[int, int, At]]:
     return sorted(found, key=lambda each: (*each[:2], each[2].name))
 
 
+def check_count(name: str, value: Any, least: int, *, optional: bool = False) -> None:
+    """Raise CheckpointError unless an argument is an int of `least` or more; None too if `optional`."""
+    if not (optional and value is None) and (type(value) is not int or value < least):
+        expected = f"{name} to be an int of {least} or more{', or None' * optional}"
+        raise CheckpointError(f"expected {expected}, found {value!r} of type {type(value).__name__}")
+
+
 def latest_step(path: str | os.PathLike[str]) -> int | None:
     """Return the newest complete checkpoint's step, or None. Asks this rank's file system or store only."""
     found = checkpoints(location(path))

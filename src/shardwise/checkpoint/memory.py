@@ -33,7 +33,14 @@ from weakref import WeakSet
 
 import torch
 
-from shardwise.checkpoint.commit import checkpoints, manifest_of, open_staging, rank_and_size, remove
+from shardwise.checkpoint.commit import (
+    check_count,
+    checkpoints,
+    manifest_of,
+    open_staging,
+    rank_and_size,
+    remove,
+)
 from shardwise.checkpoint.index import INDEX
 from shardwise.checkpoint.part import Part, write_part
 from shardwise.checkpoint.plan import Plan, bytes_of
@@ -130,6 +137,7 @@ class HostMemory:
         what = "HostMemory.load"
 
         def tell() -> dict[str, Any]:
+            check_count("newer_than", newer_than, 0, optional=True)
             listed = self._listed() if self._rank == self._host else {}
             return {"call": {"newer_than": newer_than}, "listed": listed}
 

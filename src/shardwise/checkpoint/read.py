@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 
 from shardwise.checkpoint.background import wait_for_saving
-from shardwise.checkpoint.commit import find, manifest_of, rank_and_size
+from shardwise.checkpoint.commit import check_count, find, manifest_of, rank_and_size
 from shardwise.checkpoint.index import Index, read_index
 from shardwise.checkpoint.state import Flat, Leaf, check_dense, describe, flatten, from_json
 from shardwise.checkpoint.stored import Stored, locate
@@ -60,6 +60,7 @@ def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | Non
     wait_for_saving()
 
     def ask() -> dict[str, Any]:
+        check_count("step", step, 0, optional=True)
         found, torn = find(location(path), step) if rank == 0 else ([], "")
         return {"call": {"step": step}, "found": [str(folder) for folder in found], "torn": torn}
 

@@ -21,7 +21,15 @@ import xxhash
 from torch import Tensor
 
 from shardwise.checkpoint.background import Saving, wait_for_saving
-from shardwise.checkpoint.commit import FORMAT, discard, open_staging, publish, rank_and_size, tidy
+from shardwise.checkpoint.commit import (
+    FORMAT,
+    check_count,
+    discard,
+    open_staging,
+    publish,
+    rank_and_size,
+    tidy,
+)
 from shardwise.checkpoint.part import Part, staged, write_index, write_part, write_values
 from shardwise.checkpoint.plan import Chunk, Held, Plan, plan
 from shardwise.checkpoint.state import Flat, Leaf, as_bytes, describe, flatten, to_json
@@ -163,7 +171,10 @@ def prepare_save(
     own: list[Held] = []
 
     def tell() -> dict[str, Any]:
-        _check_arguments(path, step, keep, keep_every)
+        location(path)
+        check_count("step", step, 0)
+        for name, value in (("keep", keep), ("keep_every", keep_every)):
+            check_count(name, value, 1, optional=True)
         flat = flatten(state, rank=rank, ranks=size)
         tensors = {name: leaf.value for name, leaf in flat.leaves.items() if leaf.is_tensor}
         own.append(Held(tensors))
@@ -218,15 +229,6 @@ def _check_shared(what: str, staging: StorePath, *, is_keeper: bool) -> None:
         if is_keeper:
             with suppress(Exception):  # a store that removes nothing keeps it
                 (staging / _MARK).unlink()
-
-
-def _check_arguments(path: Any, step: Any, keep: Any, keep_every: Any) -> None:
-    location(path)
-    for name, value, least in (("step", step, 0), ("keep", keep, 1), ("keep_every", keep_every, 1)):
-        optional = name != "step" and value is None
-        if not optional and (type(value) is not int or value < least):
-            expected = f"{name} to be an int of {least} or more{', or None' * (least > 0)}"
-            raise CheckpointError(f"expected {expected}, found {value!r} of type {type(value).__name__}")
 
 
 # ------------------------------------------------------------ what ranks tell

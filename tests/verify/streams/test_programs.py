@@ -441,6 +441,20 @@ def test_saving_a_tensor_of_the_device_reads_it(tmp_path: Path, read: str) -> No
     assert races(lambda: program(waits=False))
 
 
+@pytest.mark.parametrize("where", [None, "cpu"])
+def test_a_saved_state_is_loaded_of_weights_alone(tmp_path: Path, where: str | None) -> None:
+    with simulated():
+        layer = nn.Linear(4, 4).to(DEVICE)
+        torch.save({**layer.state_dict(), "layer": layer.weight}, tmp_path / "x.pt")
+        state = torch.load(tmp_path / "x.pt", map_location=where)
+        assert all(
+            value.device == torch.device(where or DEVICE, None if where else 0) for value in state.values()
+        )
+        assert all(torch.equal(state[name].cpu(), layer.weight.cpu()) for name in ("weight", "layer"))
+        assert isinstance(state["layer"], nn.Parameter)
+        assert not isinstance(state["weight"], nn.Parameter)
+
+
 def test_what_is_no_order_is_refused() -> None:
     with pytest.raises(TypeError, match="expected an Order or None, got 'x'"), simulated("x"):  # type: ignore[arg-type]
         pass

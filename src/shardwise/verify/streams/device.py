@@ -46,6 +46,9 @@ class SimTensor(Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _compat.as_saved(self)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
