@@ -7,7 +7,6 @@ import hashlib
 import json
 import random
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -58,7 +57,6 @@ class Runner:
 
     def __init__(self, pool: RankPool) -> None:
         self.pool = pool
-        self.folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
 
     def run(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Result]]:
         """Every case with its result, those with as many ranks together."""
@@ -84,7 +82,7 @@ class Runner:
 
     def call(self, cases: list[Case], world: int) -> list[Result]:
         """Results of the first cases, at least one; the last may be the one that ended the call."""
-        file = self.folder / "verdicts"
+        file = self.pool.folder / "verdicts"
         for old in [file, *(stacks_of(str(file), rank) for rank in range(world))]:
             old.unlink(missing_ok=True)
         ended = ""
