@@ -108,6 +108,15 @@ def take_loss(case: Case, module: nn.Module, batch: tuple[torch.Tensor, ...]) ->
     return loss
 
 
+def take_gradients(case: Case, module: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+    """Run forward and backward of what `case.shard` returned; the loss, or None where another rank has it."""
+    if case.backward is not None:
+        return case.backward(module, batch)
+    loss = take_loss(case, module, batch)
+    torch.autograd.backward(loss)
+    return loss
+
+
 def run_reference(alive: Callable[[], None], plan: Plan) -> Tolerance:
     """Run every step unsharded, leave the files in `plan.folder`, and return the tolerance."""
     torch.manual_seed(plan.seed)

@@ -15,16 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.comm.agree import together
 from shardwise.comm.differences import named as named_ranks
 from shardwise.dimensions import Dimensions, share_of_batch
 
-from .case import Case, apply_shard, load_case, local_batch
+from .case import apply_shard, load_case, local_batch
 from .compare import START, Difference, Kind, Tolerance, compare_losses, compare_tensors, merge_ranks
-from .reference import Parameters, Plan, named, read_step, take_batch, take_loss
+from .reference import Parameters, Plan, named, read_step, take_batch, take_gradients
 
 ABSENT, EMPTY, PRESENT = 0, 1, 2  # no such parameter; parameter without this tensor; with it
 DESCRIBED = {ABSENT: "no such parameter", EMPTY: "none", PRESENT: "present"}
@@ -61,7 +60,7 @@ def run_sharded(alive: Callable[[], None], plan: Plan, tolerance: Tolerance) -> 
         torch.manual_seed(plan.seed + step)
         batch = local_batch(take_batch(case, step), step, shares, index)
         optimizer.zero_grad()
-        loss = _backward(case, module, batch)
+        loss = take_gradients(case, module, batch)
         expected = read_step(plan.folder, step) | {"tied": start["tied"]}
         found = _mean_over_ranks(loss)
         differences.append(compare_losses(found, expected["loss"], step=step, tolerance=tolerance.at(step)))
@@ -69,14 +68,6 @@ def run_sharded(alive: Callable[[], None], plan: Plan, tolerance: Tolerance) -> 
         optimizer.step()
         differences += compare("parameter", step, expected=expected)
     return differences if dist.get_rank() == 0 else []
-
-
-def _backward(case: Case, module: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-    if case.backward is not None:
-        return case.backward(module, batch)
-    loss = take_loss(case, module, batch)
-    torch.autograd.backward(loss)
-    return loss
 
 
 def _mesh(plan: Plan) -> DeviceMesh:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from shardwise.cli import app
 
 CASE = """
+from dataclasses import replace
 import torch
 from torch import nn
 from shardwise import fully_shard
@@ -57,7 +58,31 @@ def case(shard, samples=8, loss=loss, optimizer=lambda model: torch.optim.SGD(mo
         loss=loss,
     )
 
+class OnAStream(nn.Module):
+    def __init__(self, model, device):
+        super().__init__()
+        self.model, self.stream = model, torch.Stream(device=device)
+    def forward(self, x):
+        with self.stream:
+            return self.model(x)
+
+def wraps(model, mesh):
+    shard(model, mesh)
+    return OnAStream(model, mesh.device_type)
+
+def halves_early(model, batch):
+    loss(model, batch).backward()
+    with torch.Stream(device=batch[0].device):
+        for param in model.parameters():
+            param.grad.to_local().mul_(0.5)
+
+def waits_for_a_stage(model, batch):
+    torch.distributed.recv_object_list([None], src=1)
+
 right = lambda: case(shard)
+racing_in_what_shard_returns = lambda: case(wraps)
+racing_in_its_backward = lambda: replace(case(shard), backward=halves_early)
+a_stage = lambda: replace(case(shard), backward=waits_for_a_stage)
 racing = lambda: case(races)
 racing_over_steps = lambda: case(shard, optimizer=steps_late)
 failing = lambda: case(fails)
@@ -99,6 +124,13 @@ def test_a_missing_wait_ends_with_1_and_is_written(script: Path) -> None:
     assert written["findings"][0]["text"] in text
 
 
+@pytest.mark.parametrize("name", ["racing_in_what_shard_returns", "racing_in_its_backward"])
+def test_a_step_of_the_cases_own_is_followed(script: Path, name: str) -> None:
+    status, text = check(script, name)
+    assert status == 1
+    assert "the stream made at" in text
+
+
 def test_a_race_from_one_step_to_the_next_is_found_as_the_host_runs_ahead(script: Path) -> None:
     arguments = list(sys.argv)
     status, text = check(script, "racing_over_steps")
@@ -110,6 +142,7 @@ def test_a_race_from_one_step_to_the_next_is_found_as_the_host_runs_ahead(script
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("a_stage", "that rank does not exist here. Run it on real ranks"),
         ("failing", "raised KeyError on the simulated device: 'mine'"),
         ("uneven", "batch(0) has 7 samples, which cannot be cut evenly over 2 ranks"),
         ("on_cpu", "no operation of the case ran on the simulated device"),

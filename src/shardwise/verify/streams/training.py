@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.planner.noop_group import noop_world
 from shardwise.verify.case import Case, CaseError, apply_shard, load_case, local_batch
-from shardwise.verify.reference import take_batch, take_loss
+from shardwise.verify.reference import take_batch, take_gradients
 from shardwise.verify.streams.check import Finding, Findings, simulated
 from shardwise.verify.streams.device import NAME
 
@@ -109,16 +109,14 @@ def _failed(case_spec: str, when: str, error: Exception) -> CaseError:
 
 
 def _train(case: Case, mesh: DeviceMesh, found: Findings, steps: int, layout: str | None) -> None:
-    module = case.build().to(NAME)
+    module = apply_shard(case, case.build().to(NAME), mesh, layout=layout)
     found.models.append(module)
-    apply_shard(case, module, mesh, layout=layout)
     optimizer = case.optimizer(module)
     computed: set[str] = set()
     found.simulation.timeline.listener = lambda operation, _: computed.add(operation.name)
     for step in range(steps):
         batch = local_batch(take_batch(case, step), step, mesh.size(), 0)
-        loss = take_loss(case, module, tuple(_on_its_way(entry) for entry in batch))
-        torch.autograd.backward(loss)
+        take_gradients(case, module, tuple(_on_its_way(entry) for entry in batch))
         optimizer.step()
         optimizer.zero_grad()
     torch.accelerator.synchronize()
