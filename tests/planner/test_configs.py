@@ -73,12 +73,15 @@ def test_an_encoder_is_planned_as_what_its_config_names(tmp_path: Path) -> None:
     for name, said in {
         "BertForMaskedLM": ["It is planned as a BertForMaskedLM"],
         "BertLMHeadModel": [],
+        "": ["It is planned as a BertForMaskedLM"],
         "BertForSequenceClassification": [
-            "It is planned as a BertLMHeadModel, not as the BertForSequenceClassification that its"
+            "It is planned as a BertForMaskedLM, not as the BertForSequenceClassification that its"
             " architectures name"
         ],
     }.items():
-        config = written(tmp_path, "bert", num_hidden_layers=12, architectures=[name], **sizes)
+        config = written(
+            tmp_path, "bert", num_hidden_layers=12, architectures=[name] if name else None, **sizes
+        )
         made = shardwise.plan(config, ranks=2, sequence=SEQUENCE)
         assert (made.layers, made.whole) == (12, "")
         assert made.assumed == said
@@ -88,6 +91,8 @@ def test_a_model_that_takes_other_than_tokens_is_refused_by_what_it_takes(tmp_pa
     speech = written(tmp_path, "whisper", architectures=["WhisperForConditionalGeneration"])
     with pytest.raises(ShardingError, match=r"WhisperForConditionalGeneration takes input_features, and"):
         shardwise.plan(speech, sequence=SEQUENCE)
+    with pytest.raises(ShardingError, match="a WhisperForCausalLM alone here; name it"):
+        shardwise.plan(written(tmp_path, "whisper"), sequence=SEQUENCE)
     config = written(tmp_path, "perceiver")
     with pytest.raises(ShardingError, match=r"takes inputs, and models of tokens alone are planned$"):
         shardwise.plan(config, sequence=SEQUENCE)

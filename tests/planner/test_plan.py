@@ -106,6 +106,8 @@ def test_what_is_needed_is_less_than_what_is_reserved_where_the_allocator_can_gi
     assert again.fits
     assert again.given_back
     assert again.peak_bytes <= again.needed_bytes < made.reserved_bytes
+    small = replace(made.hardware, memory_bytes=made.peak_bytes // 2 + made.hardware.context_bytes)
+    assert shardwise.plan("gpt2", made.setup, hardware=small).needed_bytes < 1.03 * again.needed_bytes
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
@@ -413,7 +415,9 @@ def test_a_factory_that_casts_is_stored_as_the_setup_says_and_the_code_converts_
     ("line", "told"),
     [
         ("memory_bytes = 0", "memory_bytes must be a number above 0"),
-        ("extra = 1", "'extra'"),
+        ("extra = 1", "it has unknown extra"),
+        ("memory_bytes_per_s = 3.35", "is bytes a second, at least 1,000,000, got 3.35"),
+        ("network_latency_s = 12", "is in seconds, at most 1, got 12"),
         ("matmul_efficiency = 7.2", "share of the peak, at most 1"),
         ("devices_per_host = 2.5", "a whole number"),
         ("context_bytes = 1e12", "context_bytes must be less than memory_bytes"),

@@ -328,10 +328,10 @@ def calibrate(
             _check_writable(out)
         if out.suffix != ".toml":
             raise ShardwiseError(f"{out}: expected a name that ends in .toml, which `plan --hardware` takes")
+        base = planner.hardware_of(like) if like else None
         if "RANK" not in os.environ and count > 1:
             options = [*(["--like", like] if like else []), *(["--small"] if small else [])]
             raise typer.Exit(launch.launch(["-m", "shardwise", "calibrate", str(out), *options], ranks=count))
-        base = planner.hardware_of(like) if like else None
         made = planner.calibrate(like=base, sizes=SMALL if small else None)
     except ShardwiseError as error:
         print_failure(error, "")

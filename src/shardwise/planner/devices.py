@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ShardingError
 
+SLOWEST = 1e6  # a second
 _MAY_BE_ZERO = (
     "host_latency_s",
     "network_latency_s",
@@ -86,9 +87,17 @@ def hardware_of(name: str) -> Hardware:
     else:
         raise ShardingError(f"unknown hardware {name!r}: give one of {', '.join(known)}, or a file (.toml)")
     try:
-        made = Hardware(**tomllib.loads(path.read_text()))
-    except (ValueError, TypeError, OSError) as error:
+        values = tomllib.loads(path.read_text())
+    except (ValueError, OSError) as error:
         raise ShardingError(f"{name} is no profile of hardware: {error}") from error
+    required = {one.name for one in fields(Hardware) if one.default is MISSING}
+    for what, keys in (
+        ("lacks", required - values.keys()),
+        ("has unknown", values.keys() - required - {"attention_half"}),
+    ):
+        if keys:
+            raise ShardingError(f"{name} is no profile of hardware: it {what} {', '.join(sorted(keys))}")
+    made = Hardware(**values)
     for key in ("name", "source"):
         if not isinstance(getattr(made, key), str):
             raise ShardingError(f"{name}: {key} must be text, got {getattr(made, key)!r}")
@@ -101,6 +110,7 @@ def hardware_of(name: str) -> Hardware:
     numbers = {key: value for key, value in vars(made).items() if key not in ("name", "source", "peak_flops")}
     for key, value in (numbers | {f"peak_flops.{key}": one for key, one in made.peak_flops.items()}).items():
         _check_number(f"{name}: {key}", value, may_be_zero=key in _MAY_BE_ZERO)
+        _check_unit(f"{name}: {key}", value)
         most = 2 if key == "attention_efficiency" else 1
         if key.endswith("_efficiency") and value > most:
             raise ShardingError(f"{name}: {key} is a share of the peak, at most {most}, got {value!r}")
@@ -112,6 +122,15 @@ def hardware_of(name: str) -> Hardware:
             f" got {made.context_bytes!r}"
         )
     return made
+
+
+def _check_unit(name: str, value: float) -> None:
+    """Raise for a number that no device has, but in another unit."""
+    if ("peak_flops" in name or name.endswith("_per_s")) and value < SLOWEST:
+        unit = "operations" if "peak_flops" in name else "bytes"
+        raise ShardingError(f"{name} is {unit} a second, at least {SLOWEST:,.0f}, got {value!r}")
+    if name.endswith(("latency_s", "host_seconds")) and value > 1:
+        raise ShardingError(f"{name} is in seconds, at most 1, got {value!r}")
 
 
 def _check_number(name: str, value: Any, *, may_be_zero: bool) -> None:

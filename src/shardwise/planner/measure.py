@@ -141,12 +141,12 @@ def allocated(recording: Recording, *, expandable: bool, limit: int | None = Non
 def needed(recording: Recording, *, expandable: bool, limit: int) -> int:
     """The least memory with which the allocator serves all, giving back what is free where it must.
 
-    Looked for near `limit` only (`NEAR`); what is further off is not worth the time.
+    Within 0.5% of `limit` near it (`NEAR`), and 2% above that; far below it, what it reserves if never short.
     """
     low = max(moment.alive_bytes for moment in moments(recording))
     high = allocated(recording, expandable=expandable).peak
     near = limit * (1 - NEAR), limit * (1 + NEAR)
-    while low < near[1] and high > near[0] and high - low > limit // 200:
+    while high > near[0] and high - low > (limit // 200 if low < near[1] else high // 50):
         middle = (low + high) // 2
         enough = allocated(recording, expandable=expandable, limit=middle).peak <= middle
         low, high = (low, middle) if enough else (middle, high)

@@ -351,7 +351,8 @@ def _has_blocks(module: nn.Module) -> bool:
     return any(isinstance(one, nn.ModuleList) and len(one) for one in module.modules())
 
 
-# What a config is planned as: the first that transformers makes of it, but for what its architectures name.
+# What a config is planned as, but for what its architectures name: an encoder with its decoder, or what
+# guesses masked tokens if it is no decoder, where transformers has that; else the first of these.
 _KINDS = {
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
     "AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
@@ -378,9 +379,20 @@ def _of_transformers(path: Path, sequence: int) -> Model:
     trained = next((one for one in config.architectures or () if hasattr(transformers, one)), "")
     _check_takes_tokens(path, getattr(transformers, trained, None))
     named = [kind for kind in found if classes[kind].__name__ == trained]
-    first = sorted(found, key=lambda kind: config.is_encoder_decoder and "Seq2Seq" not in kind)[0]
-    kind = named[0] if named else first
+    wanted = (
+        "Seq2Seq"
+        if config.is_encoder_decoder
+        else "CausalLM"
+        if getattr(config, "is_decoder", True)
+        else "MaskedLM"
+    )
+    kind = [*named, *(kind for kind in found if wanted in kind), *found][0]
     both = "Seq2Seq" in kind
+    if config.is_encoder_decoder and not both and not named:
+        raise ShardingError(
+            f"{path}: of an encoder with its decoder transformers makes a {classes[kind].__name__} alone"
+            " here; name it in the config's architectures to plan that"
+        )
     text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
     whole_layers = getattr(text, "num_hidden_layers", 0)
     each = {key: one for key, one in vars(text).items() if isinstance(one, list) and len(one) == whole_layers}

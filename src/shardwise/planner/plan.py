@@ -68,7 +68,7 @@ class Plan:
         reserved_bytes: the most that a caching allocator holds, from the beginning on. Where the device has
             less, it gives back what it can first, which takes time: so often (`given_back`).
         needed_bytes: the least memory of a device on which the allocator could serve it, with time lost to
-            giving back; without hardware, what is reserved.
+            giving back; what is reserved without hardware, or where there is a quarter more.
         sent: what the rank sends in a step; `groups` on whose behalf.
         model_flops: three times forward's operations, or all if those are fewer, as with frozen parameters: a
             multiply-add is two, attention is not halved.
