@@ -314,6 +314,7 @@ def _work(pipe: connection.Connection, output: str, stack: str) -> None:
     torch.set_num_threads(1)
     _remember_shapes()
     spend_less_in_torch()
+    _share_a_device()
     gc.freeze()  # the collection after each call then visits only what calls made
     gc.set_threshold(*COLLECTS_AT)
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -429,6 +430,21 @@ def spend_less_in_torch() -> None:
 
 def _nothing(seed: int) -> None:
     pass
+
+
+def _share_a_device() -> None:
+    """Let all groups of gloo share a device: each has a thread that polls, as long as a group is alive."""
+    from torch.distributed import ProcessGroupGloo, distributed_c10d
+
+    device = ProcessGroupGloo.create_device(interface=os.environ["GLOO_SOCKET_IFNAME"])
+
+    class OnOneDevice(ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **other: Any) -> None:
+            options = ProcessGroupGloo._Options()
+            options._timeout, options._devices = timeout, [device]
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = OnOneDevice  # type: ignore[misc]
 
 
 def _remember_shapes() -> None:
