@@ -29,7 +29,7 @@ def folder(family: str, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "t5", "bert"])
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_a_folder_is_loaded_as_transformers_loads_it(family: str, folder: Path) -> None:
     expected = type(make(family)).from_pretrained(folder)
     ids = torch.arange(8)[None]

@@ -29,7 +29,7 @@ def stored(folder: Path) -> dict[str, torch.Size]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "t5"])
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_what_was_loaded_is_saved_as_it_was_and_transformers_reads_it(family: str, folder: Path) -> None:
     expected = type(make(family)).from_pretrained(folder)
     for layout in LAYOUTS:

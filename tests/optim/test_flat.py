@@ -50,7 +50,7 @@ def flat_tensors(optimizer: Optimizer) -> list[Tensor]:
 # Numbers
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 3)
 @pytest.mark.parametrize(("kind", "options"), ELEMENTWISE, ids=lambda v: getattr(v, "__name__", ""))
 def test_steps_are_those_of_the_ordinary_optimizer(kind: type[Optimizer], options: dict[str, Any]) -> None:
     for foreach in (True, False):

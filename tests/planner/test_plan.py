@@ -124,7 +124,6 @@ def test_a_few_blocks_stand_for_all_with_moments_in_8_bits(layout: str) -> None:
     [
         (gpt, {"checkpointing": "selective"}),
         (gpt, {"checkpointing": "alternate"}),
-        (gpt, {"checkpointing": "full", "layout": "contiguous"}),
         (llama, {"checkpointing": "full"}),
         (llama, {"layout": "contiguous", "loss": "chunked"}),
         (gpt, {"optimizer": "Muon", "accumulation": 2}),
