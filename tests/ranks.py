@@ -434,6 +434,7 @@ def _nothing(seed: int) -> None:
 
 def _share_a_device() -> None:
     """Let all groups of gloo share a device: each has a thread that polls, as long as a group is alive."""
+    import torch.distributed as dist
     from torch.distributed import ProcessGroupGloo, distributed_c10d
 
     device = ProcessGroupGloo.create_device(interface=os.environ["GLOO_SOCKET_IFNAME"])
@@ -444,7 +445,7 @@ def _share_a_device() -> None:
             options._timeout, options._devices = timeout, [device]
             super().__init__(store, rank, size, options)
 
-    distributed_c10d.ProcessGroupGloo = OnOneDevice  # type: ignore[misc]
+    dist.ProcessGroupGloo = distributed_c10d.ProcessGroupGloo = OnOneDevice  # type: ignore[misc]
 
 
 def _remember_shapes() -> None:

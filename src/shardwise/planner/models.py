@@ -379,13 +379,8 @@ def _of_transformers(path: Path, sequence: int) -> Model:
     trained = next((one for one in config.architectures or () if hasattr(transformers, one)), "")
     _check_takes_tokens(path, getattr(transformers, trained, None))
     named = [kind for kind in found if classes[kind].__name__ == trained]
-    wanted = (
-        "Seq2Seq"
-        if config.is_encoder_decoder
-        else "CausalLM"
-        if getattr(config, "is_decoder", True)
-        else "MaskedLM"
-    )
+    decodes = getattr(config, "is_decoder", True)
+    wanted = "Seq2Seq" if config.is_encoder_decoder else ("CausalLM" if decodes else "MaskedLM")
     kind = [*named, *(kind for kind in found if wanted in kind), *found][0]
     both = "Seq2Seq" in kind
     if config.is_encoder_decoder and not both and not named:

@@ -23,7 +23,6 @@ from shardwise import _compat
 from shardwise._compat import AsyncCollectiveTensor, resolve_process_group, storage_id, wait_for_collective
 from shardwise.comm.count import tensors_in
 from shardwise.comm.kinds import NATIVE, WAIT
-from shardwise.errors import LifecycleError
 from shardwise.planner.noop_group import COLLECTIVES, NoopGroup
 from shardwise.verify.streams.clocks import Clock, Line, Operation, merge
 from shardwise.verify.streams.device import (
@@ -369,19 +368,7 @@ def reporting_to(simulation: Simulation) -> Iterator[Collectives]:
         def with_device(group: dist.ProcessGroup | None = None) -> str:
             return f"{config_of(group)},{NAME}:simulated"
 
-        receive_objects = dist.recv_object_list
-
-        def from_a_rank(objects: Any, src: Any = None, group: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(group or dist.group.WORLD, NoopGroup):
-                raise LifecycleError(
-                    "this rank receives objects from another one, as a pipeline's stages do to learn"
-                    " their shapes, and that rank does not exist here. Run it on real ranks (gloo),"
-                    " inside `simulated()`"
-                )
-            return receive_objects(objects, src, group, *args, **kwargs)
-
         stack.enter_context(mock.patch.object(dist, "get_backend_config", with_device))
-        stack.enter_context(mock.patch.object(dist, "recv_object_list", from_a_rank))
         stack.enter_context(
             mock.patch.object(torch.futures, "wait_all", lambda futures: [one.wait() for one in futures])
         )

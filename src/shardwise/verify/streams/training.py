@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.planner.noop_group import noop_world
@@ -80,7 +81,8 @@ def check_streams(
         raise CaseError(f"{ranks} ranks cannot be cut into {replicas} replicas of equal size.")
     with mock.patch.object(sys, "argv", sys.argv):  # its script gets another
         case = _loaded(case_spec)
-    with simulated() as found, noop_world(ranks):
+    receives = mock.patch.object(dist, "recv_object_list", _receive)
+    with simulated() as found, noop_world(ranks), receives:
         torch.manual_seed(seed)
         shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
         mesh = init_device_mesh(NAME, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
@@ -92,6 +94,13 @@ def check_streams(
             raise _failed(case_spec, "on the simulated device", error) from error
     timeline = found.simulation.timeline
     return StreamsResult(tuple(found.findings), found.operations, len(timeline.lines) - 1, layout)
+
+
+def _receive(*args: Any, **kwargs: Any) -> None:
+    raise CaseError(
+        "the case receives objects from another rank, as a pipeline's stages do to learn their shapes, and"
+        " that rank does not exist here. Run it on real ranks (gloo), inside `simulated()`"
+    )
 
 
 def _loaded(case_spec: str) -> Case:
