@@ -400,7 +400,7 @@ class _Drawing(_compat.TorchDispatchMode):
             self.store()
             self._param = tensor
             if id(tensor) in self._stored:
-                self._whole = tensor.full_tensor().detach()
+                self._whole = tensor.detach().full_tensor()
             else:
                 self._whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         return self._whole
