@@ -416,6 +416,7 @@ def test_inspection_leaves_a_model_its_compiled_form_and_its_gradients_as_they_w
     assert [graph.kind for graph in report.graphs] == ["forward"]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch.compile has no isolate_recompiles")
 def test_graphs_of_earlier_inspections_do_not_count() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Breaking())
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):

@@ -45,8 +45,9 @@ def inspect_graph(
 
     What is compiled belongs to this call: other compilations of the model are neither used nor changed, and
     the model is freed as any other. If there are graph breaks, functions called by the model keep a graph
-    each until `torch.compiler.reset()`, which only this call's backend may use. A model that is compiled in
-    parts is inspected as one graph: to see the parts, compile them with `shardwise.graph.record()`.
+    each until `torch.compiler.reset()`, which only this call's backend may use; on torch 2.12 it counts for
+    the limit of recompilations. A model that is compiled in parts is inspected as one graph: to see the
+    parts, compile them with `shardwise.graph.record()`.
 
     Args:
         model_or_graph: a graph of operators as AOTAutograd makes them, or a module.
