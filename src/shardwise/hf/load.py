@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -400,7 +400,7 @@ class _Drawing(_compat.TorchDispatchMode):
             self.store()
             self._param = tensor
             if id(tensor) in self._stored:
-                self._whole = tensor.detach().full_tensor()
+                self._whole = cast(DTensor, tensor.detach()).full_tensor()
             else:
                 self._whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         return self._whole
