@@ -427,9 +427,10 @@ def test_a_factory_that_casts_is_stored_as_the_setup_says_and_the_code_converts_
 def test_a_profile_that_cannot_be_used_is_named(tmp_path: Path, line: str, told: str) -> None:
     text = (Path(planner.__file__).parent / "hardware" / "h100.toml").read_text()
     kept = [one for one in text.splitlines() if one.split(" =")[0] != line.split(" =")[0]]
-    (tmp_path / "mine.toml").write_text("\n".join([line, *kept]))
+    mine = tmp_path / "peak_flops.toml"  # a name that says nothing
+    mine.write_text("\n".join([line, *kept]))
     with pytest.raises(ShardingError, match=told):
-        planner.hardware_of(str(tmp_path / "mine.toml"))
+        planner.hardware_of(str(mine))
 
 
 @pytest.mark.parametrize(("times", "unit"), [(2**-10, "KiB"), (1, "MiB"), (2**10, "GiB")])

@@ -79,22 +79,20 @@ def check_narrow(device: Hardware | None, narrow: str | None) -> None:
 def hardware_of(name: str) -> Hardware:
     """Return the profile of that name, or of that file (TOML)."""
     folder = resources.files("shardwise.planner") / "hardware"
-    known = sorted(one.name.removesuffix(".toml") for one in folder.iterdir() if one.name.endswith(".toml"))
-    if name in known:
+    own = sorted(one.name.removesuffix(".toml") for one in folder.iterdir() if one.name.endswith(".toml"))
+    if name in own:
         path: Any = folder / f"{name}.toml"
     elif name.endswith(".toml") and Path(name).exists():
         path = Path(name)
     else:
-        raise ShardingError(f"unknown hardware {name!r}: give one of {', '.join(known)}, or a file (.toml)")
+        raise ShardingError(f"unknown hardware {name!r}: give one of {', '.join(own)}, or a file (.toml)")
     try:
         values = tomllib.loads(path.read_text())
     except (ValueError, OSError) as error:
         raise ShardingError(f"{name} is no profile of hardware: {error}") from error
-    required = {one.name for one in fields(Hardware) if one.default is MISSING}
-    for what, keys in (
-        ("lacks", required - values.keys()),
-        ("has unknown", values.keys() - required - {"attention_half"}),
-    ):
+    known = {one.name: one.default is MISSING for one in fields(Hardware)}  # whether it must be there
+    lacking = {key for key, required in known.items() if required and key not in values}
+    for what, keys in (("lacks", lacking), ("has unknown", values.keys() - known)):
         if keys:
             raise ShardingError(f"{name} is no profile of hardware: it {what} {', '.join(sorted(keys))}")
     made = Hardware(**values)
@@ -110,7 +108,7 @@ def hardware_of(name: str) -> Hardware:
     numbers = {key: value for key, value in vars(made).items() if key not in ("name", "source", "peak_flops")}
     for key, value in (numbers | {f"peak_flops.{key}": one for key, one in made.peak_flops.items()}).items():
         _check_number(f"{name}: {key}", value, may_be_zero=key in _MAY_BE_ZERO)
-        _check_unit(f"{name}: {key}", value)
+        _check_unit(name, key, value)
         most = 2 if key == "attention_efficiency" else 1
         if key.endswith("_efficiency") and value > most:
             raise ShardingError(f"{name}: {key} is a share of the peak, at most {most}, got {value!r}")
@@ -124,13 +122,14 @@ def hardware_of(name: str) -> Hardware:
     return made
 
 
-def _check_unit(name: str, value: float) -> None:
+def _check_unit(name: str, key: str, value: float) -> None:
     """Raise for a number that no device has, but in another unit."""
-    if ("peak_flops" in name or name.endswith("_per_s")) and value < SLOWEST:
-        unit = "operations" if "peak_flops" in name else "bytes"
-        raise ShardingError(f"{name} is {unit} a second, at least {SLOWEST:,.0f}, got {value!r}")
-    if name.endswith(("latency_s", "host_seconds")) and value > 1:
-        raise ShardingError(f"{name} is in seconds, at most 1, got {value!r}")
+    is_operations = key.startswith("peak_flops.")
+    if (is_operations or key.endswith("_per_s")) and value < SLOWEST:
+        unit = "operations" if is_operations else "bytes"
+        raise ShardingError(f"{name}: {key} is {unit} a second, at least {SLOWEST:,.0f}, got {value!r}")
+    if key.endswith(("latency_s", "host_seconds")) and value > 1:
+        raise ShardingError(f"{name}: {key} is in seconds, at most 1, got {value!r}")
 
 
 def _check_number(name: str, value: Any, *, may_be_zero: bool) -> None:
