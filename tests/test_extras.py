@@ -34,7 +34,7 @@ print(*sys.modules)
 """
 
 
-def test_the_core_imports_neither_an_extra_nor_a_client() -> None:
+def test_the_core_imports_no_extra_no_client_and_no_compiler() -> None:
     modules = [file.module for file in every_source()]
     core = [name for name in modules if ".".join(name.split(".")[:2]) not in CLIENTS]
     options = {"capture_output": True, "text": True, "timeout": 120, "check": True}
@@ -42,6 +42,7 @@ def test_the_core_imports_neither_an_extra_nor_a_client() -> None:
     loaded = set(ended.stdout.split())
     assert {"shardwise.tensor_parallel.auto", "shardwise.files.stores"} <= loaded
     assert loaded & (CLIENTS | {"scipy", "matplotlib", "transformers", "fsspec"}) == set()
+    assert loaded & {"torch._dynamo", "torch._inductor"} == set()  # the compiler: half a second
 
 
 def chosen() -> object:

@@ -40,7 +40,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 # planner.watch: it runs operators on tensors of whole size to learn shapes, once for each kind.
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # A dim cut by tensor parallelism first and by data parallelism second: the order of its pieces
 # is not expressible with public placements.
@@ -411,6 +410,9 @@ def _own_placements(*, of_a_rank: bool) -> Iterator[None]:
     lost them would over those of an equal second. So no mesh made here is equal to one outside.
     """
     if not of_a_rank:
+        # Not at the top: it imports the whole compiler, which takes half a second.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
         _clear_sharding_prop_cache()
         try:
             yield
