@@ -14,7 +14,8 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 
-from ranks import COLLECTS_AT, RankPool, keep_what_pytest_rewrites, spend_less_in_torch, start_server
+from ranks import RankPool, keep_what_pytest_rewrites, start_server
+from savings import COLLECTS_AT, collect_seldom, spend_less_in_torch
 from verify.pooled import on_this_rank
 
 keep_what_pytest_rewrites()
@@ -49,15 +50,7 @@ def pytest_runtest_teardown() -> Iterator[object]:
     try:
         return (yield)
     finally:
-        _left[0] -= 1
-        if not _left[0] or len(sys.modules) != _left[1]:
-            _left[:] = [_TESTS, len(sys.modules)]
-            gc.collect()
-            gc.freeze()
-
-
-_TESTS = 20
-_left = [1, 0]  # tests until the next look for garbage, and how many modules there were at the last
+        collect_seldom()
 
 
 @pytest.fixture(scope="session")

@@ -47,6 +47,15 @@ from unittest import mock
 import pytest
 from _pytest.assertion import rewrite
 
+from savings import (
+    COLLECTS_AT,
+    collect_seldom,
+    forget_meshes,
+    remember_shapes,
+    share_a_device,
+    spend_less_in_torch,
+)
+
 PRELOADED = ["pytest", "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "shardwise.verify"]
 # 2 s, once or on each rank.
 IN_A_RUN_OF_ALL = [
@@ -63,7 +72,6 @@ WORKER_ENV = {
 }
 GRACE_SECONDS = 3.0  # what the other ranks get to finish once one rank has failed
 STARTUP_SECONDS = 120.0
-COLLECTS_AT = 20_000, 10, 10  # objects: a tenth of what exporting or compiling a model takes was collections
 
 
 class RankFailure(AssertionError):  # noqa: N818 - a failed check, shown as one
@@ -312,9 +320,9 @@ def _work(pipe: connection.Connection, output: str, stack: str) -> None:
     faulthandler.enable(stack_file)
     faulthandler.register(signal.SIGUSR1, stack_file)
     torch.set_num_threads(1)
-    _remember_shapes()
+    remember_shapes()
     spend_less_in_torch()
-    _share_a_device()
+    share_a_device()
     gc.freeze()  # the collection after each call then visits only what calls made
     gc.set_threshold(*COLLECTS_AT)
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -382,14 +390,10 @@ def _load(name: str, file: str | None, code: bytes | None) -> types.ModuleType:
     return module
 
 
-_frozen = [0]  # how many modules were there when objects were last put out of collections' way
-
-
 def _clean_up() -> None:
     """Leave nothing to the next call that this one may have set."""
     import torch
     import torch.distributed as dist
-    import torch.distributed.tensor.debug
 
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -397,94 +401,10 @@ def _clean_up() -> None:
     torch.set_grad_enabled(True)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(False)
-    torch.distributed.tensor.debug._clear_sharding_prop_cache()  # its meshes' groups are gone
-    _forget_meshes()
+    forget_meshes()
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()  # type: ignore[attr-defined]
-    gc.collect()
-    if len(sys.modules) != _frozen[0]:  # what was imported since need not be visited again either
-        _frozen[0] = len(sys.modules)
-        gc.freeze()
-
-
-def spend_less_in_torch() -> None:
-    """Seed no accelerator where there is none, and look for differences between unequal tensors only.
-
-    `torch.manual_seed` formats its caller's stack for each kind of device that may be there later: 3 ms.
-    """
-    import torch
-
-    for device in (torch.cuda, torch.mtia, torch.xpu):
-        if not device.is_available():
-            device.manual_seed_all = _nothing
-    assert_close = torch.testing.assert_close
-
-    @functools.wraps(assert_close)
-    def unless_equal(actual: Any, expected: Any, **how: Any) -> None:
-        plain = all(type(one) is torch.Tensor and one.is_cpu for one in (actual, expected))
-        if not plain or actual.dtype != expected.dtype or not torch.equal(actual, expected):
-            assert_close(actual, expected, **how)
-
-    torch.testing.assert_close = unless_equal
-
-
-def _nothing(seed: int) -> None:
-    pass
-
-
-def _share_a_device() -> None:
-    """Let all groups of gloo share a device: each has a thread that polls, as long as a group is alive."""
-    import torch.distributed as dist
-    from torch.distributed import ProcessGroupGloo, distributed_c10d
-
-    device = ProcessGroupGloo.create_device(interface=os.environ["GLOO_SOCKET_IFNAME"])
-
-    class OnOneDevice(ProcessGroupGloo):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **other: Any) -> None:
-            options = ProcessGroupGloo._Options()
-            options._timeout, options._devices = timeout, [device]
-            super().__init__(store, rank, size, options)
-
-    dist.ProcessGroupGloo = distributed_c10d.ProcessGroupGloo = OnOneDevice  # type: ignore[misc]
-
-
-def _remember_shapes() -> None:
-    """DTensor runs each operation on fake tensors, anew on each mesh, for shapes that depend on none."""
-    import torch
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator, detect_fake_mode
-
-    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
-    known: dict[Any, Any] = {}
-
-    def shapes(value: Any) -> Any:
-        if isinstance(value, DTensorSpec):
-            return value.tensor_meta
-        if isinstance(value, (list, tuple)):
-            return type(value), *map(shapes, value)
-        return type(value), value
-
-    def remembering(self: Any, schema: Any) -> Any:
-        if detect_fake_mode() is not None:
-            return propagate(self, schema)
-        named = [(name, shapes(value)) for name, value in schema.kwargs_schema.items()]
-        key = schema.op, torch.get_default_dtype(), shapes(schema.args_schema), *named
-        if key not in known:
-            known[key] = propagate(self, schema)
-        return known[key]
-
-    ShardingPropagator._propagate_tensor_meta_non_cached = remembering
-
-
-def _forget_meshes() -> None:
-    """DTensor remembers what it worked out for a mesh, and each group kept alive has a thread that polls."""
-    from torch.distributed.tensor import _collective_utils, _redistribute
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    _redistribute._gen_transform_infos.cache_clear()
-    _redistribute.clear_redistribute_planner_cache()
-    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
-    ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
+    collect_seldom()
 
 
 def _describe(error: BaseException) -> str:

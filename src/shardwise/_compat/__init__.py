@@ -401,6 +401,12 @@ def schema(target: Any) -> Any | None:
     return target._schema if is_operator(target) else None
 
 
+def _forget_placements() -> None:
+    """Empty both caches of DTensor's look-ups; torch's own helper imports its compiler: half a second."""
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+
+
 @contextmanager
 def _own_placements(*, of_a_rank: bool) -> Iterator[None]:
     """Keep what DTensor looks up of operators here apart from what it has looked up outside.
@@ -410,14 +416,11 @@ def _own_placements(*, of_a_rank: bool) -> Iterator[None]:
     lost them would over those of an equal second. So no mesh made here is equal to one outside.
     """
     if not of_a_rank:
-        # Not at the top: it imports the whole compiler, which takes half a second.
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
+        _forget_placements()
         try:
             yield
         finally:
-            _clear_sharding_prop_cache()
+            _forget_placements()
         return
     init, here = DeviceMesh.__init__, -next(_simulations)
 
