@@ -441,18 +441,35 @@ def test_saving_a_tensor_of_the_device_reads_it(tmp_path: Path, read: str) -> No
     assert races(lambda: program(waits=False))
 
 
-@pytest.mark.parametrize("where", [None, "cpu"])
-def test_a_saved_state_is_loaded_of_weights_alone(tmp_path: Path, where: str | None) -> None:
+@pytest.mark.parametrize("where", [None, "cpu", DEVICE, torch.device(DEVICE, 0)])
+def test_a_saved_state_is_loaded_of_weights_alone(tmp_path: Path, where: Any) -> None:
     with simulated():
         layer = nn.Linear(4, 4).to(DEVICE)
         torch.save({**layer.state_dict(), "layer": layer.weight}, tmp_path / "x.pt")
         state = torch.load(tmp_path / "x.pt", map_location=where)
-        assert all(
-            value.device == torch.device(where or DEVICE, None if where else 0) for value in state.values()
-        )
+        expected = "cpu" if where == "cpu" else torch.device(DEVICE, 0)
+        assert all(value.device == torch.device(expected) for value in state.values())
         assert all(torch.equal(state[name].cpu(), layer.weight.cpu()) for name in ("weight", "layer"))
         assert isinstance(state["layer"], nn.Parameter)
         assert not isinstance(state["weight"], nn.Parameter)
+
+
+def test_a_file_of_the_host_is_loaded_to_the_device_with_what_it_shares(tmp_path: Path) -> None:
+    table = torch.arange(12.0).view(4, 3)
+    saved = {"table": table, "rows": [table[1:3], table], "max": tuple(torch.ones(2, 2).max(1)), "step": 3}
+    torch.save(saved, tmp_path / "x")
+    with simulated() as found:
+        state = torch.load(tmp_path / "x", map_location=DEVICE)
+        rows, again = state["rows"]
+        assert again is state["table"]
+        assert rows.device == state["max"][1].device == torch.device(DEVICE, 0)
+        state["table"].add_(1)
+        assert rows.cpu().tolist() == [[4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]
+        assert state["max"][0].tolist() == [1.0, 1.0]
+        assert state["step"] == 3
+        with pytest.raises(ShardwiseError, match="give the device alone"):
+            torch.load(tmp_path / "x", map_location={"cpu": DEVICE})
+    assert found.findings == []
 
 
 def test_what_is_no_order_is_refused() -> None:

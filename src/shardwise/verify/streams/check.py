@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardwise import _compat
 from shardwise.comm.streams import CommStreams
+from shardwise.errors import ShardwiseError
 from shardwise.fsdp.interrupted import watch_backward
 from shardwise.fsdp.module_state import live_states
 from shardwise.verify.streams import collectives
@@ -150,6 +151,18 @@ def _patches(simulation: Simulation) -> list[Any]:
     def to_indexed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         return to(tensor, *map(_indexed, args), **{key: _indexed(value) for key, value in kwargs.items()})
 
+    load = torch.load
+
+    def load_there(file: Any, map_location: Any = None, *args: Any, **how: Any) -> Any:
+        if isinstance(map_location, dict) and any(map(_is_there, map_location.values())):
+            raise ShardwiseError(
+                f"map_location={map_location!r}: for the simulated device, give the device alone, or load to"
+                " the CPU and move what belongs there"
+            )
+        there = _is_there(map_location)
+        loaded = load(file, "cpu" if there else map_location, *args, **how)
+        return _moved(loaded, {}) if there else loaded
+
     create, engine, module_of = CommStreams.create, _compat.ENGINE, torch.get_device_module
 
     def get_device_module(device: Any = None) -> Any:
@@ -176,6 +189,7 @@ def _patches(simulation: Simulation) -> list[Any]:
         mock.patch.object(Tensor, "record_stream", record_stream),
         mock.patch.object(torch, "Stream", Stream),
         mock.patch.object(torch, "Event", Event),
+        mock.patch.object(torch, "load", load_there),
         mock.patch.object(torch, "Generator", _Generator),
         mock.patch.multiple(
             torch.accelerator,
@@ -201,6 +215,34 @@ def _patches(simulation: Simulation) -> list[Any]:
         ),
         mock.patch.object(CommStreams, "create", staticmethod(named)),
     ]
+
+
+def _is_there(device: Any) -> bool:
+    return isinstance(device, (str, torch.device)) and torch.device(device).type == NAME
+
+
+def _moved(value: Any, moved: dict[Any, Tensor]) -> Any:
+    """Move what was loaded to the device: tensors of one storage share one there, which `moved` has."""
+    if isinstance(value, nn.Module):
+        return value.to(NAME)
+    if isinstance(value, Tensor):
+        if id(value) not in moved:
+            storage = value.untyped_storage()
+            key = storage.data_ptr(), value.dtype
+            if key not in moved:
+                moved[key] = torch.empty(0, dtype=value.dtype).set_(storage).to(NAME)
+            made = moved[key].as_strided(value.shape, value.stride(), int(value.storage_offset()))
+            made = nn.Parameter(made) if isinstance(value, nn.Parameter) else made
+            moved[id(value)] = made.requires_grad_(value.requires_grad)
+        return moved[id(value)]
+    if isinstance(value, dict):  # in place, as a state dict has attributes too
+        value.update({key: _moved(item, moved) for key, item in value.items()})
+    if isinstance(value, list):
+        value[:] = [_moved(item, moved) for item in value]
+    if isinstance(value, tuple):
+        items = [_moved(item, moved) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
 
 
 _GENERATOR = torch.Generator
