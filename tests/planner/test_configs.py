@@ -87,6 +87,45 @@ def test_an_encoder_is_planned_as_what_its_config_names(tmp_path: Path) -> None:
         assert made.assumed == said
 
 
+def test_a_block_that_runs_several_times_is_planned_as_often_as_it_runs(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "embedding_size": 16, "num_attention_heads": 4, "intermediate_size": 64}
+    found = {}
+    for layers in (2, 5):
+        config = written(tmp_path, "albert", num_hidden_layers=layers, vocab_size=96, **sizes)
+        found[layers] = shardwise.plan(config, ranks=2, sequence=SEQUENCE)
+        assert found[layers].layers == 1
+    # Of each run: four projections, scores and their product with values, and two layers between.
+    of_a_run = 3 * 2 * SEQUENCE * (4 * 32 * 32 + 2 * SEQUENCE * 32 + 2 * 32 * 64)
+    assert found[5].model_flops - found[2].model_flops == 3 * of_a_run
+    assert found[5].peak_bytes > found[2].peak_bytes
+
+
+def test_attention_with_dropout_or_values_of_their_own_width_has_no_scores_in_memory(tmp_path: Path) -> None:
+    length, heads = 512, 4
+    scores = heads * length * length * 2  # of a block, in bfloat16
+    sizes: dict[str, Any] = {"n_embd": 64, "n_layer": 2, "n_head": heads, "vocab_size": 96}
+    rest = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    peaks = []
+    for dropout in (0.0, 0.1):
+        config = written(tmp_path, "gpt2", attn_pdrop=dropout, **rest, **sizes)
+        peaks.append(shardwise.plan(config, ranks=2, sequence=length).peak_bytes)
+    assert peaks[0] == peaks[1]
+    on_cpu = shardwise.plan(config, ranks=2, sequence=length, device="cpu")  # which has no such kernel
+    assert on_cpu.peak_bytes > peaks[0] + 2 * scores
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": heads, "vocab_size": 96}
+    sizes |= {"num_key_value_heads": heads, "intermediate_size": 64, "first_k_dense_replace": 2}
+    sizes |= {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+    of = {}
+    for width in (16, 24):
+        config = written(tmp_path, "deepseek_v2", v_head_dim=width, **sizes)
+        of[width] = shardwise.plan(config, ranks=2, sequence=length)
+    assert of[16].peak_bytes < of[24].peak_bytes < of[16].peak_bytes + scores
+    # Narrower values: their projection, the product of scores with them, and the projection of the result.
+    narrower = 3 * 2 * 2 * length * heads * 8 * (16 + length + 64)
+    assert of[24].model_flops - of[16].model_flops == narrower
+
+
 def test_a_model_that_takes_other_than_tokens_is_refused_by_what_it_takes(tmp_path: Path) -> None:
     speech = written(tmp_path, "whisper", architectures=["WhisperForConditionalGeneration"])
     with pytest.raises(ShardingError, match=r"WhisperForConditionalGeneration takes input_features, and"):

@@ -394,7 +394,7 @@ def _of_transformers(path: Path, sequence: int) -> Model:
 
     def build(layers: int | None) -> nn.Module:
         text.use_cache = config.use_cache = False
-        if not both and layers is not None and hasattr(text, "num_hidden_layers"):
+        if not both and layers is not None:
             text.num_hidden_layers = layers
             for key, one in each.items():  # of each block
                 setattr(text, key, one[:layers])
@@ -425,7 +425,9 @@ def _of_transformers(path: Path, sequence: int) -> Model:
             check_positions(sequence, learned)
     decoder = whole.get_decoder()
     towers = [whole.get_encoder(), decoder] if both else [decoder if _has_blocks(decoder) else whole]
-    made = _of_lists(path.stem, whole, build, loss_of_both if both else logits_loss, towers)
+    count = len(next(iter(block_lists(towers[-1]).values())))
+    make = build if count == whole_layers else lambda _: build(None)  # one that runs its blocks several times
+    made = _of_lists(path.stem, whole, make, loss_of_both if both else logits_loss, towers)
     name, said = type(whole).__name__, tuple[str, ...]()
     if named or not trained:
         said = (f"It is planned as a {name}",) if kind != next(iter(_KINDS)) else ()

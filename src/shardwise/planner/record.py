@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -98,6 +99,38 @@ def _fused_norm(
     return layer_norm(x, shape, weight, None, eps or 1e-6)
 
 
+_attention = torch.nn.functional.scaled_dot_product_attention
+
+
+def _fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention in one kernel with dropout too, and with values of a width of their own, as on CUDA.
+
+    The CPU has no such kernels, and would have all scores in memory.
+    """
+    how: Any = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    if query.ndim != 4:  # which no kernel takes
+        return _attention(query, key, value, attn_mask, dropout_p, **how)
+    if query.shape[-1] == value.shape[-1] or query.shape[1] != key.shape[1]:
+        return _attention(query, key, value, attn_mask, **how)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -math.inf)
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    learns = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    found: Tensor = kernel(query, key, value, attn_mask, learns, 0.0, is_causal, scale=scale)[0]
+    return found
+
+
 def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDWISE) -> Recording:
     """Train `model` with so many blocks for two steps, sharded by `library`.
 
@@ -164,6 +197,9 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # kernels read what fakes do not have
         if setup.device == "cuda" and setup.fused_norms:
             stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", _fused_norm))
+        if setup.device == "cuda":
+            attention = "scaled_dot_product_attention"
+            stack.enter_context(mock.patch.object(torch.nn.functional, attention, _fused_attention))
         touches = setup.compile or setup.compile_loss
         recorder = Recorder(blocks, lanes, touches=touches, record_streams=setup.record_streams)
         if setup.compile and setup.checkpointing == "none" and not lanes:
