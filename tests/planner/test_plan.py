@@ -95,8 +95,9 @@ def test_what_cannot_fit_by_what_it_must_keep_is_told_not_to_fit(
     made = shardwise.plan(model, hardware=hardware, **setup)
     assert made.hardware is not None
     assert least > made.hardware.usable_bytes
-    assert made.reserved_bytes >= least
     assert not made.fits
+    assert made.reserved_bytes >= least
+    assert made.free_bytes == made.hardware.usable_bytes - made.needed_bytes < 0
 
 
 def test_what_is_needed_is_less_than_what_is_reserved_where_the_allocator_can_give_back() -> None:

@@ -69,6 +69,8 @@ def dtensor(local: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) ->
 
 
 new_dtensor: Callable[..., Any] = DTensor.__new__
+# planner.record: CUDA's kernel for values of a width of their own, which the CPU's public function never runs
+efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention
 
 
 def dtensor_at(local: Tensor, spec: DTensorSpec, *, begin: Tensor, requires_grad: bool = False) -> DTensor:

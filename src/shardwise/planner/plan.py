@@ -48,6 +48,10 @@ _AT_NO_LENGTH = (
     "With sequence={} it does not run either: see whether the module itself takes tokens of shape {}; if it"
     " does, a plan needs shapes that follow from shapes, and a registered fake kernel for each operator"
 )
+_BY_REFERENCE = (
+    "Without kernels, which are not installed here, {} ran as transformers' reference code: with them it"
+    " takes less memory and time"
+)
 _CONVERTED = "The model makes parameters in {}: they are converted to stored_dtype, {}, before they are cut"
 
 
@@ -73,7 +77,8 @@ class Plan:
         model_flops: three times forward's operations, or all if those are fewer, as with frozen parameters: a
             multiply-add is two, attention is not halved.
         computed_flops: all operations, those computed again in backward too.
-        assumed: of operators without a cost, of parameters made in another dtype, of which blocks are cut.
+        assumed: of operators without a cost or kernels, of parameters made in another dtype, of which blocks
+            are cut.
         whole: why all blocks were run, instead of a few; empty if a few were.
         whole_logits: ranks that are tensor parallel each have all of the logits.
         times: as the hardware's model has it.
@@ -116,10 +121,13 @@ class Plan:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that the device has left; less than zero if the plan does not fit."""
+        """Bytes that the device has left; those it lacks, below zero, if the plan does not fit."""
         if self.hardware is None:
             raise ShardingError("whether a plan fits needs hardware: plan(..., hardware='h100')")
-        return self.hardware.usable_bytes - self.reserved_bytes
+        usable = self.hardware.usable_bytes
+        if self.reserved_bytes <= usable:
+            return usable - self.reserved_bytes
+        return min(usable - self.needed_bytes, -1)
 
     @property
     def fits(self) -> bool:
@@ -221,6 +229,7 @@ def plan_of(
         assumed=[
             *model.assumed,
             *(_CONVERTED.format(one, setup.stored_dtype) for one in recording.converted if one != "float32"),
+            *([_BY_REFERENCE.format(", ".join(recording.by_reference))] if recording.by_reference else ()),
             *(_ASSUMED.format(name) for name in measure.unknown_operators(recording)),
         ],
         whole=whole,

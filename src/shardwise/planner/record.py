@@ -50,7 +50,7 @@ from shardwise.planner.events import (
     Recording,
 )
 from shardwise.planner.experts import routed
-from shardwise.planner.models import Model, chunked, no_packed_sequences
+from shardwise.planner.models import Model, chunked, no_packed_sequences, without_kernels
 from shardwise.planner.noop_group import make_smaller_shards, mesh_of, noop_world
 from shardwise.planner.partition import partition, partitioned
 from shardwise.planner.pipeline import Pipe, hidden_of, order
@@ -126,8 +126,9 @@ def _fused_attention(
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -math.inf)
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     learns = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
-    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-    found: Tensor = kernel(query, key, value, attn_mask, learns, 0.0, is_causal, scale=scale)[0]
+    found: Tensor = _compat.efficient_attention(
+        query, key, value, attn_mask, learns, 0.0, is_causal, scale=scale
+    )[0]
     return found
 
 
@@ -194,6 +195,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         gc.disable()
         stack.callback(gc.enable)
         stack.enter_context(no_packed_sequences())
+        by_reference = stack.enter_context(without_kernels())
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # kernels read what fakes do not have
         if setup.device == "cuda" and setup.fused_norms:
             stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", _fused_norm))
@@ -217,7 +219,9 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         if recorder.touches is not None:
             segments = compiled(segments, recorder.touches, narrow=setup.narrow)
         whole = tensor is not None and setup.loss == "whole" and not cuts(module, setup)[1]
-        return Recording(layers, segments, parameters, in_block, gathered, converted, whole)
+        return Recording(
+            layers, segments, parameters, in_block, gathered, converted, whole, tuple(sorted(by_reference))
+        )
 
 
 def _lines(setup: Setup) -> dict[str, DeviceMesh]:

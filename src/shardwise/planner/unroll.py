@@ -84,7 +84,9 @@ def unroll(small: Recording, large: Recording, layers: int, *, instead: Recordin
     made = _unrolled(small, loops, growths, large.layers)
     for mine, theirs in zip(_words(made), _words(large), strict=False):
         if mine != theirs:
-            raise NotRegular(f"with {large.layers} blocks: expected {mine}, found {theirs}")
+            place = (mine if theirs == "the end" else theirs)[0]
+            where = place.phase if place.layer is None else f"{place.phase} of block {place.layer}"
+            raise NotRegular(f"with {large.layers} blocks, {where} does something else than with fewer")
     if instead is not None:
         kinds = [
             [[type(one) for one in segment.events] for segment in of.segments] for of in (small, instead)
