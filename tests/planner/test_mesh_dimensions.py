@@ -64,6 +64,14 @@ def test_a_step_waits_for_its_pipeline_as_long_as_the_bubble_says() -> None:
     assert [one.sent_bytes for one in made.stages] == [handed, 2 * handed, 2 * handed, handed]
 
 
+def test_every_micro_batch_in_flight_keeps_as_much_at_the_peak() -> None:
+    alive = [
+        planned(stages, pipeline=4, accumulation=n, schedule="GPipe").peak.alive["activations"]
+        for n in (4, 8, 12)
+    ]
+    assert alive[2] - alive[1] == alive[1] - alive[0] > alive[0]
+
+
 @pytest.mark.parametrize(("cuts_sequence", "parts"), [(True, 2), (False, 1)])
 def test_stages_hand_on_the_part_of_a_sequence_that_tensor_parallelism_leaves_a_rank(
     cuts_sequence: bool, parts: int

@@ -22,12 +22,16 @@ PARAMETERS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
 }
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_published_shape_has_its_models_parameters(name: str) -> None:
-    model = model_of(name, sequence=8)
+    model = model_of(name, sequence=1024)  # GPT-2's positions, which are learned
     with torch.device("meta"):
         few, more = (sum(p.numel() for p in model.build(layers).parameters()) for layers in (1, 2))
     assert few + (model.layers - 1) * (more - few) == PARAMETERS[name]
