@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.planner.devices import hardware_of
-from shardwise.planner.events import Allocate, Free, Recording
+from shardwise.planner.events import Allocate, Compute, Free, Recording
 from shardwise.planner.late import freed_late
 from shardwise.planner.measure import allocated, groups, moments, sent
 from shardwise.planner.models import model_of
@@ -85,6 +85,19 @@ def test_what_few_blocks_do_tells_exactly_what_more_do(of: Any, setup: Setup) ->
     unrolled = unroll(few, more, RECORDED + 4)
     assert unrolled.parameters == deep.parameters
     assert figures(unrolled) == figures(deep)
+
+
+def test_an_optimizer_reads_two_and_writes_one_for_each_element() -> None:
+    recording = record(model_of(tiny, sequence=16), Setup(sequence=16, ranks=2, optimizer="SGD"), layers=4)
+    events = [
+        e
+        for one in recording.segments
+        if (one.place.step, one.place.phase) == (1, "optimizer")
+        for e in one.events
+    ]
+    computed = [event for event in events if isinstance(event, Compute)]
+    assert {event.name for event in computed} == {"aten._foreach_add_"}
+    assert sum(event.nbytes for event in computed) == 3 * 4 * recording.parameters // 2
 
 
 def test_a_block_that_does_something_of_its_own_is_noticed() -> None:
