@@ -16,7 +16,7 @@ import shardwise
 from ranks import on_ranks
 from shardwise.errors import ShardingError
 from shardwise.planner.events import LANES
-from shardwise.planner.pipeline import bubble, in_flight
+from shardwise.planner.pipeline import BUFFERS_STAY, bubble, in_flight
 from shardwise.planner.setup import Setup
 
 
@@ -65,11 +65,11 @@ def test_a_step_waits_for_its_pipeline_as_long_as_the_bubble_says() -> None:
 
 
 def test_every_micro_batch_in_flight_keeps_as_much_at_the_peak() -> None:
-    alive = [
-        planned(stages, pipeline=4, accumulation=n, schedule="GPipe").peak.alive["activations"]
-        for n in (4, 8, 12)
-    ]
+    made = [planned(stages, pipeline=4, accumulation=n, schedule="GPipe") for n in (4, 8, 12)]
+    alive = [one.peak.alive["activations"] for one in made]
     assert alive[2] - alive[1] == alive[1] - alive[0] > alive[0]
+    first, second = made[0].stages[:2]  # which moves twice as much
+    assert second.activations_bytes - first.activations_bytes == first.sent_bytes * BUFFERS_STAY
 
 
 @pytest.mark.parametrize(("cuts_sequence", "parts"), [(True, 2), (False, 1)])
