@@ -166,6 +166,7 @@ ASKED_FOR = {
     "sharded_tensor/remote.py",
     "tensor_parallel/aot.py",
     "tensor_parallel/package.py",
+    "verify/streams/check.py",  # a user's own torch.load in a simulation
 }
 ROOT = Path(shardwise.__file__).parent
 
@@ -190,7 +191,7 @@ def unpickling(source: str) -> list[str]:
 
 
 def test_nothing_here_loads_a_pickle() -> None:
-    """But torch RPC and exported programs, where users asked for them."""
+    """But torch RPC, exported programs and what users load themselves, where they asked for them."""
     calls = {file.relative_to(ROOT).as_posix(): unpickling(file.read_text()) for file in ROOT.rglob("*.py")}
     assert {name for name, found in calls.items() if found} == ASKED_FOR
 
