@@ -95,12 +95,12 @@ def remember_shapes() -> None:
 
 def forget_meshes() -> None:
     """DTensor remembers what it worked out for a mesh, and each group kept alive has a thread that polls."""
-    import torch
-    from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
+    from torch.distributed.tensor import _collective_utils, _redistribute
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    torch._C._clear_DTensor_sharding_propagator_cache()
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    from shardwise._compat import forget_placements
+
+    forget_placements()
     _redistribute._gen_transform_infos.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()

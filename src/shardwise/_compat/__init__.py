@@ -403,7 +403,7 @@ def schema(target: Any) -> Any | None:
     return target._schema if is_operator(target) else None
 
 
-def _forget_placements() -> None:
+def forget_placements() -> None:
     """Empty both caches of DTensor's look-ups; torch's own helper imports its compiler: half a second."""
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
@@ -418,11 +418,11 @@ def _own_placements(*, of_a_rank: bool) -> Iterator[None]:
     lost them would over those of an equal second. So no mesh made here is equal to one outside.
     """
     if not of_a_rank:
-        _forget_placements()
+        forget_placements()
         try:
             yield
         finally:
-            _forget_placements()
+            forget_placements()
         return
     init, here = DeviceMesh.__init__, -next(_simulations)
 

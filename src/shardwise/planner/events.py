@@ -32,6 +32,10 @@ class Place(NamedTuple):
     after: bool = False  # past all blocks, in the model's order
 
 
+def name_of_place(phase: str, layer: int | None) -> str:
+    return phase if layer is None else f"{phase} of block {layer}"
+
+
 @dataclass(slots=True, eq=False)
 class Memory:
     """An allocation, from when it is made to when it is freed."""

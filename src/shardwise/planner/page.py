@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from shardwise.planner import drawing
-from shardwise.planner.events import CATEGORIES
+from shardwise.planner.events import CATEGORIES, name_of_place
 from shardwise.planner.plan import GIB, Plan
 from shardwise.planner.timing import host_bound
 
@@ -76,7 +76,7 @@ def trace(made: Plan) -> str:
     events += [
         {
             "ph": "X",
-            "name": _name(span.phase, span.layer),
+            "name": name_of_place(span.phase, span.layer),
             "pid": 0,
             "tid": numbers[span.stream],
             "ts": span.begin * 1e6,
@@ -86,10 +86,6 @@ def trace(made: Plan) -> str:
         for span in made.step_times.spans
     ]
     return json.dumps({"traceEvents": events})
-
-
-def _name(phase: str, layer: int | None) -> str:
-    return phase if layer is None else f"{phase} of block {layer}"
 
 
 def _held(made: Plan) -> Iterator[Box]:
@@ -125,7 +121,7 @@ def _memory(made: Plan) -> Iterator[Box]:
                 continue
             y = _y(below + size, made)
             of = f"{size / GIB:.2f} GiB of {moment.alive_bytes / GIB:.2f}"
-            text = f"{_name(moment.phase, moment.layer)}: {category} {of}"
+            text = f"{name_of_place(moment.phase, moment.layer)}: {category} {of}"
             yield Box(x, y, width, _y(below, made) - y, f"part{CATEGORIES.index(category)}", text)
             below += size
 
@@ -145,7 +141,7 @@ def _lanes(made: Plan) -> Iterator[Box]:
     streams, scale = drawing.streams(made), (WIDTH - LEFT) / made.times.step
     for span in made.times.spans:
         text = (
-            f"{span.stream}: {_name(span.phase, span.layer)}, {span.begin * 1e3:.2f} to"
+            f"{span.stream}: {name_of_place(span.phase, span.layer)}, {span.begin * 1e3:.2f} to"
             f" {span.end * 1e3:.2f} ms, busy {span.busy * 1e3:.2f} ms"
         )
         y = TOP + LANE * streams.index(span.stream)

@@ -17,7 +17,7 @@ from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.fsdp import FSDPModule
 from shardwise.planner import measure, regular
 from shardwise.planner.devices import Hardware, check_narrow, hardware_of
-from shardwise.planner.events import CATEGORIES, LOGITS, Recording
+from shardwise.planner.events import CATEGORIES, LOGITS, Recording, name_of_place
 from shardwise.planner.late import freed_late
 from shardwise.planner.measure import GroupSent, Moment, Sent
 from shardwise.planner.memory_error import MEMORY_ERROR
@@ -447,7 +447,7 @@ def _lines(made: Plan) -> Iterator[str]:
         yield f"All blocks were run: {made.whole}"
     yield from pipeline_lines(made.stages, setup, made.stage)
     yield from made.assumed
-    where = peak.phase if peak.layer is None else f"{peak.phase} of block {peak.layer}"
+    where = name_of_place(peak.phase, peak.layer)
     yield f"Memory of a rank, {name}: {peak.alive_bytes / unit:.2f} alive at most, in {where}"
     for category in CATEGORIES:
         if category in peak.alive:

@@ -197,11 +197,10 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         stack.enter_context(no_packed_sequences())
         by_reference = stack.enter_context(without_kernels())
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # kernels read what fakes do not have
-        if setup.device == "cuda" and setup.fused_norms:
-            stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", _fused_norm))
         if setup.device == "cuda":
-            attention = "scaled_dot_product_attention"
-            stack.enter_context(mock.patch.object(torch.nn.functional, attention, _fused_attention))
+            kernels: dict[str, Any] = {"scaled_dot_product_attention": _fused_attention}
+            kernels |= {"rms_norm": _fused_norm} if setup.fused_norms else {}
+            stack.enter_context(mock.patch.multiple(torch.nn.functional, **kernels))
         touches = setup.compile or setup.compile_loss
         recorder = Recorder(blocks, lanes, touches=touches, record_streams=setup.record_streams)
         if setup.compile and setup.checkpointing == "none" and not lanes:

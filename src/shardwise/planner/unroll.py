@@ -32,6 +32,7 @@ from shardwise.planner.events import (
     Segment,
     Send,
     Wait,
+    name_of_place,
 )
 
 RECORDED = 8  # blocks: at either end as many as prefetches and late frees reach ...
@@ -85,7 +86,7 @@ def unroll(small: Recording, large: Recording, layers: int, *, instead: Recordin
     for mine, theirs in zip(_words(made), _words(large), strict=False):
         if mine != theirs:
             place = (mine if theirs == "the end" else theirs)[0]
-            where = place.phase if place.layer is None else f"{place.phase} of block {place.layer}"
+            where = name_of_place(place.phase, place.layer)
             raise NotRegular(f"with {large.layers} blocks, {where} does something else than with fewer")
     if instead is not None:
         kinds = [
