@@ -126,17 +126,6 @@ def test_attention_with_dropout_or_values_of_their_own_width_has_no_scores_in_me
     assert of[24].model_flops - of[16].model_flops == narrower
 
 
-def test_what_runs_without_its_kernels_is_named(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 96}
-    config = written(tmp_path, "mamba", **sizes)
-    for _ in range(2):  # transformers says it once in a process
-        made = shardwise.plan(config, ranks=2, sequence=SEQUENCE)
-        (said,) = made.assumed
-        assert (
-            "causal_conv1d_fn, mamba_inner_fn, selective_scan_fn ran as transformers' reference code" in said
-        )
-
-
 def test_a_model_that_takes_other_than_tokens_is_refused_by_what_it_takes(tmp_path: Path) -> None:
     speech = written(tmp_path, "whisper", architectures=["WhisperForConditionalGeneration"])
     with pytest.raises(ShardingError, match=r"WhisperForConditionalGeneration takes input_features, and"):

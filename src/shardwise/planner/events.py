@@ -106,7 +106,8 @@ class Recording:
     gathered_parameters: tuple[int, ...]  # of each block, by a rank: its part of what tensor parallelism cuts
     converted: tuple[str, ...] = ()  # dtypes that the model makes parameters in, and that are not stored
     whole_logits: bool = False  # on each rank, of those that tensor parallelism cuts the model over
-    by_reference: tuple[str, ...] = ()  # functions that ran without the kernels that they have elsewhere
+    as_kernels: tuple[str, ...] = ()  # functions of transformers that ran as their kernels do
+    by_reference: tuple[str, ...] = ()  # that ran without the kernels that they have elsewhere
 
     @property
     def middle(self) -> int:

@@ -176,9 +176,10 @@ def sent(recording: Recording, accumulation: int) -> list[Sent]:
 
 
 def unknown_operators(recording: Recording) -> list[str]:
-    """List operators without a formula: not torch's own, but for those that look like matmuls."""
+    """List operators without a formula: neither torch's nor ours, but for what looks like a matmul."""
     events = (event for segment in recording.segments for event in segment.events)
-    names = {event.name for event in events if isinstance(event, Compute) and not event.flops}
+    silent = {event.name for event in events if isinstance(event, Compute) and not event.flops}
+    names = {name for name in silent if not name.startswith("shardwise.")}
     own = ("aten.", "prims.", "prim.")
     return sorted(name for name in names if not name.startswith(own) or _MULTIPLIES.search(name))
 

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -194,25 +193,6 @@ def no_packed_sequences() -> Iterator[None]:
         yield
     finally:
         masks.find_packed_sequence_indices = kept
-
-
-@contextmanager
-def without_kernels() -> Iterator[set[str]]:
-    """Collect what transformers computes by reference code, where no kernels for it are installed."""
-    found: set[str] = set()
-    warn: Any = getattr(logging.Logger, "warning_once", None)  # transformers' own: this is how it says so
-    if warn is None:
-        yield found
-        return
-
-    def listen(logger: logging.Logger, message: Any, *args: Any, **kwargs: Any) -> None:
-        if "reference PyTorch implementation" in str(message):
-            found.add(str(message).split("`")[1])
-        else:
-            warn(logger, message, *args, **kwargs)
-
-    with mock.patch.object(logging.Logger, "warning_once", listen):
-        yield found
 
 
 @contextmanager

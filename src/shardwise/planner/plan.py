@@ -48,6 +48,10 @@ _AT_NO_LENGTH = (
     "With sequence={} it does not run either: see whether the module itself takes tokens of shape {}; if it"
     " does, a plan needs shapes that follow from shapes, and a registered fake kernel for each operator"
 )
+_AS_KERNELS = (
+    "{} are planned as the kernels of mamba-ssm, causal-conv1d and flash-linear-attention, which"
+    " transformers calls where they are installed: without them it takes much more memory and time"
+)
 _BY_REFERENCE = (
     "Without kernels, which are not installed here, {} ran as transformers' reference code: with them it"
     " takes less memory and time"
@@ -229,6 +233,7 @@ def plan_of(
         assumed=[
             *model.assumed,
             *(_CONVERTED.format(one, setup.stored_dtype) for one in recording.converted if one != "float32"),
+            *([_AS_KERNELS.format(", ".join(recording.as_kernels))] if recording.as_kernels else ()),
             *([_BY_REFERENCE.format(", ".join(recording.by_reference))] if recording.by_reference else ()),
             *(_ASSUMED.format(name) for name in measure.unknown_operators(recording)),
         ],

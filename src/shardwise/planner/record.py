@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.nn.functional import cross_entropy, layer_norm
+from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
 from shardwise import _compat
@@ -50,7 +49,8 @@ from shardwise.planner.events import (
     Recording,
 )
 from shardwise.planner.experts import routed
-from shardwise.planner.models import Model, chunked, no_packed_sequences, without_kernels
+from shardwise.planner.kernels import kernels
+from shardwise.planner.models import Model, chunked, no_packed_sequences
 from shardwise.planner.noop_group import make_smaller_shards, mesh_of, noop_world
 from shardwise.planner.partition import partition, partitioned
 from shardwise.planner.pipeline import Pipe, hidden_of, order
@@ -90,46 +90,6 @@ class _Logits(TorchFunctionMode):
 def holding(what: str) -> AbstractContextManager[Any]:
     """Return variables of a training loop: those that hold the logits, or nothing."""
     return _Logits() if what == "logits" else nullcontext()
-
-
-def _fused_norm(
-    x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    """RMSNorm in one kernel, as on CUDA: LayerNorm's stands in, which keeps one number a token more."""
-    return layer_norm(x, shape, weight, None, eps or 1e-6)
-
-
-_attention = torch.nn.functional.scaled_dot_product_attention
-
-
-def _fused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Attention in one kernel with dropout too, and with values of a width of their own, as on CUDA.
-
-    The CPU has no such kernels, and would have all scores in memory.
-    """
-    how: Any = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    if query.ndim != 4:  # which no kernel takes
-        return _attention(query, key, value, attn_mask, dropout_p, **how)
-    if query.shape[-1] == value.shape[-1] or query.shape[1] != key.shape[1]:
-        return _attention(query, key, value, attn_mask, **how)
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -math.inf)
-        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-    learns = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
-    found: Tensor = _compat.efficient_attention(
-        query, key, value, attn_mask, learns, 0.0, is_causal, scale=scale
-    )[0]
-    return found
 
 
 def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDWISE) -> Recording:
@@ -195,12 +155,8 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         gc.disable()
         stack.callback(gc.enable)
         stack.enter_context(no_packed_sequences())
-        by_reference = stack.enter_context(without_kernels())
+        stood = stack.enter_context(kernels(setup))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # kernels read what fakes do not have
-        if setup.device == "cuda":
-            kernels: dict[str, Any] = {"scaled_dot_product_attention": _fused_attention}
-            kernels |= {"rms_norm": _fused_norm} if setup.fused_norms else {}
-            stack.enter_context(mock.patch.multiple(torch.nn.functional, **kernels))
         touches = setup.compile or setup.compile_loss
         recorder = Recorder(blocks, lanes, touches=touches, record_streams=setup.record_streams)
         if setup.compile and setup.checkpointing == "none" and not lanes:
@@ -218,9 +174,8 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         if recorder.touches is not None:
             segments = compiled(segments, recorder.touches, narrow=setup.narrow)
         whole = tensor is not None and setup.loss == "whole" and not cuts(module, setup)[1]
-        return Recording(
-            layers, segments, parameters, in_block, gathered, converted, whole, tuple(sorted(by_reference))
-        )
+        named = tuple(sorted(stood.as_kernels)), tuple(sorted(stood.by_reference))
+        return Recording(layers, segments, parameters, in_block, gathered, converted, whole, *named)
 
 
 def _lines(setup: Setup) -> dict[str, DeviceMesh]:

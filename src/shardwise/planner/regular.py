@@ -16,6 +16,7 @@ from torch import nn
 from shardwise._compat import EagerDispatchMode, FakeTensor, FastFakeTensorMode
 from shardwise.errors import ShardwiseError
 from shardwise.planner.cost import tensors_of
+from shardwise.planner.kernels import kernels
 from shardwise.planner.models import Model, chunked, no_packed_sequences, quiet_fakes
 from shardwise.planner.setup import Setup
 from shardwise.planner.sharding import built
@@ -31,7 +32,8 @@ def check(model: Model, setup: Setup) -> int:
         NotRegular: they are more than a few; names the first block that differs.
     """
     model = chunked(model) if setup.loss == "chunked" else model
-    with quiet_fakes(), FastFakeTensorMode(allow_non_fake_inputs=True), no_packed_sequences():
+    fakes = FastFakeTensorMode(allow_non_fake_inputs=True)
+    with quiet_fakes(), fakes, no_packed_sequences(), kernels(setup):
         try:
             module, _ = built(model, model.layers, setup.param_dtype)
         except ShardwiseError:
