@@ -161,7 +161,7 @@ def test_a_whole_block_of_mamba_2_saves_its_scan_and_what_norms_it() -> None:
     kwargs = {"rmsnorm_weight": made(inner), "outproj_weight": made(hidden, inner)}
     how = {"headdim": HEAD, "ngroups": groups}
     saved = saved_bytes(stand_in("mamba2_split_conv1d_scan_combined"), *args, **kwargs, **how)
-    assert saved == given_bytes(args, kwargs) + BATCH * TOKENS * (inner * BF16 + FLOAT)
+    assert saved == given_bytes(args, kwargs) + BATCH * TOKENS * (inner * BF16 + groups * FLOAT)
     result, *_ = ran(stand_in("mamba2_split_conv1d_scan_combined"), args, kwargs | how)
     assert result == (torch.Size([BATCH, TOKENS, hidden]), torch.bfloat16)
 

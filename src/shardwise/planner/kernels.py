@@ -1,9 +1,9 @@
 """Kernels that an accelerator has and the CPU does not, as a plan sees them: shapes, memory, operations.
 
 Attention and RMSNorm are torch's. Convolutions and scans are those that transformers calls where their
-packages are installed: mamba-ssm 2.2, causal-conv1d 1.5 and flash-linear-attention 0.4. Each is one operator
-that reads and writes whole tensors: what its package saves for backward is saved, and what it allocates
-meanwhile is allocated. Their operations count as those of attention do, in chunks of tokens.
+packages are installed: mamba-ssm 2.3.2, causal-conv1d 1.7.0, flash-linear-attention 0.6.0. Each is one
+operator that reads and writes whole tensors: what its package saves for backward is saved, and what it
+allocates meanwhile is allocated. Their operations count as those of attention do, in chunks of tokens.
 """
 
 from __future__ import annotations
@@ -329,7 +329,11 @@ def _chunk_scan(
     steps, _sizes, states, _products = meanwhile
     result = _like(x)
     work = _Work(
-        result, [result, x, dt, steps, A, B, C, D, dt_bias], meanwhile[1:], [*meanwhile, states], flops
+        result,
+        [result, x, dt, steps, A, B, C, D, dt_bias],
+        meanwhile[1:],
+        [*meanwhile, states, states],
+        flops,
     )
     found = _applied(work, x, dt, A, B, C, D, dt_bias)
     last = (batch, heads, head, B.shape[-1])
@@ -363,15 +367,16 @@ def _mamba2(
     width = (convolved - inner) // (2 * ngroups)
     meanwhile, flops = _chunks((batch, tokens, heads, head), ngroups, width, chunk_size)
     out = inner if outproj_weight is None else outproj_weight.shape[0]
-    norms = [] if rmsnorm_weight is None else [_new((batch * tokens,), _FLOAT)]
+    norms = [] if rmsnorm_weight is None else [_new((ngroups * batch * tokens,), _FLOAT)]
     of_inner, of_convolved = (_new((batch, tokens, one), dtype) for one in (inner, convolved))
     inputs = [zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, rmsnorm_weight, outproj_weight, outproj_bias]
     work = _Work(
         _new((batch, tokens, out), dtype),
         [*inputs, of_inner, *norms],
         forward=[*meanwhile, of_convolved, of_inner],
-        # Gradients of states and of what was convolved; of the normed result, of the scan's, and that again.
-        backward=[*meanwhile, meanwhile[2], of_convolved, of_convolved, *[of_inner] * 3],
+        # Gradients of states, and both in half the bytes; what was convolved, and its gradient; those of the
+        # normed result and of the scan's, and the normed result again.
+        backward=[*meanwhile, meanwhile[2], meanwhile[2], of_convolved, of_convolved, *[of_inner] * 3],
         flops=flops,
         projections=0 if outproj_weight is None else 2 * batch * tokens * inner * out,
     )
@@ -402,7 +407,7 @@ def _delta_rule(
     products = [_new((batch, tokens, heads, chunk), dtype)] * (2 if by_channel else 1)
     keys, values = _new((batch, tokens, heads, width), dtype), _like(value)
     states = _new((batch, math.ceil(tokens / chunk), heads, width, out), dtype)
-    meanwhile = [keys, values, values, states]
+    meanwhile = [keys, *([keys] if by_channel else []), values, values, states]
     work = _Work(
         values,
         [*used, value, _like(g, _FLOAT), *([g] if by_channel else []), beta, *products],
