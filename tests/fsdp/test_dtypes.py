@@ -8,7 +8,7 @@ from torch import nn
 
 from fsdp.models import Net, raises_on_every_rank, step
 from ranks import on_ranks
-from shardwise import MixedPrecisionPolicy, ShardingError, fully_shard
+from shardwise import MixedPrecisionPolicy, ShardingError, _compat, fully_shard
 
 LAYOUTS = ["interleaved", "contiguous"]
 
@@ -30,6 +30,19 @@ def test_a_chosen_grad_dtype_and_its_gradients_outlive_conversions(layout: str) 
         chosen = name in ("head.weight", "inner.bias")
         assert param.grad.dtype is param.grad_dtype is (torch.bfloat16 if chosen else torch.float64)
         assert torch.equal(param.grad.full_tensor(), before[name].to(param.grad.dtype))
+
+
+@on_ranks(2)
+def test_gradients_share_the_spec_that_a_converted_parameter_has() -> None:
+    net = Net(blocks=1)
+    fully_shard(net)
+    step(net)
+    net.double()
+    net.zero_grad()
+    net(torch.ones(4, 8, dtype=torch.float64)).sum().backward()
+    for param in net.parameters():
+        assert _compat.spec_of(param.grad) is _compat.spec_of(param)
+        assert _compat.spec_of(param.grad).tensor_meta.dtype is torch.float64
 
 
 @on_ranks(2)

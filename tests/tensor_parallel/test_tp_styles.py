@@ -209,6 +209,8 @@ def test_sequence_parallel_plans_cut_the_activations_between_layers() -> None:
     assert [tuple(node.meta["val"].shape) for node in norms][-1] == (2, 3, 8)
     one = check(model, plan | {"*.norm": peer.SequenceParallel()}, x)
     assert counts(one[0]) == counts(made[0])
+    from_the_end = plan | {"*.down": peer.RowwiseParallel(output_layouts=Shard(-2))}
+    assert counts(check(model, from_the_end, x)[0]) == counts(made[0])
 
 
 def shapes(program: ExportedProgram, op: str) -> list[tuple[int, ...]]:

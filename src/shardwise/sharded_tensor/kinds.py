@@ -34,12 +34,10 @@ def holding_of(tensor: Tensor) -> Holding:
 
 
 def sharding_of(tensor: Tensor) -> object:
-    """Return what says how a tensor is cut, the same object while it is cut so; None for a plain one."""
+    """Return what says how rows or a DTensor are cut, the same object while they are cut so; else None."""
     if isinstance(tensor, ShardedRows):
         return tensor.piece
-    if isinstance(tensor, DTensor):
-        return _compat.spec_of(tensor)
-    return tensor.metadata() if isinstance(tensor, ShardedTensor) else None
+    return _compat.spec_of(tensor) if isinstance(tensor, DTensor) else None
 
 
 def shards_of(tensor: Tensor) -> list[Tensor]:
