@@ -13,10 +13,11 @@ from shardwise.planner.events import Allocate, Compute, Free, Recording
 from shardwise.planner.late import freed_late
 from shardwise.planner.measure import allocated, groups, moments, sent
 from shardwise.planner.models import model_of
-from shardwise.planner.plan import plan, recording_of
+from shardwise.planner.pipeline import stage_of
+from shardwise.planner.plan import plan, recorded, recording_of
 from shardwise.planner.record import record
 from shardwise.planner.setup import Setup
-from shardwise.planner.unroll import RECORDED, NotRegular, grown, unroll
+from shardwise.planner.unroll import FEW, RECORDED, NotRegular, grown, unroll
 
 
 class Block(nn.Module):
@@ -85,6 +86,20 @@ def test_what_few_blocks_do_tells_exactly_what_more_do(of: Any, setup: Setup) ->
     unrolled = unroll(few, more, RECORDED + 4)
     assert unrolled.parameters == deep.parameters
     assert figures(unrolled) == figures(deep)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"layout": "contiguous"}, {"schedule": "GPipe"}, {"schedule": "Interleaved1F1B", "stages": 2}],
+    ids=str,
+)
+def test_stages_of_a_pipeline_are_unrolled_too(how: dict[str, Any]) -> None:
+    model = model_of("llama3.2-1b", sequence=16)
+    setup = Setup(sequence=16, ranks=4, pipeline=2, accumulation=4, **how)
+    for number in (0, 1):  # the first returns what its last block does; the last has a head
+        stage = stage_of(model, setup, number)
+        few, more, deep = (recorded(stage, setup, layers) for layers in (FEW, FEW + 1, FEW + 3))
+        assert figures(unroll(few, more, FEW + 3)) == figures(deep)
 
 
 def test_an_optimizer_reads_two_and_writes_one_for_each_element() -> None:

@@ -178,8 +178,8 @@ class Pipe:
             self.held["sent"], x.grad = x.grad, None
             self._send(self.held["sent"])
 
-    def finish(self) -> None:
-        """Reduce the gradients of all micro-batches, and make means of them."""
+    def reduce(self) -> None:
+        """Reduce the gradients of all micro-batches."""
         module = cast(FSDPModule, self.module)
         module.set_is_last_backward(True)
         module.set_reshard_after_backward(True)
@@ -187,6 +187,9 @@ class Pipe:
         found = state_of(self.module)
         assert found is not None
         StateOfStage(found)._root_post_backward_final_callback()
+
+    def average(self) -> None:
+        """Make means of gradients, and forget what was kept for backward."""
         if self.at.micro_batches > 1:
             for p in self.module.parameters():
                 if p.grad is not None:

@@ -273,5 +273,7 @@ def _schedule(
             pipe.backward(micro)
             recorder.own([p.grad for p in module.parameters()], GRADIENTS)
     recorder.go(phase="end of backward", layer=None, after=False)
-    pipe.finish()
+    pipe.reduce()
+    recorder.by_layer(None)
+    pipe.average()
     recorder.own([p.grad for p in module.parameters()], GRADIENTS)

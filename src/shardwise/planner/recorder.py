@@ -8,7 +8,8 @@ each. What an operator without such memory makes belongs to the block of the nex
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,6 +81,7 @@ class Recorder(Storages):
         self._freed: set[int] = set()  # lives that were emptied: gathered memory
         self._counted: dict[int, Counted] = {}  # by life
         self._of: dict[int, list[Memory]] = {}  # all memory of a life
+        self._in_block = False
         self._holds = False  # what is allocated belongs to the block of the next operator
         self._held: list[tuple[int, Event]] = []
         self._frees: list[tuple[int | None, Free]] = []
@@ -110,7 +112,19 @@ class Recorder(Storages):
     @property
     def _around(self) -> bool:
         """Neither forward nor backward: what comes is of the block whose memory it is about."""
-        return self.place.phase in ("start", "end of backward", "optimizer")
+        return self.place.phase in ("start", "end of backward", "optimizer") and not self._in_block
+
+    @contextmanager
+    def in_block(self, layer: int | None) -> Iterator[None]:
+        """Let what comes be of this block: its reduction, which also is at the end of backward."""
+        if layer is None or not self._around:
+            yield
+            return
+        self._write_frees()
+        self.by_layer(layer)
+        self._in_block = True
+        yield
+        self._in_block = False
 
     def by_layer(self, layer: int | None) -> None:
         """Go to this block, for what comes and for what was made for the next operator."""
@@ -125,6 +139,8 @@ class Recorder(Storages):
         """Write frees: each block's own if many blocks free at once, else maybe an operator's."""
         frees, self._frees = self._frees, []
         many = len({layer for layer, _ in frees}) > 1
+        if len(frees) == 1 and self.place.layer == self.last and frees[0][0] not in (None, self.last):
+            self.go(layer=None, after=True)  # what an operator on all blocks took
         if many:
             self.go(layer=None, after=True)
         for layer, event in frees:
@@ -196,6 +212,7 @@ class Recorder(Storages):
 
     def _send(self, call: Collective, group: dist.ProcessGroup) -> tuple[Send, Mark | None]:
         """Send on the current stream, or on the group's lane, which this then waits for: by the mark."""
+        self._write_frees()  # maybe of another block, as whose the marks would count
         name, current = group.group_name, self.streams[-1]
         if name not in self._strides:
             first, *more = dist.get_process_group_ranks(group)[:2]

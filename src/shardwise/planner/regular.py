@@ -6,6 +6,7 @@ beginning may be others: dense ones before mixtures of experts, say.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -31,6 +32,12 @@ def check(model: Model, setup: Setup) -> int:
     Raises:
         NotRegular: they are more than a few; names the first block that differs.
     """
+    looked_at = ("micro_batch", "sequence", "param_dtype", "loss", "device", "fused_norms")
+    return _leading(model, Setup(**{name: getattr(setup, name) for name in looked_at}))
+
+
+@functools.lru_cache(maxsize=1)
+def _leading(model: Model, setup: Setup) -> int:
     model = chunked(model) if setup.loss == "chunked" else model
     fakes = FastFakeTensorMode(allow_non_fake_inputs=True)
     with quiet_fakes(), fakes, no_packed_sequences(), kernels(setup):

@@ -99,7 +99,9 @@ class _Watcher:
             for one, _ in ending:  # still in its own block
                 one.post_backward()
             recorder, layer = self.recorder, self.layer(state)
-            if layer is not None or recorder.place.layer is not None:
+            if layer is None and state.below and recorder.place.layer == recorder.last:
+                pass  # a root that returns what its last block does: they begin together
+            elif layer is not None or recorder.place.layer is not None:
                 recorder.go(layer=layer, after=False)
             return original(state, (), grad)
 
@@ -125,7 +127,8 @@ class _Watcher:
         def reduce(state: FSDPState, *args: Any, **kwargs: Any) -> Any:
             if state.groups:
                 self.recorder.group = self.names.get(id(state.groups[0]), state.groups[0].name)
-            return original(state, *args, **kwargs)
+            with self.recorder.in_block(self.layer(state)):
+                return original(state, *args, **kwargs)
 
         return reduce
 
