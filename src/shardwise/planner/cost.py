@@ -31,9 +31,14 @@ def cost_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int, s
     tensors = {id(one): one for one in tensors_of((args, kwargs, result))}
     if not tensors:
         return None
-    nbytes = sum(one.nbytes for one in tensors.values())
+    nbytes = sum(map(_nbytes, tensors.values()))
     first = next(iter(tensors.values()))
     return _flops(func, name, args, kwargs, result), nbytes, str(first.dtype).removeprefix("torch.")
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Count the bytes of a tensor, once where it is expanded."""
+    return tensor.untyped_storage().nbytes() if 0 in tensor.stride() else tensor.nbytes
 
 
 @functools.cache

@@ -1,35 +1,26 @@
-"""Kernels that an accelerator has and the CPU does not, as a plan sees them: shapes, memory, operations.
-
-Attention and RMSNorm are torch's. Convolutions and scans are those that transformers calls where their
-packages are installed: mamba-ssm 2.3.2, causal-conv1d 1.7.0, flash-linear-attention 0.6.0. Each is one
-operator that reads and writes whole tensors: what its package saves for backward is saved, and what it
-allocates meanwhile is allocated. Their operations count as those of attention do, in chunks of tokens.
-"""
+"""Kernels that an accelerator has and the CPU does not, as a plan sees them: torch's own, and scans."""
 
 from __future__ import annotations
 
-import ast
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import layer_norm
-from torch.utils.flop_counter import register_flop_formula
+from torch.overrides import TorchFunctionMode
 
 from shardwise import _compat
+from shardwise.planner.scans import FUNCTIONS
 from shardwise.planner.setup import Setup
 
-_attention = torch.nn.functional.scaled_dot_product_attention
-_FLOAT = torch.float32
-_SCAN_CHUNK = 2048  # tokens whose last state mamba-ssm's selective scan keeps
-_DELTA_CHUNK = 64  # tokens that flash-linear-attention takes together
+_attention, _dropout = F.scaled_dot_product_attention, F.dropout
 
 
 @dataclass
@@ -47,18 +38,34 @@ def kernels(setup: Setup) -> Iterator[Stood]:
     with ExitStack() as stack:
         stack.enter_context(_listening(stood.by_reference))
         if setup.device == "cuda":
-            own: dict[str, Any] = {"scaled_dot_product_attention": _fused_attention}
+            own: dict[str, Any] = {
+                "scaled_dot_product_attention": _fused_attention,
+                "dropout": _fused_dropout,
+            }
             own |= {"rms_norm": _fused_norm} if setup.fused_norms else {}
-            stack.enter_context(mock.patch.multiple(torch.nn.functional, **own))
+            # What is called by these names within torch's functions, and what else has been imported by name.
+            stack.enter_context(_InPlaceOf({getattr(F, name): kernel for name, kernel in own.items()}))
+            stack.enter_context(mock.patch.multiple(F, **own))
             for module, name in _of_transformers():
-                named = _named(*_TRANSFORMERS[name], stood.as_kernels)
+                named = _named(*FUNCTIONS[name], stood.as_kernels)
                 stack.enter_context(mock.patch.object(module, name, named))
         yield stood
 
 
+class _InPlaceOf(TorchFunctionMode):
+    """Calls functions in the place of others. Off within `Tensor.backward`, not in `autograd.backward`."""
+
+    def __init__(self, functions: dict[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self.functions = functions
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.functions.get(func, func)(*args, **(kwargs or {}))
+
+
 def _of_transformers() -> list[tuple[Any, str]]:
     modules = [one for name, one in sys.modules.items() if name.startswith("transformers.models.")]
-    return [(one, name) for one in modules for name in _TRANSFORMERS.keys() & vars(one).keys()]
+    return [(one, name) for one in modules for name in FUNCTIONS.keys() & vars(one).keys()]
 
 
 def _named(name: str, kernel: Callable[..., Any], names: set[str]) -> Callable[..., Any]:
@@ -91,7 +98,7 @@ def _fused_norm(
     x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """RMSNorm in one kernel, as on CUDA: LayerNorm's stands in, which keeps one number a token more."""
-    return layer_norm(x, shape, weight, None, eps or 1e-6)
+    return F.layer_norm(x, shape, weight, None, eps or 1e-6)
 
 
 def _fused_attention(
@@ -104,14 +111,18 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention in one kernel with dropout too, and with values of a width of their own, as on CUDA.
+    """Attention as CUDA has it: in one kernel with dropout too, a learned mask, or values of another width.
 
     The CPU has no such kernels, and would have all scores in memory.
     """
     how: Any = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    if query.ndim != 4:  # which no kernel takes
-        return _attention(query, key, value, attn_mask, dropout_p, **how)
-    if query.shape[-1] == value.shape[-1] or query.shape[1] != key.shape[1]:
+    alike = query.ndim == 4 and (enable_gqa or query.shape[:2] == key.shape[:2])
+    if not alike or query.dtype == torch.float64 or not any(enabled() for enabled in _KERNELS_ENABLED):
+        if not dropout_p:
+            return _attention(query, key, value, attn_mask, **how)
+        return _scores_in_memory(query, key, value, attn_mask, dropout_p, **how)
+    learned = attn_mask is not None and attn_mask.requires_grad
+    if (query.shape[-1] == value.shape[-1] and not learned) or query.shape[1] != key.shape[1]:
         return _attention(query, key, value, attn_mask, **how)
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
@@ -124,309 +135,39 @@ def _fused_attention(
     return found
 
 
-_New = tuple[tuple[int, ...], tuple[int, ...], str]  # a tensor to be made: sizes, strides, dtype
+_KERNELS_ENABLED: tuple[Callable[[], bool], ...] = (
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+)
 
 
-def _new(size: Sequence[int], dtype: torch.dtype, order: Iterable[int] | None = None) -> _New:
-    """Describe a tensor whose dims lie in this order, the outermost first."""
-    strides, step = [0] * len(size), 1
-    for dim in reversed([*(range(len(size)) if order is None else order)]):
-        strides[dim], step = step, step * size[dim]
-    return tuple(size), tuple(strides), str(dtype).removeprefix("torch.")
-
-
-def _like(tensor: Tensor, dtype: torch.dtype | None = None) -> _New:
-    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    return _new(tensor.shape, dtype or tensor.dtype, order)
-
-
-@torch.library.custom_op("shardwise::linear_attention", mutates_args=())
-def _linear_attention(reads: list[Tensor], makes: str, flops: int) -> list[Tensor]:
-    """Read tensors and make others, as a kernel on tensors without values; `makes` is a list in text."""
-    return [
-        reads[0].new_empty_strided(size, stride, dtype=getattr(torch, dtype))
-        for size, stride, dtype in ast.literal_eval(makes)
-    ]
-
-
-@torch.library.custom_op("shardwise::projections", mutates_args=())
-def _projections(reads: list[Tensor], makes: str, flops: int) -> list[Tensor]:
-    """Read tensors and make others, as the matmuls that are in a kernel's function."""
-    made: list[Tensor] = _linear_attention(reads, makes, flops)
-    return made
-
-
-for _one in (_linear_attention, _projections):
-    _one.register_fake(_linear_attention._init_fn)
-for _packet in (torch.ops.shardwise.linear_attention, torch.ops.shardwise.projections):
-    register_flop_formula(_packet, get_raw=True)(lambda reads, makes, flops, **_: flops)
-
-
-@dataclass
-class _Work:
-    """Memory and operations of a kernel, in forward and in backward.
-
-    Attributes:
-        result: what it returns.
-        saved: what it saves for backward: inputs, `result` itself, others that it makes.
-        forward: what is alive until forward ends.
-        backward: what is alive until backward ends, beside gradients.
-        flops: of the kernel's forward; its backward has five matmuls for two, as attention's.
-        projections: FLOPs of linear layers within it; their backward has two matmuls for one.
-    """
-
-    result: _New
-    saved: list[Tensor | _New | None]
-    forward: list[_New] = field(default_factory=list)
-    backward: list[_New] = field(default_factory=list)
-    flops: int = 0
-    projections: int = 0
-
-
-class _Kernel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, work: _Work, *inputs: Tensor | None) -> Tensor:
-        given = [one for one in inputs if one is not None]
-        kept = [one for one in work.saved if isinstance(one, tuple) and one is not work.result]
-        first, last = ([], [work.result]) if work.projections else ([work.result], [])
-        made = _linear_attention(given, str([*first, *kept, *work.forward]), work.flops)
-        result: Tensor = made.pop(0) if first else _projections(made, str(last), work.projections)[0]
-        saved: list[Any] = []
-        for one in work.saved:
-            fresh = isinstance(one, tuple) and one is not work.result
-            saved.append(made.pop(0) if fresh else result if one is work.result else one)
-        ctx.save_for_backward(*saved)
-        ctx.work = replace(work, saved=[])  # which would keep them until the whole of backward ends
-        ctx.inputs = [None if one is None else _like(one) for one in inputs]
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        work: _Work = ctx.work
-        wanted = [
-            one if needed else None for one, needed in zip(ctx.inputs, ctx.needs_input_grad[1:], strict=True)
-        ]
-        makes = [one for one in wanted if one is not None]
-        reads = [*grads, *(one for one in ctx.saved_tensors if one is not None)]
-        if work.projections:
-            reads += _projections(reads, str(work.backward), 2 * work.projections)
-        meanwhile = [] if work.projections else work.backward
-        made = _linear_attention(reads, str([*makes, *meanwhile]), work.flops * 5 // 2)
-        return None, *(None if one is None else made.pop(0) for one in wanted)
-
-
-def _applied(work: _Work, *inputs: Tensor | None) -> Tensor:
-    found: Tensor = _Kernel.apply(work, *inputs)  # type: ignore[no-untyped-call]
-    return found
-
-
-def _rows(*tensors: Tensor | None) -> Iterator[Any]:
-    """Yield tensors whose last dim lies together, copied where it does not."""
-    for one in tensors:
-        yield one if one is None or one.stride(-1) == 1 else one.contiguous()
-
-
-def _convolution(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **_: Any
-) -> Tensor:
-    """Stand for causal-conv1d's: `hidden_states` are (batch, channels, tokens), in any order."""
-    work = _Work(_like(hidden_states), [hidden_states, weight, bias])
-    return _applied(work, hidden_states, weight, bias)
-
-
-def _states(of: Sequence[int], width: int) -> _New:
-    batch, channels, tokens = of
-    return _new((batch, channels, math.ceil(tokens / _SCAN_CHUNK), 2 * width), _FLOAT)
-
-
-def _selective_scan(
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    """Stand for mamba-ssm's of Mamba: (batch, channels, tokens), `A` (channels, width)."""
-    u, dt, B, C, z = _rows(hidden_states, dt, B, C, z)
-    saved: list[Any] = [u, dt, A, B, C, D, z, delta_bias, _states(u.shape, A.shape[1])]
-    saved += [] if z is None else [_like(u)]  # before the gate
-    work = _Work(_like(u), saved, backward=[_like(B, _FLOAT), _like(C, _FLOAT)])
-    return _applied(work, u, dt, A, B, C, D, z, delta_bias)
-
-
-def _mamba(
-    xz: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
-    x_proj_weight: Tensor,
-    delta_proj_weight: Tensor,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    A: Tensor,
-    B: Tensor | None = None,
-    C: Tensor | None = None,
-    D: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    """Stand for mamba-ssm's block of Mamba: convolution, scan and the projections around it.
-
-    Backward computes the convolution and the steps' sizes again.
-    """
-    (xz,) = _rows(xz)
-    batch, channels, tokens = xz.shape[0], xz.shape[1] // 2, xz.shape[2]
-    rank, width, dtype = delta_proj_weight.shape[1], A.shape[1], xz.dtype
-    of_tokens = _new((batch, channels, tokens), dtype)
-    projected = _new((batch * tokens, x_proj_weight.shape[0]), dtype)
-    of_states = [_new((batch, 1, width, tokens), dtype) for one in (B, C) if one is None]
-    states = _states((batch, channels, tokens), width)
-    inputs = [xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight]
-    more = [out_proj_bias, A, B, C, D, delta_bias]
-    linear = x_proj_weight.shape[0] + rank + out_proj_weight.shape[0]
-    work = _Work(
-        _new((batch, tokens, out_proj_weight.shape[0]), dtype),
-        [*inputs, A, B, C, D, delta_bias, projected, *of_states, of_tokens, states],
-        # The convolution's result, the steps' sizes, the gated result.
-        forward=[of_tokens] * 3,
-        # Those again, and the gradient of each.
-        backward=[*[of_tokens] * 6, projected],
-        projections=2 * batch * tokens * channels * linear,
-    )
-    return _applied(work, *inputs, *more)
-
-
-def _chunks(of: Sequence[int], groups: int, width: int, chunk: int) -> tuple[list[_New], int]:
-    """Return what mamba-ssm's scan of Mamba 2 has meanwhile, and its FLOPs; `width` is of states."""
-    batch, tokens, heads, head = of
-    count = math.ceil(tokens / chunk)
-    steps = _new((batch, heads, count, chunk), _FLOAT)
-    states = _new((batch, count, heads, head, width), _FLOAT)
-    products = _new((batch, count, groups, chunk, chunk), _FLOAT)
-    flops = 2 * batch * tokens * (chunk * (groups * width + heads * head) + 2 * heads * head * width)
-    return [steps, steps, states, products], flops
-
-
-def _chunk_scan(
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    return_final_states: bool = False,
-    **_: Any,
-) -> Any:
-    """Stand for mamba-ssm's of Mamba 2: (batch, tokens, heads, width of one), `B` and `C` by groups."""
-    x, dt, B, C = _rows(hidden_states, dt, B, C)
-    batch, _tokens, heads, head = x.shape
-    meanwhile, flops = _chunks(x.shape, B.shape[2], B.shape[3], chunk_size)
-    steps, _sizes, states, _products = meanwhile
-    result = _like(x)
-    work = _Work(
-        result,
-        [result, x, dt, steps, A, B, C, D, dt_bias],
-        meanwhile[1:],
-        [*meanwhile, states, states],
-        flops,
-    )
-    found = _applied(work, x, dt, A, B, C, D, dt_bias)
-    last = (batch, heads, head, B.shape[-1])
-    return (found, x.new_empty(last, dtype=_FLOAT)) if return_final_states else found
-
-
-def _mamba2(
-    zxbcdt: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
-    dt_bias: Tensor,
-    A: Tensor,
-    D: Tensor,
-    chunk_size: int,
-    rmsnorm_weight: Tensor | None = None,
-    outproj_weight: Tensor | None = None,
-    outproj_bias: Tensor | None = None,
-    headdim: int | None = None,
-    ngroups: int = 1,
-    **_: Any,
-) -> Tensor:
-    """Stand for mamba-ssm's block of Mamba 2: convolution, scan, norm, gate and the projection after it.
-
-    Backward computes the convolution and the normed result again.
-    """
-    (zxbcdt,) = _rows(zxbcdt)
-    batch, tokens, _all = zxbcdt.shape
-    heads, dtype = A.shape[0], zxbcdt.dtype
-    head = headdim or D.shape[-1]
-    convolved, inner = conv1d_weight.shape[0], heads * head
-    width = (convolved - inner) // (2 * ngroups)
-    meanwhile, flops = _chunks((batch, tokens, heads, head), ngroups, width, chunk_size)
-    out = inner if outproj_weight is None else outproj_weight.shape[0]
-    norms = [] if rmsnorm_weight is None else [_new((ngroups * batch * tokens,), _FLOAT)]
-    of_inner, of_convolved = (_new((batch, tokens, one), dtype) for one in (inner, convolved))
-    inputs = [zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, rmsnorm_weight, outproj_weight, outproj_bias]
-    work = _Work(
-        _new((batch, tokens, out), dtype),
-        [*inputs, of_inner, *norms],
-        forward=[*meanwhile, of_convolved, of_inner],
-        # Gradients of states, and both in half the bytes; what was convolved, and its gradient; those of the
-        # normed result and of the scan's, and the normed result again.
-        backward=[*meanwhile, meanwhile[2], meanwhile[2], of_convolved, of_convolved, *[of_inner] * 3],
-        flops=flops,
-        projections=0 if outproj_weight is None else 2 * batch * tokens * inner * out,
-    )
-    return _applied(work, *inputs)
-
-
-def _delta_rule(
+def _scores_in_memory(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **_: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Stand for flash-linear-attention's gated delta rule, and Kimi's, whose `g` has a width too.
-
-    Queries, keys and values are (batch, tokens, heads, width).
-    """
-    query, key, value, g, beta = (one.contiguous() for one in (query, key, value, g, beta))
-    batch, tokens, heads, out = value.shape
-    width, dtype, chunk = key.shape[-1], key.dtype, _DELTA_CHUNK
-    used: list[Any] = [query, key]
-    if use_qk_l2norm_in_kernel:
-        used = [*map(_like, used), *(_new(one.shape[:-1], _FLOAT) for one in used)]
-    by_channel = g.ndim == key.ndim
-    products = [_new((batch, tokens, heads, chunk), dtype)] * (2 if by_channel else 1)
-    keys, values = _new((batch, tokens, heads, width), dtype), _like(value)
-    states = _new((batch, math.ceil(tokens / chunk), heads, width, out), dtype)
-    meanwhile = [keys, *([keys] if by_channel else []), values, values, states]
-    work = _Work(
-        values,
-        [*used, value, _like(g, _FLOAT), *([g] if by_channel else []), beta, *products],
-        forward=meanwhile,
-        # Gradients of states, of values, and of queries and keys by each head.
-        backward=[*meanwhile, states, values, keys, keys, keys],
-        flops=2 * batch * tokens * heads * (chunk * (3 * width + 2 * out) + 3 * width * out),
-    )
-    found = _applied(work, query, key, value, g, beta)
-    last = value.new_empty(batch, heads, width, out, dtype=_FLOAT) if output_final_state else None
-    return found, last
+    mask: Tensor | None,
+    dropout: float,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Attention in kernels apart, in fp32 or wider, with the mask of dropout in bytes."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (one.to(wide) for one in (query, key, value))
+    if enable_gqa:
+        k, v = (one.repeat_interleave(q.shape[-3] // one.shape[-3], -3) for one in (k, v))
+    scores = (q * (scale or q.shape[-1] ** -0.5)) @ k.mT
+    if is_causal:
+        mask = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return (_fused_dropout(scores.softmax(-1), dropout) @ v).to(query.dtype)
 
 
-_TRANSFORMERS: dict[str, tuple[str, Callable[..., Any]]] = {  # its functions: their kernels' names, and they
-    "causal_conv1d_fn": ("causal_conv1d_fn", _convolution),
-    "mamba_selective_scan": ("selective_scan_fn", _selective_scan),
-    "mamba_inner_fn": ("mamba_inner_fn", _mamba),
-    "mamba2_chunk_scan": ("mamba_chunk_scan_combined", _chunk_scan),
-    "mamba2_split_conv1d_scan_combined": ("mamba_split_conv1d_scan_combined", _mamba2),
-    "torch_chunk_gated_delta_rule": ("chunk_gated_delta_rule", _delta_rule),
-    "chunk_kimi_delta_attention": ("chunk_kda", _delta_rule),
-}
+def _fused_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Dropout in one kernel, as on CUDA, which keeps a byte of each element."""
+    if not training or inplace or not 0 < p < 1:
+        return _dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, True)[0]

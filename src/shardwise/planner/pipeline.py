@@ -164,7 +164,7 @@ class Pipe:
         if not BUFFERS_STAY:
             self.held.pop("output", None)
         if self.at.last:
-            self.losses[micro].backward()
+            torch.autograd.backward(self.losses[micro])
         else:
             grad = self._receive(self.gradients[0], micro)
             torch.autograd.backward(output, grad)

@@ -57,7 +57,7 @@ def _leading(model: Model, setup: Setup) -> int:
                 loss = model.loss(module, tokens, tokens)
                 leading = max(leading, _compare("does", watch.inside))
                 watch.in_backward = True
-                loss.backward()
+                torch.autograd.backward(loss)
         except NotRegular:
             raise
         except Exception as error:  # of the user's model
