@@ -52,6 +52,7 @@ from shardwise._compat.compiler import *
 from shardwise._compat.device import *
 from shardwise._compat.fakes import EagerDispatchMode as EagerDispatchMode
 from shardwise._compat.fakes import FastFakeTensorMode as FastFakeTensorMode
+from shardwise._compat.fakes import operators_on_cpu as operators_on_cpu
 from shardwise._compat.gradients import *
 from shardwise._compat.groups import *
 from shardwise._compat.inductor import *

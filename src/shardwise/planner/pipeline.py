@@ -164,7 +164,7 @@ class Pipe:
         if not BUFFERS_STAY:
             self.held.pop("output", None)
         if self.at.last:
-            torch.autograd.backward(self.losses[micro])
+            self.losses[micro].backward()
         else:
             grad = self._receive(self.gradients[0], micro)
             torch.autograd.backward(output, grad)

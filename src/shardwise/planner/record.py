@@ -249,7 +249,7 @@ def _step(
             loss = model.loss(module, tokens, tokens)
         recorder.end_forward()
         recorder.go(phase="backward", layer=None, after=True)
-        torch.autograd.backward(loss)
+        loss.backward()
         del loss, held
         recorder.own([p.grad for p in module.parameters()], GRADIENTS)
     recorder.go(micro=0, phase="optimizer", layer=None, after=False)

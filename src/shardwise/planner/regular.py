@@ -57,7 +57,7 @@ def _leading(model: Model, setup: Setup) -> int:
                 loss = model.loss(module, tokens, tokens)
                 leading = max(leading, _compare("does", watch.inside))
                 watch.in_backward = True
-                torch.autograd.backward(loss)
+                loss.backward()
         except NotRegular:
             raise
         except Exception as error:  # of the user's model
