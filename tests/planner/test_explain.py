@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -12,9 +14,10 @@ from torch import nn
 
 import shardwise
 from planner.models import Even
+from planner.test_configs import written
 from shardwise import planner
 from shardwise.errors import ShardingError
-from shardwise.planner.plan import advise
+from shardwise.planner.advice import advise
 from shardwise.planner.setup import Setup
 
 
@@ -48,23 +51,58 @@ def test_what_is_wrong_with_a_model_uncut_too_is_not_laid_to_its_cut(
         run(factory, Setup(ranks=2, tensor=2, sequence=8))
 
 
+def lacking(tried: list[Setup], worse: Callable[[Setup], bool]) -> Callable[..., Any]:
+    """A plan that never fits, and lacks less with each change, but for those that are worse."""
+
+    def plan(model: Any, setup: Setup, *, hardware: Any) -> Any:
+        tried.append(setup)
+        free = -200 if worse(setup) else len(tried) - 100
+        peak = SimpleNamespace(alive={"logits and loss": 30})
+        return SimpleNamespace(fits=False, free_bytes=free, setup=setup, peak=peak, peak_bytes=100)
+
+    return plan
+
+
 def test_what_does_not_fit_is_changed_one_thing_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Setup] = []
-
-    def never_fits(model: Any, setup: Setup, *, hardware: Any) -> Any:
-        tried.append(setup)
-        return SimpleNamespace(fits=False)
-
-    monkeypatch.setitem(advise.__globals__, "plan", never_fits)
-    asked = Setup(ranks=4, replicas=2, micro_batch=4, accumulation=3, reshard_after_forward=False)
-    assert len(list(advise("gpt2", asked, hardware="h100"))) == len(tried)
-    assert [setup.ranks for setup in tried[-3:]] == [4, 8, 16]
+    monkeypatch.setitem(advise.__globals__, "plan", lacking(tried, lambda setup: setup.experts > 1))
+    asked = Setup(ranks=16, replicas=2, micro_batch=4, accumulation=3, reshard_after_forward=False)
+    assert len(list(advise("gpt2", asked, hardware="h100"))) == len(tried) - 1  # the first is what is asked
+    assert [setup.ranks for setup in tried[-3:]] == [16, 32, 64]
     last = tried[-1]
     assert (last.replicas, last.micro_batch, last.accumulation) == (1, 1, 12)
     assert (last.layout, last.checkpointing, last.reshard_after_forward) == ("contiguous", "full", True)
+    assert last.loss == "chunked"
     most = advise.__globals__["MOST"]
     list(advise("gpt2", replace(asked, ranks=most // 2), hardware="h100"))
     assert tried[-1].ranks == most
+
+
+def test_a_change_that_leaves_no_less_to_lack_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Setup] = []
+    worse = lambda setup: setup.layout == "contiguous" or setup.loss == "chunked"  # noqa: E731
+    monkeypatch.setitem(advise.__globals__, "plan", lacking(tried, worse))
+    list(advise("gpt2", Setup(ranks=4), hardware="h100"))
+    assert sum(setup.layout == "contiguous" for setup in tried) == 1
+    assert sum(setup.loss == "chunked" for setup in tried) == 1
+    assert (tried[-1].checkpointing, tried[-1].ranks) == ("full", 16)
+
+
+def test_logits_that_are_most_are_advised_away_and_experts_shared_out(tmp_path: Path) -> None:
+    long = Setup(ranks=8, sequence=1024, checkpointing="full", layout="contiguous")
+    small = replace(planner.hardware_of("h100"), memory_bytes=2 * 2**30)
+    first, changed = next(advise("gpt2", long, hardware=small))
+    assert first == "compute the loss in chunks (loss='chunked')"
+    assert changed.peak_bytes < shardwise.plan("gpt2", long, hardware=small).peak_bytes
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 4, "intermediate_size": 512, "vocab_size": 96, "num_local_experts": 8}
+    mixture = Setup(ranks=8, sequence=16, layout="contiguous", checkpointing="full")
+    tight = replace(small, memory_bytes=1)
+    words = [line for line, _ in advise(written(tmp_path, "mixtral", **sizes), mixture, hardware=tight)]
+    assert "share experts out over 8 ranks (experts=8)" in words
+    assert "share experts out over 8 ranks (experts=8)" not in [
+        line for line, _ in advise("gpt2", long, hardware=tight)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -253,6 +253,11 @@ def plan(
     choices |= {"loss": loss, "loop_holds": loop_holds, "compile": compiled, "compile_loss": compile_loss}
     choices |= {"float8": float8, "float8_scales": float8_scales}
     try:
+        unused = {"tensor-plan": tensor_plan != "auto", "sequence-parallel": sequence_parallel is not None}
+        unused |= {"loss-parallel": loss_parallel is not None}
+        if tensor == 1 and not search and any(unused.values()):
+            given = ", ".join(f"--{name}" for name, given in unused.items() if given)
+            raise ShardwiseError(f"{given}: of tensor parallelism, which is not asked for: give --tensor")
         setup = Setup(ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, **choices)
         for written in (json_path, html_path, trace_path, png_path):  # not only after a search
             if written is not None:
@@ -267,8 +272,9 @@ def plan(
     atexit.register(gc.freeze)  # nor does it as the process ends
     from shardwise import planner
     from shardwise.launch import place
+    from shardwise.planner.advice import cause
     from shardwise.planner.picture import figure_class
-    from shardwise.planner.plan import cause, sized
+    from shardwise.planner.plan import sized
 
     try:
         if png_path is not None and not (json_path or html_path or trace_path):
@@ -287,8 +293,11 @@ def plan(
         if made.fits:
             return
         console.print(cause(made), markup=False, highlight=False, soft_wrap=True)
-        for words, changed in planner.advise(model, made.setup, hardware=hardware):
+        least = -made.free_bytes
+        for words, changed in planner.advise(model, made.setup, hardware=hardware, planned=made):
             line = f"{words}: {'fits, with' if changed.fits else 'short of'} {sized(abs(changed.free_bytes))}"
+            line += ", so without that" if -changed.free_bytes >= least else ""
+            least = min(least, -changed.free_bytes)
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     except Exception as error:  # of the user's factory, files and so on: status 1 says that it does not fit
         where = f"{line}: " if (line := place(error)) else ""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import lazy_loader  # type: ignore[import-untyped]
 
 if TYPE_CHECKING:
+    from shardwise.planner.advice import advise
     from shardwise.planner.calibrate import calibrate, to_toml
     from shardwise.planner.code import python
     from shardwise.planner.devices import Hardware, hardware_of
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from shardwise.planner.models import Model
     from shardwise.planner.page import page, trace
     from shardwise.planner.picture import picture
-    from shardwise.planner.plan import Plan, advise, plan
+    from shardwise.planner.plan import Plan, plan
     from shardwise.planner.search import search
     from shardwise.planner.setup import Setup, from_json, to_json
     from shardwise.planner.sharding import recompute
@@ -56,6 +57,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "advice": ("advise",),
     "calibrate": ("calibrate", "to_toml"),
     "code": ("python",),
     "devices": ("Hardware", "hardware_of"),
@@ -63,7 +65,7 @@ _HOMES = {
     "models": ("Model",),
     "page": ("page", "trace"),
     "picture": ("picture",),
-    "plan": ("Plan", "advise", "plan"),
+    "plan": ("Plan", "plan"),
     "search": ("search",),
     "setup": ("Setup", "from_json", "to_json"),
     "sharding": ("recompute",),

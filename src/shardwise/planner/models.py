@@ -382,7 +382,7 @@ def _of_transformers(path: Path, sequence: int) -> Model:
     decodes = getattr(config, "is_decoder", True)
     wanted = "Seq2Seq" if config.is_encoder_decoder else ("CausalLM" if decodes else "MaskedLM")
     kind = [*named, *(kind for kind in found if wanted in kind), *found][0]
-    both = "Seq2Seq" in kind
+    both = "Seq2Seq" in kind and config.is_encoder_decoder
     if config.is_encoder_decoder and not both and not named:
         raise ShardingError(
             f"{path}: of an encoder with its decoder transformers makes a {classes[kind].__name__} alone"

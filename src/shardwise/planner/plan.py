@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
 from shardwise._compat import FakeTensorMode
@@ -17,7 +16,7 @@ from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.fsdp import FSDPModule
 from shardwise.planner import measure, regular
 from shardwise.planner.devices import Hardware, check_narrow, hardware_of
-from shardwise.planner.events import CATEGORIES, LOGITS, Recording, name_of_place
+from shardwise.planner.events import CATEGORIES, Recording, name_of_place
 from shardwise.planner.late import freed_late
 from shardwise.planner.measure import GroupSent, Moment, Sent
 from shardwise.planner.memory_error import MEMORY_ERROR
@@ -25,8 +24,7 @@ from shardwise.planner.models import Factory, Model, exits_told, model_of, quiet
 from shardwise.planner.pipeline import StageFigures, figures, filled, in_flight, pipelined, stage_of
 from shardwise.planner.pipeline import lines as pipeline_lines
 from shardwise.planner.record import record
-from shardwise.planner.setup import MOST, Setup, changed
-from shardwise.planner.tensor import cuts
+from shardwise.planner.setup import Setup, changed
 from shardwise.planner.timing import Times, host_bound, time_of
 from shardwise.planner.unroll import FEW, RECORDED, NotRegular, unroll
 
@@ -360,56 +358,6 @@ def _where(error: Exception) -> str:
     kind = type(modules[-1])
     kind = kind.__bases__[1] if issubclass(kind, FSDPModule) else kind  # the user's own
     return f", in '{names.get(id(modules[-1]), '')}' ({kind.__name__})"
-
-
-def advise(
-    model: str | Model | Factory, setup: Setup, *, hardware: str | Hardware
-) -> Iterator[tuple[str, Plan]]:
-    """Changes to a setup that does not fit, one after another, cheapest in time first, until it fits."""
-    changes = [*_changes(setup)]
-    if setup.tensor > 1 and setup.loss == "whole":
-        with torch.device("meta"):
-            module = model_of(model, sequence=setup.sequence).build(1)
-        if not cuts(module, setup)[1]:
-            changes.insert(0, ("cut the logits up to the loss (loss_parallel=True)", {"loss_parallel": True}))
-    for words, change in changes:
-        setup = replace(setup, **change)
-        changed = plan(model, setup, hardware=hardware)
-        yield words, changed
-        if changed.fits:
-            return
-
-
-def cause(made: Plan) -> str:
-    """Say what most of the memory is at its peak, and why where tensor parallelism's plan is why."""
-    category, size = max(made.peak.alive.items(), key=lambda item: item[1])
-    words = f"Most at the peak: {category}, {sized(size)} of {sized(made.peak_bytes)}"
-    logits, setup = made.peak.alive.get(LOGITS, 0), made.setup
-    if made.whole_logits and 4 * logits > made.peak_bytes:
-        words += (
-            f"; logits and loss, {sized(logits)}, are whole on each of {setup.tensor} tensor-parallel ranks:"
-            " loss_parallel=True cuts them"
-        )
-    return words
-
-
-def _changes(setup: Setup) -> Iterator[tuple[str, dict[str, Any]]]:
-    if setup.reshard_after_forward is False:
-        yield "free parameters after forward (reshard_after_forward=True)", {"reshard_after_forward": True}
-    if setup.layout == "interleaved":
-        yield 'gather in place (layout="contiguous")', {"layout": "contiguous"}
-    if setup.checkpointing == "none":
-        yield "recompute most of each block (checkpointing='selective')", {"checkpointing": "selective"}
-    if setup.checkpointing != "full":
-        yield "recompute each block (checkpointing='full')", {"checkpointing": "full"}
-    if setup.micro_batch > 1:
-        steps = setup.accumulation * setup.micro_batch
-        yield "smaller micro-batches, more of them", {"micro_batch": 1, "accumulation": steps}
-    if setup.replicas > 1:
-        yield "cut over all ranks (replicas=1)", {"replicas": 1}
-    for words, times in (("twice", 2), ("four times", 4)):
-        if times * setup.ranks <= MOST:
-            yield f"{words} as many ranks", {"ranks": times * setup.ranks}
 
 
 def _origin(hardware: Hardware | None) -> str:

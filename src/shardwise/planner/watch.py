@@ -80,7 +80,7 @@ class _Watcher:
                 if layer is not None:
                     self.names[id(group)] = layer
             if self.recorder.place.phase == "forward" and layer is not None:
-                self.recorder.go(layer=layer)
+                self.recorder.go(layer=layer, after=False)  # blocks may run again
             return original(state, *args)
 
         return pre_forward

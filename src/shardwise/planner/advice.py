@@ -1,0 +1,83 @@
+"""What to change in a setup that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardwise.errors import ShardingError
+from shardwise.planner.devices import Hardware
+from shardwise.planner.events import LOGITS
+from shardwise.planner.models import Factory, Model, model_of
+from shardwise.planner.plan import Plan, plan, sized
+from shardwise.planner.setup import MOST, Setup
+from shardwise.planner.tensor import cuts
+
+
+def advise(
+    model: str | Model | Factory, setup: Setup, *, hardware: str | Hardware, planned: Plan | None = None
+) -> Iterator[tuple[str, Plan]]:
+    """Changes to a setup that does not fit, one after another, cheapest in time first, until it fits.
+
+    A change that leaves no less to lack is not made for those after it.
+
+    Args:
+        planned: the setup's plan, where it is there already.
+    """
+    model = model_of(model, sequence=setup.sequence)
+    best = planned or plan(model, setup, hardware=hardware)
+    for words, change in _changes(model, best):
+        try:
+            changed = plan(model, replace(best.setup, **change), hardware=hardware)
+        except ShardingError:  # no experts, say
+            continue
+        yield words, changed
+        if changed.fits:
+            return
+        best = changed if changed.free_bytes > best.free_bytes else best
+
+
+def cause(made: Plan) -> str:
+    """Say what most of the memory is at its peak, and why where tensor parallelism's plan is why."""
+    category, size = max(made.peak.alive.items(), key=lambda item: item[1])
+    words = f"Most at the peak: {category}, {sized(size)} of {sized(made.peak_bytes)}"
+    logits, setup = made.peak.alive.get(LOGITS, 0), made.setup
+    if made.whole_logits and 4 * logits > made.peak_bytes:
+        words += (
+            f"; logits and loss, {sized(logits)}, are whole on each of {setup.tensor} tensor-parallel ranks:"
+            " loss_parallel=True cuts them"
+        )
+    return words
+
+
+def _changes(model: Model, made: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    setup = made.setup
+    if setup.tensor > 1 and setup.loss == "whole":
+        with torch.device("meta"):
+            module = model.build(1)
+        if not cuts(module, setup)[1]:
+            yield "cut the logits up to the loss (loss_parallel=True)", {"loss_parallel": True}
+    apart = setup.pipeline * setup.ulysses * setup.experts * setup.tensor == 1
+    if apart and setup.loss == "whole" and 4 * made.peak.alive.get(LOGITS, 0) > made.peak_bytes:
+        yield "compute the loss in chunks (loss='chunked')", {"loss": "chunked", "loop_holds": "nothing"}
+    if setup.reshard_after_forward is False:
+        yield "free parameters after forward (reshard_after_forward=True)", {"reshard_after_forward": True}
+    if setup.layout == "interleaved":
+        yield 'gather in place (layout="contiguous")', {"layout": "contiguous"}
+    if setup.checkpointing == "none":
+        yield "recompute most of each block (checkpointing='selective')", {"checkpointing": "selective"}
+    if setup.checkpointing != "full":
+        yield "recompute each block (checkpointing='full')", {"checkpointing": "full"}
+    if setup.micro_batch > 1:
+        steps = setup.accumulation * setup.micro_batch
+        yield "smaller micro-batches, more of them", {"micro_batch": 1, "accumulation": steps}
+    if setup.replicas > 1:
+        yield "cut over all ranks (replicas=1)", {"replicas": 1}
+    if apart and setup.loss == "whole" and setup.axes["shard"] % 8 == 0:
+        yield "share experts out over 8 ranks (experts=8)", {"experts": 8}
+    for words, times in (("twice", 2), ("four times", 4)):
+        if times * setup.ranks <= MOST:
+            yield f"{words} as many ranks", {"ranks": times * setup.ranks}
