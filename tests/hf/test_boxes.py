@@ -1,10 +1,12 @@
 """What operations do to tensors of boxes is what they do to values."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.hf.boxes import Boxes, Computed, Plain
 from shardwise.layout import Box
@@ -61,3 +63,18 @@ def test_boxes_are_equal_where_their_values_are() -> None:
     one, same, other = (Boxes.of(Plain(v), (3, 2), v.dtype) for v in (value, value.clone(), value + 1))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
+
+
+def test_a_copy_has_the_same_pieces_and_a_parameter_stays_one() -> None:
+    value = torch.randn(3, 2)
+    module = nn.Module()
+    module.buffer = nn.Buffer(Boxes.of(Plain(value), value.shape, value.dtype))
+    module.param = nn.Parameter(Boxes.of(Plain(value), value.shape, value.dtype), requires_grad=False)
+    module.tied = module.param
+    found = copy.deepcopy(module)
+    assert found.tied is found.param is not module.param
+    assert found.param.pieces == module.param.pieces
+    assert isinstance(found.param, nn.Parameter)
+    assert not found.param.requires_grad
+    assert torch.equal(found.param, value)
+    assert torch.equal(found.buffer, value)

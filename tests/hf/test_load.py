@@ -1,5 +1,6 @@
 """Models loaded from files straight into shards."""
 
+import copy
 import json
 import shutil
 from collections.abc import Sequence
@@ -173,3 +174,36 @@ def test_loading_takes_the_memory_that_it_says(family: str, folder: Path) -> Non
             assert allocated.peaks["load"] <= memory.peak + 2048  # of what ranks tell each other
             assert memory.peak < memory.whole
             del model
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_modules_are_moved_and_copied_before_they_have_values(family: str, folder: Path) -> None:
+    class Around(nn.Module):
+        """A module within another, and its copy, which has another dtype."""
+
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+            self.copy = copy.deepcopy(inner).double()
+
+        @property
+        def weight(self) -> Tensor:
+            return self.inner.weight
+
+    def adapt(model: Any) -> Any:
+        model.lm_head = Around(model.lm_head)
+        return model
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kind = type(make(family))
+    for source, drawn in ((folder, {}), (config, {"config": config, "state_dict": {}})):
+        torch.manual_seed(5)
+        expected = kind.from_pretrained(None if drawn else folder, **drawn)
+        for layout in LAYOUTS:
+            torch.manual_seed(5)
+            model = hf.load(source, model_class=kind, layout=layout, adapt=adapt)
+            copied = model.lm_head.copy.weight
+            assert torch.equal(copied.full_tensor(), expected.lm_head.weight.double())
+            model.lm_head = model.lm_head.inner
+            assert_equal(model, expected)

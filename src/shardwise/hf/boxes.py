@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import _compat
 from shardwise.layout import Box
@@ -140,6 +140,11 @@ class Boxes(Tensor):
                 found = part.source_box
                 out[place].copy_(part.turned(part.source.read(found.offsets, found.ends)))
         return out
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return another tensor of the same pieces."""
+        copy = Boxes._made(self.like, self.pieces)
+        return nn.Parameter(copy, self.requires_grad) if isinstance(self, nn.Parameter) else copy
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Boxes({tuple(self.shape)}, {self.dtype}, {len(self.pieces)} pieces)"

@@ -33,9 +33,9 @@ from shardwise.files.stores import on_disk
 from shardwise.files.tensors import TensorFiles
 from shardwise.fsdp.fully_shard import Options, fully_shard
 from shardwise.fsdp.module_state import state_of
-from shardwise.hf.boxes import Boxes, Computed, Plain, each_tensor
+from shardwise.hf.boxes import Boxes, Computed, Piece, Plain, each_tensor
 from shardwise.sharded_tensor.group import group_or_default
-from shardwise.sharded_tensor.kinds import held_by_this_rank, store_whole
+from shardwise.sharded_tensor.kinds import held_by_this_rank, store_whole, whole_of
 
 _LOG = logging.getLogger("shardwise")
 aten = torch.ops.aten
@@ -113,12 +113,13 @@ def load(
         together(what, make)
         skeleton = made.pop()
         _claim_values(skeleton)
+        tied = [_place(skeleton, name) for name in skeleton.all_tied_weights_keys]  # adapters move modules
         together(what, lambda: made.append(skeleton if adapt is None else adapt(skeleton)))
         model = made.pop()
         values = take_values(model)
         _shard(model, skeleton._no_split_modules or (), options)
         model.__dict__["_shardwise_host_memory"] = _memory_for(model, values)
-        _initialise(skeleton, model, values)
+        _initialise(skeleton, model, values, tied)
         together(what, lambda: _read(model, values))
     return model.eval()
 
@@ -247,16 +248,13 @@ class _Undrawn:
         raise ShardingError(f"{here()}: weights have no values before the model is cut; adapt only its form")
 
 
-_UNDRAWN = _Undrawn()
-
-
 def _is_undrawn(value: Boxes) -> bool:
-    return any(piece.source is _UNDRAWN for piece in value.pieces)
+    return any(isinstance(piece.source, _Undrawn) for piece in value.pieces)
 
 
 def _claim_values(model: nn.Module) -> None:
     """Replace tensors on the meta device by `Boxes` without values, for adapters that read weights."""
-    replace_tensors(model, lambda _, one: Boxes.of(_UNDRAWN, one.shape, one.dtype) if one.is_meta else one)
+    replace_tensors(model, lambda _, one: Boxes.of(_Undrawn(), one.shape, one.dtype) if one.is_meta else one)
 
 
 def take_values(model: nn.Module) -> dict[str, Boxes]:
@@ -297,15 +295,15 @@ def replace_tensors(model: nn.Module, change: Callable[[str, Tensor], Tensor]) -
 
 def _shard(model: nn.Module, classes: Iterable[str], options: Options) -> None:
     """Apply `fully_shard` to every block, inner ones first, and to the model, with what is tied to others."""
-    owners = _owners(model)
+    owners = owners_of(model)
     for block in reversed([one for one in model.modules() if type(one).__name__ in classes]):
-        own = _owners(block)
+        own = owners_of(block)
         if own and block is not model and all(owners[param] == count for param, count in own.items()):
             fully_shard(block, **options)
     fully_shard(model, **options)
 
 
-def _owners(model: nn.Module) -> Counter[int]:
+def owners_of(model: nn.Module) -> Counter[int]:
     """Count how often each parameter is registered, by its id."""
     return Counter(
         id(param)
@@ -340,11 +338,19 @@ def _held_whole(value: Boxes) -> int:
     return sum(value.nbytes + one.nbytes for one in computed)
 
 
-def _initialise(skeleton: Any, model: nn.Module, values: Mapping[str, Boxes]) -> None:
-    """Initialise what has no value, by the model's own rules. Collective."""
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    prefix, _, last = name.rpartition(".")
+    return model.get_submodule(prefix), last
+
+
+def _initialise(
+    skeleton: Any, model: nn.Module, values: Mapping[str, Boxes], tied: list[tuple[nn.Module, str]]
+) -> None:
+    """Initialise what has no value, by the model's own rules; copies take their original's. Collective."""
     drawn = {name for name, value in values.items() if _is_undrawn(value)}
     tensors = _tensors(model)
-    for name in values.keys() - drawn:
+    copies = _copies({name: values[name].pieces for name in values if name in drawn}, tensors, skeleton)
+    for name in [*(values.keys() - drawn), *copies]:
         tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]  # what transformers looks at
     undrawn = sorted(name for name in drawn if isinstance(tensors[name], nn.Parameter))
     state = f"{fingerprint(str(torch.get_rng_state().tolist())):x}"
@@ -357,25 +363,38 @@ def _initialise(skeleton: Any, model: nn.Module, values: Mapping[str, Boxes]) ->
     )
     for one in skeleton.modules():
         one.__dict__.pop("_is_hf_initialized", None)
-    with _untied(skeleton), _Drawing() as drawing:
+    with _untied(tied), _Drawing() as drawing:
         skeleton.initialize_weights()
     drawing.store()
+    for name, first in copies.items():
+        store_whole(tensors[name], whole_of(tensors[first].detach()))
+
+
+def _copies(
+    pieces: Mapping[str, tuple[Piece, ...]], tensors: Mapping[str, Tensor], skeleton: nn.Module
+) -> dict[str, str]:
+    """Return each copy with its original, by name: of equals the one that the model initialises."""
+    own = {id(param) for param in skeleton.parameters()}
+    originals: dict[tuple[Piece, ...], str] = {}
+    first = {
+        name: originals.setdefault(pieces[name], name)
+        for name in sorted(pieces, key=lambda name: id(tensors[name]) not in own)
+    }
+    return {name: original for name, original in first.items() if name != original}
 
 
 @contextmanager
-def _untied(skeleton: Any) -> Iterator[None]:
+def _untied(tied: list[tuple[nn.Module, str]]) -> Iterator[None]:
     """Keep parameters tied to others from being initialised a second time."""
     placed = []
-    for name in skeleton.all_tied_weights_keys:
-        prefix, _, last = name.rpartition(".")
-        owner = skeleton.get_submodule(prefix)
+    for owner, last in tied:
         placed.append((owner, last, getattr(owner, last)))
         stand_in: Any = nn.Parameter(torch.empty(0))
         stand_in._is_hf_initialized = True
         setattr(owner, last, stand_in)
     yield
-    for owner, last, tied in placed:
-        setattr(owner, last, tied)
+    for owner, last, param in placed:
+        setattr(owner, last, param)
 
 
 class _Drawing(_compat.TorchDispatchMode):

@@ -28,6 +28,7 @@ from shardwise.checkpoint import save_slices
 from shardwise.comm.agree import agree, together
 from shardwise.errors import CheckpointError, ShardingError, from_extra, here
 from shardwise.files.stores import on_disk, sync
+from shardwise.hf.adapters import adapters_in
 from shardwise.hf.boxes import Boxes
 from shardwise.hf.load import library
 from shardwise.layout import Box
@@ -52,7 +53,8 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
         max_shard_size: of a file, in bytes or as "5GB"; several files have an index.
 
     Raises:
-        CheckpointError: on every rank: a path that is taken, no size, a full disk; nothing is left then.
+        CheckpointError: on every rank: a path that is taken, no size, a full disk, adapters that are not
+            merged; nothing is left then.
         RankMismatchError: ranks that save otherwise.
     """
     what = f"hf.save to {path}"
@@ -64,6 +66,11 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
             raise ShardingError(
                 f"{here()}: expected a model of transformers, found {type(model).__name__}; merge adapters"
                 " first, with hf.merge"
+            )
+        if adapters := list(adapters_in(model)):
+            found = ", ".join(adapters[:5]) + (", ..." if len(adapters) > 5 else "")
+            raise ShardingError(
+                f"{here()}: expected a model without adapters, found {found}; merge them first, with hf.merge"
             )
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise CheckpointError(f"{path} is there already; save to a new folder, or empty it")
