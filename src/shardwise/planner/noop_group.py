@@ -139,15 +139,16 @@ def listening(
 
 @contextmanager
 def noop_world(
-    size: int, *, device_type: str = "cpu", axes: dict[str, int] | None = None
+    size: int, *, rank: int = 0, device_type: str = "cpu", axes: dict[str, int] | None = None
 ) -> Iterator[DeviceMesh]:
-    """Make this process rank 0 of a default group of `size` ranks, apart from one that it has already.
+    """Make this process a rank of a default group of `size` ranks, apart from one that it has already.
 
     Yields its mesh: one axis of all, or these, of the first ranks.
     """
     _register()
     with _compat.no_process_groups():
-        dist.init_process_group("noop", rank=0, world_size=size, store=dist.HashStore())  # type: ignore[attr-defined]
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("noop", rank=rank, world_size=size, store=store)
         inside = size if axes is None else math.prod(axes.values())
         if axes is None or (len(axes) == 1 and inside == size):
             yield init_device_mesh(device_type, (size,))

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from shardwise.cli import app
 
 CASE = """
+import sys
 from dataclasses import replace
 import torch
 from torch import nn
@@ -38,6 +39,18 @@ def steps_late(model):
         model.set_post_optim_event(torch.accelerator.current_stream().record_event())
     optimizer.register_step_pre_hook(too_early)
     return optimizer
+
+class BiasesApart(torch.optim.Optimizer):
+    def __init__(self, model):
+        weights, biases = ([p for p in model.parameters() if (p.ndim == 2) is two] for two in (True, False))
+        super().__init__(weights + biases, {})
+        self.parts = [torch.optim.SGD(weights, lr=0.1), torch.optim.Adam(biases)]
+        self.stream = torch.Stream(device="cuda")
+    def step(self, closure=None):
+        self.stream.wait_stream(torch.accelerator.current_stream())
+        self.parts[0].step()
+        with self.stream:
+            self.parts[1].step()
 
 def fails(model, mesh):
     shard(model, mesh)
@@ -84,6 +97,8 @@ racing_in_what_shard_returns = lambda: case(wraps)
 racing_in_its_backward = lambda: replace(case(shard), backward=halves_early)
 a_stage = lambda: replace(case(shard), backward=waits_for_a_stage)
 racing = lambda: case(races)
+racing_with_biases = lambda: case(shard, optimizer=BiasesApart)
+leaving = lambda: case(lambda model, mesh: sys.exit(0))
 racing_over_steps = lambda: case(shard, optimizer=steps_late)
 failing = lambda: case(fails)
 uneven = lambda: case(shard, samples=7)
@@ -131,11 +146,28 @@ def test_a_step_of_the_cases_own_is_followed(script: Path, name: str) -> None:
     assert "the stream made at" in text
 
 
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_a_race_on_parameters_that_the_first_rank_has_nothing_of_is_found(script: Path, layout: str) -> None:
+    status, text = check(script, "racing_with_biases", "--layout", layout)
+    assert status == 1
+    assert "parameter '0.bias'" in text
+    assert ", step)" in text
+
+
+def test_a_script_that_exits_is_not_taken_for_one_without_findings(tmp_path: Path) -> None:
+    path = tmp_path / "exits.py"
+    path.write_text("import sys\nsys.exit(0)\n")
+    status, text = check(path, "verify_case")
+    assert (status, "raised SystemExit when it was loaded: 0" in text) == (2, True)
+
+
 def test_a_race_from_one_step_to_the_next_is_found_as_the_host_runs_ahead(script: Path) -> None:
     arguments = list(sys.argv)
     status, text = check(script, "racing_over_steps")
     assert status == 1
     assert "the all-gather stream wait for the computing stream" in text
+    assert "torch/optim/sgd.py:" in text
+    assert "shardwise/cli" not in text
     assert sys.argv == arguments
 
 
@@ -144,6 +176,7 @@ def test_a_race_from_one_step_to_the_next_is_found_as_the_host_runs_ahead(script
     [
         ("a_stage", "that rank does not exist here. Run it on real ranks"),
         ("failing", "raised KeyError on the simulated device: 'mine'"),
+        ("leaving", "raised SystemExit on the simulated device: 0"),
         ("uneven", "batch(0) has 7 samples, which cannot be cut evenly over 2 ranks"),
         ("on_cpu", "no operation of the case ran on the simulated device"),
     ],

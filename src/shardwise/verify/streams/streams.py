@@ -23,12 +23,15 @@ from shardwise.verify.streams.clocks import HOST, Clock, Line, Operation, merge
 
 _STANDARD = f"{sysconfig.get_path('stdlib')}/"
 # The package's wrappers of user's calls and torch's are no places either.
-_WRAPPERS = ("shardwise/verify/streams/", "shardwise/_compat/", "shardwise/fsdp/module.py")
+_WRAPPERS = ("shardwise/verify/streams/", "shardwise/cli/", "shardwise/_compat/", "shardwise/fsdp/module.py")
 _INSIDE = (*_WRAPPERS, "/torch/", "<frozen", "<string>", "typing_extensions.py")
 
 
 def place_in_code() -> str:
-    """Return the innermost line of code that is neither torch's nor the simulation's."""
+    """Return the innermost line of code that is neither torch's nor the simulation's.
+
+    Where there is none, a line of one of torch's optimizers, which the simulation steps.
+    """
     frame = sys._getframe(1)
     inner = None
     while frame is not None:
@@ -39,6 +42,8 @@ def place_in_code() -> str:
             short = "/".join(name.rsplit("/", 3)[-3:])
             inner = f"{short}:{frame.f_lineno}, {frame.f_code.co_name}"
             break
+        if "/torch/optim/" in name:
+            inner = f"torch/optim/{name.rpartition('/')[2]}:{frame.f_lineno}, {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     if (node := _compat.autograd_node()) is not None:
         return f"{inner}, in {node.name()}" if inner else f"backward of {node.name()}"

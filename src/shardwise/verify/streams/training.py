@@ -1,4 +1,4 @@
-"""Check the training of a `Case` for missing waits, in this process, as rank 0 of any number of ranks."""
+"""Check the training of a `Case` for missing waits, in this process, as a rank of any number of ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardwise import _compat
 from shardwise.planner.noop_group import noop_world
+from shardwise.sharded_tensor.kinds import holding_of
 from shardwise.verify.case import Case, CaseError, apply_shard, load_case, local_batch
 from shardwise.verify.reference import take_batch, take_gradients
 from shardwise.verify.streams.check import Finding, Findings, simulated
@@ -72,28 +75,52 @@ def check_streams(
 
     Arguments as of `verify`; the model, its hooks, communication and optimizer are the case's own, sharded by
     whatever its `shard` calls. Starts no processes: collectives are those of a group that has this rank only,
-    whose results are as if all ranks were equal.
+    whose results are as if all ranks were equal. It is rank 0; where that holds no part of a parameter, as in
+    the contiguous layout, the training is repeated as a rank that does.
 
     Raises:
-        CaseError: no such case; one whose batch cannot be cut, that raises, or that uses no device.
+        CaseError: no such case; one whose batch cannot be cut, that raises or exits, or that uses no device.
     """
     if ranks % replicas:
         raise CaseError(f"{ranks} ranks cannot be cut into {replicas} replicas of equal size.")
     with mock.patch.object(sys, "argv", sys.argv):  # its script gets another
         case = _loaded(case_spec)
     receives = mock.patch.object(dist, "recv_object_list", _receive)
-    with simulated() as found, noop_world(ranks), receives:
-        torch.manual_seed(seed)
-        shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
-        mesh = init_device_mesh(NAME, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-        try:
-            _train(case, mesh, found, steps, layout)
-        except CaseError:
-            raise
-        except Exception as error:
-            raise _failed(case_spec, "on the simulated device", error) from error
-    timeline = found.simulation.timeline
-    return StreamsResult(tuple(found.findings), found.operations, len(timeline.lines) - 1, layout)
+    shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
+    results: list[StreamsResult] = []
+    held: set[str] = set()  # names of parameters that a rank of these has a part of
+    rank: int | None = 0
+    while rank is not None:
+        with simulated() as found, noop_world(ranks, rank=rank), receives:
+            torch.manual_seed(seed)
+            mesh = init_device_mesh(NAME, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+            try:
+                module = _train(case, mesh, found, steps, layout)
+            except CaseError:
+                raise
+            except (Exception, SystemExit) as error:
+                raise _failed(case_spec, "on the simulated device", error) from error
+            rank = _holder_of_others(module, held)
+        timeline = found.simulation.timeline
+        results.append(
+            StreamsResult(tuple(found.findings), found.operations, len(timeline.lines) - 1, layout)
+        )
+    findings = {str(one): one for result in results for one in result.findings}
+    operations = sum(result.operations for result in results)
+    return StreamsResult(tuple(findings.values()), operations, max(one.streams for one in results), layout)
+
+
+def _holder_of_others(module: nn.Module, held: set[str]) -> int | None:
+    """Return a rank that holds a part of a parameter that none did so far; note what this one holds."""
+    named = dict(module.named_parameters())
+    held |= {name for name, param in named.items() if not param.numel() or _compat.local_of(param).numel()}
+    for name in [name for name in named if name not in held]:
+        held.add(name)  # looked at once
+        over = holding_of(named[name]).over_one_group()
+        if over is not None and over[0] is not None:
+            ranks = dist.get_process_group_ranks(over[0])
+            return next(rank for rank, box in zip(ranks, over[1], strict=True) if not box.is_empty)
+    return None
 
 
 def _receive(*args: Any, **kwargs: Any) -> None:
@@ -108,23 +135,23 @@ def _loaded(case_spec: str) -> Case:
         return load_case(case_spec)
     except CaseError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _failed(case_spec, "when it was loaded", error) from error
 
 
-def _failed(case_spec: str, when: str, error: Exception) -> CaseError:
+def _failed(case_spec: str, when: str, error: BaseException) -> CaseError:
     what = f"{case_spec} raised {type(error).__name__} {when}: {error}"
     return CaseError(what, traceback=traceback.format_exc())
 
 
-def _train(case: Case, mesh: DeviceMesh, found: Findings, steps: int, layout: str | None) -> None:
+def _train(case: Case, mesh: DeviceMesh, found: Findings, steps: int, layout: str | None) -> nn.Module:
     module = apply_shard(case, case.build().to(NAME), mesh, layout=layout)
     found.models.append(module)
     optimizer = case.optimizer(module)
     computed: set[str] = set()
     found.simulation.timeline.listener = lambda operation, _: computed.add(operation.name)
     for step in range(steps):
-        batch = local_batch(take_batch(case, step), step, mesh.size(), 0)
+        batch = local_batch(take_batch(case, step), step, mesh.size(), dist.get_rank())
         take_gradients(case, module, tuple(_on_its_way(entry) for entry in batch))
         optimizer.step()
         optimizer.zero_grad()
@@ -134,6 +161,7 @@ def _train(case: Case, mesh: DeviceMesh, found: Findings, steps: int, layout: st
             "no operation of the case ran on the simulated device, so nothing was checked: its model or its"
             f" loss moves to the CPU. Leave both on the device that they are given ('{NAME}')."
         )
+    return module
 
 
 def _on_its_way(entry: torch.Tensor) -> torch.Tensor:
