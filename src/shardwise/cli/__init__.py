@@ -253,11 +253,8 @@ def plan(
     choices |= {"loss": loss, "loop_holds": loop_holds, "compile": compiled, "compile_loss": compile_loss}
     choices |= {"float8": float8, "float8_scales": float8_scales}
     try:
-        unused = {"tensor-plan": tensor_plan != "auto", "sequence-parallel": sequence_parallel is not None}
-        unused |= {"loss-parallel": loss_parallel is not None}
-        if tensor == 1 and not search and any(unused.values()):
-            given = ", ".join(f"--{name}" for name, given in unused.items() if given)
-            raise ShardwiseError(f"{given}: of tensor parallelism, which is not asked for: give --tensor")
+        if tensor == 1 and not search:
+            _refuse_unused(tensor_plan, sequence_parallel, loss_parallel)
         setup = Setup(ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, **choices)
         for written in (json_path, html_path, trace_path, png_path):  # not only after a search
             if written is not None:
@@ -272,9 +269,8 @@ def plan(
     atexit.register(gc.freeze)  # nor does it as the process ends
     from shardwise import planner
     from shardwise.launch import place
-    from shardwise.planner.advice import cause
+    from shardwise.planner.advice import lines
     from shardwise.planner.picture import figure_class
-    from shardwise.planner.plan import sized
 
     try:
         if png_path is not None and not (json_path or html_path or trace_path):
@@ -292,12 +288,7 @@ def plan(
             png_path.write_bytes(planner.picture(made))
         if made.fits:
             return
-        console.print(cause(made), markup=False, highlight=False, soft_wrap=True)
-        least = -made.free_bytes
-        for words, changed in planner.advise(model, made.setup, hardware=hardware, planned=made):
-            line = f"{words}: {'fits, with' if changed.fits else 'short of'} {sized(abs(changed.free_bytes))}"
-            line += ", so without that" if -changed.free_bytes >= least else ""
-            least = min(least, -changed.free_bytes)
+        for line in lines(model, made, hardware):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     except Exception as error:  # of the user's factory, files and so on: status 1 says that it does not fit
         where = f"{line}: " if (line := place(error)) else ""
@@ -428,6 +419,14 @@ def doctor(
     if results:
         Console(emoji=False).print(table(results))
     raise typer.Exit(FOUND if any(result.status is Status.BROKEN for result in results) else OK)
+
+
+def _refuse_unused(tensor_plan: str, sequence_parallel: bool | None, loss_parallel: bool | None) -> None:
+    """Raise for options that only a plan of tensor parallelism has."""
+    given = {"tensor-plan": tensor_plan != "auto", "sequence-parallel": sequence_parallel is not None}
+    given |= {"loss-parallel": loss_parallel is not None}
+    if named := ", ".join(f"--{name}" for name, is_given in given.items() if is_given):
+        raise ShardwiseError(f"{named}: of tensor parallelism, which is not asked for: give --tensor")
 
 
 def _check_writable(path: Path) -> None:

@@ -17,6 +17,16 @@ from shardwise.planner.setup import MOST, Setup
 from shardwise.planner.tensor import cuts
 
 
+def lines(model: str | Model | Factory, made: Plan, hardware: str | Hardware) -> Iterator[str]:
+    """Yield what most of a plan's memory is, then each change as it is planned."""
+    yield cause(made)
+    best = made
+    for words, changed in advise(model, made.setup, hardware=hardware, planned=made):
+        end = "" if changed.free_bytes > best.free_bytes else ", so without that"
+        yield f"{words}: {'fits, with' if changed.fits else 'short of'} {sized(abs(changed.free_bytes))}{end}"
+        best = max(best, changed, key=lambda one: one.free_bytes)
+
+
 def advise(
     model: str | Model | Factory, setup: Setup, *, hardware: str | Hardware, planned: Plan | None = None
 ) -> Iterator[tuple[str, Plan]]:

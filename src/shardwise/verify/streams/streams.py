@@ -23,7 +23,7 @@ from shardwise.verify.streams.clocks import HOST, Clock, Line, Operation, merge
 
 _STANDARD = f"{sysconfig.get_path('stdlib')}/"
 # The package's wrappers of user's calls and torch's are no places either.
-_WRAPPERS = ("shardwise/verify/streams/", "shardwise/cli/", "shardwise/_compat/", "shardwise/fsdp/module.py")
+_WRAPPERS = ("shardwise/verify/streams/", "shardwise/_compat/", "shardwise/fsdp/module.py")
 _INSIDE = (*_WRAPPERS, "/torch/", "<frozen", "<string>", "typing_extensions.py")
 
 
@@ -36,13 +36,15 @@ def place_in_code() -> str:
     inner = None
     while frame is not None:
         name = frame.f_code.co_filename
+        if name.endswith("shardwise/verify/streams/training.py"):
+            break
         standard = name.startswith(_STANDARD) and "-packages/" not in name
         inside = standard or any(part in name for part in _INSIDE)
         if not inside or "/torch/distributed/fsdp/" in name:
             short = "/".join(name.rsplit("/", 3)[-3:])
             inner = f"{short}:{frame.f_lineno}, {frame.f_code.co_name}"
             break
-        if "/torch/optim/" in name:
+        if inner is None and "/torch/optim/" in name:
             inner = f"torch/optim/{name.rpartition('/')[2]}:{frame.f_lineno}, {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     if (node := _compat.autograd_node()) is not None:
