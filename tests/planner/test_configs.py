@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,23 @@ def test_a_block_that_runs_several_times_is_planned_as_often_as_it_runs(tmp_path
     of_a_run = 3 * 2 * SEQUENCE * (4 * 32 * 32 + 2 * SEQUENCE * 32 + 2 * 32 * 64)
     assert found[5].model_flops - found[2].model_flops == 3 * of_a_run
     assert found[5].peak_bytes > found[2].peak_bytes
+    # Of the last run too, what is kept for backward is no logits.
+    assert found[5].peak.alive["activations"] > found[2].peak.alive["activations"]
+    assert found[5].peak.alive["logits and loss"] == found[2].peak.alive["logits and loss"]
+
+
+def test_attention_of_kernels_that_the_cpu_has_not_is_planned_as_sdpa(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+    config = json.loads(Path(written(tmp_path, "llama", intermediate_size=64, **sizes)).read_text())
+    peaks = []
+    for asked in ("sdpa", "flash_attention_2", "flex_attention"):
+        file = tmp_path / f"{asked}.json"
+        file.write_text(json.dumps(config | {"attn_implementation": asked}))
+        made = shardwise.plan(str(file), ranks=2, sequence=64)
+        peaks.append(made.peak_bytes)
+        said = [] if asked == "sdpa" else [f"Its attn_implementation, {asked}, is planned as sdpa"]
+        assert made.assumed == said
+    assert len({*peaks}) == 1
 
 
 def test_attention_with_dropout_or_values_of_their_own_width_has_no_scores_in_memory(tmp_path: Path) -> None:

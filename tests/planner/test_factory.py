@@ -114,5 +114,8 @@ def test_what_is_no_factory_is_told_what_one_is(tmp_path: Path) -> None:
         ShardingError, match=r"called without arguments, but needs width, depth: give a function"
     ):
         shardwise.plan(lambda width, /, *, depth, layers=2: Even(), sequence=8)
-    with pytest.raises(ShardingError, match=r"unknown model ':x': .* a function without arguments"):
-        shardwise.plan(":x")
+    for source in (":x", "./mine.py:build", "a/mine:build"):
+        with pytest.raises(
+            ShardingError, match=rf"unknown model '{source}': .* a function without arguments"
+        ):
+            shardwise.plan(source)

@@ -362,6 +362,9 @@ _KINDS = {
 
 def _of_transformers(path: Path, sequence: int) -> Model:
     values = read_config(path)
+    attention = values.get("attn_implementation", "sdpa")
+    if attention not in ("eager", "sdpa"):  # kernels that the CPU has not, of as much memory
+        values["attn_implementation"] = "sdpa"
     transformers = from_extra("hf", "transformers", what=f"{path}, a transformers config,")
     try:
         config = transformers.AutoConfig.for_model(**values)
@@ -433,6 +436,8 @@ def _of_transformers(path: Path, sequence: int) -> Model:
         said = (f"It is planned as a {name}",) if kind != next(iter(_KINDS)) else ()
     else:
         said = (f"It is planned as a {name}, not as the {trained} that its architectures name",)
+    if attention not in ("eager", "sdpa"):
+        said += (f"Its attn_implementation, {attention}, is planned as sdpa",)
     if both:
         said += ("Its encoder reads as many tokens as its decoder",)
     if getattr(config, "quantization_config", None) is not None:

@@ -121,7 +121,8 @@ def check_source(source: str, experts: int = 1) -> None:
     if source.endswith(".json"):
         read_config(Path(source))
     module, _, name = source.partition(":")
-    if source not in PUBLISHED and not source.endswith(".json") and not (name and module):
+    is_module = all(part.isidentifier() for part in module.split("."))
+    if source not in PUBLISHED and not source.endswith(".json") and not (name and is_module):
         raise ShardingError(
             f"unknown model {source!r}: give one of {', '.join(PUBLISHED)}, a transformers config (.json) or"
             " package.module:factory, a function without arguments that returns a module of tokens to logits"
