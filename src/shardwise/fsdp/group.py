@@ -30,7 +30,6 @@ from shardwise.comm.order import Event, Order, event_for
 from shardwise.comm.streams import record_event
 from shardwise.comm.watch import order_of
 from shardwise.errors import ShardingError, here
-from shardwise.fsdp import optimizer_watch
 from shardwise.fsdp.fast import seen
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import GroupSettings, MixedPrecisionPolicy, OffloadPolicy, chosen, pins
@@ -362,7 +361,6 @@ class ParamGroup(ABC):
                 for full, members in self._whole_memory(index):
                     for param in members:
                         param.unsharded = param.wrap_unsharded(param.whole_in(full))
-                        optimizer_watch.watch_gathered(param.name, param.unsharded)
                     memory.append(full)
                     self.buffers.append(self._buffer(index, full.data))
         if all(buffer.storage is not None for buffer in self.buffers):

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
+from shardwise.fsdp import optimizer_watch
 from shardwise.fsdp.fast import own_storage, seen
 from shardwise.fsdp.policy import MixedPrecisionPolicy
 from shardwise.layout import EvenShard, Owned, ParamSpec, RaggedShard, Slot
@@ -226,6 +227,7 @@ class ShardedParam(ABC):
             whole = _compat.dtensor(whole, _compat.spec_as(self.tp_spec, whole.dtype))
         made = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
         self.set_leaf_grad_dtype(made)
+        optimizer_watch.watch_gathered(self, made)
         return made
 
     def rename(self, name: str) -> None:
