@@ -427,6 +427,7 @@ class ParamGroup(ABC):
                 if unsharded is not None and unsharded.requires_grad != trains:
                     unsharded.requires_grad_(trains)
                     self.gather_event = None
+                param.trainable = trains
 
     def _list_forms(self) -> list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]]:
         for param in self.params:
@@ -439,6 +440,10 @@ class ParamGroup(ABC):
         if self.form is _SHARDED:
             return
         whole = self.form is _UNSHARDED
+        for param in self.params if whole else ():
+            if param.unsharded is not None and param.unsharded.requires_grad is not param.trainable:
+                param.follow_unsharded()
+                self.gather_event = None
         for parameters, name, sharded, unsharded in self.forms:
             # What a user put there stays: the next gather looks at it.
             if not whole or (name in parameters and parameters[name] is unsharded):
