@@ -245,13 +245,8 @@ class ParamGroup(ABC):
         after = self.post_forward_mesh
         resharded = "stays gathered" if after is None else f"is cut over {after.shard_mesh_size} ranks"
         unusual = chosen(self.policy, self.offload, self.settings)
-        return "\n".join(
-            [
-                f"group '{self.name}', strategy {self.strategy}, which {resharded} after forward",
-                *[f"'{self.name}' with {words}" for words in unusual],
-                self.layout_words,
-            ]
-        )
+        first = f"group '{self.name}', strategy {self.strategy}, which {resharded} after forward"
+        return "\n".join([first, *[f"'{self.name}' with {words}" for words in unusual], self.layout_words])
 
     # What other ranks must do too
 
@@ -360,7 +355,9 @@ class ParamGroup(ABC):
             for index in range(len(self.members)):
                 for full, members in self._whole_memory(index):
                     for param in members:
-                        param.unsharded = param.wrap_unsharded(param.whole_in(full))
+                        # What stays may be changed in place, one parameter without the others.
+                        whole = param.whole_in(full if self.gathers else full.data)
+                        param.unsharded = param.wrap_unsharded(whole)
                     memory.append(full)
                     self.buffers.append(self._buffer(index, full.data))
         if all(buffer.storage is not None for buffer in self.buffers):
