@@ -137,6 +137,52 @@ def test_a_backward_through_a_backward_is_refused_by_its_name(layout: str) -> No
     net.reset_iter_state()
 
 
+class Clamps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        with torch.no_grad():
+            self.down.weight.clamp_(-0.2, 0.2)
+        return self.down(x)
+
+
+def clamping(**options: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Clamps())
+    if options:
+        fully_shard(model[1], **options)
+        fully_shard(model, **options)
+    return model
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_a_parameter_that_its_forward_changes_in_place_is_an_error_that_names_the_module(
+    layout: str, reshard: bool
+) -> None:
+    model = clamping(layout=layout, reshard_after_forward=reshard)
+    message = raises_on_every_rank(LifecycleError, lambda: model(torch.ones(4, 8)).sum().backward())
+    assert f"rank {dist.get_rank()}: a parameter of module '1' was changed in place while gathered" in message
+    assert "weight.clamp(-1, 1)" in message
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+@on_ranks(2)
+def test_a_parameter_that_stays_whole_may_be_changed_in_place_by_its_forward(strategy: str) -> None:
+    model, reference = clamping(layout="contiguous", strategy=strategy), clamping()
+    for one in (model, reference):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            one(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+    assert_same_gradients(model, reference)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(2)
 def test_what_a_gather_in_flight_writes_to_cannot_be_read_by_backward(layout: str) -> None:

@@ -105,6 +105,32 @@ def test_gradients_of_a_converted_model_describe_the_new_dtype(layout: str, dtyp
     torch.optim.AdamW(model.parameters()).step()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("by_hand", [False, True])
+@on_ranks(2)
+def test_what_is_frozen_or_trained_while_gathered_stays_so(layout: str, by_hand: bool) -> None:
+    model = sharded_net(layout=layout)
+    names, sharded = zip(*model.named_parameters(), strict=True)
+    optimizer = torch.optim.SGD(sharded, lr=0.1)
+    step(model)  # trains all of them
+    for frozen in (True, False, True):
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(torch.ones(1, 8))
+        model.head.requires_grad_(not frozen)  # gathered, as the root's are
+        if by_hand:
+            sharded[names.index("inner.bias")].requires_grad_(not frozen)  # which is not shown
+            model.reshard()
+        before = [param.detach().full_tensor().clone() for param in sharded]
+        for _ in range(2):
+            step(model)
+            optimizer.step()
+        expected = ("head.weight", "head.bias", *["inner.bias"] * by_hand) if frozen else ()
+        after = [param.detach().full_tensor() for param in sharded]
+        same = {name for name, a, b in zip(names, before, after, strict=True) if torch.equal(a, b)}
+        assert same == {n for n, p in model.named_parameters() if not p.requires_grad} == set(expected)
+
+
 @pytest.mark.parametrize("stepped", [False, True])
 @on_ranks(2)
 def test_data_assigned_to_a_dtensor_is_an_error_and_to_rows_is_used(stepped: bool) -> None:

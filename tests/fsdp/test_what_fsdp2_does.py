@@ -63,6 +63,29 @@ def values_of_before_a_step_are_used(fully_shard: Shard) -> bool:
     return torch.equal(before, model(X))
 
 
+def evaluated(fully_shard: Shard) -> tuple[Any, list[nn.Parameter]]:
+    """Return a model after a backward and an evaluation, and its sharded parameters."""
+    model = sharded(fully_shard)
+    params = list(model.parameters())
+    model(X).sum().backward()
+    with torch.no_grad():
+        model(X)
+    return model, params
+
+
+def gradients_stay_after_an_evaluation(fully_shard: Shard) -> bool:
+    model, params = evaluated(fully_shard)
+    model.zero_grad()
+    return any(param.grad is not None for param in params)
+
+
+def what_is_frozen_after_an_evaluation_trains(fully_shard: Shard) -> bool:
+    model, params = evaluated(fully_shard)
+    model.requires_grad_(False)
+    model.reshard()
+    return any(param.requires_grad for param in params)
+
+
 def one_stored_dtype_a_group(fully_shard: Shard) -> bool:
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -147,6 +170,8 @@ def there_is_one_strategy(fully_shard: Shard) -> bool:
 FACTS: list[Callable[[Shard], bool]] = [
     an_optimizer_built_before_trains_nothing,
     values_of_before_a_step_are_used,
+    gradients_stay_after_an_evaluation,
+    what_is_frozen_after_an_evaluation_trains,
     one_stored_dtype_a_group,
     a_forward_hook_sees_shards,
     a_divide_factor_raises_on_gloo,

@@ -454,6 +454,21 @@ def test_clipping_holds_after_several_backwards_and_a_replaced_gradient() -> Non
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_clipping_after_an_evaluation_is_that_of_one_process(layout: str) -> None:
+    reference, model = backward(build()), build()
+    for block in model:
+        fully_shard(block, layout=layout)
+    sharded_params, x = list(model.parameters()), torch.ones(1, 6, dtype=torch.float64)
+    backward(model)
+    with torch.no_grad():
+        model(x)  # after which parameters stay gathered
+    theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1), theirs, **TIGHT)
+    torch.testing.assert_close([whole_of(p.grad) for p in sharded_params], grads(reference), **TIGHT)
+
+
+@on_ranks(2)
 def test_torchs_own_clipping_of_the_contiguous_layout_is_that_of_one_process() -> None:
     reference, model = backward(build()), build()
     contiguous(model)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 # What functional collectives find a group by.
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
@@ -67,6 +67,14 @@ def compiler_in_use() -> bool:
     """Return whether this process has made a function that `torch.compile` compiles when it is called."""
     frames: Any = sys.modules.get("torch._dynamo.eval_frame")  # where also None and False stand for backends
     return frames is not None and any(callable(backend) for backend in frames.cached_backends.values())
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module compiles its calls: by its `compile()`, or as what `torch.compile` made."""
+    if module._compiled_call_impl is not None:
+        return True
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")  # if imported, which takes a second
+    return frames is not None and isinstance(module, frames.OptimizedModule)
 
 
 def is_functional(tensor: Tensor) -> bool:

@@ -30,7 +30,6 @@ from shardwise.comm.order import Event, Order, event_for
 from shardwise.comm.streams import record_event
 from shardwise.comm.watch import order_of
 from shardwise.errors import ShardingError, here
-from shardwise.fsdp import optimizer_watch
 from shardwise.fsdp.fast import seen
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import GroupSettings, MixedPrecisionPolicy, OffloadPolicy, chosen, pins
@@ -246,13 +245,8 @@ class ParamGroup(ABC):
         after = self.post_forward_mesh
         resharded = "stays gathered" if after is None else f"is cut over {after.shard_mesh_size} ranks"
         unusual = chosen(self.policy, self.offload, self.settings)
-        return "\n".join(
-            [
-                f"group '{self.name}', strategy {self.strategy}, which {resharded} after forward",
-                *[f"'{self.name}' with {words}" for words in unusual],
-                self.layout_words,
-            ]
-        )
+        first = f"group '{self.name}', strategy {self.strategy}, which {resharded} after forward"
+        return "\n".join([first, *[f"'{self.name}' with {words}" for words in unusual], self.layout_words])
 
     # What other ranks must do too
 
@@ -361,8 +355,9 @@ class ParamGroup(ABC):
             for index in range(len(self.members)):
                 for full, members in self._whole_memory(index):
                     for param in members:
-                        param.unsharded = param.wrap_unsharded(param.whole_in(full))
-                        optimizer_watch.watch_gathered(param.name, param.unsharded)
+                        # What stays may be changed in place, one parameter without the others.
+                        whole = param.whole_in(full if self.gathers else full.data)
+                        param.unsharded = param.wrap_unsharded(whole)
                     memory.append(full)
                     self.buffers.append(self._buffer(index, full.data))
         if all(buffer.storage is not None for buffer in self.buffers):
@@ -429,6 +424,7 @@ class ParamGroup(ABC):
                 if unsharded is not None and unsharded.requires_grad != trains:
                     unsharded.requires_grad_(trains)
                     self.gather_event = None
+                param.trainable = trains
 
     def _list_forms(self) -> list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]]:
         for param in self.params:
@@ -441,6 +437,10 @@ class ParamGroup(ABC):
         if self.form is _SHARDED:
             return
         whole = self.form is _UNSHARDED
+        for param in self.params if whole else ():
+            if param.unsharded is not None and param.unsharded.requires_grad is not param.trainable:
+                param.follow_unsharded()
+                self.gather_event = None
         for parameters, name, sharded, unsharded in self.forms:
             # What a user put there stays: the next gather looks at it.
             if not whole or (name in parameters and parameters[name] is unsharded):

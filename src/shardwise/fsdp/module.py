@@ -21,6 +21,7 @@ from shardwise.comm.streams import CommStreams
 from shardwise.errors import LifecycleError
 from shardwise.fsdp import guard, interrupted, shard_report, trace_plan, traced
 from shardwise.fsdp.fast import own_code
+from shardwise.fsdp.group import Form
 from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.settings import ModuleSettings, states_of
 from shardwise.fsdp.shard_report import ShardReport
@@ -94,13 +95,18 @@ class FSDPModule(ModuleSettings):
             state.schedule.free_gathered()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients: where parameters are gathered, those that wait for a reduction. Local."""
+        """Clear gradients: where parameters are gathered, those that wait for a reduction too. Local."""
         super().zero_grad(set_to_none)
-        for state in self._states(recurse=True):
-            for group in state.groups:
+        # In another form `parameters()` lists no sharded parameter, on which the optimizer's gradients are.
+        hidden = [g for s in self._states(recurse=True) for g in s.groups if g.form is not Form.SHARDED]
+        for group in hidden:
+            for param in group.params:
                 if group.is_unsharded:
-                    for param in group.params:
-                        param.accumulated = None
+                    param.accumulated = None
+                if set_to_none:
+                    param.sharded.grad = None
+                elif param.sharded.grad is not None:
+                    _compat.local_tensor(param.sharded.grad).zero_()
 
     def reset_iter_state(self) -> None:
         """Forget an iteration in which forward or backward raised, on the root module.

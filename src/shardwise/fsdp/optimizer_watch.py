@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,6 +32,14 @@ _GATHERED = (
     "are whole only while gathered; build the optimizer before the first forward, or when the model has"
     " been resharded"
 )
+
+
+class Forms(Protocol):
+    """A sharded parameter as it is seen here: its two forms."""
+
+    name: str
+    sharded: nn.Parameter
+    unsharded: nn.Parameter | None
 
 
 class _Watched:
@@ -54,6 +62,7 @@ class _Watched:
 
 
 _replaced, _gathered = _Watched(), _Watched()
+_owners: weakref.WeakValueDictionary[int, Forms] = weakref.WeakValueDictionary()  # by gathered form
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # at which change
 _changes = 0
 _watching = False
@@ -80,12 +89,19 @@ def watch_replaced(replaced: dict[str, nn.Parameter]) -> None:
         _replaced.add(name, param)
 
 
-def watch_gathered(name: str, param: nn.Parameter) -> None:
+def watch_gathered(param: Forms, whole: nn.Parameter) -> None:
     """Remember the whole form of a sharded parameter."""
     global _changes
     # An optimizer that was looked at may be given this one: it is looked at again.
     _changes += 1
-    _gathered.add(name, param)
+    _gathered.add(param.name, whole)
+    _owners[id(whole)] = param
+
+
+def sharded_form(param: Tensor) -> Tensor:
+    """Return the sharded form of a gathered parameter, which has the gradient; another one itself."""
+    owner = _owners.get(id(param))
+    return owner.sharded if owner is not None and owner.unsharded is param else param
 
 
 def was_replaced(param: Tensor) -> bool:

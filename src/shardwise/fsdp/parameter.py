@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
+from shardwise.fsdp import optimizer_watch
 from shardwise.fsdp.fast import own_storage, seen
 from shardwise.fsdp.policy import MixedPrecisionPolicy
 from shardwise.layout import EvenShard, Owned, ParamSpec, RaggedShard, Slot
@@ -90,7 +91,7 @@ class ShardedParam(ABC):
         self.info = info
         self.policy = policy
         self.chosen_grad_dtype = _compat.chosen_grad_dtype(param)
-        self.trainable = param.requires_grad
+        self.trainable = param.requires_grad  # both forms, unless the user changed one since
         self.is_packed = False
         if isinstance(param, ShardedRows):
             raise ShardingError(
@@ -225,8 +226,16 @@ class ShardedParam(ABC):
         if self.tp_spec is not None:
             whole = _compat.dtensor(whole, _compat.spec_as(self.tp_spec, whole.dtype))
         made = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
+        self.trainable = made.requires_grad
         self.set_leaf_grad_dtype(made)
+        optimizer_watch.watch_gathered(self, made)
         return made
+
+    def follow_unsharded(self) -> None:
+        """Let the sharded form be frozen or trained as the user made the unsharded one while it was shown."""
+        assert self.unsharded is not None
+        self.trainable = self.unsharded.requires_grad
+        self.sharded.requires_grad_(self.trainable)
 
     def rename(self, name: str) -> None:
         """Take the name that the root module gives the parameter."""

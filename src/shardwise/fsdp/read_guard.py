@@ -8,7 +8,8 @@ backward inside past these hooks; it would read memory that is freed, or that a 
     version of the memory    while gathered, a number that only this group has; while not, a greater one
 
 Saved tensors remember the version that they saw, and autograd compares. So such a backward stops before it
-reads anything, and the number in torch's message says whose parameters it wanted.
+reads anything, and the number in torch's message says whose parameters it wanted. So does one that needs
+parameters as they were before somebody changed one of the group in place.
 """
 
 from __future__ import annotations
@@ -37,10 +38,16 @@ class Gathers(Protocol):
 
 
 _FIRST = 1 << 30  # more in-place changes than any tensor sees
-_numbers = itertools.count(_FIRST)
+_APART = 1 << 8  # more in-place changes than one pass makes of a group's parameters
+_numbers = itertools.count(_FIRST, _APART)
 # Weakly, as saved tensors may know a number for longer than its group lives.
 _groups: weakref.WeakValueDictionary[int, Gathers] = weakref.WeakValueDictionary()
 _VERSION = re.compile(r"is at version \d+; expected version (\d+)")
+_CHANGED = (
+    "was changed in place while gathered, by the module's forward or between forward and backward, but"
+    " backward needs its group's parameters as they were, and the change would be lost when they are freed."
+    " Let forward use a changed copy, such as weight.clamp(-1, 1), or change sharded parameters between steps"
+)
 
 
 class ReadGuard:
@@ -63,10 +70,12 @@ class ReadGuard:
 def explain(error: Exception) -> Exception | None:
     """Return the error to raise in place of one of autograd; None if that has another reason."""
     found = _VERSION.search(str(error))
-    # The number that the saved tensor expects is its group's.
-    group = _groups.get(int(found.group(1))) if found is not None else None
-    if group is None or group.is_unsharded:  # then a parameter was changed in place
+    # The number that the saved tensor expects is its group's, or one of changes before it was saved.
+    group = _groups.get(int(found.group(1)) // _APART * _APART) if found is not None else None
+    if group is None:
         return None
+    if group.is_unsharded:
+        return LifecycleError(f"{here()}: a parameter of {group.title} {_CHANGED}")
     return LifecycleError(
         f"{here()}: backward reached the inside of {group.title} by another way than through what its forward"
         " returned, when its parameters were not gathered. Some tensor left that forward otherwise: as an"

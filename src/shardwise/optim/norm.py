@@ -32,7 +32,7 @@ from shardwise.comm.arithmetic import extreme
 from shardwise.comm.watch import announced
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.contiguous_reduction import merge_views
-from shardwise.sharded_tensor import ShardedTensor
+from shardwise.fsdp.optimizer_watch import sharded_form
 from shardwise.sharded_tensor.holding import Groups
 from shardwise.sharded_tensor.kinds import by_axes
 
@@ -145,13 +145,13 @@ def clip_grad_norm_(
             stacklevel=2,
         )
     with _compat.plain_attributes():
-        found = [p.grad for p in parameters]
-    # The gradients of a ShardedTensor are on its shards; its attribute puts them together.
-    grads = [
-        p.grad if plain is None and isinstance(p, ShardedTensor) else plain
-        for p, plain in zip(parameters, found, strict=True)
-    ]
-    shared = set(map(id, tied))
+        grads = [p.grad for p in parameters]
+    for index, grad in enumerate(grads):
+        if grad is None:
+            # An evaluation may have left it gathered. Those of a ShardedTensor its attribute puts together.
+            parameters[index] = sharded_form(parameters[index])
+            grads[index] = parameters[index].grad
+    shared = {id(form) for param in tied for form in (param, sharded_form(param))}
     half = list(map(shared.__contains__, map(id, parameters)))
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     local, counts = by_axes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections import OrderedDict
@@ -17,6 +18,7 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from fsdp.compiled.harness import Run, batch, by_block, compare, compiled, local, loss_of, train
 from fsdp.compiled.models import Block, CheckpointedBlock, Mlp, Transformer
@@ -412,3 +414,24 @@ def test_gradients_that_are_reduced_together_are_all_compiled_or_all_eager(compi
     model.reset_iter_state()
     second(torch.ones(2, 4)).sum().backward()
     assert torch.equal(model.bias.grad.full_tensor(), torch.full((4,), 2.0))
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("in_place", [True, False])
+@on_ranks(2)
+def test_blocks_compiled_before_they_are_sharded_are_recomputed_in_checkpoints(
+    layout: str, in_place: bool
+) -> None:
+    torch.compiler.reset()
+    reference = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 3))
+    model = copy.deepcopy(reference)
+    if in_place:
+        model.compile(backend="aot_eager")
+    else:
+        model = torch.compile(model, backend="aot_eager")
+    fully_shard(model, layout=layout)
+    for rows in (2, 3):
+        for one in (reference, model):
+            checkpoint(one, torch.ones(rows, 4), use_reentrant=False).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
