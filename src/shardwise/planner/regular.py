@@ -39,8 +39,7 @@ def check(model: Model, setup: Setup) -> int:
 @functools.lru_cache(maxsize=1)
 def _leading(model: Model, setup: Setup) -> int:
     model = chunked(model) if setup.loss == "chunked" else model
-    fakes = FastFakeTensorMode(allow_non_fake_inputs=True)
-    with quiet_fakes(), fakes, no_packed_sequences(), kernels(setup):
+    with quiet_fakes(), FastFakeTensorMode(allow_non_fake_inputs=True):
         try:
             module, _ = built(model, model.layers, setup.param_dtype)
         except ShardwiseError:
@@ -53,7 +52,7 @@ def _leading(model: Model, setup: Setup) -> int:
         tokens = torch.zeros(setup.micro_batch, setup.sequence, dtype=torch.int64)
         watch = _Watch(blocks)
         try:
-            with watch:
+            with no_packed_sequences(), kernels(setup), watch:  # by now the model's code is imported
                 loss = model.loss(module, tokens, tokens)
                 leading = max(leading, _compare("does", watch.inside))
                 watch.in_backward = True
