@@ -21,7 +21,7 @@ from shardwise.planner.setup import Setup
 
 
 @dataclass
-class Stood:
+class Ran:
     """Functions of transformers that ran: as their kernels do, or by reference code that has none."""
 
     as_kernels: set[str] = field(default_factory=set)
@@ -29,19 +29,19 @@ class Stood:
 
 
 @contextmanager
-def kernels(setup: Setup) -> Iterator[Stood]:
+def kernels(setup: Setup) -> Iterator[Ran]:
     """Let models compute on fake tensors what they would on the setup's device."""
-    stood = Stood()
+    ran = Ran()
     with ExitStack() as stack:
-        stack.enter_context(_listening(stood.by_reference))
+        stack.enter_context(_listening(ran.by_reference))
         if setup.device == "cuda":
             own: dict[str, Any] = {"scaled_dot_product_attention": _attention, "dropout": _dropout}
             own |= {"rms_norm": _rms_norm} if setup.fused_norms else {}
             stack.enter_context(_compat.operators_on_cpu(own))
             for module, name in _of_transformers():
-                named = _named(*FUNCTIONS[name], stood.as_kernels)
+                named = _named(*FUNCTIONS[name], ran.as_kernels)
                 stack.enter_context(mock.patch.object(module, name, named))
-        yield stood
+        yield ran
 
 
 def _of_transformers() -> list[tuple[Any, str]]:

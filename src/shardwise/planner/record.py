@@ -155,7 +155,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         gc.disable()
         stack.callback(gc.enable)
         stack.enter_context(no_packed_sequences())
-        stood = stack.enter_context(kernels(setup))
+        ran = stack.enter_context(kernels(setup))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # kernels read what fakes do not have
         touches = setup.compile or setup.compile_loss
         recorder = Recorder(blocks, lanes, touches=touches, record_streams=setup.record_streams)
@@ -174,7 +174,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         if recorder.touches is not None:
             segments = compiled(segments, recorder.touches, narrow=setup.narrow)
         whole = tensor is not None and setup.loss == "whole" and not cuts(module, setup)[1]
-        named = tuple(sorted(stood.as_kernels)), tuple(sorted(stood.by_reference))
+        named = tuple(sorted(ran.as_kernels)), tuple(sorted(ran.by_reference))
         return Recording(layers, segments, parameters, in_block, gathered, converted, whole, *named)
 
 

@@ -11,7 +11,7 @@ import ast
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -85,14 +85,14 @@ class _Kernel(torch.autograd.Function):
     def forward(ctx: Any, work: _Work, *inputs: Tensor | None) -> Tensor:
         given = [one for one in inputs if one is not None]
         kept = [one for one in work.saved if isinstance(one, tuple) and one is not work.result]
-        first, last = ([], [work.result]) if work.projections else ([work.result], [])
-        made = _linear_attention(given, str([*first, *kept, *work.forward]), work.flops)
-        result: Tensor = made.pop(0) if first else _projections(made, str(last), work.projections)[0]
-        saved: list[Any] = []
-        for one in work.saved:
-            fresh = isinstance(one, tuple) and one is not work.result
-            saved.append(made.pop(0) if fresh else result if one is work.result else one)
-        ctx.save_for_backward(*saved)
+        own = [] if work.projections else [work.result]
+        made = _linear_attention(given, str([*kept, *work.forward, *own]), work.flops)
+        if work.projections:
+            made += _projections(made, str([work.result]), work.projections)
+        fresh, result = iter(made), cast(Tensor, made[-1])
+        ctx.save_for_backward(
+            *(result if x is work.result else next(fresh) if isinstance(x, tuple) else x for x in work.saved)
+        )
         ctx.work = replace(work, saved=[])  # which would keep them until the whole of backward ends
         ctx.inputs = [None if one is None else _like(one) for one in inputs]
         return result
@@ -108,8 +108,8 @@ class _Kernel(torch.autograd.Function):
         if work.projections:
             reads += _projections(reads, str(work.backward), 2 * work.projections)
         meanwhile = [] if work.projections else work.backward
-        made = _linear_attention(reads, str([*makes, *meanwhile]), work.flops * 5 // 2)
-        return None, *(None if one is None else made.pop(0) for one in wanted)
+        made = iter(_linear_attention(reads, str([*makes, *meanwhile]), work.flops * 5 // 2))
+        return None, *(None if one is None else next(made) for one in wanted)
 
 
 def _applied(work: _Work, *inputs: Tensor | None) -> Tensor:

@@ -99,9 +99,9 @@ class _Watcher:
             for one, _ in ending:  # still in its own block
                 one.post_backward()
             recorder, layer = self.recorder, self.layer(state)
-            if layer is None and state.below and recorder.place.layer == recorder.last:
-                pass  # a root that returns what its last block does: they begin together
-            elif layer is not None or recorder.place.layer is not None:
+            # A root that returns what its last block does begins with that, whose backward this is.
+            of_last = layer is None and bool(state.below) and recorder.place.layer == recorder.last
+            if not of_last and (layer is not None or recorder.place.layer is not None):
                 recorder.go(layer=layer, after=False)
             return original(state, (), grad)
 

@@ -87,7 +87,8 @@ def check_streams(
         case = _loaded(case_spec)
     receives = mock.patch.object(dist, "recv_object_list", _receive)
     shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
-    results: list[StreamsResult] = []
+    findings: dict[str, Finding] = {}  # by their text, as other ranks may find the same
+    operations = streams = 0
     held: set[str] = set()  # names of parameters that a rank of these has a part of
     rank: int | None = 0
     while rank is not None:
@@ -101,13 +102,10 @@ def check_streams(
             except (Exception, SystemExit) as error:
                 raise _failed(case_spec, "on the simulated device", error) from error
             rank = _holder_of_others(module, held)
-        timeline = found.simulation.timeline
-        results.append(
-            StreamsResult(tuple(found.findings), found.operations, len(timeline.lines) - 1, layout)
-        )
-    findings = {str(one): one for result in results for one in result.findings}
-    operations = sum(result.operations for result in results)
-    return StreamsResult(tuple(findings.values()), operations, max(one.streams for one in results), layout)
+        findings |= {str(one): one for one in found.findings}
+        operations += found.operations
+        streams = max(streams, len(found.simulation.timeline.lines) - 1)
+    return StreamsResult(tuple(findings.values()), operations, streams, layout)
 
 
 def _holder_of_others(module: nn.Module, held: set[str]) -> int | None:
