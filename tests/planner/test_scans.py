@@ -93,6 +93,21 @@ def test_results_and_gradients_are_shaped_as_those_of_reference_code(name: str) 
     assert ran(stand_in(function), *inputs()) == [(by_reference[0], torch.bfloat16), *gradients]
 
 
+@pytest.mark.parametrize(
+    ("name", "asked", "state"),
+    [
+        ("selective_scan_fn", "return_last_state", (BATCH, CHANNELS, WIDTH)),
+        ("mamba_chunk_scan_combined", "return_final_states", (BATCH, HEADS, HEAD, WIDTH)),
+        ("chunk_gated_delta_rule", "output_final_state", (BATCH, HEADS, HEAD, 2 * HEAD)),
+    ],
+)
+def test_a_cache_gets_the_last_state(name: str, asked: str, state: tuple[int, ...]) -> None:
+    _, function, inputs = KERNELS[name]
+    args, kwargs = inputs()
+    _, last = stand_in(function)(*args, **kwargs, **{asked: True})
+    assert (last.shape, last.dtype) == (state, torch.float32)
+
+
 def saved_bytes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     """Bytes that the function saves for backward, each storage once."""
     storages: dict[int, int] = {}

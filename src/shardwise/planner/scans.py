@@ -145,14 +145,16 @@ def _selective_scan(
     D: Tensor | None = None,
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
+    return_last_state: bool = False,
     **_: Any,
-) -> Tensor:
+) -> Any:
     """Stand for mamba-ssm's of Mamba: (batch, channels, tokens), `A` (channels, width)."""
     u, dt, B, C, z = _rows(hidden_states, dt, B, C, z)
     saved: list[Any] = [u, dt, A, B, C, D, z, delta_bias, _states(u.shape, A.shape[1])]
     saved += [] if z is None else [_like(u)]  # before the gate
     work = _Work(_like(u), saved, backward=[_like(B, _FLOAT), _like(C, _FLOAT)])
-    return _applied(work, u, dt, A, B, C, D, z, delta_bias)
+    found = _applied(work, u, dt, A, B, C, D, z, delta_bias)
+    return (found, u.new_empty(*u.shape[:2], A.shape[1], dtype=_FLOAT)) if return_last_state else found
 
 
 def _mamba(
