@@ -20,6 +20,7 @@ from shardwise import FSDPModule
 from shardwise.comm import CommStreams, DefaultAllGather, DefaultReduceScatter
 from shardwise.fsdp.fast import seen
 from shardwise.fsdp.module_state import state_of
+from shardwise.fsdp.schedule import Schedule
 
 USERS = [
     "shardwise.comm.foreach",
@@ -178,6 +179,30 @@ def test_the_end_of_backward_waits_for_every_reduction_and_holds_no_buffer() -> 
     schedule = state_of(model).schedule
     assert (schedule.reduce_inputs, schedule.reduce_shards, schedule.reduced) == ([], [], {})
     assert schedule.copying_gather is None
+
+
+@on_ranks(2)
+def test_shards_are_kept_until_backward_ends_only_where_they_become_gradients() -> None:
+    kept: list[int] = []
+
+    def keeping(schedule: Schedule) -> None:
+        kept.append(len(schedule.reduce_shards))
+        waited(schedule)
+
+    def shards_kept(model: FSDPModule) -> int:
+        kept.clear()
+        logged_step(model)
+        return kept[-1]
+
+    waited = Schedule.wait_for_reductions
+    with mock.patch.object(Schedule, "wait_for_reductions", keeping):
+        model = sharded_net(blocks=3)
+        assert shards_kept(model) == 4  # as gradients, which have the same memory
+        assert shards_kept(model) == 0  # added to gradients
+        hooked = sharded_net(blocks=3)
+        for param in hooked.parameters():
+            param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+        assert shards_kept(hooked) == 0  # used by an optimizer in backward
 
 
 @on_ranks(4)
