@@ -91,18 +91,20 @@ def test_a_change_that_leaves_no_less_to_lack_is_not_kept(monkeypatch: pytest.Mo
 def test_logits_that_are_most_are_advised_away_and_experts_shared_out(tmp_path: Path) -> None:
     long = Setup(ranks=8, sequence=1024, checkpointing="full", layout="contiguous")
     small = replace(planner.hardware_of("h100"), memory_bytes=2 * 2**30)
-    first, changed = next(advise("gpt2", long, hardware=small))
+    made = shardwise.plan("gpt2", long, hardware=small)
+    first, changed = next(advise("gpt2", long, hardware=small, planned=made))
     assert first == "compute the loss in chunks (loss='chunked')"
-    assert changed.peak_bytes < shardwise.plan("gpt2", long, hardware=small).peak_bytes
+    assert changed.peak_bytes < made.peak_bytes
     sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 4, "intermediate_size": 512, "vocab_size": 96, "num_local_experts": 8}
     mixture = Setup(ranks=8, sequence=16, layout="contiguous", checkpointing="full")
     tight = replace(small, memory_bytes=1)
-    words = [line for line, _ in advise(written(tmp_path, "mixtral", **sizes), mixture, hardware=tight)]
-    assert "share experts out over 8 ranks (experts=8)" in words
-    assert "share experts out over 8 ranks (experts=8)" not in [
-        line for line, _ in advise("gpt2", long, hardware=tight)
-    ]
+    shared_out = "share experts out over 8 ranks (experts=8)"
+    assert any(
+        line == shared_out
+        for line, _ in advise(written(tmp_path, "mixtral", **sizes), mixture, hardware=tight)
+    )
+    assert shared_out not in [line for line, _ in advise(Even, mixture, hardware=tight)]
 
 
 @pytest.mark.parametrize(
