@@ -103,12 +103,12 @@ def test_what_a_forward_cut_over_fewer_ranks_is_gathered_from_all_when_that_sett
 
 
 @on_ranks(2)
-def test_evaluation_gathers_each_group_once_and_keeps_only_the_root() -> None:
+def test_evaluation_gathers_each_group_once_and_keeps_none() -> None:
     model = warm(sharded_net(blocks=3))
     with CommCounter() as counter, torch.no_grad():
         model(torch.ones(1, 8))
     assert kinds(counter) == {"all_gather": 4, "reduce_scatter": 0, "all_reduce": 0}
-    assert unsharded_groups(model) == [""]
+    assert unsharded_groups(model) == []
 
 
 @on_ranks(2)

@@ -126,9 +126,7 @@ def test_each_rank_stores_its_share_of_parameters_gradients_and_optimizer_state(
 @on_ranks(2)
 @pytest.mark.parametrize("options", WAYS, ids=str)
 def test_a_deleted_model_is_gone_at_once(options: dict[str, str]) -> None:
-    gc.collect()
-    gc.disable()
-    try:
+    def alive() -> int:
         model = sharded_net(blocks=2, **options)
         optimizer = torch.optim.AdamW(model.parameters())
         step(model)
@@ -140,7 +138,13 @@ def test_a_deleted_model_is_gone_at_once(options: dict[str, str]) -> None:
         watched += [weakref.ref(shard) for g in groups(model) for shard in g.shards]
         watched += [weakref.ref(p) for p in model.parameters()]
         del model, optimizer
-        assert [ref() for ref in watched] == [None] * len(watched)
+        return sum(ref() is not None for ref in watched)
+
+    alive()  # what torch imports at first keeps frames, in which an optimizer is made
+    gc.collect()
+    gc.disable()
+    try:
+        assert alive() == 0
     finally:
         gc.enable()
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint, fsdp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -84,6 +85,18 @@ def what_is_frozen_after_an_evaluation_trains(fully_shard: Shard) -> bool:
     model.requires_grad_(False)
     model.reshard()
     return any(param.requires_grad for param in params)
+
+
+def torchs_clipping_after_an_evaluation_misses_gradients(fully_shard: Shard) -> bool:
+    model, params = evaluated(fully_shard)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.0)
+    return any(bool(param.grad.full_tensor().any()) for param in params)
+
+
+def states_do_not_load_after_an_evaluation(fully_shard: Shard) -> bool:
+    model, _ = evaluated(fully_shard)
+    options = StateDictOptions(full_state_dict=True)
+    return raises(lambda: set_model_state_dict(model, Net().state_dict(), options=options))
 
 
 def one_stored_dtype_a_group(fully_shard: Shard) -> bool:
@@ -172,6 +185,8 @@ FACTS: list[Callable[[Shard], bool]] = [
     values_of_before_a_step_are_used,
     gradients_stay_after_an_evaluation,
     what_is_frozen_after_an_evaluation_trains,
+    torchs_clipping_after_an_evaluation_misses_gradients,
+    states_do_not_load_after_an_evaluation,
     one_stored_dtype_a_group,
     a_forward_hook_sees_shards,
     a_divide_factor_raises_on_gloo,

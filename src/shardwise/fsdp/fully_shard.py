@@ -103,7 +103,7 @@ def fully_shard(
         reshard_after_forward: True frees parameters after forward and gathers them again in
             backward; False keeps them; a number keeps them cut over that many ranks, a divisor of
             the shard axis. None is True, except for the root module, whose parameters backward needs
-            first.
+            first; a forward without gradients frees them too.
         shard_placement_fn: for a parameter, `Shard(dim)` (a dim other than 0 must divide evenly), a
             `ShardPlacementResult` that names a mesh too, or None for `Shard(0)`. In the contiguous layout
             `RaggedShard(block)` keeps blocks of rows together and `Owned()` the whole parameter; dims

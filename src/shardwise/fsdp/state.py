@@ -218,7 +218,8 @@ class FSDPState(ModuleState):
         """End a pass when its first module has: complete unfinished lists; keep what backward needs first.
 
         Whoever lets the root reshard wants the memory between forward and backward, and without
-        gradients there is no backward; then nothing is kept.
+        gradients there is no backward; then nothing is kept, the root's parameters neither unless it was
+        told to keep them: what users ask for next, to clip or to load, is the sharded ones.
         """
         schedule.forward_root = schedule.latest_output = None
         # Lists of which some module did not run in this pass: nothing else would release them.
@@ -227,6 +228,9 @@ class FSDPState(ModuleState):
                 state.still_to_run.clear()
                 state.training_state = _IDLE
                 output = state.cast_output(state._leave(schedule, output))
+        if not is_grad_enabled() and self.reshard_is_automatic:
+            for group in self.groups:
+                group.reshard()
         if not is_grad_enabled() or any(group.post_forward_mesh is not None for group in self.groups):
             schedule.release_pending()
         # No gather of this forward follows to take the latest freed memory, which would lie beside the loss.
