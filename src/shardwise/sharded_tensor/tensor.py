@@ -27,7 +27,7 @@ from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor import failure
 from shardwise.sharded_tensor.base import ShardedTensorBase
-from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata
+from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata
 from shardwise.sharded_tensor.refuse import refuse
 from shardwise.sharded_tensor.registry import HANDLERS, PLAIN, Args, Kwargs, between_graphs, declared
 from shardwise.sharded_tensor.spec import ShardingSpec
@@ -233,7 +233,10 @@ class ShardedTensor(ShardedTensorBase):
                 result on a rank without shards. By default that of `tensors`, or of this tensor.
         """
         metadata = metadata or self._metadata
-        spec = self._spec if metadata.shards_metadata is self._metadata.shards_metadata else None
+        if metadata.shards_metadata is self._metadata.shards_metadata:
+            spec, places = self._spec, [shard.metadata for shard in self._shards]
+        else:
+            spec, places = None, metadata.held_by(dist.get_rank())
         if anchor is None:
             anchor = tensors[0].detach().new_empty(0) if tensors else self._anchor
         shown = tensors[0] if tensors else anchor
@@ -247,7 +250,6 @@ class ShardedTensor(ShardedTensorBase):
             changes["pin_memory"] = False
         if changes:
             metadata = metadata.with_properties(**changes)
-        places = self._places(metadata)
         shards = [Shard(tensor, place) for tensor, place in zip(tensors, places, strict=True)]
         made = ShardedTensor.wrap(
             shards, metadata, process_group=self.process_group, sharding_spec=spec, anchor=anchor
@@ -260,11 +262,6 @@ class ShardedTensor(ShardedTensorBase):
     def map(self, function: Callable[[Tensor], Tensor]) -> ShardedTensor:
         """Apply an elementwise `function` to every local shard. Local; differentiable."""
         return cast(ShardedTensor, failure.run(_mapped, function, (self,), {}))
-
-    def _places(self, metadata: ShardedTensorMetadata) -> list[ShardMetadata]:
-        if metadata.shards_metadata is self._metadata.shards_metadata:
-            return [shard.metadata for shard in self._shards]
-        return metadata.held_by(dist.get_rank())
 
     # ------------------------------------------------------------ as torch tensors
 
