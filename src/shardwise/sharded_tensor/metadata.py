@@ -296,6 +296,14 @@ class ShardedTensorMetadata:
         ]
         return replace(self, shards_metadata=moved, size=torch.Size(size))
 
+    def placed(self, place: Callable[[RemoteDevice], RemoteDevice]) -> ShardedTensorMetadata:
+        """Replace every shard's placement, where it has one."""
+        shards = [
+            ShardMetadata(s.shard_offsets, s.shard_sizes, s.placement and place(s.placement))
+            for s in self.shards_metadata
+        ]
+        return replace(self, shards_metadata=shards)
+
     def check(self, ranks: Sequence[int] | None) -> None:
         """Raise ShardingError, naming the shards, unless they cover the tensor once on members of `ranks`.
 

@@ -29,7 +29,6 @@ from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor import random
 from shardwise.sharded_tensor.construct import shared_seed
-from shardwise.sharded_tensor.move import placed_on
 from shardwise.sharded_tensor.ops.elementwise import in_place
 from shardwise.sharded_tensor.ops.operands import rule
 from shardwise.sharded_tensor.refuse import refuse
@@ -130,7 +129,7 @@ def _like(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     tensors = [func(tensor, *args[1:], **kwargs) for tensor in sharded.tensors]
     metadata = sharded.metadata().with_properties(pin_memory=bool(kwargs.get("pin_memory")))
     if anchor.device != sharded.anchor.device:
-        metadata = placed_on(metadata, anchor.device)
+        metadata = metadata.placed(lambda place: place.on(anchor.device))
     return sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)
 
 
