@@ -31,8 +31,8 @@ _MEMORY = (
 _VALUES = "Values are spread over the ranks; use full_tensor(), or gather() for one rank"
 _RESIZE = "Its size and cut are fixed; make a new tensor with shardwise.sharded_tensor.empty() and copy_()"
 
-_HINTS = {
-    hint: names.split()
+_HINT_OF = {
+    name: hint
     for hint, names in {
         _ALONG: "flip fliplr flipud roll rot90 cummax cummin cumprod cumsum logcumsumexp sort argsort tril"
         " triu",
@@ -43,8 +43,8 @@ _HINTS = {
         " topk median quantile kthvalue mode",
         _RESIZE: "resize_ resize_as_ set_",
     }.items()
+    for name in names.split()
 }
-_HINT_OF = {name: hint for hint, names in _HINTS.items() for name in names}
 
 
 def refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
