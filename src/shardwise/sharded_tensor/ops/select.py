@@ -13,7 +13,7 @@ All others keep every shard of every operand (in new memory), so a rank has as m
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -146,13 +146,6 @@ def _along(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return _picked(sharded, picks, [*size[:dim], *count, *size[dim + 1 :]])
 
     return part(parts) if isinstance(parts, Tensor) else type(parts)(map(part, parts))
-
-
-@rule(_T.__iter__, takes="input")
-def _iter(func: Any, sharded: ShardedTensor) -> Iterator[Any]:
-    if not sharded.ndim:
-        raise TypeError("iteration over a 0-d tensor")
-    return iter(_along(_T.unbind, (sharded,), {}))
 
 
 # ---------------------------------------------------------------- several together
