@@ -294,8 +294,6 @@ class ShardedTensor(ShardedTensorBase):
         )
 
     def __deepcopy__(self, memo: Any) -> ShardedTensor:
-        if id(self) in memo:
-            return cast(ShardedTensor, memo[id(self)])
         if not self.is_leaf:
             raise ShardingError(
                 f"{here()}: only leaves of the autograd graph can be copied deeply, {self._name()} is the"
