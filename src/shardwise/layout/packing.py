@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import accumulate, islice, takewhile
 
 _WINDOW = 16  # kinds of parameter that one greedy step chooses from
 _REFINEMENTS = 10  # bisections between the last S that failed and the first that did not
@@ -190,13 +190,8 @@ def _candidates(least: int, kinds: Sequence[tuple[int, int]]) -> Iterator[int]:
     Any size, and besides those the multiples of what the largest parameters have in common: at such a size
     they are cut without loss. Either series takes strides of 0.1% at least, longer as failures mount.
     """
-    multiples, multiple = [1], 1
-    for _, step in kinds:
-        multiple = math.lcm(multiple, step)
-        if multiple > kinds[0][0]:
-            break
-        if multiple != multiples[-1]:
-            multiples.append(multiple)
+    common = accumulate((step for _, step in kinds), math.lcm, initial=1)
+    multiples = list(dict.fromkeys(takewhile(lambda multiple: multiple <= kinds[0][0], common)))
     series = [least + -least % m for m in multiples]  # the next of each
     last = tried = 0
     while True:
