@@ -35,13 +35,6 @@ def test_the_intersection_holds_exactly_the_common_elements(data: st.DataObject)
     assert common is None or not common.is_empty
 
 
-@given(shapes.flatmap(boxes_in))
-@relaxed
-def test_a_box_has_as_many_elements_as_its_sizes_say(box: Box) -> None:
-    assert box.numel == math.prod(box.sizes) == len(elements(box))
-    assert box.is_empty == (not elements(box))
-
-
 @given(exact_covers)
 @relaxed
 def test_an_exact_cover_is_accepted_in_any_order(tiles: tuple[tuple[int, ...], list[Box]]) -> None:
