@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from covers import boxes
 from torch import Tensor, nn
 from torch.distributed._shard import sharded_tensor as peer
 from torch.distributed._shard import sharding_spec as peer_spec
@@ -34,13 +35,7 @@ import shardwise.sharded_tensor.dcp
 from ranks import RankPool, on_ranks
 from shardwise.errors import ShardingError
 from shardwise.files.manifest import digest
-from shardwise.layout import Box
-from shardwise.sharded_tensor import (
-    EnumerableShardingSpec,
-    ShardedTensor,
-    ShardingSpec,
-    ShardMetadata,
-)
+from shardwise.sharded_tensor import ShardedTensor, ShardingSpec
 
 WHOLE = {
     "weight": torch.arange(35.0).view(7, 5),
@@ -52,26 +47,9 @@ WHOLE = {
 }
 
 
-def halves(draw: random.Random, box: Box, depth: int) -> list[Box]:
-    """`box` cut in two along a drawn dim, `depth` times; parts may be empty."""
-    if depth == 0 or not box.sizes:
-        return [box]
-    dim = draw.randrange(len(box.sizes))
-    size = draw.randint(0, box.sizes[dim])
-    low = Box(box.offsets, (*box.sizes[:dim], size, *box.sizes[dim + 1 :]))
-    offsets = (*box.offsets[:dim], box.offsets[dim] + size, *box.offsets[dim + 1 :])
-    high = Box(offsets, (*box.sizes[:dim], box.sizes[dim] - size, *box.sizes[dim + 1 :]))
-    return halves(draw, low, depth - 1) + halves(draw, high, depth - 1)
-
-
 def drawn_spec(shape: tuple[int, ...], seed: int) -> ShardingSpec:
     """Boxes anywhere, some empty, several on a rank; the last of several ranks has none."""
-    draw = random.Random(seed)
-    ranks = max(1, dist.get_world_size() - 1)
-    boxes = halves(draw, Box((0,) * len(shape), shape), depth=3)
-    return EnumerableShardingSpec(
-        [ShardMetadata(box.offsets, box.sizes, f"rank:{draw.randrange(ranks)}") for box in boxes]
-    )
+    return boxes(shape, random.Random(seed), cuts=7, ranks=range(max(1, dist.get_world_size() - 1)))
 
 
 def sharded(whole: Tensor, seed: int) -> ShardedTensor:
