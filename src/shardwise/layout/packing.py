@@ -30,17 +30,10 @@ _REFINEMENTS = 10  # bisections between the last S that failed and the first tha
 
 @dataclass(frozen=True)
 class Packing:
-    """The start of each parameter in the gathered buffer of `ranks * shard_numel` elements."""
+    """The start of each parameter in the gathered buffer, and the elements of each rank's shard of that."""
 
     starts: tuple[int, ...]
     shard_numel: int
-    ranks: int
-    numels: tuple[int, ...]
-
-    @property
-    def padding(self) -> int:
-        """Elements of the gathered buffer that no parameter uses."""
-        return self.ranks * self.shard_numel - sum(self.numels)
 
 
 @dataclass(frozen=True)
@@ -74,12 +67,12 @@ def pack(
     """
     items = _items(numels, blocks, align, owners)
     if not items:
-        return Packing((0,) * len(numels), 0, ranks, numels)
+        return Packing((0,) * len(numels), 0)
     size, starts = _search(items, ranks)
     placed = [0] * len(numels)
     for index, start in starts.items():
         placed[index] = start * align
-    return Packing(tuple(placed), size * align, ranks, numels)
+    return Packing(tuple(placed), size * align)
 
 
 def least_shard_numel(
