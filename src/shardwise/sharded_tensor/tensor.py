@@ -328,10 +328,8 @@ def device_of(tensors: Sequence[Tensor], metadata: ShardedTensorMetadata) -> tor
     """Return the device of this rank's shards; without any, the kind of device the others are on."""
     if tensors:
         return tensors[0].device
-    for shard in metadata.shards_metadata:
-        if shard.placement is not None:
-            return torch.device(shard.placement.device().type)
-    return torch.device("cpu")
+    placed = (shard.placement for shard in metadata.shards_metadata if shard.placement is not None)
+    return torch.device(next((place.device().type for place in placed), "cpu"))
 
 
 def _refuse_functions() -> None:

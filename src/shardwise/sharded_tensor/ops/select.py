@@ -65,17 +65,14 @@ def _item(sharded: ShardedTensor, item: Any) -> Any:
             raise TypeError
         return operator.index(item)
     except TypeError:
+        found = f"a tensor of shape {tuple(item.shape)}" if isinstance(item, Tensor) else repr(item)
         refuse_case(
             "indexing",
             sharded,
-            why=f"an index is of ints, slices, None and ..., found {_described(item)}",
+            why=f"an index is of ints, slices, None and ..., found {found}",
             instead="for rows of a table use torch.nn.functional.embedding; to fill by a mask, masked_fill or"
             " torch.where; otherwise full_tensor()[...]",
         )
-
-
-def _described(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def _picked(sharded: ShardedTensor, picks: Sequence[Pick], size: Sequence[int]) -> ShardedTensor:

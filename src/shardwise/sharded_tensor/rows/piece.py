@@ -145,7 +145,7 @@ class Piece(Holding):
 
     @cached_property
     def rows(self) -> Box:
-        """This rank's, in the coordinates of `box_of`."""
+        """This rank's rows, in the coordinates of `box_of`."""
         return self.box_of(self.rank)
 
     @cached_property
