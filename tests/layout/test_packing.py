@@ -85,18 +85,6 @@ def test_every_rank_boundary_inside_a_parameter_falls_between_two_blocks(problem
 
 @given(problems())
 @relaxed
-def test_the_ranges_of_all_ranks_follow_one_another_and_fit_in_a_shard(problem: Problem) -> None:
-    packing = problem.pack()
-    for index, numel in enumerate(problem.numels):
-        ranges = [held(problem, packing, index, rank) for rank in range(problem.ranks)]
-        assert ranges[0][0] == 0
-        assert ranges[-1][1] == numel
-        assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
-        assert all(0 <= end - begin <= packing.shard_numel for begin, end in ranges)
-
-
-@given(problems())
-@relaxed
 def test_a_parameter_of_one_block_is_whole_on_one_rank_and_on_its_owner_if_named(problem: Problem) -> None:
     packing = problem.pack()
     for index, (numel, block) in enumerate(zip(problem.numels, problem.blocks, strict=True)):
