@@ -48,7 +48,7 @@ def padding(shapes: Shapes, *, rows: int, ranks: int) -> tuple[float, float]:
     """Padding over elements of a group of these parameters: as packed, and what no packing can be below."""
     numels = tuple(math.prod(shape) for shape in shapes)
     blocks = tuple(rows * math.prod(shape[1:]) for shape in shapes)
-    packed = pack(numels, blocks, ranks=ranks, align=ALIGN).padding
+    packed = ranks * pack(numels, blocks, ranks=ranks, align=ALIGN).shard_numel - sum(numels)
     least = ranks * least_shard_numel(numels, blocks, ranks=ranks, align=ALIGN) - sum(numels)
     return packed / sum(numels), least / sum(numels)
 

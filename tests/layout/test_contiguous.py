@@ -18,7 +18,6 @@ from shardwise.layout import (
     ParamSpec,
     Placement,
     RaggedShard,
-    cover,
 )
 
 relaxed = settings(max_examples=100)
@@ -70,15 +69,6 @@ def groups(draw: st.DrawFn) -> tuple[list[ParamSpec], int]:
 def layouts(group: tuple[list[ParamSpec], int]) -> list[ContiguousLayout]:
     specs, ranks = group
     return [ContiguousLayout(specs, ranks=ranks, rank=rank) for rank in range(ranks)]
-
-
-@given(groups())
-@relaxed
-def test_the_boxes_of_all_ranks_cover_every_parameter(group: tuple[list[ParamSpec], int]) -> None:
-    specs, ranks = group
-    layout = ContiguousLayout(specs, ranks=ranks, rank=0)
-    for index, wanted in enumerate(specs):
-        cover([layout.box(index, rank) for rank in range(ranks)], wanted.shape)
 
 
 @given(groups())

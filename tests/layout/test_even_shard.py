@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
-from ranks import on_ranks
 from shardwise.errors import ShardingError
-from shardwise.layout import Box, EvenShard, cover
+from shardwise.layout import Box, EvenShard
 
 relaxed = settings(max_examples=100)
 Case = tuple[tuple[int, ...], int, int]
@@ -55,13 +53,6 @@ def test_sizes_and_offsets_are_those_of_dtensor(case: Case) -> None:
 
 @given(cases())
 @relaxed
-def test_pieces_of_all_ranks_cover_the_parameter(case: Case) -> None:
-    shape, dim, ranks = case
-    cover([EvenShard(dim).box(shape, rank=r, ranks=ranks) for r in range(ranks)], shape)
-
-
-@given(cases())
-@relaxed
 def test_every_rank_stores_as_much_as_the_first_holds(case: Case) -> None:
     shape, dim, ranks = case
     placement = EvenShard(dim)
@@ -80,12 +71,3 @@ def test_rows_run_out_on_the_last_ranks() -> None:
 def test_dims_are_counted_from_the_first() -> None:
     with pytest.raises(ShardingError, match="got dim -1"):
         EvenShard(-1)
-
-
-@on_ranks(2, 3)
-@pytest.mark.parametrize(("shape", "dim"), [((5, 4), 0), ((4, 7), 1), ((1, 3), 0), ((3, 1, 2), 1)])
-def test_a_distributed_dtensor_holds_the_same_piece(shape: tuple[int, ...], dim: int) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    local = distribute_tensor(whole, dist.init_device_mesh("cpu", (ranks,)), [Shard(dim)]).to_local()
-    assert torch.equal(local, piece(whole, EvenShard(dim).box(shape, rank=rank, ranks=ranks)))

@@ -153,13 +153,6 @@ def test_the_example_of_two_parameters_over_two_ranks() -> None:
     assert (segment.padding, segment.shard_numel, segment.unsharded_numel) == (0, 8, 16)
 
 
-def test_bytes_are_aligned_in_the_smaller_of_the_stored_and_the_gathered_dtype() -> None:
-    (segment,) = InterleavedLayout(
-        [spec("a", 2, dtype=torch.float32, gather=torch.bfloat16)], ranks=2, rank=0, align_bytes=16
-    ).segments
-    assert segment.shard_numel == 8  # 16 bytes of bfloat16
-
-
 def test_without_parameters_there_is_no_segment() -> None:
     layout = InterleavedLayout([], ranks=2, rank=0)
     assert layout.segments == ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tilings import Element, boxes_in, elements, tilings
 
 from shardwise.errors import ShardingError
 from shardwise.layout import index
@@ -23,7 +23,6 @@ relaxed = settings(max_examples=120)
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 Boxes = list[list[Box]]
-Element = tuple[int, ...]
 
 
 def view(array: np.ndarray, box: Box, whole: Box | None = None) -> np.ndarray:
@@ -33,33 +32,11 @@ def view(array: np.ndarray, box: Box, whole: Box | None = None) -> np.ndarray:
     return array[(..., *(slice(offset - start, offset - start + size) for offset, size, start in places))]
 
 
-def elements(box: Box) -> list[Element]:
-    return list(itertools.product(*(range(o, e) for o, e in zip(box.offsets, box.ends, strict=True))))
-
-
-def whole_of(shape: Sequence[int]) -> Box:
-    return Box((0,) * len(shape), tuple(shape))
-
-
-@st.composite
-def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
-    bounds = [sorted((draw(st.integers(0, size)), draw(st.integers(0, size)))) for size in shape]
-    return Box(tuple(low for low, _ in bounds), tuple(high - low for low, high in bounds))
-
-
 @st.composite
 def covers(draw: st.DrawFn, shape: tuple[int, ...], ranks: int) -> Boxes:
-    """Boxes that tile the shape, the whole cut again and again at random places, on random ranks."""
-    boxes = [whole_of(shape)]
-    for _ in range(draw(st.integers(0, 6)) if shape else 0):
-        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        dim = draw(st.integers(0, len(shape) - 1))
-        cut = draw(st.integers(0, box.sizes[dim]))
-        sizes, offsets, rest = list(box.sizes), list(box.offsets), list(box.sizes)
-        sizes[dim], offsets[dim], rest[dim] = cut, offsets[dim] + cut, rest[dim] - cut
-        boxes += [Box(box.offsets, tuple(sizes)), Box(tuple(offsets), tuple(rest))]
+    """Boxes that cover the shape once, on random ranks."""
     held: Boxes = [[] for _ in range(ranks)]
-    for box in boxes:
+    for box in draw(tilings(shape)):
         held[draw(st.integers(0, ranks - 1))].append(box)
     return held
 
@@ -145,20 +122,6 @@ def test_a_rank_alone_finds_its_part_of_the_whole_plan_in_the_same_order(
     assert plan == sorted(plan, key=lambda m: (m.sender, m.receiver, m.target, m.box.offsets))
     for rank in range(len(source)):
         assert transfer(source, target, rank=rank) == [m for m in plan if rank in (m.sender, m.receiver)]
-
-
-@given(st.data())
-@relaxed
-def test_only_what_a_rank_wants_and_does_not_hold_crosses_the_wire(data: st.DataObject) -> None:
-    shape, ranks = data.draw(shapes), data.draw(st.integers(1, 6))
-    source, target = data.draw(held_by_ranks(shape, ranks)), data.draw(covers(shape, ranks))
-    received: Counter[int] = Counter()
-    for message in transfer(source, target):
-        if message.sender != message.receiver:
-            received[message.receiver] += message.box.numel
-    for rank in range(ranks):
-        wants, has = ({e for box in boxes[rank] for e in elements(box)} for boxes in (target, source))
-        assert received[rank] == len(wants - has)
 
 
 @given(st.data())

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from ranks import on_ranks
 from shardwise.sharded_tensor import (
     ChunkShardingSpec,
-    EnumerableShardingSpec,
     ShardingSpec,
-    ShardMetadata,
     empty,
     shard_tensor,
 )
@@ -26,7 +24,6 @@ from shardwise.sharded_tensor.module import (
 
 ROWS = ChunkShardingSpec(0, ["rank:2", "rank:0"])  # nothing on rank 1
 COLUMNS = ChunkShardingSpec(1, ["rank:1", "rank:0", "rank:1"])  # several on rank 1, nothing on rank 2
-ON_ONE = EnumerableShardingSpec([ShardMetadata([0, 0], [5, 4], "rank:1")])
 
 
 class Table(nn.Module):

@@ -15,12 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from covers import boxes, cpu, whole_of
+from covers import boxes, cpu, part, whole_of
 from torch import Tensor, nn
 
 from ranks import on_ranks
 from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError
+from shardwise.layout import Box
 from shardwise.sharded_tensor import (
     ChunkShardingSpec,
     GridShardingSpec,
@@ -59,9 +60,9 @@ def refused(spec: ShardingSpec | None, options: dict[str, Any]) -> bool:
 
 
 def check(
-    apply: Any, table: Tensor, spec: ShardingSpec, *, also: Tensor | None = None, **shards: Tensor
+    apply: Any, table: Tensor, spec: ShardingSpec | None, *, also: Tensor | None = None, **shards: Tensor
 ) -> Tensor:
-    """`apply(table, also, ...)` on the table sharded by `spec` against the whole one; gradients of both too.
+    """`apply(table, also, ...)` on the table, sharded by a `spec`, against the whole one; gradients too.
 
     `shards` are sharded ids and the like, which the whole run takes as full tensors.
     """
@@ -72,19 +73,22 @@ def check(
     weights = torch.randn_like(expected)
     (expected * weights).sum().backward()
 
-    sharded = shard_tensor(table, spec).requires_grad_()
+    mine = table.clone() if spec is None else shard_tensor(table, spec)
+    mine.requires_grad_()
     factors = None if also is None else also.clone().requires_grad_()
-    found = apply(sharded, factors, **shards)
+    found = apply(mine, factors, **shards)
     torch.testing.assert_close(whole_of(found), expected, rtol=1e-12, atol=1e-12)
     (whole_of(found) * weights).sum().backward()
-    for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
-        part = reference.grad.to_dense()[tuple(map(slice, box.offsets, box.ends))]  # type: ignore[union-attr]
+    assert reference.grad is not None
+    grad, parts = reference.grad.to_dense(), [(mine, Box.whole(SHAPE))]
+    if isinstance(mine, ShardedTensor):
+        parts = list(zip(mine.tensors, mine.boxes, strict=True))
+    for tensor, box in parts:
         assert tensor.grad is not None
-        torch.testing.assert_close(tensor.grad.to_dense(), part, rtol=1e-12, atol=1e-12)
-        assert reference.grad is not None
+        torch.testing.assert_close(tensor.grad.to_dense(), part(grad, box), rtol=1e-12, atol=1e-12)
         if tensor.numel():
             assert tensor.grad.is_sparse == reference.grad.is_sparse
-    torch.testing.assert_close(whole_of(sharded), reference.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(whole_of(mine), reference.detach(), rtol=1e-12, atol=1e-12)
     if factors is not None:
         torch.testing.assert_close(factors.grad, plain.grad, rtol=1e-12, atol=1e-12)  # type: ignore[union-attr]
     return found
@@ -189,14 +193,13 @@ def _check_batch(number: int, ids: ShardedTensor, factors: Tensor, spec: Shardin
     def rows(table: Tensor, factors: Tensor | None, *, ids: Tensor, **option: Any) -> Tensor:
         return F.embedding(ids, table, **option)
 
-    test: Any = check if spec is not None else _check_plain
     sparse = {"sparse": True} if spec is not None else {}
     for option in [{}, {"padding_idx": 4, **sparse}, {"scale_grad_by_freq": True}, {"max_norm": 1.0}][
         number % 2 :: 2
     ]:
         if refused(spec, option):
             continue
-        found = test(
+        found = check(
             lambda t, f, ids, option=option: rows(t, f, ids=ids, **option), table_of(), spec, ids=ids
         )
         assert isinstance(found, ShardedTensor)
@@ -207,24 +210,8 @@ def _check_batch(number: int, ids: ShardedTensor, factors: Tensor, spec: Shardin
         if refused(spec, option):
             continue
         table = table_of(ties=option["mode"] == "max")
-        test(functools.partial(bag, **option), table, spec, ids=ids)
-    test(functools.partial(bag, mode="sum"), table_of(), spec, also=factors, ids=ids)
-
-
-def _check_plain(
-    apply: Any, table: Tensor, spec: None, *, also: Tensor | None = None, ids: ShardedTensor
-) -> Tensor:
-    reference, mine = table.clone().requires_grad_(), table.clone().requires_grad_()
-    factors = [None if also is None else also.clone().requires_grad_() for _ in range(2)]
-    expected, found = apply(reference, factors[0], ids=ids.full_tensor()), apply(mine, factors[1], ids=ids)
-    weights = torch.randn_like(expected)
-    (expected * weights).sum().backward()
-    (found.full_tensor() * weights).sum().backward()
-    tensors = [(found.full_tensor(), expected), (mine, reference), (mine.grad, reference.grad)]
-    tensors += [(factors[1].grad, factors[0].grad)] if also is not None else []  # type: ignore[union-attr]
-    for actual, wanted in tensors:
-        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
-    return found  # type: ignore[no-any-return]
+        check(functools.partial(bag, **option), table, spec, ids=ids)
+    check(functools.partial(bag, mode="sum"), table_of(), spec, also=factors, ids=ids)
 
 
 @on_ranks(2)

@@ -9,11 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
+from covers import part
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from layout.tilings import boxes_in
 from shardwise.errors import ShardingError
 from shardwise.layout import Box
 from shardwise.sharded_tensor import random
@@ -27,29 +29,18 @@ GOLDEN = 0x9E3779B97F4A7C15
 MANY = 1 << 18
 
 
-def whole(shape: tuple[int, ...]) -> Box:
-    return Box((0,) * len(shape), shape)
-
-
-def part(tensor: Tensor, box: Box) -> Tensor:
-    return tensor[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))]
-
-
 def uniform(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64, **bounds: float) -> Tensor:
-    return uniform_(torch.empty(shape, dtype=dtype), box=whole(shape), shape=shape, seed=seed, **bounds)
+    return uniform_(torch.empty(shape, dtype=dtype), box=Box.whole(shape), shape=shape, seed=seed, **bounds)
 
 
 def normal(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64, **moments: float) -> Tensor:
-    return normal_(torch.empty(shape, dtype=dtype), box=whole(shape), shape=shape, seed=seed, **moments)
+    return normal_(torch.empty(shape, dtype=dtype), box=Box.whole(shape), shape=shape, seed=seed, **moments)
 
 
 @st.composite
 def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
     shape = tuple(draw(st.lists(st.integers(0, 7), max_size=4)))
-    offsets = tuple(draw(st.integers(0, size)) for size in shape)
-    return shape, Box(
-        offsets, tuple(draw(st.integers(0, size - o)) for size, o in zip(shape, offsets, strict=True))
-    )
+    return shape, draw(boxes_in(shape))
 
 
 seeds = st.integers(-(2**63), 2**63 - 1)
@@ -63,7 +54,7 @@ def test_any_box_made_alone_in_slabs_of_any_size_equals_that_part_of_the_whole(
 ) -> None:
     shape, box = where
     uniforms, normals = uniform(shape, seed, dtype), normal(shape, seed, dtype, mean=1.0, std=2.0)
-    bools = bernoulli(whole(shape), shape=shape, seed=seed, p=0.3, device=CPU)
+    bools = bernoulli(Box.whole(shape), shape=shape, seed=seed, p=0.3, device=CPU)
     with mock.patch.object(random, "_slab_numel", return_value=slab):
         out = torch.full(box.sizes, math.nan, dtype=dtype)
         assert uniform_(out, box=box, shape=shape, seed=seed) is out
@@ -142,7 +133,7 @@ def test_values_never_change_from_release_to_release() -> None:
     assert uniform((3,), 42).tolist() == [0.09282605303595515, 0.793318046060228, 0.5635343577410311]
     expected = [-0.6445129780973204, -0.47102712487854365, 0.8655351222931852]
     torch.testing.assert_close(normal((3,), 42).tolist(), expected, rtol=1e-12, atol=0)
-    mask = bernoulli(whole((16,)), shape=(16,), seed=42, p=0.5, device=CPU)
+    mask = bernoulli(Box.whole((16,)), shape=(16,), seed=42, p=0.5, device=CPU)
     assert "".join(map(str, mask.int().tolist())) == "1001110010100100"
 
 
@@ -186,12 +177,12 @@ def test_normal_values_have_the_moments_and_the_tails_of_the_normal_distribution
 def test_bernoulli_is_true_as_often_as_asked_and_where_the_uniform_value_is_less() -> None:
     values = uniform((512, 512), 3)
     for p in (1e-3, 0.1, 0.5, 0.75, 0.999):
-        mask = bernoulli(whole((512, 512)), shape=(512, 512), seed=3, p=p, device=CPU)
+        mask = bernoulli(Box.whole((512, 512)), shape=(512, 512), seed=3, p=p, device=CPU)
         assert mask.dtype == torch.bool
         assert abs(mask.double().mean() - p) < 4.5 * math.sqrt(p * (1 - p) / MANY)
         assert torch.equal(mask, values < p)
     for p in (0.0, 1.0, 5e-324, 1 - 2**-53):
-        mask = bernoulli(whole((64,)), shape=(64,), seed=3, p=p, device=CPU)
+        mask = bernoulli(Box.whole((64,)), shape=(64,), seed=3, p=p, device=CPU)
         assert mask.all() if p > 0.5 else not mask.any()
 
 
@@ -315,16 +306,16 @@ class LargestResult(TorchFunctionMode):
 def test_temporaries_are_bounded_whatever_the_box(shape: tuple[int, ...]) -> None:
     out = torch.empty(shape, dtype=torch.bfloat16)
     with LargestResult(out) as seen, mock.patch.object(random, "_slab_numel", return_value=1 << 17):
-        uniform_(out, box=whole(shape), shape=shape, seed=1)
+        uniform_(out, box=Box.whole(shape), shape=shape, seed=1)
     assert 0 < seen.numel <= 1 << 17
 
 
 def test_a_tensor_without_memory_stays_as_it_is() -> None:
     shape = (1 << 20, 1 << 20)
     out = torch.empty(shape, device="meta")
-    assert uniform_(out, box=whole(shape), shape=shape, seed=1) is out
-    assert normal_(out, box=whole(shape), shape=shape, seed=1) is out
-    mask = bernoulli(whole(shape), shape=shape, seed=1, p=0.5, device=out.device)
+    assert uniform_(out, box=Box.whole(shape), shape=shape, seed=1) is out
+    assert normal_(out, box=Box.whole(shape), shape=shape, seed=1) is out
+    mask = bernoulli(Box.whole(shape), shape=shape, seed=1, p=0.5, device=out.device)
     assert mask.is_meta
     assert mask.shape == shape
 

@@ -131,32 +131,6 @@ def test_the_plainest_spec_is_inferred(spec: ShardingSpec) -> None:
     assert infer_sharding_spec(spec.build_metadata(torch.Size([5, 6]), FLOATS)) == spec
 
 
-class Diagonal(ShardingSpec):
-    """Square blocks on the diagonal to rank 0, the others to rank 1."""
-
-    def __init__(self, blocks: int) -> None:
-        self.blocks = blocks
-
-    def build_metadata(
-        self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
-    ) -> ShardedTensorMetadata:
-        step = [size // self.blocks for size in tensor_sizes]
-        shards = [
-            ShardMetadata([i * step[0], j * step[1]], step, f"rank:{int(i != j)}")
-            for i in range(self.blocks)
-            for j in range(self.blocks)
-        ]
-        return ShardedTensorMetadata(shards, tensor_sizes, tensor_properties)
-
-
-def test_metadata_of_a_spec_of_ones_own_is_inferred_too() -> None:
-    metadata = Diagonal(3).build_metadata(torch.Size([6, 9]), FLOATS)
-    metadata.check([0, 1])
-    assert [shard.rank for shard in metadata.shards_metadata] == [0, 1, 1, 1, 0, 1, 1, 1, 0]
-    grid = infer_sharding_spec(metadata)
-    assert grid == GridShardingSpec([3, 3], placements([0, 1, 1, 1, 0, 1, 1, 1, 0]))
-
-
 def test_an_enumerable_spec_only_cuts_the_shape_that_its_shards_cover() -> None:
     spec = boxes_on(([0, 0], [2, 3], 0), ([2, 0], [1, 3], 1))
     cover([shard.box for shard in spec.shards], (3, 3))

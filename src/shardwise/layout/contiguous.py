@@ -177,15 +177,16 @@ def _segment(
 ) -> ContiguousSegment:
     dtype, gather_dtype, trainable = key
     mine = [(index, shape, cut) for index, (shape, of, cut) in enumerate(shaped) if of == key]
+    numels = tuple(math.prod(shape) for _, shape, _ in mine)
     packing = pack(
-        tuple(math.prod(shape) for _, shape, _ in mine),
+        numels,
         tuple(_block_numel(shape, cut) for _, shape, cut in mine),
         ranks=ranks,
         align=max(1, align_bytes // min(dtype.itemsize, gather_dtype.itemsize)),
         owners=tuple(cut.rank if isinstance(cut, Owned) else None for _, _, cut in mine),
     )
     places, begin = [], rank * packing.shard_numel
-    for (index, shape, _), start, numel in zip(mine, packing.starts, packing.numels, strict=True):
+    for (index, shape, _), start, numel in zip(mine, packing.starts, numels, strict=True):
         box = rows_between(shape, start, begin, begin + packing.shard_numel)
         places.append(Place(index, start, numel, box, 0 if box.is_empty else max(start - begin, 0)))
     places.sort(key=lambda place: (place.start, place.numel, place.index))

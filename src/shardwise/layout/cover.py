@@ -67,7 +67,7 @@ def cover(boxes: Sequence[Box], shape: Sequence[int]) -> None:
 def _add_up(starts: Ints, ends: Ints) -> bool:
     """Return whether boxes, columns of [dims, boxes] and none empty, fill the box around them exactly once.
 
-    False too where they have too many corners to count.
+    False too where they have too many corners to count, or those lie at too many points to number.
     """
     low, high = starts.min(axis=1, keepdims=True), ends.max(axis=1, keepdims=True)
     cut = [d for d in range(len(starts)) if (starts[d] > low[d]).any() or (ends[d] < high[d]).any()]
@@ -80,8 +80,7 @@ def _add_up(starts: Ints, ends: Ints) -> bool:
     for d in cut:
         values, edges = np.unique(np.stack([starts[d], ends[d]]), return_inverse=True)
         if points > _NUMBERS // len(values):
-            known, numbers = np.unique(places, return_inverse=True)
-            places, points = numbers.reshape(places.shape), len(known)
+            return False
         places = (places * len(values) + edges.reshape(2, 1, -1)).reshape(-1, starts.shape[1])
         signs, points = np.concatenate([signs, -signs]), points * len(values)
     order = np.argsort(places, axis=None)

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import accumulate, islice, takewhile
 
 _WINDOW = 16  # kinds of parameter that one greedy step chooses from
 _REFINEMENTS = 10  # bisections between the last S that failed and the first that did not
@@ -30,17 +30,10 @@ _REFINEMENTS = 10  # bisections between the last S that failed and the first tha
 
 @dataclass(frozen=True)
 class Packing:
-    """The start of each parameter in the gathered buffer of `ranks * shard_numel` elements."""
+    """The start of each parameter in the gathered buffer, and the elements of each rank's shard of that."""
 
     starts: tuple[int, ...]
     shard_numel: int
-    ranks: int
-    numels: tuple[int, ...]
-
-    @property
-    def padding(self) -> int:
-        """Elements of the gathered buffer that no parameter uses."""
-        return self.ranks * self.shard_numel - sum(self.numels)
 
 
 @dataclass(frozen=True)
@@ -74,12 +67,12 @@ def pack(
     """
     items = _items(numels, blocks, align, owners)
     if not items:
-        return Packing((0,) * len(numels), 0, ranks, numels)
+        return Packing((0,) * len(numels), 0)
     size, starts = _search(items, ranks)
     placed = [0] * len(numels)
     for index, start in starts.items():
         placed[index] = start * align
-    return Packing(tuple(placed), size * align, ranks, numels)
+    return Packing(tuple(placed), size * align)
 
 
 def least_shard_numel(
@@ -190,13 +183,8 @@ def _candidates(least: int, kinds: Sequence[tuple[int, int]]) -> Iterator[int]:
     Any size, and besides those the multiples of what the largest parameters have in common: at such a size
     they are cut without loss. Either series takes strides of 0.1% at least, longer as failures mount.
     """
-    multiples, multiple = [1], 1
-    for _, step in kinds:
-        multiple = math.lcm(multiple, step)
-        if multiple > kinds[0][0]:
-            break
-        if multiple != multiples[-1]:
-            multiples.append(multiple)
+    common = accumulate((step for _, step in kinds), math.lcm, initial=1)
+    multiples = list(dict.fromkeys(takewhile(lambda multiple: multiple <= kinds[0][0], common)))
     series = [least + -least % m for m in multiples]  # the next of each
     last = tried = 0
     while True:

@@ -97,17 +97,17 @@ def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Any
     if options.get("dtype") is None:
         options["dtype"] = torch.full((), fill_value).dtype
     made = _made(sharding_spec, (size,), values=f"full of {fill_value}", **options)
-    return _filled(made, lambda tensor, box: tensor.fill_(fill_value))
+    return filled(made, lambda tensor, box: tensor.fill_(fill_value))
 
 
 def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
     """Return a tensor of zeros. See `empty`."""
-    return _filled(_made(sharding_spec, size, values="zeros", **options), lambda tensor, box: tensor.zero_())
+    return filled(_made(sharding_spec, size, values="zeros", **options), lambda tensor, box: tensor.zero_())
 
 
 def ones(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
     """Return a tensor of ones. See `empty`."""
-    return _filled(_made(sharding_spec, size, values="ones", **options), lambda tensor, box: tensor.fill_(1))
+    return filled(_made(sharding_spec, size, values="ones", **options), lambda tensor, box: tensor.fill_(1))
 
 
 def rand(
@@ -394,11 +394,12 @@ def _drawn(
     made = _made(spec, size, values=f"{draw.func.__name__} {draw.keywords} of seed {seed}", **options)
     if seed is None:
         seed = shared_seed(made.process_group)
-    return _filled(made, partial(draw, shape=made.metadata().size, seed=seed))
+    return filled(made, partial(draw, shape=made.metadata().size, seed=seed))
 
 
 @torch.no_grad()
-def _filled(made: ShardedTensor, fill: _Fill) -> ShardedTensor:
+def filled(made: ShardedTensor, fill: _Fill) -> ShardedTensor:
+    """Fill every local shard by `fill(tensor, box=)`, and return the tensor. Local."""
     for tensor, box in zip(made.tensors, made.boxes, strict=True):
         fill(tensor, box=box)
     if not made.tensors:  # so that a rank without shards refuses what the others do

@@ -18,6 +18,7 @@ read the shards of such a result raises too. In a group of one rank there is nob
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -70,7 +71,7 @@ def _stand_in(error: Exception, handler: Handler, func: Any, args: Args, kwargs:
     if is_outside(group) or group.size() == 1:
         raise error
     # A rank without elements may not fail where all others do.
-    ways = [_ones, _meta] if any(_lies_apart(operand) for operand in operands) else [_ones]
+    ways = (_ones, _without_values) if any(_lies_apart(operand) for operand in operands) else (_ones,)
     tried = (_tried(way, handler, func, args, kwargs) for way in ways)
     made = next((result for result in tried if result is not None), None)
     results = list(sharded_in([made]))
@@ -160,14 +161,12 @@ def _twin_of(tensor: Any, twin: Callable[[Tensor], Tensor]) -> Tensor:
     return made
 
 
-def _ones(tensor: Tensor) -> Tensor:
-    made = torch.ones_like(tensor.detach(), requires_grad=tensor.requires_grad)
+def _ones(tensor: Tensor, device: str | None = None) -> Tensor:
+    made = torch.ones_like(tensor.detach(), device=device, requires_grad=tensor.requires_grad)
     return made if tensor.is_leaf else made.view_as(made)
 
 
-def _meta(tensor: Tensor) -> Tensor:
-    made = torch.empty_like(tensor.detach(), device="meta", requires_grad=tensor.requires_grad)
-    return made if tensor.is_leaf else made.view_as(made)
+_without_values = partial(_ones, device="meta")
 
 
 def _filled(tensor: Tensor, device: torch.device) -> Tensor:

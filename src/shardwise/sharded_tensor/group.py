@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 import torch
@@ -11,12 +10,7 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 from shardwise.errors import ShardingError, here
-from shardwise.sharded_tensor.metadata import (
-    RemoteDevice,
-    ShardedTensorMetadata,
-    ShardMetadata,
-    TensorProperties,
-)
+from shardwise.sharded_tensor.metadata import RemoteDevice, ShardedTensorMetadata, TensorProperties
 from shardwise.sharded_tensor.spec import spec_of
 
 
@@ -85,19 +79,14 @@ def with_ranks(metadata: ShardedTensorMetadata) -> ShardedTensorMetadata:
     Raises:
         ShardingError: there is no such worker, or RPC is not initialised.
     """
-    places = [shard.placement for shard in metadata.shards_metadata]
-    if all(place is None or place.worker_name() is None for place in places):
+    if not any(shard.placement and shard.placement.worker_name() for shard in metadata.shards_metadata):
         return metadata
-    shards = [
-        ShardMetadata(shard.shard_offsets, shard.shard_sizes, _by_rank(shard.placement))
-        for shard in metadata.shards_metadata
-    ]
-    return replace(metadata, shards_metadata=shards)
+    return metadata.placed(_by_rank)
 
 
-def _by_rank(place: RemoteDevice | None) -> RemoteDevice | None:
-    name = None if place is None else place.worker_name()
-    if place is None or name is None:
+def _by_rank(place: RemoteDevice) -> RemoteDevice:
+    name = place.worker_name()
+    if name is None:
         return place
     try:
         worker = rpc.get_worker_info(name)

@@ -224,10 +224,8 @@ def _check_movable(dtype: torch.dtype) -> None:
 
 def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
     """Return the memory format in which `tensor` is dense; `torch.preserve_format` for other strides."""
-    if tensor.is_contiguous():
-        return torch.contiguous_format
-    for ndim, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if tensor.ndim == ndim and tensor.is_contiguous(memory_format=memory_format):
+    for memory_format in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d):
+        if tensor.is_contiguous(memory_format=memory_format):
             return memory_format
     return torch.preserve_format
 
@@ -295,6 +293,14 @@ class ShardedTensorMetadata:
             for new in [box(shard.box)]
         ]
         return replace(self, shards_metadata=moved, size=torch.Size(size))
+
+    def placed(self, place: Callable[[RemoteDevice], RemoteDevice]) -> ShardedTensorMetadata:
+        """Replace every shard's placement, where it has one."""
+        shards = [
+            ShardMetadata(s.shard_offsets, s.shard_sizes, s.placement and place(s.placement))
+            for s in self.shards_metadata
+        ]
+        return replace(self, shards_metadata=shards)
 
     def check(self, ranks: Sequence[int] | None) -> None:
         """Raise ShardingError, naming the shards, unless they cover the tensor once on members of `ranks`.

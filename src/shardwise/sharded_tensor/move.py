@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from shardwise.layout import Box, Message, transfer
 from shardwise.sharded_tensor import autograd, failure
 from shardwise.sharded_tensor.check import proposed
 from shardwise.sharded_tensor.group import is_outside, with_ranks
-from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
 from shardwise.sharded_tensor.registry import does
 from shardwise.sharded_tensor.spec import ShardingSpec, spec_of
 from shardwise.sharded_tensor.tensor import ShardedTensor, device_of
@@ -231,16 +231,7 @@ def _to(sharded: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
     metadata = sharded.metadata()
     if anchor.device.type != sharded.anchor.device.type:
         # Without an index: each rank knows only its own, and the metadata is equal on all.
-        metadata = placed_on(metadata, torch.device(anchor.device.type))
+        metadata = metadata.placed(lambda place: place.on(anchor.device.type))
     if "memory_format" in kwargs:
         metadata = metadata.with_properties(memory_format=kwargs["memory_format"])
     return sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)
-
-
-def placed_on(metadata: ShardedTensorMetadata, device: torch.device) -> ShardedTensorMetadata:
-    """Return the metadata with each shard on a device of its rank."""
-    shards = [
-        ShardMetadata(s.shard_offsets, s.shard_sizes, None if s.placement is None else s.placement.on(device))
-        for s in metadata.shards_metadata
-    ]
-    return replace(metadata, shards_metadata=shards)

@@ -31,20 +31,19 @@ _MEMORY = (
 _VALUES = "Values are spread over the ranks; use full_tensor(), or gather() for one rank"
 _RESIZE = "Its size and cut are fixed; make a new tensor with shardwise.sharded_tensor.empty() and copy_()"
 
-_HINTS = {
-    hint: names.split()
+_HINT_OF = {
+    name: hint
     for hint, names in {
         _ALONG: "flip fliplr flipud roll rot90 cummax cummin cumprod cumsum logcumsumexp sort argsort tril"
         " triu",
         _ELEMENTS: "gather index_select take take_along_dim masked_select nonzero index_copy index_add"
         " index_fill scatter scatter_add index_put index_put_ scatter_ scatter_add_ __getitem__ __setitem__",
-        _MEMORY: "data_ptr untyped_storage storage stride storage_offset share_memory_ is_shared",
-        _VALUES: "item tolist numpy __array__ __bool__ __float__ __int__ __index__ __contains__ equal unique"
-        " topk median quantile kthvalue mode",
+        _MEMORY: "data_ptr untyped_storage storage stride storage_offset is_shared",
+        _VALUES: "tolist numpy __array__ __contains__ unique topk median quantile kthvalue mode",
         _RESIZE: "resize_ resize_as_ set_",
     }.items()
+    for name in names.split()
 }
-_HINT_OF = {name: hint for hint, names in _HINTS.items() for name in names}
 
 
 def refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:

@@ -27,7 +27,7 @@ from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor import failure
 from shardwise.sharded_tensor.base import ShardedTensorBase
-from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata
+from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata
 from shardwise.sharded_tensor.refuse import refuse
 from shardwise.sharded_tensor.registry import HANDLERS, PLAIN, Args, Kwargs, between_graphs, declared
 from shardwise.sharded_tensor.spec import ShardingSpec
@@ -233,7 +233,10 @@ class ShardedTensor(ShardedTensorBase):
                 result on a rank without shards. By default that of `tensors`, or of this tensor.
         """
         metadata = metadata or self._metadata
-        spec = self._spec if metadata.shards_metadata is self._metadata.shards_metadata else None
+        if metadata.shards_metadata is self._metadata.shards_metadata:
+            spec, places = self._spec, [shard.metadata for shard in self._shards]
+        else:
+            spec, places = None, metadata.held_by(dist.get_rank())
         if anchor is None:
             anchor = tensors[0].detach().new_empty(0) if tensors else self._anchor
         shown = tensors[0] if tensors else anchor
@@ -247,7 +250,6 @@ class ShardedTensor(ShardedTensorBase):
             changes["pin_memory"] = False
         if changes:
             metadata = metadata.with_properties(**changes)
-        places = self._places(metadata)
         shards = [Shard(tensor, place) for tensor, place in zip(tensors, places, strict=True)]
         made = ShardedTensor.wrap(
             shards, metadata, process_group=self.process_group, sharding_spec=spec, anchor=anchor
@@ -260,11 +262,6 @@ class ShardedTensor(ShardedTensorBase):
     def map(self, function: Callable[[Tensor], Tensor]) -> ShardedTensor:
         """Apply an elementwise `function` to every local shard. Local; differentiable."""
         return cast(ShardedTensor, failure.run(_mapped, function, (self,), {}))
-
-    def _places(self, metadata: ShardedTensorMetadata) -> list[ShardMetadata]:
-        if metadata.shards_metadata is self._metadata.shards_metadata:
-            return [shard.metadata for shard in self._shards]
-        return metadata.held_by(dist.get_rank())
 
     # ------------------------------------------------------------ as torch tensors
 
@@ -297,8 +294,6 @@ class ShardedTensor(ShardedTensorBase):
         )
 
     def __deepcopy__(self, memo: Any) -> ShardedTensor:
-        if id(self) in memo:
-            return cast(ShardedTensor, memo[id(self)])
         if not self.is_leaf:
             raise ShardingError(
                 f"{here()}: only leaves of the autograd graph can be copied deeply, {self._name()} is the"
@@ -333,10 +328,8 @@ def device_of(tensors: Sequence[Tensor], metadata: ShardedTensorMetadata) -> tor
     """Return the device of this rank's shards; without any, the kind of device the others are on."""
     if tensors:
         return tensors[0].device
-    for shard in metadata.shards_metadata:
-        if shard.placement is not None:
-            return torch.device(shard.placement.device().type)
-    return torch.device("cpu")
+    placed = (shard.placement for shard in metadata.shards_metadata if shard.placement is not None)
+    return torch.device(next((place.device().type for place in placed), "cpu"))
 
 
 def _refuse_functions() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from ranks import on_ranks
 from shardwise.layout import Box
 from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
 from shardwise.sharded_tensor.rows.piece import even_cuts_of
@@ -109,6 +112,21 @@ def columnwise(shape: Sequence[int]) -> Piece:
 
 ANY_RANKS: list[Cut] = [even, uneven, all_on_last]
 FOUR_RANKS: list[Cut] = [*ANY_RANKS, two_groups, replicated, rowwise, columnwise]
+
+
+def on_cuts(
+    *world_sizes: int, of: Sequence[Cut] = ANY_RANKS, meshes: Sequence[Cut] = FOUR_RANKS[3:]
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Run a test of a `cut` on ranks: for each `of` these on each of `world_sizes`, for `meshes` on four."""
+    cases = [*itertools.product(world_sizes, of), *itertools.product((4,), meshes)]
+    ids = [f"{cut.__name__}-{size}ranks" for size, cut in cases]
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        test: Any = on_ranks(4)(body)
+        test.pytestmark = [pytest.mark.parametrize(("world_size", "cut"), cases, ids=ids).mark]
+        return test  # type: ignore[no-any-return]
+
+    return decorate
 
 
 def local_rows(whole: Tensor, piece: Piece) -> Tensor:

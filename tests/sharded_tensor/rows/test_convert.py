@@ -13,6 +13,7 @@ from pieces import (
     by_counts,
     even,
     local_rows,
+    on_cuts,
     sharded,
     uneven,
 )
@@ -41,7 +42,8 @@ def moved_bytes(counter: CommCounter) -> int:
     return counter.bytes("send") - 8 * (dist.get_world_size() - 1)
 
 
-def check_full_tensor(cut: Cut) -> None:
+@on_cuts(1, 2, 3)
+def test_full_tensor_gives_the_whole(cut: Cut) -> None:
     for whole in WHOLES[:2] if cut.__name__ in ("rowwise", "columnwise") else WHOLES:
         rows = sharded(whole, cut)
         found = rows.full_tensor()
@@ -50,18 +52,6 @@ def check_full_tensor(cut: Cut) -> None:
         assert torch.equal(found, whole)
         found.zero_()
         assert torch.equal(rows.full_tensor(), whole)
-
-
-@on_ranks(1, 2, 3)
-@pytest.mark.parametrize("cut", ANY_RANKS, ids=lambda cut: cut.__name__)
-def test_full_tensor_gives_the_whole(cut: Cut) -> None:
-    check_full_tensor(cut)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("cut", FOUR_RANKS[3:], ids=lambda cut: cut.__name__)
-def test_full_tensor_gives_the_whole_on_a_mesh(cut: Cut) -> None:
-    check_full_tensor(cut)
 
 
 @on_ranks(4)

@@ -12,7 +12,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from pieces import ANY_RANKS, FOUR_RANKS, Cut, all_on_last, by_counts, gathered, parameter, sharded, uneven
+from pieces import FOUR_RANKS, Cut, all_on_last, by_counts, gathered, on_cuts, parameter, sharded, uneven
 from torch import Tensor
 
 from ranks import on_ranks
@@ -30,7 +30,8 @@ def wholes(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in SHAPES]
 
 
-def check_clipping(cut: Cut) -> None:
+@on_cuts(1, 3)
+def test_clipping_is_that_of_whole_gradients(cut: Cut) -> None:
     utils = torch.nn.utils
     pieces = {shape: cut(shape) for shape in SHAPES}
     for p, foreach in [*itertools.product(NORMS, (True, False)), (2.0, None)]:
@@ -60,18 +61,6 @@ def check_clipping(cut: Cut) -> None:
         utils.clip_grad_value_(theirs, 0.01, foreach=foreach)
         for mine, yours in zip(ours, theirs, strict=True):
             torch.testing.assert_close(mine.grad.full_tensor(), yours.grad, **TIGHT)
-
-
-@on_ranks(1, 3)
-@pytest.mark.parametrize("cut", ANY_RANKS, ids=lambda cut: cut.__name__)
-def test_clipping_is_that_of_whole_gradients(cut: Cut) -> None:
-    check_clipping(cut)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("cut", FOUR_RANKS[3:], ids=lambda cut: cut.__name__)
-def test_clipping_is_that_of_whole_gradients_on_a_mesh(cut: Cut) -> None:
-    check_clipping(cut)
 
 
 @on_ranks(3)
@@ -127,7 +116,8 @@ REDUCTIONS = [
 ]  # fmt: skip
 
 
-def check_reductions(cut: Cut) -> None:
+@on_cuts(1, 3, of=[all_on_last], meshes=FOUR_RANKS[4:6])
+def test_reductions_along_any_dims_are_those_of_the_whole_tensor(cut: Cut) -> None:
     whole = wholes()[3]
     rows = sharded(whole, cut)
     for name in REDUCTIONS:
@@ -145,17 +135,6 @@ def check_reductions(cut: Cut) -> None:
                 over_rows = dims is None or 0 in ((dims,) if isinstance(dims, int) else dims)
                 assert isinstance(found, ShardedRows) != over_rows, (name, options)
                 torch.testing.assert_close(gathered(found), expected, **TIGHT)
-
-
-@on_ranks(1, 3)
-def test_reductions_along_any_dims_are_those_of_the_whole_tensor() -> None:
-    check_reductions(all_on_last)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("cut", [FOUR_RANKS[4], FOUR_RANKS[5]], ids=lambda cut: cut.__name__)
-def test_reductions_along_any_dims_are_those_of_the_whole_tensor_on_a_mesh(cut: Cut) -> None:
-    check_reductions(cut)
 
 
 @on_ranks(2)

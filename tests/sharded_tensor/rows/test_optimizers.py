@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 from pieces import (
-    ANY_RANKS,
     FOUR_RANKS,
     Cut,
     columnwise,
     gathered,
     local_rows,
+    on_cuts,
     parameter,
     two_groups,
     uneven,
@@ -116,41 +116,20 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def check_elementwise(cut: Cut, *, of: slice = slice(None)) -> None:
-    for kind, options, forms in ELEMENTWISE[of]:
+@on_cuts(1, 3, meshes=[two_groups, columnwise])
+def test_elementwise_optimizers_step_like_on_whole_tensors(cut: Cut) -> None:
+    half = {two_groups: slice(1, None, 2), columnwise: slice(0, None, 2)}  # between the two all
+    for kind, options, forms in ELEMENTWISE[half.get(cut, slice(None))]:
         for form in forms:
             made = train(lambda params: kind(params, **options, **form), cut)  # noqa: B023 - called at once
             compare(*made, nearly if "fused" in form else equal)
 
 
-@on_ranks(1, 3)
-@pytest.mark.parametrize("cut", ANY_RANKS, ids=lambda cut: cut.__name__)
-def test_elementwise_optimizers_step_like_on_whole_tensors(cut: Cut) -> None:
-    check_elementwise(cut)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("cut", [FOUR_RANKS[3], FOUR_RANKS[-1]], ids=lambda cut: cut.__name__)
-def test_elementwise_optimizers_step_like_on_whole_tensors_on_a_mesh(cut: Cut) -> None:
-    check_elementwise(cut, of=slice(FOUR_RANKS.index(cut) % 2, None, 2))
-
-
-def check_adafactor(cut: Cut) -> None:
+@on_cuts(1, 3, meshes=FOUR_RANKS[3:6])
+def test_adafactor_steps_like_on_whole_tensors(cut: Cut) -> None:
     for options in ({"foreach": False}, {"foreach": True}, {"weight_decay": 0.1, "maximize": True}):
         made = train(lambda params: optim.Adafactor(params, **options), cut, dtype=torch.float64)  # noqa: B023
         compare(*made, close)
-
-
-@on_ranks(1, 3)
-@pytest.mark.parametrize("cut", ANY_RANKS, ids=lambda cut: cut.__name__)
-def test_adafactor_steps_like_on_whole_tensors(cut: Cut) -> None:
-    check_adafactor(cut)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("cut", [*FOUR_RANKS[3:6]], ids=lambda cut: cut.__name__)
-def test_adafactor_steps_like_on_whole_tensors_on_a_mesh(cut: Cut) -> None:
-    check_adafactor(cut)
 
 
 @on_ranks(4)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from pieces import ANY_RANKS, FOUR_RANKS, Cut, even, gathered, parameter, sharded, uneven
+from pieces import Cut, even, gathered, on_cuts, parameter, sharded, uneven
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -214,7 +214,8 @@ FILLS = [
 ]
 
 
-def check_fills(cut: Cut) -> None:
+@on_cuts(1, 3)
+def test_filling_rows_gives_what_one_process_gets(cut: Cut) -> None:
     for number, call in enumerate(FILLS):
         whole, rows = torch.empty(40, 6), sharded(torch.zeros(40, 6), cut)
         for tensor in (whole, rows):
@@ -225,18 +226,6 @@ def check_fills(cut: Cut) -> None:
         torch.manual_seed(number)
         call(whole)
         assert torch.equal(torch.rand(1), after)  # the generator went as far
-
-
-@on_ranks(1, 3)
-@pytest.mark.parametrize("cut", ANY_RANKS, ids=lambda cut: cut.__name__)
-def test_filling_rows_gives_what_one_process_gets(cut: Cut) -> None:
-    check_fills(cut)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("cut", FOUR_RANKS[3:], ids=lambda cut: cut.__name__)
-def test_filling_rows_gives_what_one_process_gets_on_a_mesh(cut: Cut) -> None:
-    check_fills(cut)
 
 
 @on_ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -30,6 +31,7 @@ _METHODS = """
     size dim ndimension numel nelement element_size is_floating_point is_complex is_signed __len__ __hash__
     get_device is_same_size
 """
+_DTYPES = "float double half bfloat16 int long bool"  # each a method too
 PLAIN.update(getattr(_T, name).__get__ for name in _ATTRIBUTES.split())
 PLAIN.update(getattr(_T, name) for name in _METHODS.split())
 PLAIN.update([torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size])
@@ -64,13 +66,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _T.is_pinned: _pinned,
     _T.cpu: ShardedTensor.cpu,
     _T.cuda: ShardedTensor.cuda,
-    _T.float: lambda s, **how: s.to(torch.float32, **how),
-    _T.double: lambda s, **how: s.to(torch.float64, **how),
-    _T.half: lambda s, **how: s.to(torch.float16, **how),
-    _T.bfloat16: lambda s, **how: s.to(torch.bfloat16, **how),
-    _T.int: lambda s, **how: s.to(torch.int32, **how),
-    _T.long: lambda s, **how: s.to(torch.int64, **how),
-    _T.bool: lambda s, **how: s.to(torch.bool, **how),
+    **{getattr(_T, name): partial(ShardedTensor.to, dtype=getattr(torch, name)) for name in _DTYPES.split()},
     _T.type_as: lambda tensor, other: tensor.to(other.dtype),
     _T.__format__: object.__format__,
 }

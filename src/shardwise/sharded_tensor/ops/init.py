@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor import random
-from shardwise.sharded_tensor.construct import shared_seed
-from shardwise.sharded_tensor.move import placed_on
+from shardwise.sharded_tensor.construct import filled, shared_seed
 from shardwise.sharded_tensor.ops.elementwise import in_place
 from shardwise.sharded_tensor.ops.operands import rule
 from shardwise.sharded_tensor.refuse import refuse
@@ -67,10 +66,7 @@ def _drawn(sharded: ShardedTensor, generator: torch.Generator | None, fill: Any)
         seed = shared_seed(sharded.process_group)
     else:
         seed = int(torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator))
-    with torch.no_grad():
-        for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
-            fill(tensor, box=box, shape=sharded.metadata().size, seed=seed)
-    return sharded
+    return filled(sharded, partial(fill, shape=sharded.metadata().size, seed=seed))
 
 
 @handles(nn.init.uniform_, nn.init.normal_)
@@ -110,11 +106,12 @@ def _eye(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     out = kwargs.get("out")
     if not isinstance(out, ShardedTensor) or tuple(out.shape) != (args[0], args[-1]):
         refuse(func, args, kwargs)
-    with torch.no_grad():
-        for tensor, box in zip(out.tensors, out.boxes, strict=True):
-            rows, columns = (torch.arange(o, e) for o, e in zip(box.offsets, box.ends, strict=True))
-            tensor.copy_(rows.unsqueeze(1) == columns)
-    return out
+
+    def diagonal(tensor: Tensor, box: Box) -> None:
+        rows, columns = (torch.arange(o, e) for o, e in zip(box.offsets, box.ends, strict=True))
+        tensor.copy_(rows.unsqueeze(1) == columns)
+
+    return filled(out, diagonal)
 
 
 # Tensors like a sharded one
@@ -130,7 +127,7 @@ def _like(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     tensors = [func(tensor, *args[1:], **kwargs) for tensor in sharded.tensors]
     metadata = sharded.metadata().with_properties(pin_memory=bool(kwargs.get("pin_memory")))
     if anchor.device != sharded.anchor.device:
-        metadata = placed_on(metadata, anchor.device)
+        metadata = metadata.placed(lambda place: place.on(anchor.device))
     return sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)
 
 

@@ -134,6 +134,11 @@ def within(whole: Tensor, box: Box, *, size: Sequence[int]) -> Tensor:
     return whole
 
 
+def whole_of(operand: Any) -> Any:
+    """Return a sharded tensor whole, any other operand as it is. Collective."""
+    return operand.full_tensor() if isinstance(operand, ShardedTensor) else operand
+
+
 def anchor_of(sharded: ShardedTensor) -> Tensor:
     """Return an empty 1-D tensor that depends on all that this rank has of `sharded`, even no shards."""
     if not sharded.tensors:

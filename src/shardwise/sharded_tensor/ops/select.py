@@ -13,7 +13,7 @@ All others keep every shard of every operand (in new memory), so a rank has as m
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -65,17 +65,14 @@ def _item(sharded: ShardedTensor, item: Any) -> Any:
             raise TypeError
         return operator.index(item)
     except TypeError:
+        found = f"a tensor of shape {tuple(item.shape)}" if isinstance(item, Tensor) else repr(item)
         refuse_case(
             "indexing",
             sharded,
-            why=f"an index is of ints, slices, None and ..., found {_described(item)}",
+            why=f"an index is of ints, slices, None and ..., found {found}",
             instead="for rows of a table use torch.nn.functional.embedding; to fill by a mask, masked_fill or"
             " torch.where; otherwise full_tensor()[...]",
         )
-
-
-def _described(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def _picked(sharded: ShardedTensor, picks: Sequence[Pick], size: Sequence[int]) -> ShardedTensor:
@@ -146,13 +143,6 @@ def _along(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return _picked(sharded, picks, [*size[:dim], *count, *size[dim + 1 :]])
 
     return part(parts) if isinstance(parts, Tensor) else type(parts)(map(part, parts))
-
-
-@rule(_T.__iter__, takes="input")
-def _iter(func: Any, sharded: ShardedTensor) -> Iterator[Any]:
-    if not sharded.ndim:
-        raise TypeError("iteration over a 0-d tensor")
-    return iter(_along(_T.unbind, (sharded,), {}))
 
 
 # ---------------------------------------------------------------- several together

@@ -53,9 +53,6 @@ class RowShard(OwnShard):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RowShard) and (self.counts, self.step) == (other.counts, other.step)
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
     def __hash__(self) -> int:
         return hash((RowShard, self.counts, self.step))
 
@@ -66,12 +63,6 @@ class RowShard(OwnShard):
 
     def __reduce__(self) -> Any:
         return RowShard, (self.counts, self.step)
-
-    def __copy__(self) -> RowShard:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> RowShard:
-        return self
 
     def local_rows(self, rows: int, ranks: int, rank: int) -> tuple[int, int]:
         """Return how many of `rows` rows `rank` of `ranks` on this axis holds, and the first."""
@@ -154,7 +145,7 @@ class Piece(Holding):
 
     @cached_property
     def rows(self) -> Box:
-        """This rank's, in the coordinates of `box_of`."""
+        """This rank's rows, in the coordinates of `box_of`."""
         return self.box_of(self.rank)
 
     @cached_property

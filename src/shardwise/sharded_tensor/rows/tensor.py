@@ -171,11 +171,8 @@ class ShardedRows(OwnDTensor):
         return f"{name}({self._local_tensor.detach()!r}, {self.box} of {tuple(self.shape)}{grad})"
 
     def __deepcopy__(self, memo: Any) -> ShardedRows:
-        if id(self) not in memo:
-            kind = ShardedParameter if self._is_param else ShardedRows
-            local = self._local_tensor.detach().clone()
-            memo[id(self)] = kind.wrap(local, self.piece, requires_grad=self.requires_grad)
-        return cast(ShardedRows, memo[id(self)])
+        kind = ShardedParameter if self._is_param else ShardedRows
+        return kind.wrap(self._local_tensor.detach().clone(), self.piece, requires_grad=self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a DTensor does: this rank's rows and where they lie, in memory of their own."""
