@@ -74,7 +74,7 @@ class Collective:
 
 
 def collectives(graph: Graph) -> list[Collective]:
-    """List all collectives of `graph`, in the order in which it issues them.
+    """List the collectives of `graph`, in the order in which it issues them, but for sends and receives.
 
     Works on forward and backward graphs of AOTAutograd, and on what inductor makes of these before it
     generates code. Nodes need the fake tensors that tracing leaves in `meta`.
@@ -83,14 +83,14 @@ def collectives(graph: Graph) -> list[Collective]:
         ShardingError: a collective whose input or output has no known shape.
     """
     place = {node: i for i, node in enumerate(graph.nodes)}
-    return [_collective(node, kind, place) for node in graph.nodes if (kind := kind_of(node)) is not None]
+    return [_collective(node, kind, place) for node in graph.nodes if (kind := kind_of(node)) in _KINDS]
 
 
 def kind_of(node: Node) -> str | None:
     """Return the kind of collective that `node` issues, or None if it issues none."""
     namespace, _, name = operator_name(node).partition("::")
     form = form_of(namespace, name) if namespace == FUNCTIONAL else None
-    return form.kind if form is not None and form.kind in _KINDS else None
+    return None if form is None else form.kind
 
 
 def is_wait(node: Node) -> bool:

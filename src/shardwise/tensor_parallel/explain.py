@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
-from shardwise.comm.kinds import FUNCTIONAL, form_of
+from shardwise.graph.nodes import kind_of
 from shardwise.tensor_parallel.nodes import calls_of
 from shardwise.tensor_parallel.placement import Split, local_shape
 from shardwise.tensor_parallel.state import placement_from_json, record_of
@@ -135,20 +135,12 @@ def explain(program: ExportedProgram) -> Explanation:
 
 def counts(program: ExportedProgram) -> dict[str, int]:
     """Count the collectives that a call of any `program` does, by kind, in order of appearance."""
-    return dict(Counter(kind for node in program.graph.nodes if (kind := collective_kind(node)) is not None))
-
-
-def collective_kind(node: fx.Node) -> str | None:
-    """Return "all_reduce", "all_gather", ... for a node that is a functional collective; else None."""
-    if node.op != "call_function" or getattr(node.target, "namespace", None) != FUNCTIONAL:
-        return None
-    form = form_of(FUNCTIONAL, str(node.target).split(".")[1])
-    return None if form is None else form.kind
+    return dict(Counter(kind for node in program.graph.nodes if (kind := kind_of(node)) is not None))
 
 
 def _collectives(graph: fx.Graph) -> Iterator[CollectiveRow]:
     for node in graph.nodes:
-        kind = collective_kind(node)
+        kind = kind_of(node)
         if kind is None:
             continue
         value = node.meta.get("val")

@@ -18,8 +18,8 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from shardwise import _compat
 from shardwise.errors import ShardingError
+from shardwise.graph.nodes import kind_of
 from shardwise.tensor_parallel.canonical import canonical, functional
-from shardwise.tensor_parallel.explain import collective_kind
 from shardwise.tensor_parallel.nodes import is_tensor, line_of, modules_of, name_of, nbytes, op_of
 from shardwise.tensor_parallel.partition import Parameter, Partition, Value
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
@@ -112,7 +112,7 @@ def _check_whole(program: Any) -> None:
             " would compute something else; give the whole program, as torch.export.export made it"
         )
     for node in program.graph.nodes:
-        if collective_kind(node) is not None or getattr(node.target, "namespace", None) == "shardwise":
+        if kind_of(node) is not None or getattr(node.target, "namespace", None) == "shardwise":
             raise ShardingError(
                 f"the program has {node.target} ({node.name}): it is one rank's of several already; give the"
                 " whole program, as torch.export.export made it of a model that does not communicate"
