@@ -16,7 +16,6 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from shardwise import _compat
 from shardwise.errors import ShardingError
 from shardwise.graph.nodes import kind_of
 from shardwise.tensor_parallel.canonical import canonical, functional
@@ -170,9 +169,11 @@ def build(p: Partition, node: fx.Node, *, strict: bool = False) -> None:
             p.hold(parameter, parameter.placement)
     elif node.target is operator.getitem:
         getitem(p, node)
+    elif p.is_whole(node):
+        p.repeat(node)
     elif (known := find(node)) is not None:
         known(p, node)
-    elif _compat.is_operator(node.target) and is_pointwise(node):
+    elif is_pointwise(node):
         pointwise(p, node)
     else:
         _replicate(p, node, strict=strict)
