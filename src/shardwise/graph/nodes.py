@@ -134,7 +134,7 @@ def values(node: Node) -> list[Tensor]:
 
 
 def _collective(issue: Node, kind: str, place: dict[Node, int]) -> Collective:
-    arguments = _arguments(issue)
+    arguments = arguments_of(issue)
     given = arguments["inputs"] if is_coalesced(issue) else [arguments["input"]]
     made = [issue]
     if is_coalesced(issue):
@@ -153,12 +153,12 @@ def _collective(issue: Node, kind: str, place: dict[Node, int]) -> Collective:
     )
 
 
-def _arguments(node: Node) -> dict[str, Any]:
-    """Return the arguments that a node gives its operator, by the names in the operator's schema."""
+def arguments_of(node: Node) -> dict[str, Any]:
+    """Return the arguments of a node's operator, defaults too, by name, in the order of its schema."""
     target: Any = node.target
     schema: Any = _compat.schema(target if _compat.is_operator(target) else target.default)
-    names = [argument.name for argument in schema.arguments]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    known = {argument.name: argument.default_value for argument in schema.arguments}
+    return {**known, **dict(zip(known, node.args, strict=False)), **node.kwargs}
 
 
 def _numel(value: Tensor) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
+from shardwise.graph.nodes import arguments_of
+from shardwise.tensor_parallel.heads import order_of
 from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of
 from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import REPLICATE, Split, regroup, with_dim
@@ -52,9 +53,8 @@ def _size_node(p: Partition, node: fx.Node, dim: int) -> fx.Node:
 
 @aten_rule("transpose", "permute", "t", "numpy_T", "mT", "movedim", "moveaxis", "swapaxes", "swapdims")
 def permute(p: Partition, node: fx.Node) -> None:
-    x, *rest = args_of(node)
-    probe = torch.empty([*range(len(p.shape(x)))], device="meta")  # every dim of a size of its own
-    order = list(node.target(probe, *rest).shape)  # type: ignore[operator]
+    x = args_of(node)[0]
+    order = order_of(node, len(p.shape(x)))
     if x in p.parameters and (wanted := expert_cut(p, node)) is not None:
         p.take(x, wanted.on(order[wanted.dim]))
     at = p.stays(x)
@@ -78,9 +78,9 @@ def as_complex(p: Partition, node: fx.Node) -> Dims:
 
 @aten_rule("squeeze")
 def squeeze(p: Partition, node: fx.Node) -> None:
-    x, *rest = args_of(node)
+    x = args_of(node)[0]
     sizes = p.shape(x)
-    given = rest[0] if rest and sizes else range(len(sizes))
+    given = arguments_of(node).get("dim", range(len(sizes))) if sizes else ()
     asked = given if isinstance(given, (list, tuple, range)) else [given]
     gone = {int(d) % len(sizes) for d in asked if isinstance(sizes[int(d)], int) and sizes[int(d)] == 1}
     at = p.stays(x)
@@ -115,8 +115,8 @@ def repeat(p: Partition, node: fx.Node) -> Dims:
 @aten_rule("repeat_interleave.self_int")
 def repeat_interleave(p: Partition, node: fx.Node) -> None:
     """Repeat each element: key heads, for the queries that share them."""
-    x, count, *rest = args_of(node)
-    dim: Any = rest[0] if rest else node.kwargs.get("dim")
+    x, count = args_of(node)[:2]
+    dim: Any = arguments_of(node)["dim"]
     at = p.cut_of(x)
     if at is None or dim is None:
         return p.repeat(node)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardwise.graph.nodes import arguments_of
 from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of, several
 from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Placement, Split, same_size, with_dim
@@ -205,8 +206,7 @@ def class_dim(p: Partition, x: Any) -> int:
 
 @aten_rule("cross_entropy_loss")
 def cross_entropy(p: Partition, node: fx.Node) -> None:
-    args = [*args_of(node), *(None, None, MEAN, -100, 0.0)[len(node.args) - 1 :]]
-    x, target, weight, reduction, ignored, smoothing = args
+    x, target, weight, reduction, ignored, smoothing = arguments_of(node).values()
     dim, value = class_dim(p, x), node.meta["val"]
     by_probability = target.meta["val"].is_floating_point()
     fits = by_probability or len(p.shape(target)) == len(p.shape(x)) - 1
@@ -252,8 +252,7 @@ def cross_entropy(p: Partition, node: fx.Node) -> None:
 @aten_rule("nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward")
 def nll(p: Partition, node: fx.Node) -> None:
     """Take the loss of logarithms of probabilities; cross-entropy where these have waited."""
-    args = [*args_of(node), *(None, MEAN, -100)[max(0, len(node.args) - 2) :]]
-    x, target, weight, reduction, ignored = args
+    x, target, weight, reduction, ignored = arguments_of(node).values()
     dim, values = class_dim(p, x), several(node.meta["val"])
     if len(p.shape(target)) != len(p.shape(x)) - 1 or not by_rows(p, x, dim):
         return p.repeat(node)
