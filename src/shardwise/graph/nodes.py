@@ -67,11 +67,6 @@ class Collective:
         assert isinstance(given, (list, tuple))
         return tuple(node for node in given if isinstance(node, Node))
 
-    @property
-    def outputs(self) -> tuple[Node, ...]:
-        """The tensors it puts out, in graph order, which are what its waits return."""
-        return self.waits
-
 
 def collectives(graph: Graph) -> list[Collective]:
     """List the collectives of `graph`, in the order in which it issues them, but for sends and receives.
