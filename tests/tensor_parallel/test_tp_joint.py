@@ -78,6 +78,22 @@ class Untied(Language):
         self.head.weight = nn.Parameter(self.head.weight.detach().clone())
 
 
+class Halves(nn.Module):
+    """Eight heads of queries, of two projections, for two of keys: over 4 ranks, each has one of either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.more, self.k, self.v = (nn.Linear(8, n) for n in (16, 16, 8, 8))
+        self.o = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, more, k, v = (
+            each(x).unflatten(-1, (-1, 4)).transpose(1, 2) for each in (self.q, self.more, self.k, self.v)
+        )
+        a = F.scaled_dot_product_attention(torch.cat([q, more], 1), k, v, enable_gqa=True)
+        return self.o(a.transpose(1, 2).flatten(2))
+
+
 def within(plan: dict[str, Any]) -> dict[str, Any]:
     return {f"block.{name}": style for name, style in plan.items()}
 
@@ -93,6 +109,7 @@ MODELS: dict[str, tuple[Build, dict[str, Any]]] = {
     "Llama, key heads shared by ranks": (lambda: Squared(Llama(keys=2)), within(SPLIT)),
     "language model": (Untied, {**LANGUAGE, "head": COL}),
 }
+APART_HEADS = {"q": COL, "more": COL, "k": COL, "v": COL, "o": ROW}
 
 
 @functools.cache
@@ -174,11 +191,19 @@ def all_reduces(name: str, ranks: int) -> dict[str, int]:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_joint_program_is_cut_forward_and_backward(name):
     model, args, _ = exported(name)
-    for ranks in (2, 4):
-        programs = [cut(joint_of(name), name, rank, ranks) for rank in range(ranks)]
-        for each, returned in zip(programs, lockstep.run(programs, *args), strict=True):
-            check(model, args, each, returned, parts_of(each))
-            assert counts(each) == all_reduces(name, ranks)
+    programs = [cut(joint_of(name), name, rank, 4) for rank in range(4)]
+    for each, returned in zip(programs, lockstep.run(programs, *args), strict=True):
+        check(model, args, each, returned, parts_of(each))
+        assert counts(each) == all_reduces(name, 4)
+
+
+def test_heads_that_lie_apart_on_a_rank_share_keys_with_others():
+    torch.manual_seed(0)
+    model, x = Squared(Halves()), torch.randn(2, 6, 8)
+    joint = with_backward(torch.export.export(model, (x,)))
+    programs = lockstep.parts(joint, within(APART_HEADS), ranks=4)
+    for each, returned in zip(programs, lockstep.run(programs, x), strict=True):
+        check(model, (x,), each, returned, parts_of(each))
 
 
 def test_ranks_without_a_head_compute_no_attention():
