@@ -164,8 +164,6 @@ class _Tracker:
             )
         dims = [d for d in dims if sizes[d] != 1] or dims[:1]
         heads = next((d for d in dims if not self._taken_apart(user, d)), dims[0])
-        if heads == dims[-1] and len(dims) > 1 and stretch.unit == 1 and not self._taken_apart(user, dims[0]):
-            heads = dims[0]
         outer, inner = 1, 1
         for d in dims:
             outer, inner = (outer * sizes[d], inner) if d < heads else (outer, inner * sizes[d])
