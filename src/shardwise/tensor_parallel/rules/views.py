@@ -8,14 +8,14 @@ from torch import fx
 
 from shardwise.graph.nodes import arguments_of
 from shardwise.tensor_parallel.heads import order_of
-from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of
+from shardwise.tensor_parallel.nodes import args_of, is_tensor
 from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import REPLICATE, Split, regroup, with_dim
 from shardwise.tensor_parallel.rules.linear import expert_cut
 from shardwise.tensor_parallel.rules.registry import Dims, aten_rule, by_dims
 
 
-@aten_rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as")
+@aten_rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "unsqueeze", "squeeze")
 def view(p: Partition, node: fx.Node) -> None:
     x = args_of(node)[0]
     if str(node.target).endswith("view.dtype"):
@@ -30,9 +30,9 @@ def view(p: Partition, node: fx.Node) -> None:
 
 def _sizes(p: Partition, node: fx.Node) -> list[Any]:
     """Return the whole value's new sizes: numbers, or nodes of this rank's program for symbolic ones."""
-    known = p.shape(node)
-    asked: Any = node.args[1] if len(node.args) > 1 and op_of(node) != "unflatten" else None
-    if isinstance(asked, (list, tuple)) and len(asked) == len(known):
+    known, given = p.shape(node), arguments_of(node)
+    asked = given.get("size", given.get("shape"))
+    if asked is not None:
         taken = [p.take(size) for size in asked]
         return [new if isinstance(new, int) else size for size, new in zip(taken, known, strict=True)]
     if sum(not isinstance(size, int) for size in known) > 1:
@@ -61,33 +61,12 @@ def permute(p: Partition, node: fx.Node) -> None:
     return p.locally(node, {x: at}, at.on(order.index(at.dim)) if isinstance(at, Split) else at)
 
 
-@by_dims("unsqueeze", terms=True)
-def unsqueeze(p: Partition, node: fx.Node) -> Dims:
-    x, dim = args_of(node)
-    ndim = len(p.shape(x))
-    return {x: [d + (d >= dim % (ndim + 1)) for d in range(ndim)]}
-
-
 @by_dims("view_as_complex", "view_as_real", terms=True)
 def as_complex(p: Partition, node: fx.Node) -> Dims:
     """Cut views as complex or real: the last dim, of two elements, becomes one number, or comes of it."""
     x = args_of(node)[0]
     both = min(len(p.shape(x)), len(p.shape(node)))
     return {x: [d if d < both else None for d in range(len(p.shape(x)))]}
-
-
-@aten_rule("squeeze")
-def squeeze(p: Partition, node: fx.Node) -> None:
-    x = args_of(node)[0]
-    sizes = p.shape(x)
-    given = arguments_of(node).get("dim", range(len(sizes))) if sizes else ()
-    asked = given if isinstance(given, (list, tuple, range)) else [given]
-    gone = {int(d) % len(sizes) for d in asked if isinstance(sizes[int(d)], int) and sizes[int(d)] == 1}
-    at = p.stays(x)
-    if isinstance(at, Split) and at.dim in gone:
-        return p.repeat(node)
-    made = p.emit(aten.squeeze.dims, p.take(x, at), sorted(gone))  # and no dim of which this rank has one
-    return p.keep(node, made, at.on(at.dim - sum(d < at.dim for d in gone)) if isinstance(at, Split) else at)
 
 
 @aten_rule("expand", "expand_as", "broadcast_to")
@@ -128,16 +107,4 @@ def repeat_interleave(p: Partition, node: fx.Node) -> None:
     return p.keep(node, made, at.scaled(count) if at.dim == dim else at)
 
 
-@aten_rule("sym_size")
-def sym_size(p: Partition, node: fx.Node) -> None:
-    """Read a size of the whole value from a value that has it whole."""
-    x, dim = args_of(node)
-    at = p.placement(x)
-    dim %= len(p.shape(x))
-    size = p.shape(x)[dim]
-    cut = isinstance(at, Split) and at.dim == dim
-    here = p.take(x) if cut and not isinstance(size, int) else p.values[x].node
-    return p.keep(node, size if cut and isinstance(size, int) else p.emit(node.target, here, dim), REPLICATE)
-
-
-aten_rule("sym_numel", "sym_stride")(Partition.repeat)  # of the whole value
+aten_rule("sym_size", "sym_numel", "sym_stride")(Partition.repeat)  # of the whole value
