@@ -13,7 +13,7 @@ summed first, so that no two of them sum it again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -203,12 +203,9 @@ class Partition:
         dims = self.spread(x, sizes)
         return cut.on(dims.index(cut.dim)) if cut.dim in dims else REPLICATE
 
-    def _no_guards(self) -> AbstractContextManager[Any]:
+    def _no_guards(self) -> ExitStack:
         """Suppress guards: sizes on this rank must put no conditions on the whole program's symbols."""
-        symbols = self.fake_mode.shape_env
-        if symbols is None:
-            return nullcontext()
-        stack = ExitStack()
+        symbols, stack = self.fake_mode.shape_env, ExitStack()
         stack.enter_context(symbols.suppress_guards())
         stack.enter_context(symbols.ignore_fresh_unbacked_symbols())
         return stack
