@@ -206,6 +206,16 @@ def test_heads_that_lie_apart_on_a_rank_share_keys_with_others():
         check(model, (x,), each, returned, parts_of(each))
 
 
+def test_a_table_cut_by_columns_has_its_gradient_without_communication():
+    torch.manual_seed(0)
+    model, ids = Squared(nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 4))), torch.randint(7, (3, 5))
+    joint = with_backward(torch.export.export(model, (ids,)))
+    programs = lockstep.parts(joint, within({"0": COL, "1": ROW}), ranks=2)
+    for each, returned in zip(programs, lockstep.run(programs, ids), strict=True):
+        check(model, (ids,), each, returned, parts_of(each))
+        assert counts(each) == {"all_reduce": 1}
+
+
 def test_ranks_without_a_head_compute_no_attention():
     model, args, _ = exported("GPT")
     programs = lockstep.parts(joint_of("GPT"), MODELS["GPT"][1], ranks=7)
