@@ -94,6 +94,21 @@ class Halves(nn.Module):
         return self.o(a.transpose(1, 2).flatten(2))
 
 
+class ByHand(nn.Module):
+    """Softmax of whole rows in heads, whose queries are normed, and of rows that are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(8, 6), nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (-1, 4)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        a = (self.norm(q) @ k.mT).softmax(-1) @ v
+        x = x + self.o(a.transpose(1, 2).flatten(2))
+        return x + self.down(self.up(x).softmax(-1))
+
+
 def within(plan: dict[str, Any]) -> dict[str, Any]:
     return {f"block.{name}": style for name, style in plan.items()}
 
@@ -110,6 +125,7 @@ MODELS: dict[str, tuple[Build, dict[str, Any]]] = {
     "language model": (Untied, {**LANGUAGE, "head": COL}),
 }
 APART_HEADS = {"q": COL, "more": COL, "k": COL, "v": COL, "o": ROW}
+BY_HAND = {"q": COL, "k": COL, "v": COL, "o": ROW, "up": COL, "down": ROW}
 
 
 @functools.cache
@@ -197,11 +213,16 @@ def test_a_joint_program_is_cut_forward_and_backward(name):
         assert counts(each) == all_reduces(name, 4)
 
 
-def test_heads_that_lie_apart_on_a_rank_share_keys_with_others():
+@pytest.mark.parametrize(
+    ("block", "plan", "ranks"),
+    [(Halves, APART_HEADS, 4), (ByHand, BY_HAND, 2)],
+    ids=["heads that lie apart on a rank share keys with others", "softmax and norms of what is cut"],
+)
+def test_a_joint_program_of_less_common_parts_is_right(block, plan, ranks):
     torch.manual_seed(0)
-    model, x = Squared(Halves()), torch.randn(2, 6, 8)
+    model, x = Squared(block()), torch.randn(2, 6, 8)
     joint = with_backward(torch.export.export(model, (x,)))
-    programs = lockstep.parts(joint, within(APART_HEADS), ranks=4)
+    programs = lockstep.parts(joint, within(plan), ranks=ranks)
     for each, returned in zip(programs, lockstep.run(programs, x), strict=True):
         check(model, (x,), each, returned, parts_of(each))
 
