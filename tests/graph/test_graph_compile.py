@@ -14,11 +14,9 @@ from torch._dynamo.utils import counters
 
 import shardwise
 from ranks import on_ranks
-from shardwise import RankMismatchError, ShardingError, _compat, fully_shard
+from shardwise import RankMismatchError, ShardingError, fully_shard
 from shardwise.comm.count import CommCounter
-from shardwise.comm.kinds import GATHER, SCATTER
-from shardwise.graph import graph_report, record
-from shardwise.graph.nodes import collectives
+from shardwise.graph import record
 from shardwise.graph.passes import Passes
 
 WIDTH, STEPS = 6, 2
@@ -155,43 +153,6 @@ def test_a_rank_may_compile_again_alone() -> None:
     counters.clear()
     compiled(torch.randn(2 + dist.get_rank(), WIDTH)).sum().backward()
     assert counters["stats"].get("unique_graphs", 0) == dist.get_rank()
-
-
-@on_ranks(2)
-def test_graphs_of_a_sharded_model_overlap_and_are_bounded() -> None:
-    made: list[tuple[list[str], int]] = []
-    passes = Passes()
-
-    def record(graph: torch.fx.Graph) -> None:
-        before = [one.issue.name for one in collectives(graph)]
-        passes(graph)
-        graph.lint()
-        assert [one.issue.name for one in collectives(graph) if one.kind == GATHER] == [
-            name for name in before if name.startswith("all_gather")
-        ]
-        events = []
-        for node in graph.nodes:
-            for one in collectives(graph):
-                events += [one.kind] if node is one.issue else []
-                events += [f"wait {one.kind}"] if node is one.wait else []
-        made.append((events, graph_report(graph).peak_groups))
-
-    net = sharded(Net(), layout="contiguous")
-    compiled = torch.compile(
-        net,
-        fullgraph=True,
-        backend=lambda module, inputs: _compat.aot_edited(module, inputs, edit=record),
-    )
-    compiled(torch.randn(2, WIDTH)).sum().backward()
-    (forward, held), (backward, held_backward) = made
-    gather, wait = GATHER, f"wait {GATHER}"
-    assert forward == [gather, gather, wait, gather, wait, gather, wait, wait]
-    assert held == held_backward == 2
-    assert backward[:3] == [gather, gather, wait]
-    reduced = f"wait {SCATTER}"
-    places = [i for i, event in enumerate(backward) if event == SCATTER]
-    assert [backward[:place].count(reduced) for place in places] == [0, 1, 2, 3]
-    assert len(places) == 4
 
 
 def test_what_it_cannot_do_is_refused() -> None:

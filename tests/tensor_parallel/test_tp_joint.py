@@ -78,6 +78,37 @@ class Untied(Language):
         self.head.weight = nn.Parameter(self.head.weight.detach().clone())
 
 
+class Halves(nn.Module):
+    """Eight heads of queries, of two projections, for two of keys: over 4 ranks, each has one of either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.more, self.k, self.v = (nn.Linear(8, n) for n in (16, 16, 8, 8))
+        self.o = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, more, k, v = (
+            each(x).unflatten(-1, (-1, 4)).transpose(1, 2) for each in (self.q, self.more, self.k, self.v)
+        )
+        a = F.scaled_dot_product_attention(torch.cat([q, more], 1), k, v, enable_gqa=True)
+        return self.o(a.transpose(1, 2).flatten(2))
+
+
+class ByHand(nn.Module):
+    """Softmax of whole rows in heads, whose queries are normed, and of rows that are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(8, 6), nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (-1, 4)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        a = (self.norm(q) @ k.mT).softmax(-1) @ v
+        x = x + self.o(a.transpose(1, 2).flatten(2))
+        return x + self.down(self.up(x).softmax(-1))
+
+
 def within(plan: dict[str, Any]) -> dict[str, Any]:
     return {f"block.{name}": style for name, style in plan.items()}
 
@@ -93,6 +124,8 @@ MODELS: dict[str, tuple[Build, dict[str, Any]]] = {
     "Llama, key heads shared by ranks": (lambda: Squared(Llama(keys=2)), within(SPLIT)),
     "language model": (Untied, {**LANGUAGE, "head": COL}),
 }
+APART_HEADS = {"q": COL, "more": COL, "k": COL, "v": COL, "o": ROW}
+BY_HAND = {"q": COL, "k": COL, "v": COL, "o": ROW, "up": COL, "down": ROW}
 
 
 @functools.cache
@@ -174,11 +207,34 @@ def all_reduces(name: str, ranks: int) -> dict[str, int]:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_joint_program_is_cut_forward_and_backward(name):
     model, args, _ = exported(name)
-    for ranks in (2, 4):
-        programs = [cut(joint_of(name), name, rank, ranks) for rank in range(ranks)]
-        for each, returned in zip(programs, lockstep.run(programs, *args), strict=True):
-            check(model, args, each, returned, parts_of(each))
-            assert counts(each) == all_reduces(name, ranks)
+    programs = [cut(joint_of(name), name, rank, 4) for rank in range(4)]
+    for each, returned in zip(programs, lockstep.run(programs, *args), strict=True):
+        check(model, args, each, returned, parts_of(each))
+        assert counts(each) == all_reduces(name, 4)
+
+
+@pytest.mark.parametrize(
+    ("block", "plan", "ranks"),
+    [(Halves, APART_HEADS, 4), (ByHand, BY_HAND, 2)],
+    ids=["heads that lie apart on a rank share keys with others", "softmax and norms of what is cut"],
+)
+def test_a_joint_program_of_less_common_parts_is_right(block, plan, ranks):
+    torch.manual_seed(0)
+    model, x = Squared(block()), torch.randn(2, 6, 8)
+    joint = with_backward(torch.export.export(model, (x,)))
+    programs = lockstep.parts(joint, within(plan), ranks=ranks)
+    for each, returned in zip(programs, lockstep.run(programs, x), strict=True):
+        check(model, (x,), each, returned, parts_of(each))
+
+
+def test_a_table_cut_by_columns_has_its_gradient_without_communication():
+    torch.manual_seed(0)
+    model, ids = Squared(nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 4))), torch.randint(7, (3, 5))
+    joint = with_backward(torch.export.export(model, (ids,)))
+    programs = lockstep.parts(joint, within({"0": COL, "1": ROW}), ranks=2)
+    for each, returned in zip(programs, lockstep.run(programs, ids), strict=True):
+        check(model, (ids,), each, returned, parts_of(each))
+        assert counts(each) == {"all_reduce": 1}
 
 
 def test_ranks_without_a_head_compute_no_attention():

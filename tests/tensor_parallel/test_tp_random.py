@@ -13,7 +13,7 @@ from torch.export import Dim, export
 from torch.nn import functional as F
 
 from ranks import on_ranks
-from shardwise.tensor_parallel import tensor_parallel_transformation
+from shardwise.tensor_parallel import counts, tensor_parallel_transformation
 
 # torch's compiler copies what it calls deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")
@@ -53,6 +53,7 @@ def test_a_cut_program_draws_what_the_whole_model_draws(decomposed: bool) -> Non
         program = export(copy.deepcopy(model), (x,), dynamic_shapes=shapes)
         program = program.run_decompositions() if decomposed else program
         made = lockstep.parts(program, PLAN, ranks=ranks, training=True)
+        assert counts(made[0]) == {"all_reduce": 2}
         torch.manual_seed(1)
         expected = model(x)
         after = torch.rand(3)

@@ -210,7 +210,7 @@ def test_sequence_parallel_plans_cut_the_activations_between_layers() -> None:
     one = check(model, plan | {"*.norm": peer.SequenceParallel()}, x)
     assert counts(one[0]) == counts(made[0])
     from_the_end = plan | {"*.down": peer.RowwiseParallel(output_layouts=Shard(-2))}
-    assert counts(check(model, from_the_end, x)[0]) == counts(made[0])
+    assert str(check(model, from_the_end, x)[0].graph) == str(made[0].graph)
 
 
 def shapes(program: ExportedProgram, op: str) -> list[tuple[int, ...]]:

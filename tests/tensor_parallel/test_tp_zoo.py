@@ -1,7 +1,7 @@
 """Every model of the zoo, cut over ranks, computes what the whole one does at the cost it should have.
 
 A model is met in several cases, or in one. Over these it is cut for 2, 3 and 4 ranks, for inference and for
-training, and every other one with strict, but not for each of these with each; `zoo.py --all` does that.
+training, and every fourth one with strict, but not for each of these with each; `zoo.py --all` does that.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
+from typing import Any
 
 import pytest
 import torch
 import zoo
 import zoo_blocks
 import zoo_transformers
-from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ranks import on_ranks
@@ -43,7 +43,7 @@ def covering() -> list[tuple[str, zoo.Form, list[Point]]]:
         names = list(grouped)
         # a case alone at three points, two cases once each with one of them at two, or each case at one point
         for index, name in enumerate(names):
-            strict = (index + number) % 2 == 1 or name in NEEDS_STRICT
+            strict = (index + number) % 4 == 1 or name in NEEDS_STRICT
             training = (index + index // 2 + number // 2) % 2 == 1
             points = [(2 + (index + number) % 3, training)]
             if len(names) < 3 and index == 0:
@@ -96,16 +96,13 @@ def test_the_programs_run_on_real_ranks_also_compiled() -> None:
         exported = zoo.export(case, (False, False))
         ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         mine = tensor_parallel_transformation(exported.program, rank, ranks, "cpu", case.plan).module()
-        compiled = torch.compile(mine, backend="aot_eager", fullgraph=True)
+        runs: list[Any] = [exported.model, mine]
+        if name == "language, tied":  # has all-reduces of sums and of maxima, and an all-gather
+            runs.append(torch.compile(mine, backend="aot_eager", fullgraph=True))
         with torch.no_grad():
-            found, again, expected = (
-                pytree.tree_leaves(m(*exported.args, **exported.kwargs))
-                for m in (mine, compiled, exported.model)
-            )
-        for one, two, other in zip(found, again, expected, strict=True):
-            assert isinstance(one, Tensor)
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
-            torch.testing.assert_close(two, other, rtol=1e-10, atol=1e-10)
+            expected, *found = (pytree.tree_leaves(m(*exported.args, **exported.kwargs)) for m in runs)
+        for each in found:
+            torch.testing.assert_close(each, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_convolutions_and_experts_are_chosen_for_too() -> None:

@@ -1,7 +1,7 @@
 """The kinds of collectives: which operators issue them, and how many bytes each moves.
 
 One table for whoever counts collectives as they are issued (`comm.count`) or finds them in a compiled graph
-(`graph.nodes`) or an exported program (`tensor_parallel.explain`). Bytes are of the full buffer: all
+or an exported program (`graph.nodes`). Bytes are of the full buffer: all
 shards of a gather or scatter together. What a rank sends of them, at the least, follows from the kind:
 
     all_gather, reduce_scatter, all_to_all, gather, scatter     (n-1)/n on n ranks

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -42,6 +42,11 @@ def live_states() -> list[ModuleState]:
 def state_of(module: nn.Module) -> ModuleState | None:
     """Return the state of a module that `fully_shard` was applied to, else None."""
     return module.__dict__.get(_KEY)
+
+
+def states_in(modules: Iterable[nn.Module]) -> list[ModuleState]:
+    """Return the states of `modules`, each once, in order: modules that were sharded as a list share one."""
+    return list(dict.fromkeys(state for module in modules if (state := state_of(module)) is not None))
 
 
 class ModuleState:

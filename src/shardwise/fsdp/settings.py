@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -25,7 +25,7 @@ from shardwise.errors import ShardingError, here
 from shardwise.fsdp import finalization, trace_plan
 from shardwise.fsdp.finalization import GradientReductionHandle
 from shardwise.fsdp.group import ParamGroup
-from shardwise.fsdp.module_state import ModuleState, state_of
+from shardwise.fsdp.module_state import ModuleState, states_in
 from shardwise.fsdp.state import FSDPState
 from shardwise.mesh import FSDPMeshInfo
 
@@ -38,10 +38,8 @@ class ModuleSettings(nn.Module):
     def _groups(self) -> list[ParamGroup]:
         return self._shardwise_state.groups
 
-    def _states(self, recurse: bool) -> Iterator[ModuleState]:
-        modules = self.modules() if recurse else iter([self])
-        # Each once, and in order: the modules of a list share one.
-        yield from dict.fromkeys(s for module in modules if (s := state_of(module)) is not None)
+    def _states(self, recurse: bool) -> list[ModuleState]:
+        return states_in(self.modules() if recurse else [self])
 
     def _set(self, recurse: bool, **settings: Any) -> None:
         for state in self._states(recurse):

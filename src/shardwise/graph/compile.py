@@ -20,7 +20,7 @@ from shardwise import _compat
 from shardwise.errors import ShardingError, ShardwiseError, here
 from shardwise.fsdp import FSDPModule
 from shardwise.fsdp.module import compile_gathered
-from shardwise.fsdp.module_state import state_of
+from shardwise.fsdp.module_state import states_in
 from shardwise.graph.passes import Passes
 from shardwise.graph.passes.check_order import check_text, graphs_in, order_text
 
@@ -154,7 +154,7 @@ def _groups_of(sharded: list[FSDPModule]) -> tuple[list[ProcessGroup], list[str]
     """Return the groups over which ranks compare, the names of all with parameters, and their device."""
     groups: dict[ProcessGroup, None] = {}
     names: list[str] = []
-    states = [state for module in sharded if (state := state_of(module)) is not None]
+    states = states_in(sharded)
     for state in states:
         for group in state.groups:
             groups |= {one: None for one in group.info.process_groups if one is not None and one.size() > 1}

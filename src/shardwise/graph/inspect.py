@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule
 from shardwise.errors import ShardingError
 from shardwise.fsdp import FSDPModule
 from shardwise.fsdp.fast import own_code
-from shardwise.fsdp.module_state import state_of
+from shardwise.fsdp.module_state import states_in
 from shardwise.fsdp.tensors import grad_tensors, map_tensors
 from shardwise.graph.measure import graph_report
 from shardwise.graph.record import record
@@ -119,6 +119,5 @@ def _left_as_found(model: nn.Module) -> Iterator[None]:
 
 def _segments(model: nn.Module) -> list[Any]:
     """Return the segments that compiled sharded modules have; none before the first compilation."""
-    states = [state for module in model.modules() if (state := state_of(module)) is not None]
-    groups = [group for state in states for group in state.groups]
+    groups = [group for state in states_in(model.modules()) for group in state.groups]
     return [segment for group in groups if isinstance(group.traced, list) for segment in group.traced]

@@ -67,14 +67,9 @@ class Collective:
         assert isinstance(given, (list, tuple))
         return tuple(node for node in given if isinstance(node, Node))
 
-    @property
-    def outputs(self) -> tuple[Node, ...]:
-        """The tensors it puts out, in graph order, which are what its waits return."""
-        return self.waits
-
 
 def collectives(graph: Graph) -> list[Collective]:
-    """List all collectives of `graph`, in the order in which it issues them.
+    """List the collectives of `graph`, in the order in which it issues them, but for sends and receives.
 
     Works on forward and backward graphs of AOTAutograd, and on what inductor makes of these before it
     generates code. Nodes need the fake tensors that tracing leaves in `meta`.
@@ -83,14 +78,14 @@ def collectives(graph: Graph) -> list[Collective]:
         ShardingError: a collective whose input or output has no known shape.
     """
     place = {node: i for i, node in enumerate(graph.nodes)}
-    return [_collective(node, kind, place) for node in graph.nodes if (kind := kind_of(node)) is not None]
+    return [_collective(node, kind, place) for node in graph.nodes if (kind := kind_of(node)) in _KINDS]
 
 
 def kind_of(node: Node) -> str | None:
     """Return the kind of collective that `node` issues, or None if it issues none."""
     namespace, _, name = operator_name(node).partition("::")
     form = form_of(namespace, name) if namespace == FUNCTIONAL else None
-    return form.kind if form is not None and form.kind in _KINDS else None
+    return None if form is None else form.kind
 
 
 def is_wait(node: Node) -> bool:
@@ -134,7 +129,7 @@ def values(node: Node) -> list[Tensor]:
 
 
 def _collective(issue: Node, kind: str, place: dict[Node, int]) -> Collective:
-    arguments = _arguments(issue)
+    arguments = arguments_of(issue)
     given = arguments["inputs"] if is_coalesced(issue) else [arguments["input"]]
     made = [issue]
     if is_coalesced(issue):
@@ -153,12 +148,12 @@ def _collective(issue: Node, kind: str, place: dict[Node, int]) -> Collective:
     )
 
 
-def _arguments(node: Node) -> dict[str, Any]:
-    """Return the arguments that a node gives its operator, by the names in the operator's schema."""
+def arguments_of(node: Node) -> dict[str, Any]:
+    """Return the arguments of a node's operator, defaults too, by name, in the order of its schema."""
     target: Any = node.target
     schema: Any = _compat.schema(target if _compat.is_operator(target) else target.default)
-    names = [argument.name for argument in schema.arguments]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    known = {argument.name: argument.default_value for argument in schema.arguments}
+    return {**known, **dict(zip(known, node.args, strict=False)), **node.kwargs}
 
 
 def _numel(value: Tensor) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import reduce
 from operator import add
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 Kind = Literal["forward", "backward"]
+
+_NUMBERS = ("ranks", "bytes", "issue", "wait", "overlap", "first use", "last use")
 
 # Of the picture, in its own units.
 _LEFT, _RIGHT, _WIDTH = 220.0, 16.0, 1000.0
@@ -144,20 +146,13 @@ class GraphReport:
 
     def table(self) -> str:
         """Return every collective, and the counts, as plain text."""
-        from rich.console import Console  # tables cost an import that training does not need
-        from rich.table import Table
-
-        table = Table(title=f"{self.kind.capitalize()} graph of {len(self.unsharded_bytes)} nodes")
-        table.add_column("collective", overflow="fold")
-        for name in ("kind", "ranks", "bytes", "issue", "wait", "overlap", "first use", "last use"):
-            table.add_column(name, justify="left" if name == "kind" else "right")
+        rows = []
         for one in self.collectives:
             places = (one.issue, one.wait, one.overlap, one.first_use, one.last_use)
             texts = ["-" if place is None else str(place) for place in places]
-            table.add_row(one.name, one.kind, str(one.ranks or "?"), f"{one.bytes:,}", *texts)
-        written = io.StringIO()
-        Console(width=140, file=written, color_system=None).print(table)
-        return written.getvalue() + self._totals()
+            rows.append((one.name, one.kind, str(one.ranks or "?"), f"{one.bytes:,}", *texts))
+        title = f"{self.kind.capitalize()} graph of {len(self.unsharded_bytes)} nodes"
+        return rendered(title, dict.fromkeys(("collective", "kind", *_NUMBERS), ""), rows) + self._totals()
 
     def _totals(self) -> str:
         inputs = ", ".join(self.unsharded_inputs) or "none"
@@ -168,8 +163,7 @@ class GraphReport:
             f"inputs filled with unsharded parameters: {inputs}\n"
         )
 
-    def __str__(self) -> str:
-        return self.table()
+    __str__ = table
 
     def timeline(self, path: str | os.PathLike[str]) -> Path:
         """Draw compute, collectives and unsharded bytes by place to `path`, as SVG; returns it."""
@@ -221,12 +215,31 @@ class ModelReport:
             f"unsharded: {self.peak_unsharded_bytes:,} bytes at the most\n"
         )
 
-    def __str__(self) -> str:
-        return self.table()
+    __str__ = table
 
     def timeline(self, path: str | os.PathLike[str]) -> Path:
         """Draw all graphs, one below the other, to `path`, as SVG; returns it."""
         return _draw(self.graphs, path)
+
+
+def rendered(title: str, columns: Mapping[str, str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table as text; numbers of bytes, of ranks and of places are flush right.
+
+    Args:
+        columns: the foot of each, by its head.
+    """
+    from rich.console import Console  # tables cost an import that training does not need
+    from rich.table import Table
+
+    table = Table(title=title, show_footer=any(columns.values()))
+    for head, foot in columns.items():
+        is_number = head in _NUMBERS or head.startswith("bytes")
+        table.add_column(head, foot, overflow="fold", justify="right" if is_number else "left")
+    for row in rows:
+        table.add_row(*row)
+    written = io.StringIO()
+    Console(width=140, file=written, color_system=None).print(table)
+    return written.getvalue()
 
 
 def _draw(graphs: Sequence[GraphReport], path: str | os.PathLike[str]) -> Path:

@@ -32,7 +32,7 @@ from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import trace_plan
 from shardwise.fsdp.fast import own_code
-from shardwise.fsdp.module_state import ModuleState, state_of
+from shardwise.fsdp.module_state import ModuleState, states_in
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.traced import Segment
 from shardwise.graph.compile import with_passes
@@ -166,7 +166,7 @@ class CompiledStep:
             ShardingError: there is no one graph, and `fullgraph` is set; or gradients are not synchronised.
         """
         if self._states is None:
-            self._states = _states(self._model)
+            self._states = states_in(self._model.modules())
             self._params = _params(self._model, self._states)
         segments = self._prepared(self._states)
         self._zero(segments)
@@ -291,12 +291,6 @@ def _with_backward(loss_of: Callable[..., Tensor]) -> Callable[..., tuple[Tensor
         return loss.detach(), grads
 
     return own_code(step, own_globals=True)
-
-
-def _states(model: nn.Module) -> list[ModuleState]:
-    """Return the states of all sharded modules, outer ones first."""
-    found = [state for module in model.modules() if (state := state_of(module)) is not None]
-    return list(dict.fromkeys(found))
 
 
 def _params(model: nn.Module, states: list[ModuleState]) -> list[ShardedParam | nn.Parameter]:

@@ -31,7 +31,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from shardwise.errors import ShardingError, from_extra
-from shardwise.tensor_parallel.explain import rendered
+from shardwise.graph.reports import rendered
 from shardwise.tensor_parallel.exploring import STYLES, Space, State, Use, explore
 from shardwise.tensor_parallel.program import read
 

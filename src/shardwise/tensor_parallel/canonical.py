@@ -95,19 +95,14 @@ def _normalize(graph: fx.Graph, node: fx.Node) -> None:
         node.replace_all_uses_with(x)
         graph.erase_node(node)
         return
-    op, found = aten.linear.default, _as_linear(node, name)
-    if found is None:
-        op, found = aten.matmul.default, _as_matmul(node, name)
-    if found is None:
-        op, found = getattr(x, "target", None), _as_logarithm(graph, node, name)
-    if found is None:
-        op, found = aten.permute.default, _as_heads(graph, node)
+    found = _as_linear(node, name) or _as_matmul(node, name) or _as_logarithm(graph, node, name)
+    found = found or _as_heads(graph, node)
     if found is None:
         return
     with graph.inserting_before(node):
-        product = graph.call_function(op, found)
-    product.meta = dict(node.meta)
-    node.replace_all_uses_with(product)
+        made = graph.call_function(*found)
+    made.meta = dict(node.meta)
+    node.replace_all_uses_with(made)
     graph.erase_node(node)
 
 
@@ -155,26 +150,24 @@ def _is_shape(node: fx.Node, sizes: Sequence[Any]) -> bool:
     return all(map(same_size, value.shape, sizes))
 
 
-def _as_linear(node: fx.Node, name: str) -> tuple[Any, ...] | None:
-    """Return the arguments of the linear layer that a product with a transposed parameter is."""
-    if name == "addmm" and not node.kwargs:
-        bias, x, right = node.args[:3]
-        weight = _transposed(right)
-        return None if weight is None or not _is_vector(bias) else (x, weight, bias)
-    if name in ("mm", "matmul"):
-        weight = _transposed(node.args[1])
-        return None if weight is None else (node.args[0], weight)
-    if name == "bmm":
-        right = node.args[1]
-        while isinstance(right, fx.Node) and op_of(right) in ("view", "expand", "reshape", "unsqueeze"):
-            right = right.args[0]
-        weight = _transposed(right)
-        return None if weight is None or len(weight.meta["val"].shape) != 2 else (node.args[0], weight)
-    return None
+_Call = tuple[Any, tuple[Any, ...]]  # an operator and its arguments
 
 
-def _as_matmul(node: fx.Node, name: str) -> tuple[Any, ...] | None:
-    """Return the factors, with all batch dims, of a product that was computed with these merged into one."""
+def _as_linear(node: fx.Node, name: str) -> _Call | None:
+    """Return the linear layer that a product with a transposed parameter is."""
+    if name not in ("addmm", "mm", "matmul", "bmm") or node.kwargs:
+        return None
+    *bias, x, right = args_of(node)[:3]
+    while name == "bmm" and op_of(right) in ("view", "expand", "reshape", "unsqueeze"):
+        right = right.args[0]
+    weight = _transposed(right)
+    if weight is None or not all(map(_is_vector, bias)):
+        return None
+    return aten.linear.default, (x, weight, *bias)
+
+
+def _as_matmul(node: fx.Node, name: str) -> _Call | None:
+    """Return the product, with all batch dims, that was computed with these merged into one."""
     product: Any = node.args[0] if name in _NOTHING[1:] else None
     if not isinstance(product, fx.Node) or op_of(product) != "bmm":
         return None
@@ -182,11 +175,11 @@ def _as_matmul(node: fx.Node, name: str) -> tuple[Any, ...] | None:
     apart: list[Any] = [node, *(x.args[0] if op_of(x) in _NOTHING[1:] else x for x in merged[1:])]
     batch = node.meta["val"].shape[:-2]
     sizes = [(*batch, *x.meta["val"].shape[-2:]) for x in merged]
-    return tuple(apart[1:]) if all(map(_is_shape, apart, sizes)) else None
+    return (aten.matmul.default, tuple(apart[1:])) if all(map(_is_shape, apart, sizes)) else None
 
 
-def _as_heads(graph: fx.Graph, node: fx.Node) -> tuple[Any, ...] | None:
-    """Return the arguments of the permutation [length, rows * heads, _] to [rows, heads, length, _]."""
+def _as_heads(graph: fx.Graph, node: fx.Node) -> _Call | None:
+    """Return the permutation that a view of [length, rows * heads, _] as [rows, heads, length, _] is."""
     chain = [node]
     for op in (_NOTHING[1:], ("transpose", "permute"), _NOTHING[1:]):
         if op_of(chain[-1]) not in op:
@@ -203,11 +196,11 @@ def _as_heads(graph: fx.Graph, node: fx.Node) -> tuple[Any, ...] | None:
     with graph.inserting_before(node):
         apart = graph.call_function(aten.unflatten.int, (x, 2, [heads, width]))
     apart.meta = {**merged.meta, "val": x.meta["val"].new_empty((length, batch, heads, width))}
-    return apart, [1, 2, 0, 3]
+    return aten.permute.default, (apart, [1, 2, 0, 3])
 
 
-def _as_logarithm(graph: fx.Graph, node: fx.Node, name: str) -> tuple[Any, ...] | None:
-    """Return the arguments of a softmax's logarithm of the values that `node` views the one of."""
+def _as_logarithm(graph: fx.Graph, node: fx.Node, name: str) -> _Call | None:
+    """Return the logarithm of a softmax of a view of values, where `node` is that view of the logarithm."""
     source = node.args[0] if name in ("transpose", "permute", *_NOTHING[1:]) else None
     if not isinstance(source, fx.Node) or not op_of(source).endswith("log_softmax") or len(source.users) > 1:
         return None
@@ -223,7 +216,7 @@ def _as_logarithm(graph: fx.Graph, node: fx.Node, name: str) -> tuple[Any, ...] 
     with graph.inserting_before(node):
         moved = graph.call_function(op, (x, *node.args[1:]), node.kwargs)
     moved.meta = {**source.meta, "val": x.meta["val"].new_empty(new)}
-    return (moved, *dims, *rest)
+    return source.target, (moved, *dims, *rest)
 
 
 def _transposed(node: Any) -> fx.Node | None:

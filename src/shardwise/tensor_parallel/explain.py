@@ -8,20 +8,18 @@ Read from the program alone, so also from one that was loaded.
 
 from __future__ import annotations
 
-import io
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
-from shardwise.comm.kinds import FUNCTIONAL, form_of
+from shardwise.graph.nodes import kind_of
+from shardwise.graph.reports import rendered
 from shardwise.tensor_parallel.nodes import calls_of
 from shardwise.tensor_parallel.placement import Split, local_shape
 from shardwise.tensor_parallel.state import placement_from_json, record_of
@@ -135,20 +133,12 @@ def explain(program: ExportedProgram) -> Explanation:
 
 def counts(program: ExportedProgram) -> dict[str, int]:
     """Count the collectives that a call of any `program` does, by kind, in order of appearance."""
-    return dict(Counter(kind for node in program.graph.nodes if (kind := collective_kind(node)) is not None))
-
-
-def collective_kind(node: fx.Node) -> str | None:
-    """Return "all_reduce", "all_gather", ... for a node that is a functional collective; else None."""
-    if node.op != "call_function" or getattr(node.target, "namespace", None) != FUNCTIONAL:
-        return None
-    form = form_of(FUNCTIONAL, str(node.target).split(".")[1])
-    return None if form is None else form.kind
+    return dict(Counter(kind for node in program.graph.nodes if (kind := kind_of(node)) is not None))
 
 
 def _collectives(graph: fx.Graph) -> Iterator[CollectiveRow]:
     for node in graph.nodes:
-        kind = collective_kind(node)
+        kind = kind_of(node)
         if kind is None:
             continue
         value = node.meta.get("val")
@@ -164,15 +154,3 @@ def _text(placement: Any, rank: int) -> str:
     held = ", ".join(f"{begin}:{end}" for begin, end in placement.ranges[rank][:3]) or "nothing"
     more = ", ..." if len(placement.ranges[rank]) > 3 else ""
     return f"dim {placement.dim} [{held}{more}]"
-
-
-def rendered(title: str, columns: Mapping[str, str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table as text. `columns`: the foot of each, by its head; numbers of bytes are flush right."""
-    table = Table(title=title, show_footer=any(columns.values()))
-    for head, foot in columns.items():
-        table.add_column(head, foot, overflow="fold", justify="right" if head.startswith("bytes") else "left")
-    for row in rows:
-        table.add_row(*row)
-    written = io.StringIO()
-    Console(width=140, file=written, color_system=None).print(table)
-    return written.getvalue()

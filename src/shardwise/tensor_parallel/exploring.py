@@ -26,7 +26,7 @@ from torch.fx.node import map_arg
 
 from shardwise.comm.kinds import GATHER, sent_bytes
 from shardwise.errors import ShardingError
-from shardwise.tensor_parallel.explain import collective_kind
+from shardwise.graph.nodes import kind_of
 from shardwise.tensor_parallel.heads import column_ranges
 from shardwise.tensor_parallel.nodes import args_of, name_of, nbytes, op_of, several
 from shardwise.tensor_parallel.partition import Parameter, Partition, Value
@@ -282,7 +282,7 @@ class _Exploration:
             if was.placement is None and now.placement is not None
         ]
         calls = [node for node in p.graph.nodes if node.op == "call_function"]
-        kinds = [(kind, node) for node in calls if (kind := collective_kind(node)) is not None]
+        kinds = [(kind, node) for node in calls if (kind := kind_of(node)) is not None]
         sent = tuple((kind, _sent(node, kind, self.ranks)) for kind, node in kinds)
         return Use(before, after, sent, sum(map(_flops, calls)), tuple(placed))
 
@@ -374,10 +374,10 @@ def _groups(whole: Whole) -> tuple[Group, ...]:
             weights[name] = node
         else:
             of_module[name.rpartition(".")[0]].append(name)
-    kind_of = repeated({name: _kind(node) for name, node in weights.items()})
+    same_as = repeated({name: _kind(node) for name, node in weights.items()})
     groups: dict[str, list[str]] = defaultdict(list)
     for name in weights:
-        groups[kind_of[name]].append(name)
+        groups[same_as[name]].append(name)
     found = []
     for names in groups.values():
         vectors = {name: of_module.pop(name.rpartition(".")[0], []) for name in names}

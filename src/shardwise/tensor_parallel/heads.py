@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
+from shardwise.graph.nodes import arguments_of
 from shardwise.tensor_parallel.nodes import args_of, op_of, several
 from shardwise.tensor_parallel.partition import Partition
 from shardwise.tensor_parallel.placement import Interval, Ranges, Split, even, groups, hint, normal, same_size
@@ -126,7 +128,8 @@ class _Tracker:
                 pieces += [(item, piece, at) for item in user.users if item.args[1] == index]
                 at += 1 if name == "unbind" else hint(piece.shape[along])
         else:
-            begin = user.args[2] if len(user.args) > 2 else 0
+            given = arguments_of(user)
+            begin = given.get("start", given.get("index"))
             begin = begin if isinstance(begin, int) else 0
             pieces = [(user, value, begin % stretch.count if along == dim and begin < 0 else begin)]
         gone = name in ("unbind", "select")
@@ -161,8 +164,6 @@ class _Tracker:
             )
         dims = [d for d in dims if sizes[d] != 1] or dims[:1]
         heads = next((d for d in dims if not self._taken_apart(user, d)), dims[0])
-        if heads == dims[-1] and len(dims) > 1 and stretch.unit == 1 and not self._taken_apart(user, dims[0]):
-            heads = dims[0]
         outer, inner = 1, 1
         for d in dims:
             outer, inner = (outer * sizes[d], inner) if d < heads else (outer, inner * sizes[d])
@@ -210,21 +211,11 @@ def _is_repeated(node: fx.Node) -> bool:
 
 def order_of(node: fx.Node, ndim: int) -> list[int]:
     """Return the source's dim for each dim of a transposed or permuted value."""
-    rest: Any = node.args[1:]
-    order = list(range(ndim))
-    if len(rest) == 2:
-        a, b = (int(d) % ndim for d in rest)
-        order[a], order[b] = b, a
-    elif rest:
-        order = [int(d) % ndim for d in rest[0]]
-    else:
-        order.reverse()
-    return order
+    target: Any = node.target
+    probe = torch.empty([*range(ndim)], device="meta")  # every dim of a size of its own
+    return list(target(probe, *node.args[1:]).shape)
 
 
 def part_dim(node: fx.Node, ndim: int) -> int:
     """Return the dim along which a split, a slice or another of `_PARTS` takes parts."""
-    rest = node.args[1:]
-    place = 0 if op_of(node) in ("slice", "narrow", "select", "unbind") else 1
-    given: Any = rest[place] if len(rest) > place else node.kwargs.get("dim", 0)
-    return int(given) % ndim
+    return int(arguments_of(node)["dim"]) % ndim

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +71,17 @@ def materialize(
     asked = {name: (rename or str)(name) for name in record["parameters"]}
     made: dict[str, Tensor] = {}
     wrong, missing = [], []
+    given = _in_memory(values or {})
     with _opened(checkpoint) as source:
         for name, entry in record["parameters"].items():
             tied_to = entry["tied"]
             if tied_to is not None and tied_to in made:
                 made[name] = made[tied_to]
                 continue
-            before = _stored(program, name)
+            before = _store(program, name)[name]
             names = [name, *_sharers(record, name)]
-            read = _reader(source, values or {}, names, asked)
+            found = chain(map(given, names), (source(asked[each]) for each in names))
+            read = next(filter(None, found), None)
             if read is None:
                 if before.is_meta:
                     missing.append(name)
@@ -114,12 +117,6 @@ def _store(program: ExportedProgram, name: str) -> dict[str, Any]:
     return found
 
 
-def _stored(program: ExportedProgram, name: str) -> Tensor:
-    found = _store(program, name)[name]
-    assert isinstance(found, Tensor)
-    return found
-
-
 def _sharers(record: dict[str, Any], name: str) -> list[str]:
     first = record["parameters"][name]["tied"] or name
     return [
@@ -132,16 +129,6 @@ def _sharers(record: dict[str, Any], name: str) -> list[str]:
 # ------------------------------------------------------------ reading
 
 
-def _reader(
-    source: Source, values: Mapping[str, Tensor], names: list[str], asked: Mapping[str, str]
-) -> Entry | None:
-    """Return a whole tensor under the first of `names` that is known."""
-    for name in names:
-        if name in values:
-            return _in_memory(values[name])
-    return next((found for name in names if (found := source(asked[name])) is not None), None)
-
-
 def _part(read: Part, placement: Placement, rank: int) -> Tensor:
     if not isinstance(placement, Split):
         return read(0, 0, -1)
@@ -149,8 +136,11 @@ def _part(read: Part, placement: Placement, rank: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, placement.dim)
 
 
-def _in_memory(whole: Tensor) -> Entry:
-    return whole.shape, lambda dim, begin, end: whole if end < 0 else whole.narrow(dim, begin, end - begin)
+def _in_memory(tensors: Mapping[str, Tensor]) -> Source:
+    def part(whole: Tensor, dim: int, begin: int, end: int) -> Tensor:
+        return whole if end < 0 else whole.narrow(dim, begin, end - begin)
+
+    return lambda name: (tensors[name].shape, partial(part, tensors[name])) if name in tensors else None
 
 
 @contextmanager
@@ -160,18 +150,17 @@ def _opened(checkpoint: Checkpoint) -> Iterator[Source]:
         yield checkpoint
         return
     if isinstance(checkpoint, Mapping):
-        yield lambda name: _in_memory(checkpoint[name]) if name in checkpoint else None
+        yield _in_memory(checkpoint)
         return
     paths = [*map(on_disk, [checkpoint] if isinstance(checkpoint, (str, Path)) else checkpoint)]
     pickled = [path for path in paths if path.suffix in _PICKLED and path.is_file()]
-    loaded = {name: tensor for path in pickled for name, tensor in _mapped(path).items()}
+    loaded = _in_memory({name: tensor for path in pickled for name, tensor in _mapped(path).items()})
     with TensorFiles(path for path in reversed(paths) if path not in pickled) as files:  # later ones count
 
         def find(name: str) -> Entry | None:
-            if name in loaded:
-                return _in_memory(loaded[name])
-            stored = files.find(name)
-            return None if stored is None else (stored.shape, partial(_read, stored))
+            held = loaded(name)
+            stored = None if held else files.find(name)
+            return held if stored is None else (stored.shape, partial(_read, stored))
 
         yield find
 

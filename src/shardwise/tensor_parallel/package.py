@@ -35,9 +35,10 @@ from shardwise.checkpoint import save_slices
 from shardwise.comm.agree import together
 from shardwise.errors import CheckpointError, ShardingError, here
 from shardwise.files.manifest import digest, is_count, read_manifest, whole_file, write_manifest
+from shardwise.graph.nodes import kind_of
 from shardwise.tensor_parallel import device
 from shardwise.tensor_parallel.auto import choose
-from shardwise.tensor_parallel.explain import collective_kind, explain
+from shardwise.tensor_parallel.explain import explain
 from shardwise.tensor_parallel.materialize import missing_weights
 from shardwise.tensor_parallel.placement import Placement, Split
 from shardwise.tensor_parallel.state import RECORD, placement_from_json, record_of
@@ -158,7 +159,7 @@ def bind(program: ExportedProgram, group: dist.ProcessGroup | str | None = None)
         group = group.group_name
     before = record["group"]
     for node in program.graph.nodes:
-        if collective_kind(node) is not None or getattr(node.target, "namespace", None) == "shardwise":
+        if kind_of(node) is not None or getattr(node.target, "namespace", None) == "shardwise":
             node.args = tuple(group if arg == before else arg for arg in node.args)
     program.graph_module.meta["custom"][RECORD] = {**record, "group": group}
     program.graph_module.recompile()

@@ -13,7 +13,7 @@ summed first, so that no two of them sum it again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -203,12 +203,9 @@ class Partition:
         dims = self.spread(x, sizes)
         return cut.on(dims.index(cut.dim)) if cut.dim in dims else REPLICATE
 
-    def _no_guards(self) -> AbstractContextManager[Any]:
+    def _no_guards(self) -> ExitStack:
         """Suppress guards: sizes on this rank must put no conditions on the whole program's symbols."""
-        symbols = self.fake_mode.shape_env
-        if symbols is None:
-            return nullcontext()
-        stack = ExitStack()
+        symbols, stack = self.fake_mode.shape_env, ExitStack()
         stack.enter_context(symbols.suppress_guards())
         stack.enter_context(symbols.ignore_fresh_unbacked_symbols())
         return stack
@@ -286,29 +283,23 @@ class Partition:
                 )
 
     def _move(self, node: fx.Node, value: Value, target: Placement, user: fx.Node | None) -> fx.Node:
-        source = value.placement
-        assert isinstance(value.node, fx.Node)
+        source, whole = value.placement, value.node
+        assert isinstance(whole, fx.Node)
         if isinstance(target, Partial):
             raise ShardingError(f"{node.name}: a value at {source} has no terms to be summed")
         if isinstance(source, Partial):
             if isinstance(target, Split) and self._is_even(target, self.shape(node)[target.dim]):
-                return self.reduce_scatter(value.node, target.dim)
-            whole = self.all_reduce(value.node)
+                return self.reduce_scatter(whole, target.dim)
+            whole = self.all_reduce(whole)
             self.values[node] = Value(whole, REPLICATE)  # the next user finds the sum
-            return whole if target == REPLICATE else self.take(node, target)
-        if isinstance(source, Split):
+        elif isinstance(source, Split):
             if isinstance(target, Split) and target.inside(source):
-                return self.inside(value.node, source, target)
-            if (node, REPLICATE) not in self._moved:
-                self._moved[node, REPLICATE] = self.all_gather(value.node, source)
+                return self.inside(whole, source, target)
+            if not self.is_gathered(node):
+                self._moved[node, REPLICATE] = self.all_gather(whole, source)
                 self.gathers += [] if user is None else [Gathered(node, user)]
             whole = self._moved[node, REPLICATE]
-            if target == REPLICATE:
-                return whole
-            assert isinstance(target, Split)
-            return self.cut(whole, target)
-        assert isinstance(target, Split)
-        return self.cut(value.node, target)
+        return self.cut(whole, target) if isinstance(target, Split) else whole
 
     def inside(self, node: fx.Node, source: Split, target: Split) -> fx.Node:
         """Return the part `target` of a value of which this rank has `source`; no communication."""

@@ -16,10 +16,9 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from shardwise import _compat
 from shardwise.errors import ShardingError
+from shardwise.graph.nodes import kind_of
 from shardwise.tensor_parallel.canonical import canonical, functional
-from shardwise.tensor_parallel.explain import collective_kind
 from shardwise.tensor_parallel.nodes import is_tensor, line_of, modules_of, name_of, nbytes, op_of
 from shardwise.tensor_parallel.partition import Parameter, Partition, Value
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
@@ -112,7 +111,7 @@ def _check_whole(program: Any) -> None:
             " would compute something else; give the whole program, as torch.export.export made it"
         )
     for node in program.graph.nodes:
-        if collective_kind(node) is not None or getattr(node.target, "namespace", None) == "shardwise":
+        if kind_of(node) is not None or getattr(node.target, "namespace", None) == "shardwise":
             raise ShardingError(
                 f"the program has {node.target} ({node.name}): it is one rank's of several already; give the"
                 " whole program, as torch.export.export made it of a model that does not communicate"
@@ -170,9 +169,11 @@ def build(p: Partition, node: fx.Node, *, strict: bool = False) -> None:
             p.hold(parameter, parameter.placement)
     elif node.target is operator.getitem:
         getitem(p, node)
+    elif p.is_whole(node):
+        p.repeat(node)
     elif (known := find(node)) is not None:
         known(p, node)
-    elif _compat.is_operator(node.target) and is_pointwise(node):
+    elif is_pointwise(node):
         pointwise(p, node)
     else:
         _replicate(p, node, strict=strict)

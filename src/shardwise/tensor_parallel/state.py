@@ -18,15 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import (
-    ConstantArgument,
-    ExportGraphSignature,
-    SymBoolArgument,
-    SymFloatArgument,
-    SymIntArgument,
-    TensorArgument,
-    TokenArgument,
-)
+from torch.export.graph_signature import ConstantArgument, ExportGraphSignature
 
 from shardwise import _compat
 from shardwise.errors import ShardingError
@@ -196,20 +188,9 @@ def _signature(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphS
 
 def _argument(known: Any, value: Any) -> Any:
     """Return the description of an output that is `value`: a node, or a constant."""
-    if not isinstance(value, fx.Node):
-        return known if isinstance(known, ConstantArgument) else ConstantArgument(name="", value=value)
-    if isinstance(known, TokenArgument):  # of an operation with effects, though its value is a tensor
+    if isinstance(value, fx.Node):
         return replace(known, name=value.name)
-    result = value.meta.get("val")
-    for kind, argument in (
-        (Tensor, TensorArgument),
-        (torch.SymInt, SymIntArgument),
-        (torch.SymFloat, SymFloatArgument),
-        (torch.SymBool, SymBoolArgument),
-    ):
-        if isinstance(result, kind):
-            return argument(name=value.name)
-    return replace(known, name=value.name)
+    return known if isinstance(known, ConstantArgument) else ConstantArgument(name="", value=value)
 
 
 def _is_impure(node: fx.Node) -> bool:

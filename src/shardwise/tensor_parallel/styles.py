@@ -199,8 +199,6 @@ def described(entry: Any) -> str:
 
 def style_of(entry: Any, *, asked: str) -> Style:
     """Return the style that a class, an instance or a word stands for. `asked` is for messages."""
-    if isinstance(entry, Style):
-        return entry
     if isinstance(entry, str):
         if entry not in _WORDS:
             near = difflib.get_close_matches(entry, _WORDS, n=1) or [", ".join(_WORDS)]

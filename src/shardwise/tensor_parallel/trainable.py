@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 
 from shardwise.errors import ShardingError, here
 from shardwise.tensor_parallel.package import bind
-from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
+from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split, normal
 from shardwise.tensor_parallel.state import placement_from_json, record_of
 
 
@@ -70,7 +70,7 @@ def _as_dtensor(placement: Placement, shape: torch.Size, name: str) -> Shard | R
         (min(rank * step, count), min((rank + 1) * step, count)) for rank in range(len(placement.ranges))
     ]
     for rank, (held, chunk) in enumerate(zip(placement.ranges, chunks, strict=True)):
-        if [(b, e) for b, e in held if e > b] != [(b, e) for b, e in (chunk,) if e > b]:
+        if held != normal([chunk]):
             raise ShardingError(
                 f"{here()}: rank {rank} has {list(held)} of dim {placement.dim} of {name}, {tuple(shape)}; a"
                 f" DTensor has {chunk} there. Choose as many ranks as divide every width and number of heads,"

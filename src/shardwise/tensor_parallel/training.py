@@ -16,7 +16,6 @@ them: running statistics, say. Such reads are of a copy.
 
 from __future__ import annotations
 
-import operator
 from itertools import pairwise
 from typing import Any
 
@@ -24,9 +23,10 @@ from torch import Tensor, fx
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 
 from shardwise import _compat
+from shardwise.graph.nodes import is_view, is_wait
 from shardwise.tensor_parallel.nodes import op_of, several
 from shardwise.tensor_parallel.operators import ops
-from shardwise.tensor_parallel.partition import Partition, aten, c10d, name_source
+from shardwise.tensor_parallel.partition import Partition, aten, name_source
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
 
 _GRADIENTS = (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
@@ -132,9 +132,8 @@ class _Pass:
         flows = [x for x in inputs if x in self.flows]
         if flows and _has_gradient(node) and node.target is not aten.detach.default:
             self.flows.add(node)
-        collective = _collective(node)
-        if collective is not None:
-            return self._result(node, collective)
+        if is_wait(node):
+            return self._result(node)
         if not (self.is_cut(node) or any(x in self.own for x in inputs)) or not _is_value(node):
             return None
         self.own.add(node)
@@ -161,11 +160,11 @@ class _Pass:
         self.shared[x] = made
         return made
 
-    def _result(self, waited: fx.Node, started: fx.Node) -> None:
+    def _result(self, waited: fx.Node) -> None:
         """Replace the result of a collective."""
-        p, name = self.p, op_of(started)
-        x: Any = started.args[0]
-        scatters = name == "reduce_scatter_tensor"
+        p, made = self.p, waited
+        started: Any = waited.args[0]
+        x, name = started.args[0], op_of(started)
         if x in self.flows:
             term = x if x in self.own else self._replicated(x, started)
             with p.graph.inserting_before(started):
@@ -178,10 +177,8 @@ class _Pass:
                 "reduce_scatter_tensor": (ops.scattered.default, (p.ranks, p.group)),
             }[name]
             made = self._after(waited, waited.next, op, *rest, first=term)
-            if scatters:
-                self.own.add(made)
-        if scatters:
-            self.own.add(waited)
+        if name == "reduce_scatter_tensor":
+            self.own.add(made)
 
     def _after(
         self, node: fx.Node, before: fx.Node, op: Any, *rest: Any, first: fx.Node | None = None
@@ -197,7 +194,7 @@ class _Pass:
 
     def _is_saved(self, buffer: fx.Node) -> bool:
         """Return whether backward may need what `buffer`, or a view of it, was when an operation read it."""
-        return any(user in self.flows or (_is_view(user) and self._is_saved(user)) for user in buffer.users)
+        return any(user in self.flows or (is_view(user) and self._is_saved(user)) for user in buffer.users)
 
     def _copied(self, buffer: fx.Node, before: fx.Node) -> None:
         """Copy `buffer` for its readers: the program writes to it at its end, before backward."""
@@ -214,18 +211,6 @@ class _Pass:
 def _seen_as(node: fx.Node) -> Any:
     """Return the value that `node` is another view of."""
     return node.args[0] if _compat.is_operator(node.target) and op_of(node) in _VIEWS else None
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Return whether a result of `node` shares the memory of its input."""
-    schema = _compat.schema(node.target)
-    returns = () if schema is None else schema.returns
-    return node.target is operator.getitem or any(each.alias_info is not None for each in returns)
-
-
-def _collective(node: fx.Node) -> fx.Node | None:
-    """Return the start of the collective that `node` waits for."""
-    return node.args[0] if node.target is c10d.wait_tensor.default else None  # type: ignore[return-value]
 
 
 def _is_value(node: Any) -> bool:

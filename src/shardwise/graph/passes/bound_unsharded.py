@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 
 from torch.fx import Graph, Node
 
@@ -22,10 +21,8 @@ from shardwise.graph.passes.moves import (
     writes,
 )
 
-NONE_SAVED: Mapping[str, str] = MappingProxyType({})
 
-
-def bound_unsharded(graph: Graph, *, limit: int, saved: Mapping[str, str] = NONE_SAVED) -> list[Node]:
+def bound_unsharded(graph: Graph, *, limit: int, saved: Mapping[str, str] | None = None) -> list[Node]:
     """Delay gathers until fewer than `limit` others are held, each counted from issue to last use.
 
     What a graph returns, so parameters that stay gathered until backward, is held to its end. Gathers of what
@@ -44,7 +41,9 @@ def bound_unsharded(graph: Graph, *, limit: int, saved: Mapping[str, str] = NONE
     """
     gathers = [one for one in collectives(graph) if one.kind == GATHER]
     moved: list[Node] = []
-    for index, (gather, anchor) in enumerate(zip(gathers, _plan(graph, gathers, limit, saved), strict=True)):
+    for index, (gather, anchor) in enumerate(
+        zip(gathers, _plan(graph, gathers, limit, saved or {}), strict=True)
+    ):
         overtakes = index > 0 and gather.issue < gathers[index - 1].issue  # which has just been delayed
         if gather.issue <= anchor or overtakes:
             if index:

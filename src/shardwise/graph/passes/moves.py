@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 from torch.fx import Node
@@ -111,8 +112,7 @@ def sink(nodes: list[Node], anchor: Node) -> list[Node]:
         return []
     anchor = first_write(early[0], anchor) or anchor
     early = [node for node in early if node < anchor]
-    before = _run_before(anchor, len(early))
-    if before == early:
+    if all(node.next is behind for node, behind in pairwise([*early, anchor])):
         return []
     for node in early:
         anchor.prepend(node)
@@ -162,12 +162,3 @@ def label(collective: Collective) -> str:
             return f"{collective.issue.name} (for {list(stack.values())[-1][0]})"
     starts = ", ".join(node.name for node in pack(collective.issue)[1])
     return f"{collective.issue.name} (of {starts})"
-
-
-def _run_before(anchor: Node, count: int) -> list[Node]:
-    found: list[Node] = []
-    node = anchor
-    while len(found) < count:
-        node = node.prev
-        found.append(node)
-    return found[::-1]

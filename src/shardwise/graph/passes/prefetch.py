@@ -20,19 +20,7 @@ def prefetch(graph: Graph, *, ahead: int = 1) -> list[Node]:
     Returns:
         The nodes that moved, in their order.
     """
-    moved: list[Node] = []
-    last: Node | None = None  # the gather before, of whatever kind
-    waits: list[Node] = []
-    for gather in collectives(graph):
-        if gather.kind != GATHER:
-            continue
-        if is_of_inputs(gather.issue):
-            if last is not None and waits and ahead > 0:
-                anchor = max(last, waits[-ahead:][0].prev)
-                moved += hoist([*pack(gather.issue)[0], gather.issue], anchor)
-            waits.append(gather.wait)
-        last = gather.issue
-    return moved
+    return _prefetch(graph, ahead, reductions=[])
 
 
 def prefetch_in_turn(graph: Graph) -> list[Node]:
@@ -47,26 +35,30 @@ def prefetch_in_turn(graph: Graph) -> list[Node]:
     Returns:
         The nodes that moved, in their order.
     """
-    found = collectives(graph)
-    reductions = [one for one in found if staging(one) is not None]
+    return _prefetch(graph, 1, reductions=[one for one in collectives(graph) if staging(one) is not None])
+
+
+def _prefetch(graph: Graph, ahead: int, *, reductions: list[Collective]) -> list[Node]:
+    """Issue gathers early, behind the waits of those `reductions` that they would run beside."""
     made = _gradients(graph)
     moved: list[Node] = []
-    last: Node | None = None
-    before: Collective | None = None
-    for gather in found:
+    issues: list[Node] = []  # of the gathers before, of whatever kind
+    waits: list[Node] = []  # of those of the graph's inputs
+    for gather in collectives(graph):
         if gather.kind != GATHER:
             continue
         if is_of_inputs(gather.issue):
-            if last is not None and before is not None:
-                anchor = max(last, before.wait.prev)
+            if waits and ahead > 0:
+                begin = waits[-ahead:][0]
+                anchor = max(issues[-1], begin.prev)
                 for one in reductions:
-                    if one.issue < before.wait < one.wait < gather.issue:
+                    if one.issue < begin < one.wait < gather.issue:
                         share = one.bytes / (one.bytes + gather.bytes)
-                        moved += hoist(list(one.waits), _amid(before.wait, one.wait, share, made))
+                        moved += hoist(list(one.waits), _amid(begin, one.wait, share, made))
                         anchor = max(anchor, *one.waits)
                 moved += hoist([*pack(gather.issue)[0], gather.issue], anchor)
-            before = gather
-        last = gather.issue
+            waits.append(gather.wait)
+        issues.append(gather.issue)
     return moved
 
 

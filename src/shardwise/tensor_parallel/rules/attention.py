@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwise import _compat
+from shardwise.graph.nodes import arguments_of
 from shardwise.tensor_parallel.nodes import args_of, is_tensor
 from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import Split
@@ -38,9 +38,7 @@ def attention(p: Partition, node: fx.Node) -> None:
 
 def _dropout(node: fx.Node) -> float:
     """Return the probability with which weights are dropped."""
-    names = [argument.name for argument in _compat.schema(node.target).arguments]  # type: ignore[union-attr]
-    given: Any = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return float(given.get("dropout_p", 0.0))
+    return float(arguments_of(node).get("dropout_p", 0.0))
 
 
 def _emit(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node, **changed: Any) -> None:
@@ -70,9 +68,8 @@ def _of_no_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _with_dropout(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node) -> fx.Node:
     """Compute attention as products and softmax: a kernel with dropout would draw for local heads alone."""
-    args = [*args_of(node), *(None, 0.0, False)[len(node.args) - 3 :]]
-    q, keys, _, mask, share, is_causal = args
-    scale: Any = node.kwargs.get("scale") or 1 / math.sqrt(p.hints(q)[-1])
+    q, keys, _, mask, share, is_causal, scale, *_ = arguments_of(node).values()
+    scale = scale or 1 / math.sqrt(p.hints(q)[-1])
     here = p.take(q, cut)
     heads, key_heads = (each.meta["val"].shape[-3] for each in (here, k))
     if heads != key_heads:

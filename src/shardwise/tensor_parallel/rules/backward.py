@@ -70,7 +70,7 @@ def softmax_backward(p: Partition, node: fx.Node) -> None:
     if at.dim != dim:
         return p.keep(node, p.emit(node.target, here, below, *args_of(node)[2:]), at)
     logarithm = "log" in op_of(node)
-    total = _row_sums(p, gradient, dim) if logarithm else None
+    total = p.row_sums.get(gradient) if logarithm else None
     if total is None:
         total = p.run(lambda x, y: (x if logarithm else x * y).sum(dim, True), here, below)
         total = p.all_reduce(total)
@@ -79,17 +79,6 @@ def softmax_backward(p: Partition, node: fx.Node) -> None:
         return (x - y.exp() * total if logarithm else (x - total) * y).to(dtype)
 
     return p.keep(node, p.run(made, here, below, total), at)
-
-
-def _row_sums(p: Partition, gradient: fx.Node, dim: int) -> fx.Node | None:
-    """Return the sums of a loss's gradient along the cut dim, which are known whole."""
-    source: Any = gradient
-    while source not in p.row_sums and op_of(source) in ("view", "reshape"):
-        source = source.args[0]
-    known = p.row_sums.get(source)
-    if known is None or source is gradient:
-        return known
-    return p.emit(aten.reshape.default, known, with_dim(p.shape(gradient), dim, 1))
 
 
 # ------------------------------------------------------------ norms

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from shardwise.graph.nodes import arguments_of
 from shardwise.tensor_parallel.heads import column_ranges
 from shardwise.tensor_parallel.nodes import args_of, op_of
 from shardwise.tensor_parallel.partition import Partition, aten
@@ -19,7 +20,7 @@ from shardwise.tensor_parallel.rules.registry import Dims, aten_rule, by_dims, r
 
 @aten_rule("linear")
 def linear(p: Partition, node: fx.Node) -> None:
-    x, weight, bias = (*args_of(node), None)[:3]
+    x, weight, bias = arguments_of(node).values()
     return _product(p, node, x, weight, bias, out_dim=0)
 
 
@@ -130,6 +131,6 @@ def _factors(p: Partition, node: fx.Node, a: Any, b: Any) -> dict[fx.Node, list[
 
 def _is_weight(p: Partition, x: Any) -> bool:
     """Return whether `x` is a parameter, maybe transposed, and so better used in parts than gathered."""
-    while x not in p.parameters and str(x.target).startswith(("aten.t.", "aten.transpose.", "aten.permute.")):
+    while x not in p.parameters and op_of(x) in ("t", "transpose", "permute"):
         x = x.args[0]
     return x in p.parameters

@@ -7,18 +7,18 @@ from typing import Any
 
 from torch import fx
 
+from shardwise.graph.nodes import arguments_of
 from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of
 from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import PARTIAL
 from shardwise.tensor_parallel.rules.registry import Dims, aten_rule, by_dims
 
-# Operations whose results have the dims of their input: where among the arguments the dim, or dims, that must
-# be whole stand; or how many of the last dims must be whole.
-_DIM_AT = {
-    1: ("_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "flip", "glu"),
-    2: ("topk", "kthvalue", "roll", "diff"),
-}
-_DIM_AT_OF = {name: place for place, names in _DIM_AT.items() for name in names}
+# Operations whose results have the dims of their input: those that name the dim, or dims, that must be whole;
+# or how many of the last dims must be whole.
+_NAMED = (
+    *("_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "flip", "glu"),
+    *("topk", "kthvalue", "roll", "diff", "index_select"),
+)
 _LAST = {
     1: ("max_pool1d", "avg_pool1d", "adaptive_avg_pool1d"),
     2: (
@@ -33,14 +33,13 @@ _SHAPES = ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")  # 
 _PADS = ("constant_pad_nd", "pad")  # each of them twice in the padding
 
 
-@by_dims(*_DIM_AT_OF, *_LAST_OF, *_SHAPES, *_PADS)
+@by_dims(*_NAMED, *_LAST_OF, *_SHAPES, *_PADS)
 def along(p: Partition, node: fx.Node) -> Dims:
     """Cut operations along some dims, which must be whole."""
     args, op = args_of(node), op_of(node)
-    ndim, place = len(p.shape(args[0])), _DIM_AT_OF.get(op)
-    if place is not None:
-        given = args[place] if len(args) > place else node.kwargs.get("dim", node.kwargs.get("dims", -1))
-        whole = _dims(given, ndim)
+    ndim, given = len(p.shape(args[0])), arguments_of(node)
+    if op in _NAMED:
+        whole = _dims(given.get("dim", given.get("dims")), ndim)
     else:
         count = _LAST_OF.get(op) or len(args[1]) // (2 if op in _PADS else 1)
         whole = set(range(ndim - count, ndim))
@@ -49,7 +48,7 @@ def along(p: Partition, node: fx.Node) -> Dims:
 
 def _dims(given: Any, ndim: int) -> set[int]:
     """Return the dims that an argument names; all of them where it names none, or the value has none."""
-    if isinstance(given, bool) or given is None or given == [] or not ndim:
+    if given is None or given == [] or not ndim:
         return set(range(ndim))
     return {int(d) % ndim for d in (given if isinstance(given, (list, tuple)) else [given])}
 
@@ -67,7 +66,8 @@ def reduce(p: Partition, node: fx.Node) -> None:
         return p.repeat(node)
     if p.may_stay_partial(x) and op == "sum":
         return p.locally(node, {x: PARTIAL}, PARTIAL)
-    dims, keep = _reduced(node, ndim)
+    given = arguments_of(node)
+    dims, keep = _dims(given.get("dim"), ndim), given.get("keepdim", False)
     counts = [p.shape(x)[d] for d in dims]
     known = op == "sum" or (op == "mean" and all(isinstance(size, int) for size in counts))
     if at is None or at.dim not in dims or not known or not at.disjoint:
@@ -75,15 +75,3 @@ def reduce(p: Partition, node: fx.Node) -> None:
         return p.follow(node, {x: [None if d in dims else d - gone[d] for d in range(ndim)]})
     made = p.emit(aten.sum.dim_IntList, p.take(x, at), sorted(dims), keep, dtype=node.meta["val"].dtype)
     return p.keep(node, p.emit(aten.div.Tensor, made, math.prod(counts)) if op == "mean" else made, PARTIAL)
-
-
-def _reduced(node: fx.Node, ndim: int) -> tuple[set[int], bool]:
-    """Return the reduced dims of the input, and whether they stay with one element each."""
-    args = args_of(node)
-    place = 2 if op_of(node) in ("norm", "linalg_vector_norm") else 1
-    given = args[place] if len(args) > place else node.kwargs.get("dim")
-    if given is None or isinstance(given, bool) or given == []:
-        return set(range(ndim)), False
-    # var and std have a correction between the dims and this, or among the keyword arguments
-    found = [a for a in args[place + 1 :] if isinstance(a, bool)]
-    return _dims(given, ndim), bool(found[-1] if found else node.kwargs.get("keepdim", False))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardwise.graph.nodes import arguments_of
 from shardwise.tensor_parallel.heads import column_ranges, part_dim
 from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of, several
 from shardwise.tensor_parallel.partition import Partition, aten
@@ -32,7 +33,7 @@ def part(p: Partition, node: fx.Node) -> None:
         return p.follow(node, {x: [None if d == dim else d - (gone and d > dim) for d in range(ndim)]})
     if op in ("split", "chunk", "split_with_sizes", "tensor_split"):
         return _along(p, node, at)
-    begin = _slice_begin(p, node, 1, size=p.shape(node)[dim]) if op in ("slice", "narrow") else None
+    begin = _slice_begin(p, node, size=p.shape(node)[dim]) if op in ("slice", "narrow") else None
     if begin is None:
         return p.repeat(node)
     found, first = _sliced(p, at, begin, p.shape(node)[dim])
@@ -59,13 +60,11 @@ def _weights_cut(p: Partition, node: fx.Node, dim: int) -> Split | None:
     return Split(0, tuple(map(normal, joined)))
 
 
-def _slice_begin(p: Partition, node: fx.Node, place: int, *, size: Any) -> int | None:
-    """Return where a slice of `size` elements begins, if a number; its dim is the argument at `place`."""
-    args = args_of(node)
-    given: list[Any] = [*args[place:], *(0, 0, None, 1)[len(args) - place :]]
-    dim, begin, _, step = given
-    whole, begin = p.shape(args[0])[dim], begin or 0
-    if step != 1 or not all(isinstance(n, int) for n in (begin, whole, size)):
+def _slice_begin(p: Partition, node: fx.Node, *, size: Any) -> int | None:
+    """Return where a slice of `size` elements begins, if a number."""
+    given = arguments_of(node)
+    whole, begin = p.shape(args_of(node)[0])[given["dim"]], given["start"] or 0
+    if given.get("step", 1) != 1 or not all(isinstance(n, int) for n in (begin, whole, size)):
         return None
     return int(max(0, begin + whole) if begin < 0 else min(begin, whole))
 
@@ -100,7 +99,7 @@ def getitem(p: Partition, node: fx.Node) -> None:
 @aten_rule("cat", "stack", "concat")
 def cat(p: Partition, node: fx.Node) -> None:
     tensors: Any = node.args[0]
-    given: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    given = arguments_of(node)["dim"]
     stacks = op_of(node) == "stack"
     used = [x for x in tensors if stacks or list(p.shape(x)) != [0]]  # empty vectors fit anything
     dims = range(len(p.shape(used[0])) if used else 0)
@@ -177,13 +176,6 @@ def index_copy(p: Partition, node: fx.Node) -> Dims:
     return dict.fromkeys([x, source] if is_tensor(source) and p.shape(source) else [x], own)
 
 
-@by_dims("index_select")
-def index_select(p: Partition, node: fx.Node) -> Dims:
-    x, dim, _ = args_of(node)
-    ndim = len(p.shape(x))
-    return {x: [None if d == dim % ndim else d for d in range(ndim)]}
-
-
 @aten_rule("gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce")
 def gather(p: Partition, node: fx.Node) -> None:
     """Gather by indices that have the dims of the value, and are cut with it."""
@@ -207,15 +199,15 @@ def gather(p: Partition, node: fx.Node) -> None:
 @aten_rule("slice_scatter", "select_scatter")
 def overwrite(p: Partition, node: fx.Node) -> None:
     """Replace a part of a value: along another dim than the cut one, or each rank's part of it."""
-    x, source, *rest = args_of(node)
+    x, source = args_of(node)[:2]
     selects, sizes = op_of(node) == "select_scatter", p.shape(x)
-    dim = (rest[0] if rest else 0) % len(sizes)
+    dim = part_dim(node, len(sizes))
     at = p.cut_of(x)
     if at is None or at.dim != dim or selects:
         parts = [d for d in range(len(sizes)) if d != dim or not selects]
         own = [None if d == dim or p.is_spread(source, i, sizes[d]) else d for i, d in enumerate(parts)]
         return p.follow(node, {x: [None if d == dim else d for d in range(len(sizes))], source: own})
-    begin = _slice_begin(p, node, 2, size=p.shape(source)[dim])
+    begin = _slice_begin(p, node, size=p.shape(source)[dim])
     if begin is None:
         return p.repeat(node)
     part, first = _sliced(p, at, begin, p.shape(source)[dim])

@@ -42,8 +42,6 @@ def _aten_op(node: fx.Node) -> str:
 
 def pointwise(p: Partition, node: fx.Node) -> None:
     """Cut every input, and the result, as the first input that is cut."""
-    if p.is_whole(node):
-        return p.repeat(node)
     inputs = [x for x in node.all_input_nodes if is_tensor(x)]
     if _keeps_terms(p, node, inputs):
         return p.locally(node, {x: p.placement(x) for x in inputs}, PARTIAL)

@@ -9,7 +9,6 @@ A rule is found by the operation's name with its overload ("aten::mean.dim"), th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TypeVar
 
 from torch import fx
@@ -69,9 +68,4 @@ def find(node: fx.Node) -> Rule | None:
     known = RULES.get(name) or RULES.get(name.partition(".")[0])
     if known is None and _compat.schema(node.target) is None:
         return Partition.repeat  # a function of sizes, or one that calls a graph within this one
-    return None if known is None else partial(_unless_whole, known)
-
-
-def _unless_whole(known: Rule, p: Partition, node: fx.Node) -> None:
-    """Apply the rule, where there is anything to decide."""
-    return p.repeat(node) if p.is_whole(node) else known(p, node)
+    return known

@@ -6,22 +6,19 @@ from typing import Any
 
 from torch import fx
 
+from shardwise.graph.nodes import arguments_of
 from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of
 from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Split, even
 from shardwise.tensor_parallel.rules.registry import Dims, aten_rule, by_dims
 
-_GROUPS_AT = {"convolution": 8, "conv1d": 6, "conv2d": 6, "conv3d": 6}
 
-
-@aten_rule(*_GROUPS_AT)
+@aten_rule("convolution", "conv1d", "conv2d", "conv3d")
 def convolution(p: Partition, node: fx.Node) -> None:
     """Cut a convolution. Column: channels out; row: channels in, terms of a sum; groups by themselves."""
-    x, weight, *rest = args_of(node)
-    bias, more = (rest or [None])[0], rest[1:]
-    place = _GROUPS_AT[op_of(node)]
-    groups = node.args[place] if len(node.args) > place else 1
-    transposed = op_of(node) == "convolution" and bool(node.args[6])
+    given = arguments_of(node)
+    x, weight, bias, *more, groups = given.values()
+    transposed = given.get("transposed", False)
     style = p.parameters[weight].style if weight in p.parameters else None
     channel = len(p.shape(x)) - len(p.shape(weight)) + 1
     at = p.cut_of(x)
@@ -30,7 +27,7 @@ def convolution(p: Partition, node: fx.Node) -> None:
         return p.repeat(node) if transposed else _by_groups(p, node, at, groups, channel, style)
     out_dim, in_dim = (1, 0) if transposed else (0, 1)
     if style == "column":
-        cut = Split(out_dim, even(p.shape(weight)[out_dim], p.ranks))
+        cut = p.evenly(weight, out_dim)
         local = None if bias is None else p.take(bias, cut.on(0))
         here = p.take(weight, cut)
         if cut.size(p.rank) == 0:
@@ -63,7 +60,7 @@ def _by_groups(
     p: Partition, node: fx.Node, at: Split | None, groups: Any, channel: int, style: str | None
 ) -> None:
     """Cut into whole groups of channels on each rank."""
-    x, weight, *rest = args_of(node)
+    x, weight, bias, *more, _ = arguments_of(node).values()
     width = p.shape(x)[channel] // groups
     if at is None and style == "column":
         at = Split(channel, even(groups, p.ranks)).scaled(width)
@@ -71,9 +68,8 @@ def _by_groups(
     if at is None or by_group is None:
         return p.repeat(node)
     cut = by_group.scaled(p.shape(weight)[0] // groups).on(0)
-    rest[:1] = [None if each is None else p.take(each, cut) for each in rest[:1]]
-    rest[_GROUPS_AT[op_of(node)] - 2] = by_group.size(p.rank)
-    made = p.emit(node.target, p.take(x, at), p.take(weight, cut), *rest)
+    local = None if bias is None else p.take(bias, cut)
+    made = p.emit(node.target, p.take(x, at), p.take(weight, cut), local, *more, by_group.size(p.rank))
     return p.keep(node, made, cut.on(channel))
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
-from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of
+from shardwise.graph.nodes import arguments_of
+from shardwise.tensor_parallel.heads import order_of
+from shardwise.tensor_parallel.nodes import args_of, is_tensor
 from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import REPLICATE, Split, regroup, with_dim
 from shardwise.tensor_parallel.rules.linear import expert_cut
 from shardwise.tensor_parallel.rules.registry import Dims, aten_rule, by_dims
 
 
-@aten_rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as")
+@aten_rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "unsqueeze", "squeeze")
 def view(p: Partition, node: fx.Node) -> None:
     x = args_of(node)[0]
     if str(node.target).endswith("view.dtype"):
@@ -29,9 +30,9 @@ def view(p: Partition, node: fx.Node) -> None:
 
 def _sizes(p: Partition, node: fx.Node) -> list[Any]:
     """Return the whole value's new sizes: numbers, or nodes of this rank's program for symbolic ones."""
-    known = p.shape(node)
-    asked: Any = node.args[1] if len(node.args) > 1 and op_of(node) != "unflatten" else None
-    if isinstance(asked, (list, tuple)) and len(asked) == len(known):
+    known, given = p.shape(node), arguments_of(node)
+    asked = given.get("size", given.get("shape"))
+    if asked is not None:
         taken = [p.take(size) for size in asked]
         return [new if isinstance(new, int) else size for size, new in zip(taken, known, strict=True)]
     if sum(not isinstance(size, int) for size in known) > 1:
@@ -52,20 +53,12 @@ def _size_node(p: Partition, node: fx.Node, dim: int) -> fx.Node:
 
 @aten_rule("transpose", "permute", "t", "numpy_T", "mT", "movedim", "moveaxis", "swapaxes", "swapdims")
 def permute(p: Partition, node: fx.Node) -> None:
-    x, *rest = args_of(node)
-    probe = torch.empty([*range(len(p.shape(x)))], device="meta")  # every dim of a size of its own
-    order = list(node.target(probe, *rest).shape)  # type: ignore[operator]
+    x = args_of(node)[0]
+    order = order_of(node, len(p.shape(x)))
     if x in p.parameters and (wanted := expert_cut(p, node)) is not None:
         p.take(x, wanted.on(order[wanted.dim]))
     at = p.stays(x)
     return p.locally(node, {x: at}, at.on(order.index(at.dim)) if isinstance(at, Split) else at)
-
-
-@by_dims("unsqueeze", terms=True)
-def unsqueeze(p: Partition, node: fx.Node) -> Dims:
-    x, dim = args_of(node)
-    ndim = len(p.shape(x))
-    return {x: [d + (d >= dim % (ndim + 1)) for d in range(ndim)]}
 
 
 @by_dims("view_as_complex", "view_as_real", terms=True)
@@ -74,20 +67,6 @@ def as_complex(p: Partition, node: fx.Node) -> Dims:
     x = args_of(node)[0]
     both = min(len(p.shape(x)), len(p.shape(node)))
     return {x: [d if d < both else None for d in range(len(p.shape(x)))]}
-
-
-@aten_rule("squeeze")
-def squeeze(p: Partition, node: fx.Node) -> None:
-    x, *rest = args_of(node)
-    sizes = p.shape(x)
-    given = rest[0] if rest and sizes else range(len(sizes))
-    asked = given if isinstance(given, (list, tuple, range)) else [given]
-    gone = {int(d) % len(sizes) for d in asked if isinstance(sizes[int(d)], int) and sizes[int(d)] == 1}
-    at = p.stays(x)
-    if isinstance(at, Split) and at.dim in gone:
-        return p.repeat(node)
-    made = p.emit(aten.squeeze.dims, p.take(x, at), sorted(gone))  # and no dim of which this rank has one
-    return p.keep(node, made, at.on(at.dim - sum(d < at.dim for d in gone)) if isinstance(at, Split) else at)
 
 
 @aten_rule("expand", "expand_as", "broadcast_to")
@@ -115,8 +94,8 @@ def repeat(p: Partition, node: fx.Node) -> Dims:
 @aten_rule("repeat_interleave.self_int")
 def repeat_interleave(p: Partition, node: fx.Node) -> None:
     """Repeat each element: key heads, for the queries that share them."""
-    x, count, *rest = args_of(node)
-    dim: Any = rest[0] if rest else node.kwargs.get("dim")
+    x, count = args_of(node)[:2]
+    dim: Any = arguments_of(node)["dim"]
     at = p.cut_of(x)
     if at is None or dim is None:
         return p.repeat(node)
@@ -128,16 +107,4 @@ def repeat_interleave(p: Partition, node: fx.Node) -> None:
     return p.keep(node, made, at.scaled(count) if at.dim == dim else at)
 
 
-@aten_rule("sym_size")
-def sym_size(p: Partition, node: fx.Node) -> None:
-    """Read a size of the whole value from a value that has it whole."""
-    x, dim = args_of(node)
-    at = p.placement(x)
-    dim %= len(p.shape(x))
-    size = p.shape(x)[dim]
-    cut = isinstance(at, Split) and at.dim == dim
-    here = p.take(x) if cut and not isinstance(size, int) else p.values[x].node
-    return p.keep(node, size if cut and isinstance(size, int) else p.emit(node.target, here, dim), REPLICATE)
-
-
-aten_rule("sym_numel", "sym_stride")(Partition.repeat)  # of the whole value
+aten_rule("sym_size", "sym_numel", "sym_stride")(Partition.repeat)  # of the whole value

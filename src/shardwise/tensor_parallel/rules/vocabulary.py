@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardwise.graph.nodes import arguments_of
 from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of, several
 from shardwise.tensor_parallel.partition import Partition, aten
-from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Placement, Split, same_size, with_dim
-from shardwise.tensor_parallel.rules.registry import aten_rule
+from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Split, same_size, with_dim
+from shardwise.tensor_parallel.rules.registry import Dims, aten_rule, by_dims
 
 _HALF = (torch.float16, torch.bfloat16)
 NONE, MEAN = 0, 1  # reductions
@@ -167,18 +168,15 @@ class Own:
     count: int
     size: int
 
-    def among(self, index: Tensor, *, hole: int = 0) -> tuple[Tensor, Tensor]:
-        """Return indices of the dim among this rank's elements, and which are other ranks': `hole`."""
+    def of(self, index: Tensor, *, hole: int = 0, more: int = 0) -> tuple[Tensor, Tensor]:
+        """Return indices of the dim among this rank's elements, and which are other ranks': `hole`.
+
+        What is no index of the whole dim is no element of this rank either: the operation that takes the
+        result, with `more` elements than `count`, raises then on every rank.
+        """
         local = index - self.begin
         elsewhere = (local < 0).logical_or(local >= self.count)
-        return local.masked_fill(elsewhere, hole), elsewhere
-
-    def of(self, index: Tensor, *, hole: int = 0, more: int = 0) -> tuple[Tensor, Tensor]:
-        """Return what `among` does; what is no index of the whole dim is no element of this rank either.
-
-        The operation that takes the result, with `more` elements than `count`, raises then on every rank.
-        """
-        local, elsewhere = self.among(index, hole=hole)
+        local = local.masked_fill(elsewhere, hole)
         nowhere = (index < 0).logical_or(index >= self.size)
         return local.masked_fill(nowhere, self.count + more), elsewhere
 
@@ -205,8 +203,7 @@ def class_dim(p: Partition, x: Any) -> int:
 
 @aten_rule("cross_entropy_loss")
 def cross_entropy(p: Partition, node: fx.Node) -> None:
-    args = [*args_of(node), *(None, None, MEAN, -100, 0.0)[len(node.args) - 1 :]]
-    x, target, weight, reduction, ignored, smoothing = args
+    x, target, weight, reduction, ignored, smoothing = arguments_of(node).values()
     dim, value = class_dim(p, x), node.meta["val"]
     by_probability = target.meta["val"].is_floating_point()
     fits = by_probability or len(p.shape(target)) == len(p.shape(x)) - 1
@@ -252,8 +249,7 @@ def cross_entropy(p: Partition, node: fx.Node) -> None:
 @aten_rule("nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward")
 def nll(p: Partition, node: fx.Node) -> None:
     """Take the loss of logarithms of probabilities; cross-entropy where these have waited."""
-    args = [*args_of(node), *(None, MEAN, -100)[max(0, len(node.args) - 2) :]]
-    x, target, weight, reduction, ignored = args
+    x, target, weight, reduction, ignored = arguments_of(node).values()
     dim, values = class_dim(p, x), several(node.meta["val"])
     if len(p.shape(target)) != len(p.shape(x)) - 1 or not by_rows(p, x, dim):
         return p.repeat(node)
@@ -346,37 +342,8 @@ def _by_rows(
     return p.keep(node, p.run(found, p.take(weight, cut), p.take(ids)), PARTIAL)
 
 
-@aten_rule("embedding_dense_backward")
-def embedding_backward(p: Partition, node: fx.Node) -> None:
-    """Compute a table's gradient, cut as the table in which the same ids were looked up."""
-    gradient, ids, _, padding, by_count = args_of(node)
-    at, last = _table_of(p, node, ids), len(p.shape(gradient)) - 1
-    if not isinstance(at, Split):
-        cut = p.cut_of(gradient)
-        if cut is None or cut.dim != last:
-            return p.repeat(node)
-        at = cut.on(1)
-    if at.dim == 1:
-        return p.locally(node, {gradient: at.on(last)}, at)
-    if len(at.ranges[p.rank]) > 1:
-        return p.repeat(node)
-    own = among_own(p, at, p.shape(node)[0])
-    skipped = padding - own.begin if own.begin <= padding < own.begin + own.count else -1
-
-    def made(gradient: Tensor, ids: Tensor) -> Tensor:
-        # what other ranks have goes to one more row, which is left out then
-        local, _ = own.among(ids, hole=own.count)
-        rows: Tensor = aten.embedding_dense_backward(gradient, local, own.count + 1, skipped, by_count)
-        return rows[: own.count]
-
-    return p.keep(node, p.run(made, p.take(gradient), p.take(ids)), at)
-
-
-def _table_of(p: Partition, node: fx.Node, ids: fx.Node) -> Placement:
-    """Return the placement of the table that `ids` were looked up in, of the size of this gradient."""
-    for user in ids.users:
-        if op_of(user) == "embedding" and user.args[1] is ids:
-            table: Any = user.args[0]
-            if p.hints(table) == p.hints(node):
-                return p.placement(table)
-    return REPLICATE
+@by_dims("embedding_dense_backward")
+def embedding_backward(p: Partition, node: fx.Node) -> Dims:
+    """Compute the gradient of a table's columns; that of its rows is whole, and each rank takes its own."""
+    gradient = args_of(node)[0]
+    return {gradient: [*[None] * (len(p.shape(gradient)) - 1), 1]}
