@@ -201,6 +201,12 @@ class Simulation:
     def is_pinned(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage() in self._pinned
 
+    def _is_on_host(self, tensor: Tensor) -> bool:
+        return not isinstance(tensor, SimTensor) and self.memory.at(span(tensor)[0]) is None
+
+    def _is_pageable(self, tensor: Tensor) -> bool:
+        return self._is_on_host(tensor) and not self.is_pinned(tensor)
+
     def _host_memory(self, tensor: Tensor) -> None:
         """Track what the host does with this memory from now on."""
         storage = tensor.untyped_storage()
@@ -231,12 +237,16 @@ class Simulation:
             return args[0]
         wanted = kwargs.get("device")
         leaves = wanted is not None and torch.device(wanted).type != NAME
+        # `to` pins what it copies to the host while that goes on.
+        pins = bool(leaves and (kwargs.get("pin_memory") or kwargs.get("non_blocking")))
         kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
         if wanted is not None and not leaves:
             kwargs["device"] = torch.device("cpu")
-        return self._compute(how, func, args, kwargs, leaves=leaves)
+        return self._compute(how, func, args, kwargs, leaves=leaves, pins=pins)
 
-    def _compute(self, how: operators.Operator, func: Any, args: Any, kwargs: Any, *, leaves: bool) -> Any:
+    def _compute(
+        self, how: operators.Operator, func: Any, args: Any, kwargs: Any, *, leaves: bool, pins: bool
+    ) -> Any:
         bare_args, bare_kwargs = on_tensors(args, bare_of), on_tensors(kwargs, bare_of)
         before = _rng(func) if self.late is not None else None
         result = func(*bare_args, **bare_kwargs)
@@ -246,7 +256,11 @@ class Simulation:
         made = [t for t in tensors_of(result) if _compat.storage_id(t) not in given]
         if how.only_views and not made:
             return on_tensors(result, on_device)
+        if pins:
+            self._pinned.update(t.untyped_storage() for t in made)
         blocking = not kwargs.get("non_blocking", False) and not (len(args) > 2 and args[2] is True)
+        # A copy to pageable memory has ended when it returns.
+        blocking |= any(self._is_pageable(t) for t in (*writes, *(made if leaves else ())))
         # A host's tensor without dims is a number to other operators than copies.
         copies = leaves or any(
             not isinstance(t, SimTensor) and (t.ndim or how.crosses) for t in (*reads, *writes)
@@ -274,7 +288,7 @@ class Simulation:
         if how.crosses or not any(isinstance(t, SimTensor) for t in tensors):
             return
         for tensor in tensors:
-            if not isinstance(tensor, SimTensor) and tensor.ndim and self.memory.at(span(tensor)[0]) is None:
+            if tensor.ndim and self._is_on_host(tensor):
                 raise RuntimeError(
                     f"{how.name} is given tensors of two devices: one of shape {tuple(tensor.shape)} on the"
                     f" host, and others on {NAME}:0. Move them to one device"
@@ -285,9 +299,9 @@ class Simulation:
     ) -> None:
         """Note that an operation of `line` reads or writes a tensor; `copies`: while the host goes on."""
         extent = extent_of(tensor)
-        on_host = not isinstance(tensor, SimTensor) and self.memory.at(extent.low) is None
+        on_host = self._is_on_host(tensor)
         if on_host:
-            if not copies or not (writes or self.is_pinned(tensor)):
+            if not copies or not self.is_pinned(tensor):
                 return  # the host waits for the copy, or has copied what it reads before it goes on
             self._host_memory(tensor)
         elif extent.low < extent.high and self.memory.at(extent.low) is None:
