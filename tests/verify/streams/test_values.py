@@ -262,7 +262,6 @@ def test_a_copy_to_pinned_memory_goes_on_while_the_host_does(copy: Callable[[Ten
     [
         lambda x: torch.zeros(64).copy_(x, non_blocking=True),
         lambda x: torch.zeros(128)[::2].copy_(x, True),
-        lambda x: x.to("cpu"),
     ],
 )
 def test_a_copy_to_pageable_memory_has_ended_when_it_returns(copy: Callable[[Tensor], Tensor]) -> None:

@@ -108,6 +108,7 @@ class Simulation:
     Attributes:
         memory: of the device; `host` is the CPU memory that copies read or write.
         late: gets everything that is done, to run it again in another order (`values.Late`).
+        refused: the first error for what cannot be followed, which code may have caught or lost in a thread.
     """
 
     def __init__(self, report: Report) -> None:
@@ -115,7 +116,8 @@ class Simulation:
         self.timeline.record_stream = self.record_stream
         self.memory, self.host = Memory(report), Memory(report)
         self.late: Any = None
-        self.functional: Callable[[Any, Any, dict[str, Any]], Any] = _no_collectives
+        self.functional: Callable[[Any, Any, dict[str, Any]], Any] = self._no_collectives
+        self.refused: ShardwiseError | None = None
         self.looks_away = False  # from what computes shapes
         self._thread = threading.get_ident()
         self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block | None]] = {}
@@ -125,6 +127,21 @@ class Simulation:
     def is_elsewhere(self) -> bool:
         """Tell whether another thread runs than that of the simulation."""
         return threading.get_ident() != self._thread
+
+    def refuse(self, why: str) -> ShardwiseError:
+        """Return an error to raise, with which the simulation ends too."""
+        error = ShardwiseError(why)
+        self.refused = self.refused or error
+        return error
+
+    def refuse_thread(self, func: Any) -> ShardwiseError:
+        return self.refuse(
+            f"{func} on the simulated device in another thread than the simulation's, which follows one"
+            " thread alone. Call it there"
+        )
+
+    def _no_collectives(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        raise self.refuse(f"{func} is a collective, and the simulation hears of none")
 
     # Memory
 
@@ -222,7 +239,7 @@ class Simulation:
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator of which some tensor, or its result, is on the device."""
         if self.is_elsewhere():
-            raise _elsewhere(func)
+            raise self.refuse_thread(func)
         if torch.is_inference_mode_enabled():  # in which views of ordinary tensors could not be made again
             with torch.inference_mode(mode=False), torch.no_grad():
                 found = func.decompose(*args, **kwargs)
@@ -382,7 +399,8 @@ class _Mode(TorchDispatchMode):
             if isinstance(tensor, SimTensor):
                 is_there = True
             elif tensor.device.type == NAME:
-                raise _elsewhere(func)  # made by a thread that ran before the simulation began
+                # Made by a thread that ran before the simulation began.
+                raise self.simulation.refuse_thread(func)
         if is_there:
             return self.simulation.run(func, args, kwargs)
         return func(*args, **kwargs) if elsewhere else self.simulation.on_host(func, args, kwargs)
@@ -414,17 +432,6 @@ def on_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, dict):
         return {key: on_tensors(item, function) for key, item in value.items()}
     return value
-
-
-def _elsewhere(func: Any) -> ShardwiseError:
-    return ShardwiseError(
-        f"{func} on the simulated device in another thread than the simulation's, which follows one thread"
-        " alone. Call it there"
-    )
-
-
-def _no_collectives(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    raise ShardwiseError(f"{func} is a collective, and the simulation hears of none")
 
 
 _latest: list[Simulation] = []
