@@ -180,9 +180,9 @@ def _patches(simulation: Simulation) -> list[Any]:
     def refuse_replicas(self: DistributedDataParallel, module: nn.Module, *args: Any, **how: Any) -> None:
         if any(isinstance(_compat.local_of(param), SimTensor) for param in module.parameters()):
             raise simulation.refuse(
-                f"DistributedDataParallel of a {type(module).__name__} on the simulated device: it waits in"
-                " C++, which the simulation does not follow. Use shardwise.fully_shard(model,"
-                ' layout="contiguous", strategy="ddp"), which is followed'
+                f"DistributedDataParallel (or replicate, which makes one) of a {type(module).__name__} on the"
+                " simulated device: it waits in C++, which the simulation does not follow. Use"
+                ' shardwise.fully_shard(model, layout="contiguous", strategy="ddp"), which is followed'
             )
         replicate(self, module, *args, **how)
 
