@@ -10,7 +10,7 @@ from torch import nn
 
 from hf.families import make, write
 from ranks import on_ranks
-from shardwise import CheckpointError, ShardingError, fully_shard, hf
+from shardwise import CheckpointError, FSDPModule, ShardingError, fully_shard, hf
 from shardwise.comm.count import CommCounter
 from shardwise.planner.storages import Storages
 
@@ -74,6 +74,21 @@ class Prompted(nn.Module):
 
     def get_base_model(self) -> nn.Module:
         return self.model
+
+
+class Banked(nn.Module):
+    """A linear layer whose adapter is made of vectors that all layers share, as in PEFT's VB-LoRA."""
+
+    def __init__(self, base: nn.Linear, bank: nn.ParameterDict) -> None:
+        super().__init__()
+        self.base_layer, self.bank = base, bank
+        self.mix = nn.Parameter(torch.randn(base.out_features, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + x @ (self.mix @ self.bank["default"]).T
+
+    def merge(self) -> None:
+        self.base_layer.weight += self.mix @ self.bank["default"]
 
 
 class Unmergeable(Adapted):
@@ -160,6 +175,49 @@ def test_adapters_are_merged_into_shards_where_an_evaluation_left_whole_weights(
         with torch.no_grad():
             torch.testing.assert_close(model(input_ids=ids).logits, before)
             torch.testing.assert_close(make("llama").from_pretrained(saved)(input_ids=ids).logits, before)
+
+
+def with_bank(model: Any, *, beside: bool) -> Any:
+    """Let all blocks share a bank, which the model has too or only they have."""
+    model.requires_grad_(False)
+    layers = [one for one in model.modules() if hasattr(one, "q_proj")]
+    bank = nn.ParameterDict({"default": torch.randn(2, layers[0].q_proj.in_features)})
+    if beside:
+        model.bank = bank
+    for one in layers:
+        one.q_proj = Banked(one.q_proj, bank)
+    return model
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reshard", [None, True])
+def test_vectors_that_blocks_share_are_the_models(folder: Path, layout: Any, reshard: Any) -> None:
+    ids = torch.arange(8)[None]
+    for beside in (True, False):
+        torch.manual_seed(0)
+        model = hf.load(
+            folder,
+            layout=layout,
+            adapt=lambda whole, beside=beside: with_bank(whole, beside=beside),
+            reshard_after_forward=reshard,
+        )
+        blocks = [one for one in model.modules() if "DecoderLayer" in type(one).__name__]
+        assert [isinstance(one, FSDPModule) for one in blocks] == [beside] * len(blocks)
+        expected = with_bank(make("llama"), beside=beside)
+        expected.load_state_dict({name: p.full_tensor() for name, p in model.state_dict().items()})
+        for one in (model, expected):
+            optimizer = torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=1.0)
+            for _ in range(2):
+                one(input_ids=ids, labels=ids).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for name, param in expected.named_parameters():
+            torch.testing.assert_close(model.state_dict()[name].full_tensor(), param.detach())
+        logits = expected(input_ids=ids).logits
+        merged = hf.merge(model)
+        torch.testing.assert_close(model(input_ids=ids).logits, logits)
+        assert type(merged.model.layers[0].self_attn.q_proj) is nn.Linear
 
 
 @on_ranks(2)

@@ -294,12 +294,19 @@ def replace_tensors(model: nn.Module, change: Callable[[str, Tensor], Tensor]) -
 
 
 def _shard(model: nn.Module, classes: Iterable[str], options: Options) -> None:
-    """Apply `fully_shard` to every block, inner ones first, and to the model, with what is tied to others."""
-    owners = owners_of(model)
-    for block in reversed([one for one in model.modules() if type(one).__name__ in classes]):
-        own = owners_of(block)
-        if own and block is not model and all(owners[param] == count for param, count in own.items()):
-            fully_shard(block, **options)
+    """Apply `fully_shard` to every block, inner ones first, and to the model, with what blocks share."""
+    named = [*model.named_modules(remove_duplicate=False)]
+    times = Counter(one for _, one in named if one is not model and type(one).__name__ in classes)
+    inside = tuple(f"{name}." for name, one in named if one in times)
+    params = [*model.named_parameters(remove_duplicate=False)]
+    paths = Counter(id(param) for _, param in params)
+    beside = {param for name, param in params if not name.startswith(inside)}
+    ignored = options.get("ignored_params") or set()
+    for block in reversed(times):
+        own = Counter(param for _, param in block.named_parameters(remove_duplicate=False))
+        shared = {param for param, count in own.items() if paths[id(param)] != count * times[block]}
+        if own and shared <= beside:  # else the model could not find what only blocks have
+            fully_shard(block, **options | {"ignored_params": ignored | shared})
     fully_shard(model, **options)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
@@ -17,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import fully_shard
 from shardwise._compat import ENGINE
-from shardwise.errors import LifecycleError
+from shardwise.errors import LifecycleError, ShardwiseError
 from shardwise.fsdp import interrupted
 from shardwise.fsdp.fast import own_storage
 from shardwise.planner.noop_group import noop_world
@@ -383,6 +386,36 @@ def test_an_error_in_backward_is_the_programs() -> None:
 
 
 # ---------------------------------------------------------------- the process
+
+
+def _in_a_thread_that_nobody_asks() -> None:
+    x = ones()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: x + 1)
+
+
+def _late_in_a_pool() -> None:
+    x = ones()
+    _POOL.submit(lambda: (time.sleep(0.02), x + 1))
+
+
+def _caught() -> None:
+    with suppress(ShardwiseError):
+        nn.parallel.DistributedDataParallel(nn.Linear(4, 4).to(DEVICE))
+
+
+_POOL = ThreadPoolExecutor(1)
+_REFUSED = [
+    (_in_a_thread_that_nobody_asks, "another thread"),
+    (_late_in_a_pool, "another thread"),
+    (_caught, r"DistributedDataParallel .* of a Linear .* Use shardwise\.fully_shard"),
+]
+
+
+@pytest.mark.parametrize(("program", "words"), _REFUSED)
+def test_what_is_refused_ends_the_simulation_though_code_goes_on(program: Any, words: str) -> None:
+    with pytest.raises(ShardwiseError, match=words):
+        races(program)
 
 
 def test_the_device_is_there_only_while_it_is_simulated() -> None:

@@ -458,6 +458,8 @@ def test_a_file_of_the_host_is_loaded_to_the_device_with_what_it_shares(tmp_path
     table = torch.arange(12.0).view(4, 3)
     saved = {"table": table, "rows": [table[1:3], table], "max": tuple(torch.ones(2, 2).max(1)), "step": 3}
     torch.save(saved, tmp_path / "x")
+    with pytest.raises(ShardwiseError, match="give the device alone"), simulated():
+        torch.load(tmp_path / "x", map_location={"cpu": DEVICE})
     with simulated() as found:
         state = torch.load(tmp_path / "x", map_location=DEVICE)
         rows, again = state["rows"]
@@ -467,8 +469,6 @@ def test_a_file_of_the_host_is_loaded_to_the_device_with_what_it_shares(tmp_path
         assert rows.cpu().tolist() == [[4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]
         assert state["max"][0].tolist() == [1.0, 1.0]
         assert state["step"] == 3
-        with pytest.raises(ShardwiseError, match="give the device alone"):
-            torch.load(tmp_path / "x", map_location={"cpu": DEVICE})
     assert found.findings == []
 
 

@@ -13,6 +13,7 @@ from shardwise.cli import app
 
 CASE = """
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 import torch
 from torch import nn
@@ -89,12 +90,19 @@ def halves_early(model, batch):
         for param in model.parameters():
             param.grad.to_local().mul_(0.5)
 
+def reads_in_a_thread(model, batch):
+    loss(model, batch).backward()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(model[0].weight.to_local().sum)
+
 def waits_for_a_stage(model, batch):
     torch.distributed.recv_object_list([None], src=1)
 
 right = lambda: case(shard)
 racing_in_what_shard_returns = lambda: case(wraps)
 racing_in_its_backward = lambda: replace(case(shard), backward=halves_early)
+threaded = lambda: replace(case(shard), backward=reads_in_a_thread)
+replicated = lambda: case(lambda model, mesh: nn.parallel.DistributedDataParallel(model))
 a_stage = lambda: replace(case(shard), backward=waits_for_a_stage)
 racing = lambda: case(races)
 racing_with_biases = lambda: case(shard, optimizer=BiasesApart)
@@ -175,6 +183,8 @@ def test_a_race_from_one_step_to_the_next_is_found_as_the_host_runs_ahead(script
     ("name", "words"),
     [
         ("a_stage", "that rank does not exist here. Run it on real ranks"),
+        ("threaded", "on the simulated device in another thread than the simulation's"),
+        ("replicated", 'Use shardwise.fully_shard(model, layout="contiguous", strategy="ddp")'),
         ("failing", "raised KeyError on the simulated device: 'mine'"),
         ("leaving", "raised SystemExit on the simulated device: 0"),
         ("uneven", "batch(0) has 7 samples, which cannot be cut evenly over 2 ranks"),

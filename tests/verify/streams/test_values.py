@@ -227,6 +227,57 @@ def test_numbers_are_none_while_they_are_written_again() -> None:
     assert differences_by_order(program, [Order.without(finding.earlier, finding.later)])
 
 
+# ---------------------------------------------------------------- the host
+
+
+def read_on_the_host(copy: Callable[[Tensor], Tensor]) -> Callable[[], Any]:
+    def program() -> Any:
+        stream = side()
+        with stream:
+            x = numbers() + 1
+            host = copy(x)
+        return x, host + 1
+
+    return program
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda x: pinned().copy_(x, non_blocking=True),
+        lambda x: torch.zeros_like(x, device="cpu", pin_memory=True).copy_(x, True),
+        lambda x: x.new_zeros(64, device="cpu", pin_memory=True).copy_(x, non_blocking=True),
+        lambda x: x.to("cpu", non_blocking=True),
+    ],
+)
+def test_a_copy_to_pinned_memory_goes_on_while_the_host_does(copy: Callable[[Tensor], Tensor]) -> None:
+    program = read_on_the_host(copy)
+    findings = run(program).findings
+    assert findings
+    assert differences_by_order(program, [Order.without(one.earlier) for one in findings])
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda x: torch.zeros(64).copy_(x, non_blocking=True),
+        lambda x: torch.zeros(128)[::2].copy_(x, True),
+    ],
+)
+def test_a_copy_to_pageable_memory_has_ended_when_it_returns(copy: Callable[[Tensor], Tensor]) -> None:
+    assert not in_all_orders(read_on_the_host(copy))
+
+
+def test_a_copy_from_pageable_memory_has_read_it_when_it_returns() -> None:
+    def program() -> Any:
+        host = torch.arange(64.0)
+        x = host.to(DEVICE, non_blocking=True)
+        host.zero_()
+        return x, x + 1
+
+    assert not in_all_orders(program)
+
+
 # ---------------------------------------------------------------- rules of the second world
 
 

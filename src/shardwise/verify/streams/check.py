@@ -8,6 +8,7 @@ found.findings
 from __future__ import annotations
 
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,10 +18,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import _compat
 from shardwise.comm.streams import CommStreams
-from shardwise.errors import ShardwiseError
 from shardwise.fsdp.interrupted import watch_backward
 from shardwise.fsdp.module_state import live_states
 from shardwise.verify.streams import collectives
@@ -30,6 +31,8 @@ from shardwise.verify.streams.memory import Block
 from shardwise.verify.streams.orders import Order
 from shardwise.verify.streams.streams import Event, OwnEvent, OwnStream, Stream, active, is_active
 from shardwise.verify.streams.values import Difference, Late
+
+_SECONDS = 0.5  # that threads have at the end, to come to what may be refused
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,8 @@ def simulated(order: Order | None = None) -> Iterator[Findings]:
 
     Raises:
         LifecycleError: a simulation runs already.
+        ShardwiseError: at the end too, what cannot be followed: work of other threads on the device,
+            `DistributedDataParallel`.
         TypeError: `order` is none.
     """
     if not isinstance(order, Order | None):
@@ -111,6 +116,7 @@ def simulated(order: Order | None = None) -> Iterator[Findings]:
     _compat.register_device(_module)
     found = Findings()
     found.simulation = simulation = Simulation(found._report)
+    others = set(threading.enumerate())
     watch_backward(live_states)  # which wraps autograd's engine for good, so before this does for a while
     with ExitStack() as stack:
         stack.enter_context(running_in(simulation))
@@ -122,6 +128,12 @@ def simulated(order: Order | None = None) -> Iterator[Findings]:
         stack.enter_context(simulation.mode)
         late = None if order is None else Late(simulation, order, found.differences)
         yield found
+        end = time.monotonic() + _SECONDS
+        for thread in threading.enumerate():
+            if thread not in others and not thread.daemon:  # a pool's never ends
+                thread.join(timeout=max(0.0, end - time.monotonic()))
+        if simulation.refused is not None:
+            raise simulation.refused
         if late is not None:
             late.finish(found.name_of)
 
@@ -155,13 +167,24 @@ def _patches(simulation: Simulation) -> list[Any]:
 
     def load_there(file: Any, map_location: Any = None, *args: Any, **how: Any) -> Any:
         if isinstance(map_location, dict) and any(map(_is_there, map_location.values())):
-            raise ShardwiseError(
+            raise simulation.refuse(
                 f"map_location={map_location!r}: for the simulated device, give the device alone, or load to"
                 " the CPU and move what belongs there"
             )
         there = _is_there(map_location)
         loaded = load(file, "cpu" if there else map_location, *args, **how)
         return _moved(loaded, {}) if there else loaded
+
+    replicate = DistributedDataParallel.__init__
+
+    def refuse_replicas(self: DistributedDataParallel, module: nn.Module, *args: Any, **how: Any) -> None:
+        if any(isinstance(_compat.local_of(param), SimTensor) for param in module.parameters()):
+            raise simulation.refuse(
+                f"DistributedDataParallel (or replicate, which makes one) of a {type(module).__name__} on the"
+                " simulated device: it waits in C++, which the simulation does not follow. Use"
+                ' shardwise.fully_shard(model, layout="contiguous", strategy="ddp"), which is followed'
+            )
+        replicate(self, module, *args, **how)
 
     create, engine, module_of = CommStreams.create, _compat.ENGINE, torch.get_device_module
 
@@ -183,6 +206,7 @@ def _patches(simulation: Simulation) -> list[Any]:
         *reads,
         mock.patch.object(torch.UntypedStorage, "resize_", simulation.resize(torch.UntypedStorage.resize_)),
         mock.patch.object(threading.Thread, "run", run_in_mode),
+        mock.patch.object(DistributedDataParallel, "__init__", refuse_replicas),
         mock.patch.object(Tensor, "to", to_indexed),
         mock.patch.object(Tensor, "pin_memory", pin_memory),
         mock.patch.object(Tensor, "is_pinned", is_pinned),

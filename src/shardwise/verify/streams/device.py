@@ -108,6 +108,7 @@ class Simulation:
     Attributes:
         memory: of the device; `host` is the CPU memory that copies read or write.
         late: gets everything that is done, to run it again in another order (`values.Late`).
+        refused: the first error for what cannot be followed, which code may have caught or lost in a thread.
     """
 
     def __init__(self, report: Report) -> None:
@@ -115,7 +116,8 @@ class Simulation:
         self.timeline.record_stream = self.record_stream
         self.memory, self.host = Memory(report), Memory(report)
         self.late: Any = None
-        self.functional: Callable[[Any, Any, dict[str, Any]], Any] = _no_collectives
+        self.functional: Callable[[Any, Any, dict[str, Any]], Any] = self._no_collectives
+        self.refused: ShardwiseError | None = None
         self.looks_away = False  # from what computes shapes
         self._thread = threading.get_ident()
         self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block | None]] = {}
@@ -125,6 +127,21 @@ class Simulation:
     def is_elsewhere(self) -> bool:
         """Tell whether another thread runs than that of the simulation."""
         return threading.get_ident() != self._thread
+
+    def refuse(self, why: str) -> ShardwiseError:
+        """Return an error to raise, with which the simulation ends too."""
+        error = ShardwiseError(why)
+        self.refused = self.refused or error
+        return error
+
+    def refuse_thread(self, func: Any) -> ShardwiseError:
+        return self.refuse(
+            f"{func} on the simulated device in another thread than the simulation's, which follows one"
+            " thread alone. Call it there"
+        )
+
+    def _no_collectives(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        raise self.refuse(f"{func} is a collective, and the simulation hears of none")
 
     # Memory
 
@@ -201,6 +218,12 @@ class Simulation:
     def is_pinned(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage() in self._pinned
 
+    def _is_on_host(self, tensor: Tensor) -> bool:
+        return not isinstance(tensor, SimTensor) and self.memory.at(span(tensor)[0]) is None
+
+    def _is_pageable(self, tensor: Tensor) -> bool:
+        return self._is_on_host(tensor) and not self.is_pinned(tensor)
+
     def _host_memory(self, tensor: Tensor) -> None:
         """Track what the host does with this memory from now on."""
         storage = tensor.untyped_storage()
@@ -216,7 +239,7 @@ class Simulation:
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator of which some tensor, or its result, is on the device."""
         if self.is_elsewhere():
-            raise _elsewhere(func)
+            raise self.refuse_thread(func)
         if torch.is_inference_mode_enabled():  # in which views of ordinary tensors could not be made again
             with torch.inference_mode(mode=False), torch.no_grad():
                 found = func.decompose(*args, **kwargs)
@@ -231,12 +254,16 @@ class Simulation:
             return args[0]
         wanted = kwargs.get("device")
         leaves = wanted is not None and torch.device(wanted).type != NAME
+        # `to` pins what it copies to the host while that goes on.
+        pins = bool(leaves and (kwargs.get("pin_memory") or kwargs.get("non_blocking")))
         kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
         if wanted is not None and not leaves:
             kwargs["device"] = torch.device("cpu")
-        return self._compute(how, func, args, kwargs, leaves=leaves)
+        return self._compute(how, func, args, kwargs, leaves=leaves, pins=pins)
 
-    def _compute(self, how: operators.Operator, func: Any, args: Any, kwargs: Any, *, leaves: bool) -> Any:
+    def _compute(
+        self, how: operators.Operator, func: Any, args: Any, kwargs: Any, *, leaves: bool, pins: bool
+    ) -> Any:
         bare_args, bare_kwargs = on_tensors(args, bare_of), on_tensors(kwargs, bare_of)
         before = _rng(func) if self.late is not None else None
         result = func(*bare_args, **bare_kwargs)
@@ -246,7 +273,11 @@ class Simulation:
         made = [t for t in tensors_of(result) if _compat.storage_id(t) not in given]
         if how.only_views and not made:
             return on_tensors(result, on_device)
+        if pins:
+            self._pinned.update(t.untyped_storage() for t in made)
         blocking = not kwargs.get("non_blocking", False) and not (len(args) > 2 and args[2] is True)
+        # A copy to pageable memory has ended when it returns.
+        blocking |= any(self._is_pageable(t) for t in (*writes, *(made if leaves else ())))
         # A host's tensor without dims is a number to other operators than copies.
         copies = leaves or any(
             not isinstance(t, SimTensor) and (t.ndim or how.crosses) for t in (*reads, *writes)
@@ -274,7 +305,7 @@ class Simulation:
         if how.crosses or not any(isinstance(t, SimTensor) for t in tensors):
             return
         for tensor in tensors:
-            if not isinstance(tensor, SimTensor) and tensor.ndim and self.memory.at(span(tensor)[0]) is None:
+            if tensor.ndim and self._is_on_host(tensor):
                 raise RuntimeError(
                     f"{how.name} is given tensors of two devices: one of shape {tuple(tensor.shape)} on the"
                     f" host, and others on {NAME}:0. Move them to one device"
@@ -285,9 +316,9 @@ class Simulation:
     ) -> None:
         """Note that an operation of `line` reads or writes a tensor; `copies`: while the host goes on."""
         extent = extent_of(tensor)
-        on_host = not isinstance(tensor, SimTensor) and self.memory.at(extent.low) is None
+        on_host = self._is_on_host(tensor)
         if on_host:
-            if not copies or not (writes or self.is_pinned(tensor)):
+            if not copies or not self.is_pinned(tensor):
                 return  # the host waits for the copy, or has copied what it reads before it goes on
             self._host_memory(tensor)
         elif extent.low < extent.high and self.memory.at(extent.low) is None:
@@ -368,7 +399,8 @@ class _Mode(TorchDispatchMode):
             if isinstance(tensor, SimTensor):
                 is_there = True
             elif tensor.device.type == NAME:
-                raise _elsewhere(func)  # made by a thread that ran before the simulation began
+                # Made by a thread that ran before the simulation began.
+                raise self.simulation.refuse_thread(func)
         if is_there:
             return self.simulation.run(func, args, kwargs)
         return func(*args, **kwargs) if elsewhere else self.simulation.on_host(func, args, kwargs)
@@ -400,17 +432,6 @@ def on_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, dict):
         return {key: on_tensors(item, function) for key, item in value.items()}
     return value
-
-
-def _elsewhere(func: Any) -> ShardwiseError:
-    return ShardwiseError(
-        f"{func} on the simulated device in another thread than the simulation's, which follows one thread"
-        " alone. Call it there"
-    )
-
-
-def _no_collectives(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    raise ShardwiseError(f"{func} is a collective, and the simulation hears of none")
 
 
 _latest: list[Simulation] = []

@@ -19,7 +19,7 @@ from shardwise.sharded_tensor.kinds import holding_of
 from shardwise.verify.case import Case, CaseError, apply_shard, load_case, local_batch
 from shardwise.verify.reference import take_batch, take_gradients
 from shardwise.verify.streams.check import Finding, Findings, simulated
-from shardwise.verify.streams.device import NAME
+from shardwise.verify.streams.device import NAME, running
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ def check_streams(
     the contiguous layout, the training is repeated as a rank that does.
 
     Raises:
-        CaseError: no such case; one whose batch cannot be cut, that raises or exits, or that uses no device.
+        CaseError: no such case; one whose batch cannot be cut, that raises or exits, that uses no device, or
+            that does what cannot be followed, in a thread, or in `DistributedDataParallel`.
     """
     if ranks % replicas:
         raise CaseError(f"{ranks} ranks cannot be cut into {replicas} replicas of equal size.")
@@ -92,16 +93,15 @@ def check_streams(
     held: set[str] = set()  # names of parameters that a rank of these has a part of
     rank: int | None = 0
     while rank is not None:
-        with simulated() as found, noop_world(ranks, rank=rank), receives:
-            torch.manual_seed(seed)
-            mesh = init_device_mesh(NAME, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-            try:
-                module = _train(case, mesh, found, steps, layout)
-            except CaseError:
-                raise
-            except (Exception, SystemExit) as error:
-                raise _failed(case_spec, "on the simulated device", error) from error
-            rank = _holder_of_others(module, held)
+        try:
+            with simulated() as found, noop_world(ranks, rank=rank), receives:
+                torch.manual_seed(seed)
+                mesh = init_device_mesh(NAME, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+                rank = _holder_of_others(_train(case, mesh, found, steps, layout), held)
+        except CaseError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise _failed(case_spec, "on the simulated device", error) from error
         findings |= {str(one): one for one in found.findings}
         operations += found.operations
         streams = max(streams, len(found.simulation.timeline.lines) - 1)
@@ -122,7 +122,7 @@ def _holder_of_others(module: nn.Module, held: set[str]) -> int | None:
 
 
 def _receive(*args: Any, **kwargs: Any) -> None:
-    raise CaseError(
+    raise running().refuse(
         "the case receives objects from another rank, as a pipeline's stages do to learn their shapes, and"
         " that rank does not exist here. Run it on real ranks (gloo), inside `simulated()`"
     )
