@@ -190,8 +190,7 @@ class RankPool:
             name = next(self._serial)
             output, stack = self.folder / f"output{name}", self.folder / f"stack{name}"
             process = context.Process(target=_work, args=(theirs, str(output), str(stack)), daemon=True)
-            with mock.patch.dict(os.environ, WORKER_ENV):
-                process.start()
+            process.start()
             theirs.close()
             new.append(_Worker(process=process, pipe=ours, output=output, stack=stack))
             self.workers.append(new[-1])
@@ -312,6 +311,7 @@ def _work(pipe: connection.Connection, output: str, stack: str) -> None:
     """Serve calls until the pytest process closes the pipe, even if it died."""
     import torch
 
+    os.environ.update(WORKER_ENV)  # a test may have started the server, as a user's `verify` does
     log = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
