@@ -163,7 +163,9 @@ class FSDPModule(ModuleSettings):
         result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         # What was replaced or moved goes back to one buffer.
         for group in self._groups():
-            group.pack()
+            # Of a list, the others are converted next; the first forward looks whether they were.
+            if not (self._shardwise_state.is_list and group.is_half_converted()):
+                group.pack()
         for param, grad in zip(chosen, grads, strict=True):
             param.sharded.grad = None if grad is None else grad.to(param.sharded.device)
         return result
