@@ -33,6 +33,34 @@ def test_a_chosen_grad_dtype_and_its_gradients_outlive_conversions(layout: str) 
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_model_with_a_list_is_converted_whole(layout: str, ran: bool) -> None:
+    net, whole = Net(blocks=2), Net(blocks=2)
+    fully_shard([net.blocks[1], net.head, net.blocks[0]], layout=layout)  # not in the model's order
+    fully_shard(net, layout=layout)
+    if ran:
+        step(net)
+    for dtype in (torch.float64, torch.bfloat16):
+        net.to(dtype)
+        whole.to(dtype)
+        x = torch.ones(4, 8, dtype=dtype)
+        assert torch.equal(net(x), whole(x))
+
+
+@on_ranks(2)
+def test_a_module_of_a_list_is_not_converted_without_the_others_in_the_contiguous_layout() -> None:
+    for ran, said in ((False, "were converted to different dtypes"), (True, "was given other memory")):
+        net = Net(blocks=2)
+        fully_shard(list(net.blocks), layout="contiguous")
+        fully_shard(net, layout="contiguous")
+        if ran:
+            step(net)
+        net.blocks[0].double()
+        assert said in raises_on_every_rank(ShardingError, lambda net=net: net(torch.ones(4, 8)))
+
+
+@on_ranks(2)
 def test_gradients_share_the_spec_that_a_converted_parameter_has() -> None:
     net = Net(blocks=1)
     fully_shard(net)

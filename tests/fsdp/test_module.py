@@ -413,6 +413,50 @@ def test_backward_of_each_module_of_a_list_gathers_also_where_the_last_was_recom
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
+class Half(nn.Sequential):
+    """Runs its first module alone on demand; 1 does, and 2 raises behind it."""
+
+    def forward(self, x: Tensor, ends: int = 0) -> Tensor:
+        x = self[0](x)
+        if ends == 2:
+            raise ValueError("behind it")
+        return x if ends else self[1](x)
+
+
+def _alone(net: nn.Sequential, which: int | str) -> None:
+    if isinstance(which, int):
+        net[0][which](torch.ones(2, 4))
+    elif which == "half":
+        net[0](torch.ones(2, 4), 1)
+    else:
+        with pytest.raises(ValueError, match="behind"):
+            net[0](torch.ones(2, 4), 2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reshard", [None, True, False])
+@on_ranks(2)
+def test_a_part_of_a_list_that_runs_outside_of_the_root_leaves_no_old_values(
+    layout: str, reshard: bool | None
+) -> None:
+    how, x = {"layout": layout, "reshard_after_forward": reshard}, torch.ones(2, 4)
+    for which in (0, 1, "half", "raises"):
+        net, whole = (nn.Sequential(Half(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)) for _ in "ab")
+        whole.load_state_dict(net.state_dict())
+        fully_shard([*net[0]], **how)
+        fully_shard(net[0], **how)
+        fully_shard(net, **how)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (net, whole)]
+        for trains in (False, True):
+            for model, optimizer in zip((net, whole), optimizers, strict=True):
+                model(x).square().sum().backward()
+                with torch.set_grad_enabled(trains):
+                    _alone(model, which)
+                optimizer.step()
+                optimizer.zero_grad()
+            torch.testing.assert_close(net(x), whole(x))
+
+
 @on_ranks(4)
 @torch.no_grad()
 def test_a_model_that_forward_left_in_smaller_shards_may_be_converted() -> None:

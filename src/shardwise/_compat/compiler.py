@@ -97,6 +97,20 @@ def traced_object(context: Any) -> Any:
     return context.get_local("subject")._i_will_not_complain_if_bc_breaks_VariableTracker().realize().value
 
 
+def depth_in_graph() -> int:
+    """Return how many checkpoints the code that is being traced lies in, as a constant of its graph."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tracer, depth = InstructionTranslator.current_tx().output.current_tracer, 0
+    while tracer.parent is not None:
+        tracer, depth = tracer.parent, depth + 1
+    return depth
+
+
+# As `torch.compiler.assume_constant_result` does, which imports the compiler.
+cast(Any, depth_in_graph)._dynamo_marked_constant = True
+
+
 def runs_eagerly(function: Function, why: str | None = None) -> Function:
     """Mark a function as never compiled, nor what it calls, at no cost of a call.
 

@@ -33,7 +33,7 @@ from shardwise.fsdp.policy import CPUOffloadPolicy
 from shardwise.fsdp.rows import RowsParam
 from shardwise.fsdp.strategy import StatePlacement
 from shardwise.fsdp.traced import Cut
-from shardwise.layout import Box, ContiguousLayout, ContiguousSegment, Gathered, rows_between
+from shardwise.layout import Box, ContiguousLayout, ContiguousSegment, Gathered, ParamSpec, rows_between
 from shardwise.mesh import FSDPMeshInfo
 from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
 from shardwise.sharded_tensor.rows.piece import place_over
@@ -126,8 +126,7 @@ class ContiguousGroup(ParamGroup):
                     self.params[place.index].assign_rows(self.layout, place, self.cut_groups)
             return
         segments = []
-        for segment in self.layout.segments:
-            dtypes = {(specs[place.index].dtype, specs[place.index].gather_dtype) for place in segment.places}
+        for segment, dtypes in zip(self.layout.segments, self._dtypes(specs), strict=True):
             if len(dtypes) > 1:
                 raise ShardingError(
                     f"{here()}: parameters of group '{self.name}' were converted to different dtypes"
@@ -137,6 +136,16 @@ class ContiguousGroup(ParamGroup):
             segments.append(replace(segment, dtype=dtype, gather_dtype=gather_dtype))
         self.layout.segments = tuple(segments)
         self.layout.specs = tuple(specs)
+
+    def _dtypes(self, specs: Sequence[ParamSpec]) -> list[set[tuple[torch.dtype, torch.dtype]]]:
+        """Return the stored and gathered dtypes in each segment: one, if all was converted alike."""
+        placed = [[specs[place.index] for place in segment.places] for segment in self.layout.segments]
+        return [{(spec.dtype, spec.gather_dtype) for spec in specs} for specs in placed]
+
+    def is_half_converted(self) -> bool:
+        for param in self.params:
+            param.follow_replacement()
+        return any(len(dtypes) > 1 for dtypes in self._dtypes([param.layout_spec() for param in self.params]))
 
     def _warn_of_padding(self, segment: ContiguousSegment) -> None:
         used = segment.unsharded_numel - segment.padding

@@ -250,7 +250,7 @@ def _shard_together(
         if _LOG.isEnabledFor(logging.INFO):
             _LOG.info("%s: %s", here(), _summary(group, modules))
     for one in modules:
-        become_sharded(one)
+        become_sharded(one, state)
         _compat.mark_fully_sharded(one)
     # Modules with a state gather when they are called, also on their own.
     if layout.guards_forward and (plain := [one for one in managed if state_of(one) is None]):

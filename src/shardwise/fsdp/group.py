@@ -148,6 +148,9 @@ class ParamGroup(ABC):
     def _whole_memory(self, index: int) -> list[tuple[Tensor, Sequence[ShardedParam]]]:
         """Return the unsharded memory of a segment, and whose it is."""
 
+    def is_half_converted(self) -> bool:
+        return False
+
     def _buffer(self, index: int, full: Tensor) -> Buffer:
         return Buffer(full, full.untyped_storage(), full.nbytes)
 

@@ -197,7 +197,8 @@ def forget_forward(state: ModuleState) -> None:
         if len(state.modules) == 1:
             _reset_one(state)
         return
-    for one in (state, *state.below):
+    root = schedule.root()
+    for one in (state, *(root.below if root is not None else ())):
         if one.training_state is TrainingState.FORWARD:
             _reset_one(one)
     # Entries before those are of forwards whose backward may still come.

@@ -56,7 +56,8 @@ class FSDPModule(ModuleSettings):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile calls of this module, its gather and its reductions with them, as `torch.compile` would."""
-        self.__dict__[_COMPILED] = torch.compile(_of_equal_modules("_call_traced", self), *args, **kwargs)
+        call = _of_equal_modules("_call_traced", self, self._shardwise_state.is_list)
+        self.__dict__[_COMPILED] = torch.compile(call, *args, **kwargs)
 
     def _call_traced(self, *args: Any, **kwargs: Any) -> Any:
         return _run_traced(self._shardwise_state, self, super().__call__, args, kwargs)
@@ -163,7 +164,9 @@ class FSDPModule(ModuleSettings):
         result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         # What was replaced or moved goes back to one buffer.
         for group in self._groups():
-            group.pack()
+            # Of a list, the others are converted next; the first forward looks whether they were.
+            if not (self._shardwise_state.is_list and group.is_half_converted()):
+                group.pack()
         for param, grad in zip(chosen, grads, strict=True):
             param.sharded.grad = None if grad is None else grad.to(param.sharded.device)
         return result
@@ -201,7 +204,7 @@ def sharded_class(cls: type[nn.Module]) -> type[FSDPModule]:
     return _CLASSES[cls]
 
 
-def become_sharded(module: nn.Module) -> None:
+def become_sharded(module: nn.Module, state: FSDPState) -> None:
     """Give a module the class that gathers when it is called, and compilers a frame to begin at.
 
     `module(x)` calls what the class has. A compiled function that breaks there calls it again: another frame
@@ -211,7 +214,9 @@ def become_sharded(module: nn.Module) -> None:
     cls = sharded_class(type(module))
     object.__setattr__(module, "__class__", cls)  # past nn.Module's own, which is slow
     # Weakly, as it stands in the module's own dict.
-    module.__dict__["__call__"] = MethodType(_compiled_call(cast(Any, cls)), weakref.ref(module))
+    module.__dict__["__call__"] = MethodType(
+        _compiled_call(cast(Any, cls), state.is_list), weakref.ref(module)
+    )
     if isinstance(module, nn.MultiheadAttention):
         # torch's encoder layers evaluate with the weights of one that has no hook, without calling it.
         module.register_forward_pre_hook(_look)
@@ -222,7 +227,7 @@ def _look(module: nn.Module, args: Any) -> None:
 
 
 @functools.cache
-def _compiled_call(cls: type) -> FunctionType:
+def _compiled_call(cls: type, is_list: bool) -> FunctionType:
     return own_code(_call)
 
 
@@ -250,14 +255,20 @@ def _run_gathered(module: FSDPModule, forward: Callable[..., Any], /, *args: Any
     return _run(module._shardwise_state, cast(Any, module), forward, args, kwargs)
 
 
-def _of_equal_modules(method: str, module: FSDPModule) -> Callable[..., Any]:
-    """Return a method of `module` whose code modules of its class with equal parameters share: one graph."""
+def _of_equal_modules(method: str, module: FSDPModule, is_list: bool = False) -> Callable[..., Any]:
+    """Return a method of `module` whose code modules of its class with equal parameters share: one graph.
+
+    Args:
+        is_list: it may leave its graph, of which others that share the code would see no guard.
+    """
     parameters = tuple((name, param.shape, param.dtype) for name, param in module.named_parameters())
-    return cast(Callable[..., Any], _code_for(method, cast(Any, type(module)), parameters).__get__(module))
+    return cast(
+        Callable[..., Any], _code_for(method, cast(Any, type(module)), is_list, parameters).__get__(module)
+    )
 
 
 @functools.cache
-def _code_for(method: str, cls: type, parameters: tuple[Any, ...]) -> FunctionType:
+def _code_for(method: str, cls: type, is_list: bool, parameters: tuple[Any, ...]) -> FunctionType:
     return own_code(vars(FSDPModule)[method])
 
 
@@ -290,7 +301,7 @@ def _run_traced(
         _refuse_export(state)
     # Before groups are read: the graph then guards what was made of them.
     _compat.while_tracing(_prepare, state)
-    if all(isinstance(group.traced, list) for group in state.groups):
+    if all(isinstance(group.traced, list) for group in state.groups) and traced.holds(state):
         return traced.run(state, forward, args, kwargs)
     return state.runs_outside(state, module, forward, args, kwargs)
 
@@ -303,15 +314,24 @@ _refuse_export = _compat.runs_outside_graphs(
 def _prepare(context: Any) -> None:
     trace_plan.prepare(_compat.traced_object(context))
     for state in live_states():
+        if state.is_list:
+            state.runs_outside = _outside_graphs(_NO_LIST)
         for group in state.groups:
             if isinstance(group.traced, str):
-                state.runs_outside = _outside_graphs(group.traced)
+                why = f"a sharded module has {group.traced}, which only runs eagerly"
+                state.runs_outside = _outside_graphs(why)
+
+
+_NO_LIST = (
+    "modules that fully_shard got as a list are gathered together, in one graph where their root is in it and"
+    " the first of them to run is under no checkpoint inside the root; shard each by itself, or use"
+    " shardwise.compile(mode='regional')"
+)
 
 
 @functools.cache
 def _outside_graphs(why: str) -> Callable[..., Any]:
     """Return the call for which a tracer leaves its graph; the forward inside is compiled again."""
-    why = f"a sharded module has {why}, which only runs eagerly"
     return _compat.runs_outside_graphs(cast(FunctionType, _run), why)
 
 

@@ -63,7 +63,7 @@ class ModuleState:
         "__weakref__", "all_groups", "below", "device", "groups", "guards", "guards_lifted", "hidden",
         "ignored", "in_reverse", "input_dtype", "inside", "is_list", "is_root", "larger_than_most", "lists",
         "modules", "myself", "name", "policy", "prefetch_in_backward", "prefetch_in_forward", "reducers",
-        "reshard_is_automatic", "running", "runs_outside", "schedule", "schedule_settings",
+        "reshard_is_automatic", "root_depth", "running", "runs_outside", "schedule", "schedule_settings",
         "shared_streams", "stays_gathered", "still_to_run", "to_check", "training_state",
     )  # fmt: skip
 
@@ -101,6 +101,7 @@ class ModuleState:
         self.lists: list[ModuleState] = []  # tracing, root only: the states below of several modules
         self.runs_outside: Any = None  # tracing, where a group cannot be traced: what runs the module instead
         self.hidden: Any = None  # tracing, lists only: sharded parameters that gathered ones stand in for
+        self.root_depth: int | None = None  # tracing, lists only: checkpoints around their root in this graph
         self.larger_than_most: bool | None = None  # None: not looked at yet
         self.stays_gathered = False  # after backward, which then may leave gradients after its reduction
         self.still_to_run: set[int] = set()  # lists only: modules that have not run in this pass

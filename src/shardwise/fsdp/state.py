@@ -150,6 +150,8 @@ class FSDPState(ModuleState):
         if self.training_state is _FORWARD:
             if self.still_to_run:
                 self.still_to_run.discard(id(module))
+                if not self.running and schedule.forward_root is self.myself:
+                    self.still_to_run.clear()  # called on its own: nothing else would end the list's forward
             if self.running or self.still_to_run:  # an outer call, or the list's other modules, goes on
                 if not self.running and is_grad_enabled():  # which the last of them may not be
                     self._mark_outputs(schedule, output)
@@ -223,7 +225,8 @@ class FSDPState(ModuleState):
         """
         schedule.forward_root = schedule.latest_output = None
         # Lists of which some module did not run in this pass: nothing else would release them.
-        for state in reversed(self.below):
+        root = self if self.is_root else schedule.root()
+        for state in reversed(root.below if root is not None else ()):
             if state.still_to_run:
                 state.still_to_run.clear()
                 state.training_state = _IDLE

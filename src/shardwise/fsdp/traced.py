@@ -261,24 +261,40 @@ def _unshard(segment: Segment, sync: bool) -> Any:
     return _gather(leaf, segment.shard, segment, reduces)
 
 
+def holds(state: Any) -> bool:
+    """Return whether the graph that is being traced can hold this call's gather.
+
+    The first of a list to run gathers for all, until their root ends; what is gathered inside a checkpoint
+    cannot be used outside of it.
+    """
+    if not state.is_list or state.hidden is not None:
+        return True
+    return bool(state.root_depth == _compat.depth_in_graph())
+
+
 def run(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a sharded module's `forward`, while a compiler traces; its groups have their segments."""
     if state.is_root and state.device.type != "cpu":
         args, kwargs = map_tensors(lambda t: t.to(state.device, non_blocking=True), (args, kwargs))
     if state.input_dtype is not None:
         args, kwargs = cast((args, kwargs), state.input_dtype)
-    if len(state.modules) == 1:
-        hidden = _show(state)
-        output = forward(*args, **kwargs)
-        _hide(hidden)
-    else:  # the first of a list to run gathers for all
+    if state.is_list:  # the first of it to run gathers for all
         if state.hidden is None:
             _compat.traced_side_effect(setattr, state, "hidden", _show(state))
         output = forward(*args, **kwargs)
-    for below in state.lists:
-        if below.hidden is not None:
-            _hide(below.hidden)
-            _compat.traced_side_effect(setattr, below, "hidden", None)
+    else:
+        # Unless the root calls itself: then the outer call ends them.
+        lists = [below for below in state.lists if below.root_depth is None]
+        for below in lists:
+            _compat.traced_side_effect(setattr, below, "root_depth", _compat.depth_in_graph())
+        hidden = _show(state)
+        output = forward(*args, **kwargs)
+        _hide(hidden)
+        for below in lists:
+            if below.hidden is not None:
+                _hide(below.hidden)
+                _compat.traced_side_effect(setattr, below, "hidden", None)
+            _compat.traced_side_effect(setattr, below, "root_depth", None)
     return output if state.policy.output_dtype is None else cast(output, state.policy.output_dtype)
 
 

@@ -109,8 +109,11 @@ def train(run: Run, *, eager: bool) -> Trained:
     return trained
 
 
-def compare(run: Run, *, graphs: int = 1, breaks: int = 0, tolerance: float = 0.0) -> Trained:
+def compare(run: Run, *, graphs: int | None = 1, breaks: int | None = 0, tolerance: float = 0.0) -> Trained:
     """Train both ways; the compiled one made `graphs` graphs and `breaks` breaks, and has the same numbers.
+
+    Args:
+        graphs, breaks: None where the count does not matter.
 
     Returns:
         The compiled run.
@@ -119,8 +122,8 @@ def compare(run: Run, *, graphs: int = 1, breaks: int = 0, tolerance: float = 0.
     torch.compiler.reset()
     counters.clear()
     found = train(run, eager=False)
-    assert counters["stats"]["unique_graphs"] == graphs, counters["stats"]
-    assert sum(counters["graph_break"].values()) == breaks, counters["graph_break"]
+    assert graphs in (None, counters["stats"]["unique_graphs"]), counters["stats"]
+    assert breaks in (None, sum(counters["graph_break"].values())), counters["graph_break"]
     assert_close(found.losses, expected.losses, tolerance)
     for step, (ours, theirs) in enumerate(zip(found.gradients, expected.gradients, strict=True)):
         assert_close(ours, theirs, tolerance, f"step {step}: ")

@@ -1,0 +1,110 @@
+"""Lists of modules, which are gathered together, compiled: in a graph of their root, or outside of graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
+from torch.utils.checkpoint import checkpoint
+
+from fsdp.compiled.harness import WORDS, Run, batch, compare, compiled
+from ranks import on_ranks
+from shardwise import fully_shard
+
+
+class Block(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x))
+
+
+class Blocks(nn.Module):
+    """Equal blocks.
+
+    Args:
+        first: of the blocks under checkpoints.
+        reentrant: the kind of checkpoint.
+    """
+
+    def __init__(self, first: int = 5, *, reentrant: bool = False) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
+        self.blocks = nn.ModuleList(Block(8, 8) for _ in range(5))
+        self.first, self.reentrant = first, reentrant
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        for index, block in enumerate(self.blocks):
+            x = block(x) if index < self.first else checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def by_twos(model: nn.Module, **options: Any) -> nn.Module:
+    """Shard the first block by itself, as what is left of a list, and the others by twos."""
+    fully_shard(model.blocks[0], **options)
+    fully_shard([*model.blocks[1:3]], **options)
+    fully_shard([*model.blocks[3:5]], **options)
+    return fully_shard(model, **options)
+
+
+def in_place(model: nn.Module) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    return model
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    model.blocks = nn.ModuleList(torch.compile(block, backend="aot_eager") for block in model.blocks)
+    return model
+
+
+RUN = Run(Blocks, by_twos, {"layout": "contiguous"}, steps=2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("made", [in_place, wrapped])
+def test_modules_of_a_list_that_are_compiled_one_by_one_are_gathered_together_eagerly(
+    layout: str, made: Any
+) -> None:
+    run = replace(RUN, options={"layout": layout}, compile=made)
+    compare(run, graphs=2, breaks=1)
+    for reentrant in (False, True):
+        recomputed = replace(run, model=partial(Blocks, 0, reentrant=reentrant), microbatches=2)
+        compare(recomputed, graphs=None, breaks=None, tolerance=1e-7)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_a_list_whose_first_module_runs_under_a_checkpoint_leaves_the_graph_of_its_root(layout: str) -> None:
+    run = replace(RUN, options={"layout": layout}, compile=compiled("aot_eager", fullgraph=False))
+    for reentrant in (False, True):
+        recomputed = replace(run, model=partial(Blocks, 0, reentrant=reentrant))
+        compare(recomputed, graphs=None, breaks=None, tolerance=1e-7)
+
+
+@on_ranks(2)
+def test_checkpoints_behind_the_first_of_a_list_and_around_its_root_are_in_one_graph() -> None:
+    def around(model: nn.Module) -> Any:
+        def call(words: Tensor) -> Tensor:
+            return checkpoint(model, words, use_reentrant=False)
+
+        return torch.compile(call, backend="aot_eager", fullgraph=True)
+
+    compare(replace(RUN, model=partial(Blocks, 4), compile=compiled("aot_eager")))
+    compare(replace(RUN, compile=around))
+
+
+@on_ranks(2)
+def test_a_list_that_no_graph_holds_is_named_where_there_must_be_one_graph() -> None:
+    named = "modules that fully_shard got as a list are gathered together"
+    model = by_twos(Blocks(0))
+    with pytest.raises(Unsupported, match=named):
+        torch.compile(model, backend="eager", fullgraph=True)(batch(0, 4, 5))
+    model.blocks[1].compile(backend="eager", fullgraph=True)
+    with pytest.raises(Unsupported, match=named):
+        model(batch(0, 4, 5))
