@@ -89,7 +89,7 @@ def test_a_change_that_leaves_no_less_to_lack_is_not_kept(monkeypatch: pytest.Mo
 
 
 def test_logits_that_are_most_are_advised_away_and_experts_shared_out(tmp_path: Path) -> None:
-    long = Setup(ranks=8, sequence=1024, checkpointing="full", layout="contiguous")
+    long = Setup(ranks=8, sequence=1024, checkpointing="full", layout="contiguous", compile_loss=True)
     small = replace(planner.hardware_of("h100"), memory_bytes=2 * 2**30)
     made = shardwise.plan("gpt2", long, hardware=small)
     first, changed = next(advise("gpt2", long, hardware=small, planned=made))

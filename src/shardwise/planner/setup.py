@@ -142,6 +142,8 @@ class Setup:
             raise ShardingError("async_tensor is planned of compiled blocks, cut by tensor: compile=True")
         if self.loop_holds == "logits" and self.loss == "chunked":
             raise ShardingError("loop_holds='logits' is of whole logits, which loss='chunked' never has")
+        if self.compile_loss and self.loss == "chunked":
+            raise ShardingError("compile_loss is of whole logits, which loss='chunked' never has")
         if self.compile_loss and self.tensor > 1:
             raise ShardingError("compile_loss is planned of logits that tensor=1 leaves whole")
         _check_strategy(self)
