@@ -122,6 +122,18 @@ def test_a_shorter_sequence_is_not_advised_where_none_helps(sequence: int, told:
         assert "the module itself takes tokens of shape (2, 96)" in str(refused.value)
 
 
+class Mixes(Even):
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return super().forward(tokens).bmm(torch.ones(len(tokens), 512, 512))  # in float32
+
+
+def test_a_shorter_sequence_is_not_advised_where_the_model_runs_in_float32_alone() -> None:
+    told = "With param_dtype='float32' it runs, with 'bfloat16' it does not"
+    with pytest.raises(ShardingError, match=told):
+        shardwise.plan(Mixes, ranks=2, sequence=96)
+    assert shardwise.plan(Mixes, ranks=2, sequence=96, param_dtype="float32").peak_bytes
+
+
 def test_a_model_that_compiles_itself_is_planned_as_it_is_written() -> None:
     """Its kernels would read memory, which fake tensors do not have."""
 
