@@ -21,7 +21,7 @@ from rich.console import Console
 
 from shardwise.cli import programs
 from shardwise.cli.programs import FOUND, NOT_RUN, OK, print_failure
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, from_extra
 
 app = typer.Typer(
     help="Sharded training for PyTorch models too large for one device.",
@@ -240,9 +240,9 @@ def plan(
     show_tracebacks: Traceback = False,
 ) -> None:
     """Say what training takes of each rank's memory, what it sends and how long a step takes."""
-    from shardwise.planner.devices import check_narrow, hardware_of
+    from shardwise.planner.devices import check_narrow, check_rate, hardware_of
     from shardwise.planner.setup import Setup, check_filled
-    from shardwise.planner.shapes import check_source
+    from shardwise.planner.shapes import check_cut, check_source
 
     choices: dict[str, Any] = {"layout": layout.value, "checkpointing": checkpointing, "optimizer": optimizer}
     choices |= {"strategy": strategy, "replicas": replicas, "tensor": tensor}
@@ -260,8 +260,14 @@ def plan(
             if written is not None:
                 _check_writable(written)
         check_filled(setup)
-        check_narrow(hardware_of(hardware), setup.narrow)
-        check_source(model, experts)
+        device = hardware_of(hardware)
+        check_narrow(device, setup.narrow)
+        check_rate(device, setup.param_dtype)
+        check_source(model)
+        check_cut(model, setup)
+        if png_path is not None and not (json_path or html_path or trace_path):
+            # Else what was asked for beside it comes first.
+            from_extra("plan", "matplotlib.figure", what="a PNG of a plan")
     except ShardwiseError as error:  # in a third of a second: nothing has asked for torch
         print_failure(error, traceback.format_exc() if show_tracebacks else "")
         raise typer.Exit(NOT_RUN) from None
@@ -270,11 +276,8 @@ def plan(
     from shardwise import planner
     from shardwise.launch import place
     from shardwise.planner.advice import lines
-    from shardwise.planner.picture import figure_class
 
     try:
-        if png_path is not None and not (json_path or html_path or trace_path):
-            figure_class()  # else what was asked for beside it comes first
         found = planner.search(model, setup, hardware=hardware) if search else None
         made = planner.plan(model, setup, hardware=hardware) if found is None else found.chosen
         console = Console(emoji=False)

@@ -15,7 +15,7 @@ from shardwise._compat import FakeTensorMode
 from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.fsdp import FSDPModule
 from shardwise.planner import measure, regular
-from shardwise.planner.devices import Hardware, check_narrow, hardware_of
+from shardwise.planner.devices import Hardware, check_narrow, check_rate, hardware_of
 from shardwise.planner.events import CATEGORIES, Recording, name_of_place
 from shardwise.planner.late import freed_late
 from shardwise.planner.measure import GroupSent, Moment, Sent
@@ -162,8 +162,7 @@ class Plan:
         """Model FLOPs utilisation: the model's operations over what the device could have done meanwhile."""
         step, dtype = self.step_times.step, self.setup.param_dtype
         assert self.hardware is not None
-        if dtype not in self.hardware.peak_flops:
-            raise ShardingError(f"{self.hardware.name} has no peak_flops of {dtype}: MFU is not known")
+        check_rate(self.hardware, dtype)
         return self.model_flops / step / self.hardware.peak_flops[dtype]
 
     @property
