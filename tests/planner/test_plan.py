@@ -419,7 +419,6 @@ def test_a_factory_that_casts_is_stored_as_the_setup_says_and_the_code_converts_
         ("memory_bytes_per_s = 3.35", "is bytes a second, at least 1,000,000, got 3.35"),
         ("network_latency_s = 12", "is in seconds, at most 1, got 12"),
         ("matmul_efficiency = 7.2", "share of the peak, at most 1"),
-        ("attention_efficiency = 1e-300", "attention_efficiency is .* at least 0.001, got 1e-300"),
         ("devices_per_host = 2.5", "a whole number"),
         ("context_bytes = 1e12", "context_bytes must be less than memory_bytes"),
         ("[[", "no profile"),
