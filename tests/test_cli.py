@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -17,7 +18,7 @@ import typer
 from typer.testing import CliRunner
 
 import shardwise
-from shardwise import cli, doctor, launch, verify
+from shardwise import cli, doctor, launch, planner, verify
 from shardwise.cli import app
 from shardwise.doctor import CheckResult, Status
 from shardwise.planner.setup import Setup
@@ -164,6 +165,8 @@ WRONG = """
     --pipeline 2 --ulysses 2; --pipeline 2 --schedule Interleaved1F1B; --tensor 2 --loss chunked --ulysses 2
     --layout diagonal; --strategy zero9; --strategy ddp; --strategy hsdp --layout contiguous
     --strategy ddp --layout contiguous --replicas 2; --checkpointing half; --compile-loss --tensor 2; --float8
+    --compile-loss --loss chunked; --tensor 8; --micro-batch 99999999; --accumulation 99999999
+    --pipeline 8 --accumulation 8 --schedule Interleaved1F1B --stages 2
     --float8-scales row; --float8 --compile --float8-scales nvfp4; --nvfp4
     --nvfp4 --compile; --nvfp4 --float8 --compile
     --pipeline 2 --accumulation 5 --schedule Interleaved1F1B --stages 2
@@ -174,6 +177,7 @@ ASKS = """
 import json, sys
 from typer.testing import CliRunner
 from shardwise.cli import app
+sys.modules["matplotlib.figure"] = None
 for arguments in json.loads(sys.argv[1]):
     ended = CliRunner().invoke(app, ["plan", *arguments])
     print(json.dumps([arguments, ended.exit_code, "torch" in sys.modules]))
@@ -192,7 +196,14 @@ def test_every_wrong_argument_of_a_plan_is_refused_before_torch_is_imported(tmp_
     (tmp_path / "folder.toml").mkdir()
     (tmp_path / "latin.toml").write_bytes("name = 'é'".encode("latin1"))
     wrong += [["gpt2", "--hardware", str(tmp_path / f"{name}.toml")] for name in ("folder", "latin")]
-    asked = [*wrong, ["no_such_module:factory"]]
+    h100 = Path(planner.__file__).parent / "hardware" / "h100.toml"
+    (tmp_path / "rates.toml").write_text(re.sub("\nbfloat16.*", "", h100.read_text()))
+    wrong += [
+        ["gpt2", "--hardware", str(tmp_path / "rates.toml")],
+        ["gpt2", "--png", str(tmp_path / "a.png")],
+    ]
+    wrong += [["no_such_module:factory"], ["no_such_package.module:factory"], ["os:nope"]]
+    asked = [*wrong, ["torch:nope"]]
     ended = subprocess.run(
         [sys.executable, "-c", ASKS, json.dumps(asked)], capture_output=True, text=True, check=True
     )

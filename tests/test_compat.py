@@ -7,6 +7,7 @@ import gc
 import io
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,11 @@ def test_a_fake_tensor_is_told_from_a_real_one() -> None:
         lambda a, b: torch.linalg.qr(a),
         lambda a, b: torch.view_as_complex(a.view(-1, 2)).conj(),
         lambda a, b: torch.ops.aten._foreach_mul([a, b], 2.0),
+        lambda a, b: a.clone().t_(),
+        lambda a, b: a.clone()[:1].squeeze_().unsqueeze_(1).transpose_(0, 1),
+        lambda a, b: a.clone().resize_(3).as_strided_((2,), (1,)),
+        lambda a, b: [a.detach().set_(a), a.clone().set_(a)],
+        lambda a, b: torch.add(a, b, out=torch.zeros(0)),
     ],
 )
 def test_a_fast_fake_mode_gives_what_torch_gives_when_it_knows_a_result(
@@ -127,6 +133,36 @@ def test_a_fast_fake_mode_gives_what_torch_gives_when_it_knows_a_result(
                 ]
             )
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("func", "run", "times"),
+    [
+        (torch.ops.aten.exp.default, lambda a: a.exp(), 1),
+        (torch.ops.aten.add.Tensor, lambda a: a + a, 1),
+        (torch.ops.aten.split.Tensor, lambda a: a.split(1), 1),
+        (torch.ops.aten.zeros.default, lambda a: torch.zeros(3), 2),
+        (torch.ops.aten.t_.default, lambda a: a.clone().t_(), 2),
+    ],
+)
+def test_a_fast_fake_mode_asks_torch_once_unless_a_result_follows_from_no_tensors_shape(
+    monkeypatch: pytest.MonkeyPatch, func: Any, run: Callable[[Tensor], Any], times: int
+) -> None:
+    asked: list[Any] = []
+    dispatch = FakeTensorMode.__torch_dispatch__
+
+    def counted(mode: FakeTensorMode, func: Any, *how: Any) -> Any:
+        asked.append(func)
+        return dispatch(mode, func, *how)
+
+    monkeypatch.setattr(FakeTensorMode, "__torch_dispatch__", counted)
+    monkeypatch.setattr(_compat.FastFakeTensorMode, "_results", {})
+    with _compat.FastFakeTensorMode():
+        a = torch.zeros(3, 4)
+        asked.clear()
+        for _ in range(2):
+            run(a)
+    assert asked.count(func) == times
 
 
 def test_a_fast_fake_mode_keeps_values_that_are_known_and_refuses_those_that_are_not() -> None:

@@ -17,6 +17,7 @@ from ranks import on_ranks
 from shardwise import launch, planner
 from shardwise.cli import NOT_RUN, app
 from shardwise.comm.count import Collective
+from shardwise.errors import ShardingError
 from shardwise.planner.calibrate import SMALL, Sizes, _group, _host_seconds, _links, line
 from shardwise.planner.timing import send_seconds
 from shardwise.verify.streams import DEVICE, simulated
@@ -48,6 +49,13 @@ def test_what_is_like_a_profile_has_its_peaks_and_the_links_that_no_rank_can_mea
     assert measured.host_link_bytes_per_s == h100.host_link_bytes_per_s
     assert measured.matmul_efficiency < 0.1
     assert f"not measured: host link and network, taken to be of {h100.name}" in measured.source
+
+
+def test_an_efficiency_that_no_device_has_is_refused(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text(planner.to_toml(replace(planner.hardware_of("h100"), attention_efficiency=1e-300)))
+    with pytest.raises(ShardingError, match=r"attention_efficiency is .* at least 0\.001, got 1e-300"):
+        planner.hardware_of(str(mine))
 
 
 def test_a_build_for_an_accelerator_measures_the_cpu_where_there_is_none(

@@ -18,6 +18,7 @@ from planner.models import Even
 from ranks import on_ranks
 from shardwise import planner
 from shardwise.errors import ShardingError
+from shardwise.planner.models import model_of
 
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "vocab_size": 96}
 
@@ -57,6 +58,18 @@ def test_what_has_no_logits_of_tokens_alone_is_refused_in_chunks_and_over_sequen
         shardwise.plan(config, ranks=2, sequence=SEQUENCE, loss="chunked")
     with pytest.raises(ShardingError, match="does not say how its sequences are cut"):
         shardwise.plan(config, ranks=2, sequence=SEQUENCE, ulysses=2)
+
+
+def test_sequences_of_a_deep_config_are_cut_and_leave_the_config_as_it_is(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 10, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = written(tmp_path, "llama", intermediate_size=64, vocab_size=96, **sizes)
+    model = model_of(config, sequence=SEQUENCE)
+    made = shardwise.plan(model, ranks=2, sequence=SEQUENCE, ulysses=2)
+    assert (made.layers, made.whole) == (10, "")
+    built: Any = model.build(2)
+    assert built.config._attn_implementation == "sdpa"
+    uncut = shardwise.plan(model, ranks=2, sequence=SEQUENCE)
+    assert uncut.moments == shardwise.plan(config, ranks=2, sequence=SEQUENCE).moments
 
 
 def test_a_quantized_config_is_planned_as_what_it_quantizes_and_the_plan_says_so(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_a_change_that_leaves_no_less_to_lack_is_not_kept(monkeypatch: pytest.Mo
 
 
 def test_logits_that_are_most_are_advised_away_and_experts_shared_out(tmp_path: Path) -> None:
-    long = Setup(ranks=8, sequence=1024, checkpointing="full", layout="contiguous")
+    long = Setup(ranks=8, sequence=1024, checkpointing="full", layout="contiguous", compile_loss=True)
     small = replace(planner.hardware_of("h100"), memory_bytes=2 * 2**30)
     made = shardwise.plan("gpt2", long, hardware=small)
     first, changed = next(advise("gpt2", long, hardware=small, planned=made))
@@ -120,6 +120,18 @@ def test_a_shorter_sequence_is_not_advised_where_none_helps(sequence: int, told:
         shardwise.plan(factory, ranks=1, micro_batch=2, sequence=sequence)
     if sequence == 96:
         assert "the module itself takes tokens of shape (2, 96)" in str(refused.value)
+
+
+class Mixes(Even):
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return super().forward(tokens).bmm(torch.ones(len(tokens), 512, 512))  # in float32
+
+
+def test_a_shorter_sequence_is_not_advised_where_the_model_runs_in_float32_alone() -> None:
+    told = "With param_dtype='float32' it runs, with 'bfloat16' it does not"
+    with pytest.raises(ShardingError, match=told):
+        shardwise.plan(Mixes, ranks=2, sequence=96)
+    assert shardwise.plan(Mixes, ranks=2, sequence=96, param_dtype="float32").peak_bytes
 
 
 def test_a_model_that_compiles_itself_is_planned_as_it_is_written() -> None:

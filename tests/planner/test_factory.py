@@ -77,6 +77,11 @@ def test_what_the_loop_or_the_environment_must_do_is_said_in_the_code(field: str
     assert said not in planner.python(Even, Setup(ranks=2, accumulation=4))
 
 
+def test_a_loss_in_chunks_is_not_compiled_as_whole_logits_are() -> None:
+    with pytest.raises(ShardingError, match="compile_loss is of whole logits, which loss='chunked' never"):
+        Setup(loss="chunked", compile_loss=True)
+
+
 def test_a_setup_knows_the_strategies_that_there_are() -> None:
     assert get_args(Strategy) == tuple(NAMED)
 

@@ -16,8 +16,10 @@ import shardwise
 from ranks import on_ranks
 from shardwise.errors import ShardingError
 from shardwise.planner.events import LANES
+from shardwise.planner.models import of_shape
 from shardwise.planner.pipeline import BUFFERS_STAY, bubble, in_flight
 from shardwise.planner.setup import Setup
+from shardwise.planner.shapes import Shape
 
 
 def planned(model: Any, **changes: Any) -> shardwise.planner.Plan:
@@ -105,6 +107,12 @@ def test_ulysses_exchanges_tokens_for_heads_four_times_a_block() -> None:
         piece * 32: 2 * made.layers,
     }
     assert made.tokens_per_s == pytest.approx(SEQUENCE / 2 / made.step_times.step)
+
+
+@pytest.mark.parametrize("heads", [4, 8])
+def test_more_ranks_than_heads_of_keys_share_a_sequences_operations(heads: int) -> None:
+    model = of_shape("grouped", Shape(96, 32, 2, heads=heads, kv_heads=2, ffn=64), SEQUENCE)
+    assert 4 * planned(model, ulysses=4).model_flops == planned(model).model_flops
 
 
 def test_a_mixture_exchanges_tokens_twice_each_way() -> None:

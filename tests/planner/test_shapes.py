@@ -3,7 +3,11 @@
 import pytest
 import torch
 
+from shardwise.errors import ShardingError
 from shardwise.planner.models import model_of
+from shardwise.planner.setup import Setup
+from shardwise.planner.shapes import PUBLISHED, check_cut, check_source, undivided
+from shardwise.planner.tensor import sizes_of
 
 PARAMETERS = {
     "llama2-7b": 6_738_415_616,
@@ -35,3 +39,33 @@ def test_a_published_shape_has_its_models_parameters(name: str) -> None:
     with torch.device("meta"):
         few, more = (sum(p.numel() for p in model.build(layers).parameters()) for layers in (1, 2))
     assert few + (model.layers - 1) * (more - few) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_shape_is_refused_over_as_many_ranks_as_its_module_is(name: str) -> None:
+    model = model_of(name, sequence=8)
+    with torch.device("meta"):
+        sizes = sizes_of(model.build(1), name)
+
+    def is_refused(degree: int) -> bool:
+        try:
+            check_cut(name, Setup(ranks=degree, tensor=degree))
+        except ShardingError:
+            return True
+        return False
+
+    assert all(is_refused(degree) == bool(undivided(sizes, degree)) for degree in range(1, 65))
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("none.such:factory", "'none.such:factory' cannot be imported: no module named 'none'"),
+        ("os:nope", "'os:nope' cannot be imported: module 'os' has no attribute 'nope'"),
+    ],
+)
+def test_a_factory_that_is_not_there_is_named_before_anything_is_imported(source: str, told: str) -> None:
+    with pytest.raises(ShardingError, match=told):
+        check_source(source)
+    for found in ("os.path:join", "__main__.other:factory"):
+        check_source(found)

@@ -48,7 +48,8 @@ class EagerDispatchMode(_Uncompiled, TorchDispatchMode):
 class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
     """A `FakeTensorMode` that looks results up by shapes where torch's own operators compute on its tensors.
 
-    Whatever it has not seen, or cannot make from shapes alone, goes torch's way.
+    Whatever it has not seen, cannot make from shapes alone, or changes the shape of what it is given (`t_`,
+    `resize_`, an `out` of another size), goes torch's way.
     """
 
     _results: ClassVar[dict[Any, tuple[type, list[_Result]] | None]] = {}
@@ -60,15 +61,8 @@ class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors: list[Tensor] = []
-        key: Any = None
-        if func.namespace in _OWN:
-            try:
-                words = [self._word(one, tensors) for one in args]
-                named = [(name, self._word(one, tensors)) for name, one in kwargs.items()]
-                key = func, torch.get_default_dtype(), *words, *named
-            except _Unknown:
-                tensors = []
-        if not tensors:  # what is made of no tensor may hold values
+        key = self._key(func, args, kwargs, tensors) if func.namespace in _OWN else None
+        if key is None or not tensors:  # what is made of no tensor may hold values
             return super().__torch_dispatch__(func, types, args, kwargs)
         if (found := self._results.get(key)) is not None:
             kind, results = found
@@ -81,8 +75,18 @@ class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
         else:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         if key not in self._results:
-            self._results[key] = self._described(result, tensors)
+            changes = torch.Tag.inplace_view in func.tags or key != self._key(func, args, kwargs, [])
+            self._results[key] = None if changes else self._described(result, tensors)
         return result
+
+    def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Return what a result's metadata follow from, None if something else; add tensors to the list."""
+        try:
+            words = [self._word(one, tensors) for one in args]
+            named = [(name, self._word(one, tensors)) for name, one in kwargs.items()]
+        except _Unknown:
+            return None
+        return func, torch.get_default_dtype(), *words, *named
 
     def _word(self, value: Any, tensors: list[Tensor]) -> Any:
         kind: Any = type(value)

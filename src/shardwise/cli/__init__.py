@@ -14,14 +14,17 @@ import platform
 import traceback
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from shardwise.cli import programs
 from shardwise.cli.programs import FOUND, NOT_RUN, OK, print_failure
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, from_extra
+
+if TYPE_CHECKING:
+    from shardwise.planner.setup import Setup
 
 app = typer.Typer(
     help="Sharded training for PyTorch models too large for one device.",
@@ -240,9 +243,7 @@ def plan(
     show_tracebacks: Traceback = False,
 ) -> None:
     """Say what training takes of each rank's memory, what it sends and how long a step takes."""
-    from shardwise.planner.devices import check_narrow, hardware_of
-    from shardwise.planner.setup import Setup, check_filled
-    from shardwise.planner.shapes import check_source
+    from shardwise.planner.setup import Setup
 
     choices: dict[str, Any] = {"layout": layout.value, "checkpointing": checkpointing, "optimizer": optimizer}
     choices |= {"strategy": strategy, "replicas": replicas, "tensor": tensor}
@@ -259,9 +260,10 @@ def plan(
         for written in (json_path, html_path, trace_path, png_path):  # not only after a search
             if written is not None:
                 _check_writable(written)
-        check_filled(setup)
-        check_narrow(hardware_of(hardware), setup.narrow)
-        check_source(model, experts)
+        _check_plan(model, setup, hardware)
+        if png_path is not None and not (json_path or html_path or trace_path):
+            # Else what was asked for beside it comes first.
+            from_extra("plan", "matplotlib.figure", what="a PNG of a plan")
     except ShardwiseError as error:  # in a third of a second: nothing has asked for torch
         print_failure(error, traceback.format_exc() if show_tracebacks else "")
         raise typer.Exit(NOT_RUN) from None
@@ -270,11 +272,8 @@ def plan(
     from shardwise import planner
     from shardwise.launch import place
     from shardwise.planner.advice import lines
-    from shardwise.planner.picture import figure_class
 
     try:
-        if png_path is not None and not (json_path or html_path or trace_path):
-            figure_class()  # else what was asked for beside it comes first
         found = planner.search(model, setup, hardware=hardware) if search else None
         made = planner.plan(model, setup, hardware=hardware) if found is None else found.chosen
         console = Console(emoji=False)
@@ -427,6 +426,20 @@ def _refuse_unused(tensor_plan: str, sequence_parallel: bool | None, loss_parall
     given |= {"loss-parallel": loss_parallel is not None}
     if named := ", ".join(f"--{name}" for name, is_given in given.items() if is_given):
         raise ShardwiseError(f"{named}: of tensor parallelism, which is not asked for: give --tensor")
+
+
+def _check_plan(model: str, setup: Setup, hardware: str) -> None:
+    """Raise for what cannot be planned, as far as can be known without torch."""
+    from shardwise.planner.devices import check_narrow, check_rate, hardware_of
+    from shardwise.planner.setup import check_filled
+    from shardwise.planner.shapes import check_cut, check_source
+
+    check_filled(setup)
+    device = hardware_of(hardware)
+    check_narrow(device, setup.narrow)
+    check_rate(device, setup.param_dtype)
+    check_source(model)
+    check_cut(model, setup)
 
 
 def _check_writable(path: Path) -> None:

@@ -72,7 +72,8 @@ def _changes(model: Model, made: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "cut the logits up to the loss (loss_parallel=True)", {"loss_parallel": True}
     apart = setup.pipeline * setup.ulysses * setup.experts * setup.tensor == 1
     if apart and setup.loss == "whole" and 4 * made.peak.alive.get(LOGITS, 0) > made.peak_bytes:
-        yield "compute the loss in chunks (loss='chunked')", {"loss": "chunked", "loop_holds": "nothing"}
+        of_whole = {"loop_holds": "nothing", "compile_loss": False}
+        yield "compute the loss in chunks (loss='chunked')", {"loss": "chunked", **of_whole}
     if setup.reshard_after_forward is False:
         yield "free parameters after forward (reshard_after_forward=True)", {"reshard_after_forward": True}
     if setup.layout == "interleaved":

@@ -12,8 +12,9 @@ from torch.distributed.tensor import parallel
 from shardwise.planner.decoder import Decoder
 from shardwise.planner.models import Factory, Model, chunked, exits_told, model_of
 from shardwise.planner.setup import Setup
+from shardwise.planner.shapes import check_divided
 from shardwise.planner.sharding import CASTS, OPTIMIZERS, other_dtypes
-from shardwise.planner.tensor import STYLES, UNCUT, check, counts_positions, heads_by_rows, tied, words_of
+from shardwise.planner.tensor import STYLES, UNCUT, counts_positions, heads_by_rows, sizes_of, tied, words_of
 
 
 @exits_told()
@@ -175,7 +176,7 @@ def _tensor_parallel(model: Model, setup: Setup, axis: str) -> Iterator[str]:
     with torch.device("meta"):
         module = model.build(2)
     words = words_of(module, model.name, setup)
-    check(module, model.name, setup.tensor)
+    check_divided(model.name, sizes_of(module, model.name), setup.tensor)
     yield "    styles = {"
     yield from (f'        "{name}": {STYLES[word]},' for name, word in words.items() if word not in UNCUT)
     yield "    }"

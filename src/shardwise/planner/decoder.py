@@ -65,7 +65,7 @@ class Block(nn.Module):
 
 
 def _mixed(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # (batch, heads, length, head width)
-    repeat = shape.heads // shape.kv_heads
+    repeat = q.shape[1] // k.shape[1]  # of the heads that a rank has
     if repeat > 1:
         k, v = (one.transpose(1, 2).repeat_interleave(repeat, dim=2).transpose(1, 2) for one in (k, v))
     if shape.dropout is None:

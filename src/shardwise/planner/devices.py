@@ -12,6 +12,7 @@ from typing import Any
 from shardwise.errors import ShardingError
 
 SLOWEST = 1e6  # a second
+LEAST_EFFICIENCY = 1e-3
 _MAY_BE_ZERO = (
     "host_latency_s",
     "network_latency_s",
@@ -76,6 +77,15 @@ def check_narrow(device: Hardware | None, narrow: str | None) -> None:
         )
 
 
+def check_rate(device: Hardware, dtype: str) -> None:
+    """Raises ShardingError for a device whose rate in the dtype of computation is not known."""
+    if dtype not in device.peak_flops:
+        raise ShardingError(
+            f"{device.name} has no peak_flops of {dtype}, in which the model computes: add {dtype}, in"
+            " operations a second, to the profile's table [peak_flops]"
+        )
+
+
 def hardware_of(name: str) -> Hardware:
     """Return the profile of that name, or of that file (TOML)."""
     folder = resources.files("shardwise.planner") / "hardware"
@@ -110,8 +120,11 @@ def hardware_of(name: str) -> Hardware:
         _check_number(f"{name}: {key}", value, may_be_zero=key in _MAY_BE_ZERO)
         _check_unit(name, key, value)
         most = 2 if key == "attention_efficiency" else 1
-        if key.endswith("_efficiency") and value > most:
-            raise ShardingError(f"{name}: {key} is a share of the peak, at most {most}, got {value!r}")
+        if key.endswith("_efficiency") and not LEAST_EFFICIENCY <= value <= most:
+            raise ShardingError(
+                f"{name}: {key} is a share of the peak, at most {most} and at least {LEAST_EFFICIENCY},"
+                f" got {value!r}"
+            )
     if not isinstance(made.devices_per_host, int):
         raise ShardingError(f"{name}: devices_per_host must be a whole number, got {made.devices_per_host!r}")
     if made.usable_bytes <= 0:

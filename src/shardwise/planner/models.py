@@ -7,6 +7,7 @@ model, which is then cut short: its forward must go through a `ModuleList` of bl
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import logging
@@ -401,7 +402,7 @@ def _of_transformers(path: Path, sequence: int) -> Model:
             text.num_hidden_layers = layers
             for key, one in each.items():  # of each block
                 setattr(text, key, one[:layers])
-        made: nn.Module = getattr(transformers, kind).from_config(config)
+        made: nn.Module = getattr(transformers, kind).from_config(copy.deepcopy(config))
         return made
 
     def loss_of_both(module: Any, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -25,18 +25,14 @@ PHASES |= {TENSOR_PARALLEL: "#b8872b", ULYSSES: "#a03d6b", EXPERTS: "#4d7a2f", P
 OTHER, RULE = "#6b7f99", "#b3261e"
 
 
-def figure_class() -> Any:
-    """Return matplotlib's Figure; raises ShardwiseError where that is missing."""
-    return from_extra("plan", "matplotlib.figure", what="a PNG of a plan").Figure
-
-
 def picture(made: Plan) -> bytes:
     """Draw a PNG, 16 to 9.
 
     Raises:
         ShardwiseError: matplotlib is missing.
     """
-    figure: Any = figure_class()(figsize=(12.8, 7.2), dpi=150, layout="constrained")
+    matplotlib = from_extra("plan", "matplotlib.figure", what="a PNG of a plan")
+    figure: Any = matplotlib.Figure(figsize=(12.8, 7.2), dpi=150, layout="constrained")
     lanes = drawing.streams(made)
     rows = figure.subplots(2 if lanes else 1, 1, squeeze=False, height_ratios=[3, 1] if lanes else [1])
     figure.suptitle(_title(made), x=0.02, ha="left", fontsize=17, fontweight="bold")

@@ -29,7 +29,7 @@ from shardwise.fsdp.module_state import state_of
 from shardwise.planner.devices import Hardware
 from shardwise.planner.events import ACTIVATIONS, LOGITS, Allocate, Free, Memory, Recording, Segment, Send
 from shardwise.planner.models import Model, Stage
-from shardwise.planner.setup import Setup, check_filled
+from shardwise.planner.setup import Setup, check_filled, check_stages
 from shardwise.planner.tensor import cuts
 from shardwise.planner.timing import Times, send_seconds, time_of
 
@@ -48,11 +48,7 @@ def stage_of(model: Model, setup: Setup, number: int) -> Model:
             " and last, or a shardwise.planner.Model with stage, or plan with pipeline=1"
         )
     ranks, make = setup.pipeline, model.stage
-    if model.layers < ranks * setup.stages:
-        raise ShardingError(
-            f"{model.name} has {model.layers} blocks, which do not fill the {ranks * setup.stages} stages of"
-            f" pipeline={ranks}: choose fewer"
-        )
+    check_stages(model.name, model.layers, setup)
     check_filled(setup)
     at = Stage(number, ranks, setup.accumulation, setup.stages)
     begin, end = (model.layers * i // ranks for i in (number, number + 1))

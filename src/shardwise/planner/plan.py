@@ -15,7 +15,7 @@ from shardwise._compat import FakeTensorMode
 from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.fsdp import FSDPModule
 from shardwise.planner import measure, regular
-from shardwise.planner.devices import Hardware, check_narrow, hardware_of
+from shardwise.planner.devices import Hardware, check_narrow, check_rate, hardware_of
 from shardwise.planner.events import CATEGORIES, Recording, name_of_place
 from shardwise.planner.late import freed_late
 from shardwise.planner.measure import GroupSent, Moment, Sent
@@ -41,6 +41,10 @@ _NEEDS = "A plan needs shapes that follow from shapes, and a registered fake ker
 _TOO_LONG = (
     "With sequence={} it runs, with {} it does not: plan a shorter sequence, or a model that takes longer"
     " ones"
+)
+_IN_FLOAT32 = (
+    "With param_dtype='float32' it runs, with '{}' it does not: see whether the module itself runs in that"
+    " dtype, or plan it with param_dtype='float32', in Python"
 )
 _AT_NO_LENGTH = (
     "With sequence={} it does not run either: see whether the module itself takes tokens of shape {}; if it"
@@ -158,8 +162,7 @@ class Plan:
         """Model FLOPs utilisation: the model's operations over what the device could have done meanwhile."""
         step, dtype = self.step_times.step, self.setup.param_dtype
         assert self.hardware is not None
-        if dtype not in self.hardware.peak_flops:
-            raise ShardingError(f"{self.hardware.name} has no peak_flops of {dtype}: MFU is not known")
+        check_rate(self.hardware, dtype)
         return self.model_flops / step / self.hardware.peak_flops[dtype]
 
     @property
@@ -300,6 +303,14 @@ def _run(model: Model, setup: Setup, *, of: Model | None = None) -> tuple[Record
     return recorded(model, setup, model.layers), why
 
 
+def _runs(model: Model, setup: Setup) -> bool:
+    try:
+        _run(model, setup)
+    except ShardwiseError:
+        return False
+    return True
+
+
 def numbers_of_blocks(setup: Setup, leading: int) -> list[int]:
     """Return how many blocks to run, and the next numbers to try; so many at the beginning are others."""
     reshard = setup.reshard_after_forward
@@ -336,14 +347,15 @@ def explain(error: NotRun, model: Model, setup: Setup) -> NoReturn:
         raise NotRun(error.why, _OF_TENSOR_PLAN.format(setup.tensor)) from raised
     lengths = [setup.sequence // times for times in (2, 4, 8, 16, 32) if setup.sequence >= 2 * times]
     cannot_stand_in = type(raised).__module__ == FakeTensorMode.__module__
-    if cannot_stand_in or not lengths:
+    if cannot_stand_in:
+        raise error
+    if setup.param_dtype != "float32" and _runs(model, replace(setup, param_dtype="float32")):
+        raise NotRun(error.why, _IN_FLOAT32.format(setup.param_dtype)) from raised
+    if not lengths:
         raise error
     for length in lengths:  # not of 1: a size of 1 fits any other
-        try:
-            _run(model, replace(setup, sequence=length))
-        except ShardwiseError:
-            continue
-        raise NotRun(error.why, _TOO_LONG.format(length, setup.sequence)) from raised
+        if _runs(model, replace(setup, sequence=length)):
+            raise NotRun(error.why, _TOO_LONG.format(length, setup.sequence)) from raised
     tokens = setup.micro_batch, setup.sequence
     raise NotRun(error.why, _AT_NO_LENGTH.format(lengths[-1], tokens)) from raised
 

@@ -32,6 +32,7 @@ from shardwise.planner.found import SMALLER, Figures, Point, Search, gain, preci
 from shardwise.planner.models import Factory, Model, exits_told, model_of
 from shardwise.planner.plan import NotRun, Plan, explain, numbers_of_blocks, plan, plan_of, recorded
 from shardwise.planner.setup import Setup, changed, check_filled
+from shardwise.planner.shapes import undivided
 from shardwise.planner.timing import send_seconds
 from shardwise.planner.unroll import FEW, RECORDED, NotRegular, grown, unroll
 
@@ -127,7 +128,7 @@ def _degrees(model: Model, setup: Setup, device: Hardware) -> list[int]:
     if not tensor.plan_of(module):
         return [1]
     try:
-        return [n for n in found if n == 1 or not tensor.undivided(module, model.name, n)]
+        return [n for n in found if n == 1 or not undivided(tensor.sizes_of(module, model.name), n)]
     except ShardingError:  # torch has no style for what the model says
         return [1]
 

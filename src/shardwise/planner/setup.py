@@ -15,7 +15,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 Checkpointing = Literal["none", "selective", "alternate", "full"]
 Optimizer = Literal["AdamW", "AdamW fused", "AdamW flat", "AdamW 8 bits", "Muon", "SGD"]
 Strategy = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp", "hierarchical_fsdp"]  # of `fully_shard`
-MOST = 10_000_000  # ranks, or tokens of a sequence; a plan makes lists of ranks, and of parts of a loss
+MOST = 10_000_000  # of ranks and so on; a plan makes lists of ranks, of parts of a loss, of micro-batches
 T = TypeVar("T")
 _AXES = ("pipeline", "replicas", "tensor", "ulysses", "experts")  # what is left is the data-parallel axis
 
@@ -122,7 +122,7 @@ class Setup:
         for name in (*_AXES, "ranks", "stages", "micro_batch", "sequence", "accumulation", "expert_load"):
             if getattr(self, name) < 1:
                 raise ShardingError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("ranks", "sequence"):
+        for name in ("ranks", "sequence", "micro_batch", "accumulation"):
             if getattr(self, name) > MOST:
                 raise ShardingError(f"{name} must be at most {MOST:,}, got {getattr(self, name):,}")
         if self.expert_load > self.experts:
@@ -142,6 +142,8 @@ class Setup:
             raise ShardingError("async_tensor is planned of compiled blocks, cut by tensor: compile=True")
         if self.loop_holds == "logits" and self.loss == "chunked":
             raise ShardingError("loop_holds='logits' is of whole logits, which loss='chunked' never has")
+        if self.compile_loss and self.loss == "chunked":
+            raise ShardingError("compile_loss is of whole logits, which loss='chunked' never has")
         if self.compile_loss and self.tensor > 1:
             raise ShardingError("compile_loss is planned of logits that tensor=1 leaves whole")
         _check_strategy(self)
@@ -241,6 +243,16 @@ def check_filled(setup: Setup) -> None:
         raise ShardingError(
             f"accumulation={count} micro-batches do not make {rounds} equal rounds over pipeline={ranks}, as"
             f" Interleaved1F1B needs: give {count - count % rounds}, or {ranks * (rounds + 1)}"
+        )
+
+
+def check_stages(name: str, layers: int, setup: Setup) -> None:
+    """Raises ShardingError for a model with fewer blocks than stages."""
+    stages = setup.pipeline * setup.stages
+    if layers < stages:
+        raise ShardingError(
+            f"{name} has {layers} blocks, which do not fill the {stages} stages of"
+            f" pipeline={setup.pipeline}: choose fewer"
         )
 
 

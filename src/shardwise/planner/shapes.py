@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ShardingError
+from shardwise.planner.setup import Setup, check_stages
 
 
 @dataclass(frozen=True)
@@ -112,18 +117,51 @@ def _float(value: dict[str, Any]) -> Any:
     return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
-def check_source(source: str, experts: int = 1) -> None:
-    """Raises ShardingError for text that is no published model's name (with experts), config or factory."""
-    if source in PUBLISHED and experts > 1:
-        raise ShardingError(
-            f"{source} has no experts to cut, but experts={experts}: give 1, or a mixture's config (.json)"
-        )
+def check_source(source: str) -> None:
+    """Raises ShardingError for text that is no published model's name, config or factory; imports nothing."""
+    if source in PUBLISHED:
+        return
     if source.endswith(".json"):
         read_config(Path(source))
+        return
     module, _, name = source.partition(":")
-    is_module = all(part.isidentifier() for part in module.split("."))
-    if source not in PUBLISHED and not source.endswith(".json") and not (name and is_module):
+    if not name or not all(part.isidentifier() for part in module.split(".")):
         raise ShardingError(
             f"unknown model {source!r}: give one of {', '.join(PUBLISHED)}, a transformers config (.json) or"
             " package.module:factory, a function without arguments that returns a module of tokens to logits"
+        )
+    package, known = module.partition(".")[0], sys.modules.get(module)
+    if package not in sys.modules and find_spec(package) is None:
+        raise ShardingError(f"{source!r} cannot be imported: no module named {package!r}")
+    if known is not None and not hasattr(known, name):
+        raise ShardingError(f"{source!r} cannot be imported: module {module!r} has no attribute {name!r}")
+
+
+def check_cut(source: str, setup: Setup) -> None:
+    """Raises ShardingError for a published model that cannot be cut so; nothing is known of others yet."""
+    if source not in PUBLISHED:
+        return
+    shape = PUBLISHED[source]
+    if setup.experts > 1:
+        raise ShardingError(
+            f"{source} has no experts to cut, but experts={setup.experts}: give 1, or a mixture's config"
+            " (.json)"
+        )
+    check_stages(source, shape.layers, setup)
+    sizes = {"heads": shape.heads, "heads of keys": shape.kv_heads, "outputs of blocks.0.ffn.up": shape.ffn}
+    check_divided(source, sizes, setup.tensor)
+
+
+def undivided(sizes: Mapping[str, int], degree: int) -> list[str]:
+    """List what the degree does not divide, in words."""
+    return [f"{size:,} {what}" for what, size in sizes.items() if size % degree]
+
+
+def check_divided(name: str, sizes: Mapping[str, int], degree: int) -> None:
+    """Raises ShardingError where the degree does not divide what is cut, with those that do."""
+    if wrong := undivided(sizes, degree):
+        whole = math.gcd(*sizes.values())
+        fit = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+        raise ShardingError(
+            f"{name}: tensor={degree} does not divide its {' and '.join(wrong[:3])}; choose one of {fit}"
         )

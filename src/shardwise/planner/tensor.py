@@ -12,7 +12,6 @@ kind of the first, so that either is planned of any model that says how its matm
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from typing import Any
@@ -24,6 +23,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, parall
 
 from shardwise.errors import ShardingError
 from shardwise.planner.setup import Setup
+from shardwise.planner.shapes import check_divided
 
 _FROM_TOKENS, _TO_SEQUENCE = "input_layouts=Replicate()", "output_layouts=Shard(1)"
 STYLES = {
@@ -63,7 +63,7 @@ def parallelize(module: nn.Module, name: str, mesh: DeviceMesh, setup: Setup) ->
         ShardingError: nothing says how, or a size that the axis does not divide.
     """
     words = words_of(module, name, setup)
-    check(module, name, mesh.size())
+    check_divided(name, sizes_of(module, name), mesh.size())
     if cuts(module, setup)[0] and setup.sequence % mesh.size():
         raise ShardingError(
             f"{name}: tensor={mesh.size()} does not divide the {setup.sequence:,} tokens of a sequence, which"
@@ -97,21 +97,9 @@ def with_positions(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]
     return args, {"position_ids": positions} | kwargs
 
 
-def check(module: nn.Module, name: str, degree: int) -> None:
-    """Raises ShardingError where the degree does not divide what is cut, with those that do."""
-    wrong = undivided(module, name, degree)
-    if wrong:
-        whole = math.gcd(*dict(_sizes(module, styles_of(module, name))).values())
-        fit = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
-        raise ShardingError(
-            f"{name}: tensor={degree} does not divide its {' and '.join(wrong[:3])}; choose one of {fit}"
-        )
-
-
-def undivided(module: nn.Module, name: str, degree: int) -> list[str]:
-    """List what the degree does not divide, in words."""
-    sizes = dict(_sizes(module, styles_of(module, name)))
-    return [f"{size:,} {what}" for what, size in sizes.items() if size % degree]
+def sizes_of(module: nn.Module, name: str) -> dict[str, int]:
+    """Return what a degree of tensor parallelism must divide, in words, with its size."""
+    return dict(_sizes(module, styles_of(module, name)))
 
 
 def plan_of(module: nn.Module) -> dict[str, str]:
