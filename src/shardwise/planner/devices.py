@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.errors import ShardingError
 
 SLOWEST = 1e6  # a second
-LEAST_EFFICIENCY = 1e-3
+LEAST_EFFICIENCY = 1e-6
 _MAY_BE_ZERO = (
     "host_latency_s",
     "network_latency_s",
