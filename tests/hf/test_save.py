@@ -67,6 +67,21 @@ def test_a_model_of_a_config_is_saved_in_the_form_of_its_family(tmp_path: Path) 
 
 
 @on_ranks(2)
+def test_what_blocks_share_is_saved_under_each_of_its_names(tmp_path: Path) -> None:
+    def sharing(whole: torch.nn.Module) -> torch.nn.Module:
+        whole.model.layers[1].mlp = whole.model.layers[0].mlp
+        return whole
+
+    kind, config = type(make("llama")), make("llama").config
+    for layout in LAYOUTS:
+        model = hf.load(config, model_class=kind, adapt=sharing, layout=layout)
+        read = kind.from_pretrained(hf.save(model, tmp_path / layout)).state_dict()
+        ours = model.state_dict()
+        assert ours.keys() == read.keys()
+        assert all(torch.equal(one.full_tensor(), read[name]) for name, one in ours.items())
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("family", ["llama"])
 def test_what_a_conversion_computes_is_gathered_and_written_by_all(family: str, folder: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"

@@ -68,6 +68,26 @@ def test_a_cut_program_draws_what_the_whole_model_draws(decomposed: bool) -> Non
         torch.testing.assert_close(torch.cat(rows, 1), model.down.weight.grad)
 
 
+class NoneAndAll(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return F.dropout(y * F.dropout(y, 0.0) + F.dropout(y, 1.0), 0.3)
+
+
+def test_dropout_of_nothing_and_of_all_draws_nothing() -> None:
+    model, x = NoneAndAll(), torch.randn(4, 6)
+    made = lockstep.parts(export(model, (x,)), {"up": "colwise"}, ranks=2, training=True)
+    torch.manual_seed(1)
+    expected = model(x)
+    torch.manual_seed(1)
+    for (one,) in lockstep.run(made, x):
+        torch.testing.assert_close(one, expected)
+
+
 @on_ranks(2)
 def test_what_is_whole_is_equal_on_all_ranks_to_the_last_bit_also_compiled() -> None:
     model, x = Block(key_heads=1), torch.randn(2, 5, 12, dtype=torch.float64)

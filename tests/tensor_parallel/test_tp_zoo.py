@@ -105,6 +105,11 @@ def test_the_programs_run_on_real_ranks_also_compiled() -> None:
             torch.testing.assert_close(each, expected, rtol=1e-10, atol=1e-10)
 
 
+def test_decomposed_convolutions_are_cut_too() -> None:
+    exported = zoo.export(zoo.CASES["conv net"], (False, True))
+    assert zoo.problems(zoo.CASES["conv net"], zoo.measure(exported, 2, training=False), 2) == []
+
+
 def test_convolutions_and_experts_are_chosen_for_too() -> None:
     for name, expected in (
         ("conv net", {"a": "column", "b": "row", "c": "column", "top": "row"}),

@@ -108,13 +108,13 @@ class _Parameter:
 
 
 def _in_checkpoint_form(model: Any) -> dict[str, Boxes]:
-    """Return the weights by the names that files have; of those that are tied one."""
+    """Return the weights by the names that files have; of those that reading ties one."""
     tied, ignored = model.all_tied_weights_keys, model._keys_to_ignore_on_save or ()
     names: dict[int, str] = {}
     state = {n: t for n, t in model.state_dict(keep_vars=True).items() if n not in ignored}
     for name in sorted(state, key=lambda name: name in tied):
         names.setdefault(id(state[name]), name)
-    kept = {name: state[name] for name in state if name in names.values()}
+    kept = {n: t for n, t in state.items() if n not in tied or names[id(t)] == n}
     boxes = {name: Boxes.of(_Parameter(one), one.shape, one.dtype) for name, one in kept.items()}
     loading = from_extra("hf", "transformers.core_model_loading", what="shardwise.hf")
     found: dict[str, Boxes] = loading.revert_weight_conversion(model, boxes)

@@ -72,7 +72,7 @@ def _keeps_terms(p: Partition, node: fx.Node, inputs: list[fx.Node]) -> bool:
 def dropout(p: Partition, node: fx.Node) -> None:
     x, share, train = args_of(node)
     at = p.cut_of(x)
-    if train is False:
+    if train is False or (node.target is aten.dropout.default and share in (0, 1)):  # which draws nothing
         return pointwise(p, node)
     if at is None:
         return p.repeat(node)

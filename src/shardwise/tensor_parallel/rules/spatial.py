@@ -32,7 +32,7 @@ def convolution(p: Partition, node: fx.Node) -> None:
         here = p.take(weight, cut)
         if cut.size(p.rank) == 0:
             here, local = _one_of_zeros(p, here, out_dim), local and _one_of_zeros(p, local, 0)
-        made = p.emit(node.target, p.take(x), here, local, *more)
+        made = p.emit(node.target, p.take(x), here, local, *more, groups)
         if cut.size(p.rank) == 0:
             made = p.emit(aten.slice.Tensor, made, channel, 0, 0)
         return p.keep(node, made, cut.on(channel))
@@ -41,7 +41,7 @@ def convolution(p: Partition, node: fx.Node) -> None:
         part, here = p.take(x, cut.on(channel)), p.take(weight, cut)
         if cut.size(p.rank) == 0:
             part, here = _one_of_zeros(p, part, channel), _one_of_zeros(p, here, in_dim)
-        made = p.emit(node.target, part, here, None, *more)
+        made = p.emit(node.target, part, here, None, *more, groups)
         if bias is None:
             return p.keep(node, made, PARTIAL)
         spread = p.emit(aten.reshape.default, p.take(bias), [-1] + [1] * (len(p.shape(weight)) - 2))
