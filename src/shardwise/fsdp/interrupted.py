@@ -37,7 +37,7 @@ from shardwise.fsdp.schedule import Schedule
 def check_entry(state: ModuleState, action: Action) -> None:
     """Raise if an earlier pass left a state that a forward cannot go on from."""
     which = None
-    if action is Action.JOIN and not state.running and len(state.modules) == 1:
+    if action is Action.JOIN and not state.running and not state.is_list:
         which = "forward"
     elif action is Action.RECOMPUTE and not _compat.in_backward():
         which = "backward"
@@ -194,7 +194,7 @@ def forget_forward(state: ModuleState) -> None:
     schedule = state.schedule
     assert schedule is not None
     if schedule.forward_root is not state.myself:
-        if len(state.modules) == 1:
+        if not state.is_list:
             _reset_one(state)
         return
     root = schedule.root()

@@ -147,7 +147,7 @@ class ModuleState:
 
         Collective over the groups' ranks: compares layouts once.
         """
-        if len(self.modules) > 1:
+        if self.is_list:
             raise LifecycleError(
                 f"{here()}: the root of a forward must be a single module, but fully_shard got a list of"
                 f" {len(self.modules)}; apply fully_shard to the module that contains them as well"
@@ -173,7 +173,7 @@ class ModuleState:
             state.name = name if not state.name or state is self else f"{state.name}, {name}"
         states = list(below)
         self.below, self.is_root = states[1:], True
-        self.lists = [state for state in self.below if len(state.modules) > 1]
+        self.lists = [state for state in self.below if state.is_list]
         if self.reshard_is_automatic:
             for group in self.groups:
                 group.post_forward_mesh = None  # backward would gather it again at once

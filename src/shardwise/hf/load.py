@@ -32,7 +32,7 @@ from shardwise.files.manifest import inside
 from shardwise.files.stores import on_disk
 from shardwise.files.tensors import TensorFiles
 from shardwise.fsdp.fully_shard import Options, fully_shard
-from shardwise.fsdp.module_state import state_of
+from shardwise.fsdp.module_state import states_in
 from shardwise.hf.boxes import Boxes, Computed, Piece, Plain, each_tensor
 from shardwise.sharded_tensor.group import group_or_default
 from shardwise.sharded_tensor.kinds import held_by_this_rank, store_whole, whole_of
@@ -321,8 +321,7 @@ def owners_of(model: nn.Module) -> Counter[int]:
 
 def _memory_for(model: nn.Module, values: Mapping[str, Boxes]) -> HostMemory:
     """Give the shards memory."""
-    states = dict.fromkeys(state for one in model.modules() if (state := state_of(one)) is not None)
-    groups = [group for state in states for group in state.groups]
+    groups = [group for state in states_in(model.modules()) for group in state.groups]
     found = [_held_whole(values[name]) for name, _ in model.named_parameters()]
     adapters = sum(
         value.nbytes for value in values.values() for piece in value.pieces if isinstance(piece.source, Plain)

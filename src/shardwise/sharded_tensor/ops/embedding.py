@@ -38,7 +38,7 @@ from shardwise.sharded_tensor.ops.lookup import (
     to_all,
     to_holders,
 )
-from shardwise.sharded_tensor.ops.operands import by_name, check_group, like, probe, whole_of
+from shardwise.sharded_tensor.ops.operands import by_name, check_group, like, probe, unsharded
 from shardwise.sharded_tensor.refuse import refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -71,7 +71,7 @@ def _look_up(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
             " ones; pass ids sharded alike"
         )
     if own is None and weights is not None:
-        weights = replicated(whole_of(weights), weight.process_group)
+        weights = replicated(unsharded(weights), weight.process_group)
         options = {**options, "per_sample_weights": weights}
         look = replace(look, weights=weights.reshape(-1)[: len(look.bag)])
     if holders is not None:
@@ -135,7 +135,7 @@ def _asked(
 
 
 def _whole_ids(ids: Tensor, weight: Tensor) -> Tensor:
-    ids, rows = whole_of(ids), weight.shape[0]
+    ids, rows = unsharded(ids), weight.shape[0]
     if ids.numel() and not ids.is_meta and bool(((ids < 0) | (ids >= rows)).any()):
         raise ShardingError(
             f"{here()}: ids of an embedding lie in [0, {rows}), found {int(ids.min())} to {int(ids.max())};"

@@ -27,7 +27,7 @@ from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import tied
 from shardwise.sharded_tensor.construct import shared_seed
 from shardwise.sharded_tensor.ops.elementwise import elementwise
-from shardwise.sharded_tensor.ops.operands import anchor_of, by_name, called_as, parts, probe, rule, whole_of
+from shardwise.sharded_tensor.ops.operands import anchor_of, by_name, called_as, parts, probe, rule, unsharded
 from shardwise.sharded_tensor.ops.reduce import dims_of, log_of_exponentials, refuse_cut
 from shardwise.sharded_tensor.ops.shape import derived
 from shardwise.sharded_tensor.random import bernoulli
@@ -93,7 +93,7 @@ def _normalized(
     """Apply `func` to shards that have whole slices; else compute it over ranks."""
     func(probe(input), shape, *(None if t is None else probe(t) for t in affine), eps)  # torch judges shapes
     if not isinstance(input, ShardedTensor):
-        return cast(Tensor, func(input, shape, *map(whole_of, affine), eps))
+        return cast(Tensor, func(input, shape, *map(unsharded, affine), eps))
     ones = [None if t is None else torch.empty(1, dtype=t.dtype, device=t.device) for t in affine]
     into = func(input.anchor.detach().reshape(0, 1), (1,), *ones, eps).dtype  # and dtypes
     dims = tuple(range(input.ndim - len(shape), input.ndim))

@@ -29,7 +29,7 @@ from shardwise.comm.exchange import part
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import nothing_of, replicated, summed
-from shardwise.sharded_tensor.ops.operands import anchor_of, called_as, check_group, total_of, whole_of
+from shardwise.sharded_tensor.ops.operands import anchor_of, called_as, check_group, total_of, unsharded
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -46,7 +46,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if bias is None:
         return made
     if not isinstance(made, ShardedTensor):
-        bias = whole_of(bias)
+        bias = unsharded(bias)
     return made + bias.to(made.dtype)
 
 

@@ -134,8 +134,8 @@ def within(whole: Tensor, box: Box, *, size: Sequence[int]) -> Tensor:
     return whole
 
 
-def whole_of(operand: Any) -> Any:
-    """Return a sharded tensor whole, any other operand as it is. Collective."""
+def unsharded(operand: Any) -> Any:
+    """Return a sharded tensor whole, any other operand, a DTensor too, as it is. Collective."""
     return operand.full_tensor() if isinstance(operand, ShardedTensor) else operand
 
 
