@@ -254,9 +254,7 @@ def _shard_together(
         _compat.mark_fully_sharded(one)
     # Modules with a state gather when they are called, also on their own.
     if layout.guards_forward and (plain := [one for one in managed if state_of(one) is None]):
-        # Guards come and go between passes: a recomputation of what is compiled would meet other code.
-        compiled = {inner for one in managed if _compat.is_compiled(one) for inner in one.modules()}
-        state.guards = guards([one for one in plain if one not in compiled], groups)
+        state.guards = guards(plain, groups)
         install(state.guards)
     # An optimizer that was built before holds these, and would train nothing.
     optimizer_watch.watch_replaced({one.name: one.param for one in found})

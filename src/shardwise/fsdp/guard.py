@@ -82,6 +82,16 @@ def guards(modules: Iterable[nn.Module], groups: Iterable[ParamGroup]) -> list[G
     return found
 
 
+def outside_of_compiled(guards: Iterable[Guard], root: nn.Module) -> list[Guard]:
+    """Return those of `guards` whose modules no compiled part of `root` holds, and take away the others.
+
+    Guards come and go between passes: a recomputation of what is compiled would meet other code.
+    """
+    compiled = {inner for one in root.modules() if _compat.is_compiled(one) for inner in one.modules()}
+    lift(one for one in guards if one.module() in compiled)
+    return [one for one in guards if one.module() not in compiled]
+
+
 def install(guards: Iterable[Guard]) -> None:
     """Put guards in place, at the end of a pass."""
     for guard in guards:

@@ -186,6 +186,8 @@ class ModuleState:
         schedule = Schedule(self.device, streams, self.myself, **self.schedule_settings)
         for state in states:
             state.schedule = schedule
+            if state.guards:
+                state.guards = guard.outside_of_compiled(state.guards, root)
             for group in state.groups:
                 group.name = state.name
                 group.check_ready()

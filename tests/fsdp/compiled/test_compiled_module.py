@@ -435,3 +435,27 @@ def test_blocks_compiled_before_they_are_sharded_are_recomputed_in_checkpoints(
             checkpoint(one, torch.ones(rows, 4), use_reentrant=False).square().sum().backward()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+class Recomputed(nn.Module):
+    """A module whose call is recomputed in backward."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.parts, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@on_ranks(2)
+def test_parts_compiled_after_their_root_was_sharded_are_recomputed_in_checkpoints(layout: str) -> None:
+    torch.compiler.reset()
+    reference = Recomputed(Recomputed(nn.Linear(4, 9), nn.Tanh()), nn.Linear(9, 3))
+    model = fully_shard(copy.deepcopy(reference), layout=layout)
+    model.parts[0].compile(backend="eager")
+    for one in (reference, model):
+        one(torch.ones(2, 4)).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
