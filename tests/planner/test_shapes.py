@@ -62,10 +62,12 @@ def test_a_published_shape_is_refused_over_as_many_ranks_as_its_module_is(name: 
     [
         ("none.such:factory", "'none.such:factory' cannot be imported: no module named 'none'"),
         ("os:nope", "'os:nope' cannot be imported: module 'os' has no attribute 'nope'"),
+        ("os:nope.path", "'os:nope.path' cannot be imported: module 'os' has no attribute 'nope'"),
+        ("os:path.", "unknown model 'os:path.'"),
     ],
 )
 def test_a_factory_that_is_not_there_is_named_before_anything_is_imported(source: str, told: str) -> None:
     with pytest.raises(ShardingError, match=told):
         check_source(source)
-    for found in ("os.path:join", "__main__.other:factory"):
+    for found in ("os.path:join", "os:path.join", "__main__.other:factory"):
         check_source(found)

@@ -106,6 +106,7 @@ def test_memory_formats_are_told_alike_on_ranks_with_and_without_shards() -> Non
         lambda t: t.contiguous(memory_format=torch.channels_last),
         lambda t: t.clone(memory_format=torch.channels_last),
         lambda t: t.cpu(memory_format=torch.channels_last),
+        lambda t: torch.zeros_like(t, memory_format=torch.channels_last).copy_(t),
     ]
     for change in changes:
         found = change(made)

@@ -11,6 +11,7 @@ import copy
 import importlib
 import inspect
 import logging
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -106,9 +107,8 @@ def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
     if source.endswith(".json"):
         return _of_transformers(Path(source), sequence)
     check_source(source)
-    module, _, name = source.partition(":")
     try:
-        factory = getattr(importlib.import_module(module), name)
+        factory = pkgutil.resolve_name(source)
     except (ImportError, AttributeError) as error:
         raise ShardingError(f"{source!r} cannot be imported: {error}") from error
     return _of_factory(factory)

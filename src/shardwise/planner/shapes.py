@@ -125,16 +125,16 @@ def check_source(source: str) -> None:
         read_config(Path(source))
         return
     module, _, name = source.partition(":")
-    if not name or not all(part.isidentifier() for part in module.split(".")):
+    if not all(part.isidentifier() for path in (module, name) for part in path.split(".")):
         raise ShardingError(
             f"unknown model {source!r}: give one of {', '.join(PUBLISHED)}, a transformers config (.json) or"
             " package.module:factory, a function without arguments that returns a module of tokens to logits"
         )
-    package, known = module.partition(".")[0], sys.modules.get(module)
+    package, first, known = module.partition(".")[0], name.partition(".")[0], sys.modules.get(module)
     if package not in sys.modules and find_spec(package) is None:
         raise ShardingError(f"{source!r} cannot be imported: no module named {package!r}")
-    if known is not None and not hasattr(known, name):
-        raise ShardingError(f"{source!r} cannot be imported: module {module!r} has no attribute {name!r}")
+    if known is not None and not hasattr(known, first):
+        raise ShardingError(f"{source!r} cannot be imported: module {module!r} has no attribute {first!r}")
 
 
 def check_cut(source: str, setup: Setup) -> None:

@@ -126,6 +126,8 @@ def _like(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     anchor = func(sharded.anchor, *args[1:], **{k: v for k, v in kwargs.items() if k != "memory_format"})
     tensors = [func(tensor, *args[1:], **kwargs) for tensor in sharded.tensors]
     metadata = sharded.metadata().with_properties(pin_memory=bool(kwargs.get("pin_memory")))
+    if (wanted := kwargs.get("memory_format")) not in (None, torch.preserve_format):
+        metadata = metadata.with_properties(memory_format=wanted)
     if anchor.device != sharded.anchor.device:
         metadata = metadata.placed(lambda place: place.on(anchor.device))
     return sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)
