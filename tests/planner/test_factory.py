@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import shardwise
@@ -42,6 +42,26 @@ def test_a_factory_that_builds_on_meta_is_planned_as_one_that_does_not() -> None
     for factory in (lambda: Tied("meta"), lambda: Tied("meta").to_empty(device="cpu"), half):
         made = shardwise.plan(factory, setup)
         assert (made.parameters, made.moments, made.sent) == (usual.parameters, usual.moments, usual.sent)
+
+
+class ByToken(Even):
+    """Blocks that take one token after another."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = torch.stack([block(one) for one in x.unbind(1)], 1)
+        return self.head(x)
+
+
+def test_a_loop_over_tokens_that_would_take_minutes_is_refused_by_its_operator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shardwise.planner.recorder._MOST", 1_000)
+    shardwise.plan(ByToken, ranks=2, sequence=8)
+    refused = r"more than 1,000 operators, with \d+ times aten.mm in forward of block 0: a loop"
+    with pytest.raises(ShardingError, match=refused):
+        shardwise.plan(ByToken, ranks=2, sequence=512)
 
 
 def ends(layers: int = 2) -> nn.Module:

@@ -8,9 +8,10 @@ each. What an operator without such memory makes belongs to the block of the nex
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from shardwise import _compat
 from shardwise._compat import FakeTensor, resolve_process_group
 from shardwise.comm.count import Collective, collectives
 from shardwise.comm.kinds import NAMESPACES, WAIT
+from shardwise.errors import ShardingError
 from shardwise.planner.compiled import Touched, Touches
 from shardwise.planner.cost import cost_of, tensors_of
 from shardwise.planner.events import (
@@ -47,6 +49,7 @@ from shardwise.planner.positions import Counted, check_lookup, counted
 from shardwise.planner.storages import Life, Storages
 
 _NOBODY = object()
+_MOST = 150_000  # operators of a model in a step: some 10 s of recording; 66 blocks of a mixture have 60,000
 _DEVICE, _COPY = torch.ops.prim.device.default, torch.ops.aten.copy_.default
 
 
@@ -69,6 +72,7 @@ class Recorder(Storages):
         self.looks_away = False  # from what computes shapes
         self.touches: Touches | None = {} if touches else None  # what a compiler would see
         self.in_library = self.in_graphs = 0  # calls of it, or of a compiler's graphs, that are under way
+        self.operators = 0  # of the model's own
         self.segments = [Segment(Place(0, 0, "start", None))]
         self.blocks = blocks
         self.layer_of = {id(block): i for i, block in enumerate(blocks)}
@@ -257,6 +261,9 @@ class Recorder(Storages):
 
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         check_lookup(func, args, self._counted_by)
+        self.operators += not self.in_library
+        if self.operators > _MOST:
+            self._refuse()
         if self._around:
             self._ran_by_layer(func, args, kwargs, result)
             return
@@ -267,6 +274,21 @@ class Recorder(Storages):
             self._counted[id(self.life(result))] = count
         if event is not None:
             self._touch(event, (args, kwargs), result)
+
+    def _refuse(self) -> NoReturn:
+        counts = Counter(
+            (event.name, segment.place.phase, segment.place.layer)
+            for segment in self.segments
+            for event in segment.events
+            if isinstance(event, Compute)
+        )
+        ((name, phase, layer), number), *_ = counts.most_common(1)
+        block = "outside of blocks" if layer is None else f"of block {layer}"
+        raise ShardingError(
+            f"a step of the model is more than {_MOST:,} operators, with {number:,} times {name} in"
+            f" {phase} {block}: a loop in Python, over tokens say, that would"
+            " take minutes to plan. Give a shorter sequence, for which the loop is shorter, or vectorize it"
+        )
 
     def _counted_by(self, tensor: Tensor) -> Counted | None:
         return self._counted.get(id(self.life(tensor))) if self._counted else None
