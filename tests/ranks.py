@@ -51,6 +51,7 @@ from savings import (
     COLLECTS_AT,
     collect_seldom,
     forget_meshes,
+    look_often,
     remember_shapes,
     share_a_device,
     spend_less_in_torch,
@@ -323,6 +324,7 @@ def _work(pipe: connection.Connection, output: str, stack: str) -> None:
     remember_shapes()
     spend_less_in_torch()
     share_a_device()
+    look_often()
     gc.freeze()  # the collection after each call then visits only what calls made
     gc.set_threshold(*COLLECTS_AT)
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()

@@ -175,12 +175,15 @@ WRONG = """
 """
 ASKS = """
 import json, sys
-from typer.testing import CliRunner
+from typer.main import get_command
 from shardwise.cli import app
+command = get_command(app)
 sys.modules["matplotlib.figure"] = None
 for arguments in json.loads(sys.argv[1]):
-    ended = CliRunner().invoke(app, ["plan", *arguments])
-    print(json.dumps([arguments, ended.exit_code, "torch" in sys.modules]))
+    try:
+        command.main(["plan", *arguments], "shardwise")
+    except SystemExit as ended:
+        print(json.dumps([arguments, ended.code, "torch" in sys.modules]))
 """
 
 

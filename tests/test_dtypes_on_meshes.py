@@ -33,7 +33,7 @@ def in_bf16() -> Iterator[None]:
 
 def trained(meshes: dict[Any, Any], **chosen: Any) -> Record:
     record = Record()
-    OnMesh(settings(dtype="float32", depth=2, **chosen), meshes).train(3, record)
+    OnMesh(settings(dtype="float32", depth=2, **chosen), meshes).train(2, record)
     return record
 
 
@@ -48,11 +48,11 @@ def test_bf16_with_sums_in_fp32_is_fsdp2s_bit_for_bit(mesh: str) -> None:
     assert worst(ours, theirs) == 0
 
 
-@pytest.mark.parametrize("mesh", ["pp2,dp2", "sp2,ep2", "ep2,tp2"])
+@pytest.mark.parametrize("mesh", ["pp2,dp2", "ep2,tp2"])
 @on_ranks(4)
 def test_bf16_is_within_its_rounding_of_one_process(mesh: str) -> None:
     meshes: dict[Any, Any] = {}
-    expected = in_one_process(settings(dtype="float64", depth=2), 3)
+    expected = in_one_process(settings(dtype="float64", depth=2), 2)
     for layout in ("interleaved", "contiguous"):
         with in_bf16():
             found = trained(meshes, mesh=mesh, layout=layout)

@@ -226,7 +226,6 @@ CONTIGUOUS = ["--layout", "contiguous"]
     "flags",
     [
         CONTIGUOUS,
-        [*CONTIGUOUS, "--flat"],
         [*CONTIGUOUS, "--strategy", "zero2"],
         [*CONTIGUOUS, "--strategy", "hierarchical_fsdp", "--flat"],
     ],
@@ -244,7 +243,6 @@ def test_the_contiguous_layout_trains_alike(
 @pytest.mark.parametrize(
     ("first", "second", "world_size"),
     [
-        (CONTIGUOUS, CONTIGUOUS, 2),
         ([], CONTIGUOUS, 3),
         (CONTIGUOUS, [], 4),
         (CONTIGUOUS, [*CONTIGUOUS, "--flat"], 1),

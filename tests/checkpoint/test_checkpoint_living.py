@@ -118,6 +118,7 @@ def live(folder: Path, strategy: str, place: str, dropout: float, wait_s: float,
     losses: dict[int, float] = {}
     drawn: dict[int, set[float]] = {}
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "_SILENT_S", 1.5)
         if place == "commit" and process in (1, LOST):
             patch.setattr(dist, "all_reduce", failing_after(run, lose if process == LOST else None))
         while run.training.progress["step"] < STEPS:
@@ -168,24 +169,24 @@ def go_through(pool: RankPool, folder: Path, **case: Any) -> list[dict[str, Any]
 
 
 def test_a_replacement_takes_state_from_those_that_live_to_the_same_bits(
-    mortal_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: RankPool, mortal_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ranks.GRACE_SECONDS", 40.0)
     case = {"strategy": "hsdp", "place": "backward", "dropout": 0.2, "wait_s": 60.0, "come_at": 0}
     found = go_through(mortal_ranks, tmp_path / "lost", **case)
-    through = mortal_ranks(train_alone, "hsdp", 0.2, world_size=RANKS)
+    through = ranks(train_alone, "hsdp", 0.2, world_size=RANKS)
     for rank in range(RANKS):
         assert found[rank]["parameters"] == through[rank]["parameters"]
         assert through[rank]["losses"].items() >= found[rank]["losses"].items()
 
 
 def test_those_that_live_go_on_alone_and_take_the_step_that_one_of_them_took(
-    mortal_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: RankPool, mortal_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ranks.GRACE_SECONDS", 40.0)
     case = {"strategy": "ddp", "place": "commit", "dropout": 0.0, "wait_s": 1.5, "come_at": 4}
     found = go_through(mortal_ranks, tmp_path / "lost", **case)
-    through = mortal_ranks(train_alone, "ddp", 0.0, world_size=RANKS)
+    through = ranks(train_alone, "ddp", 0.0, world_size=RANKS)
     for rank in range(RANKS):
         torch.testing.assert_close(found[rank]["parameters"], through[rank]["parameters"])
     took = [4, 4, 4, 3, 4, 4]  # sizes of the group after each step
@@ -206,7 +207,7 @@ def whole(model: nn.Module) -> list[list[float]]:
 
 
 @on_ranks(2)
-def test_what_cannot_be_mended_raises_on_every_rank(tmp_path: Path) -> None:
+def test_what_cannot_be_made_good_raises_on_every_rank(tmp_path: Path) -> None:
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
@@ -263,6 +264,7 @@ def test_a_rank_that_dies_while_others_connect_to_it_is_not_waited_for(tmp_path:
     options: Any = {"store": dist.FileStore(str(tmp_path / "store")), "ranks": 2}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meeting, "_SILENT_S", 1.0)
+        patch.setattr(meeting, "_NOTICE_S", 1.0)
         if rank == 1:  # another process, which dies once it has come
             before = Meeting(wait_s=60.0, timeout=timedelta(seconds=60), **options)
             before.come(1, has_state=False)
@@ -301,7 +303,7 @@ def test_those_with_state_are_seated_before_new_ones_and_a_spare_waits(
         return Meeting(store, ranks=3, wait_s=0.0, timeout=timedelta(seconds=timeout_s))
 
     monkeypatch.setattr(meeting, "_NOTICE_S", 1.0)
-    first, spare, last = [one() for _ in range(3)], one(3.0), one()
+    first, spare, last = [one() for _ in range(3)], one(2.0), one()
     with ThreadPoolExecutor(4) as threads:
         met = [threads.submit(each.come, rank, has_state=False) for rank, each in enumerate(first)]
         assert [each.result() for each in met] == [(0, False), (1, False), (2, False)]

@@ -72,13 +72,15 @@ def whole(model: nn.Module) -> list[list[float]]:
     return [parameter.full_tensor().flatten().tolist() for parameter in model.parameters()]
 
 
-def test_ranks_go_on_from_memory_where_a_host_is_lost(mortal_ranks: RankPool, tmp_path: Path) -> None:
-    through = mortal_ranks(train, tmp_path / "through", False, world_size=4)
+def test_ranks_go_on_from_memory_where_a_host_is_lost(
+    ranks: RankPool, mortal_ranks: RankPool, tmp_path: Path
+) -> None:
+    through = ranks(train, tmp_path / "through", False, world_size=4)
     with pytest.raises(RankFailure):
         mortal_ranks(train, tmp_path / "lost", True, world_size=4)
     shutil.rmtree(tmp_path / "lost" / "host1")
-    fewer = mortal_ranks(train, shutil.copytree(tmp_path / "lost", tmp_path / "fewer"), False, world_size=3)
-    again = mortal_ranks(train, tmp_path / "lost", False, world_size=4)
+    fewer = ranks(train, shutil.copytree(tmp_path / "lost", tmp_path / "fewer"), False, world_size=3)
+    again = ranks(train, tmp_path / "lost", False, world_size=4)
     assert [found["loaded"] for found in (*again, *fewer)] == [LOST_AT] * 7
     assert [found["began with"] for found in fewer] == [again[0]["began with"]] * 3
     assert [found["ended with"] for found in again] == [found["ended with"] for found in through]

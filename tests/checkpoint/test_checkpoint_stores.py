@@ -164,7 +164,7 @@ def test_a_save_in_a_store_that_was_killed_is_no_checkpoint_and_spoils_no_later_
     assert {name.partition("/")[0][:15] for name in objects(folder)} == {"step-00000002.1"}
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("what", ["part", "manifest", "midway"])
 def test_a_store_that_refuses_ends_the_save_on_every_rank_and_the_next_one_works(
     store: tuple[str, str], what: str

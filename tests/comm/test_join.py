@@ -34,7 +34,7 @@ def trained(model: nn.Module, every: int) -> nn.Module:
     return model
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 @pytest.mark.parametrize(("every", "frozen"), [(1, ""), (2, "0."), (2, "0.bias")])
 def test_a_rank_that_runs_out_goes_on_to_the_numbers_of_those_that_have_data(

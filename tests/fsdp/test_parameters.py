@@ -35,7 +35,7 @@ def names_seen(model: nn.Module, seen: list[str]) -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(2, 4)
+@on_ranks(4)
 def test_hooks_after_accumulation_run_in_order_of_registration_on_every_rank(
     layout: str, replicas: int
 ) -> None:

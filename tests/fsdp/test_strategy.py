@@ -97,7 +97,7 @@ def check_training(strategy: str, policy: str, micro_batches: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("strategy", ONE_AXIS)
 def test_training_on_one_axis_is_that_of_one_process(strategy: str) -> None:
     for policy in POLICIES:
@@ -168,7 +168,7 @@ def check_bytes(strategy: str, policy: str) -> None:
     assert found == expected_bytes(strategy, net, e=4 if policy == "fp32" else 2, d=4)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("strategy", ONE_AXIS)
 def test_a_step_on_one_axis_moves_the_bytes_of_its_row(strategy: str) -> None:
     for policy in POLICIES:
@@ -243,7 +243,7 @@ def check_memory(strategy: str, policy: str) -> None:
     assert isinstance(next(net.parameters()), ShardedRows)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("strategy", ONE_AXIS)
 def test_between_steps_one_axis_keeps_the_bytes_of_its_row(strategy: str) -> None:
     for policy in POLICIES:

@@ -14,11 +14,11 @@ from ranks import RankPool
 
 # seed and cases
 FIXED = {
-    "fsdp": (21, 15),
-    "sharded_tensor": (12, 40),
-    "compiled": (4, 2),
-    "streams": (1, 12),
-    "meshes": (2, 4),
+    "fsdp": (21, 8),
+    "sharded_tensor": (12, 24),
+    "compiled": (4, 1),
+    "streams": (1, 6),
+    "meshes": (5, 2),
     "disagree": (2, 6),
 }
 

@@ -87,7 +87,7 @@ def test_passes_change_no_bit() -> None:
 @on_ranks(2)
 def test_equal_regions_share_one_graph_between_the_collectives_of_the_uncompiled_model() -> None:
     for options in ({"layout": "interleaved"}, {"layout": "contiguous", "strategy": "zero2"}):
-        start = Net(blocks=4)
+        start = Net(blocks=2)
         found, sent = [], []
         for compiles in (False, True):
             net = sharded(copy.deepcopy(start), **options)
@@ -195,11 +195,11 @@ def test_other_backends_are_called_with_the_graph() -> None:
 
 @on_ranks(2)
 def test_a_bound_in_backward_counts_what_forward_saved() -> None:
-    layers = [nn.Linear(6, 6) for _ in range(4)]
+    layers = [nn.Linear(6, 6) for _ in range(3)]
     for layer in layers:
         fully_shard(layer, layout="contiguous", reshard_after_forward=layer is not layers[0])
     model = fully_shard(nn.Sequential(*layers), layout="contiguous")
-    for limit, most in ((None, 4), (2, 2)):
+    for limit, most in ((None, 3), (2, 2)):
         recorder = record(passes=(Passes(prefetch=3, max_unsharded=limit),))
         compiled = torch.compile(model, backend=recorder, fullgraph=True)
         compiled(torch.randn(2, 6, requires_grad=True)).square().sum().backward()

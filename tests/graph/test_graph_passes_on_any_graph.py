@@ -62,7 +62,7 @@ def drawings(draw: st.DrawFn) -> Graph:
     return drawing.returns(wide[-1], *reduced)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(graph=drawings())
 def test_gathering_in_turn_holds_no_more_than_other_settings(
     graph: Graph,
@@ -78,7 +78,7 @@ def test_gathering_in_turn_holds_no_more_than_other_settings(
     assert max(held_bytes(graph)) <= max(late, max(held_bytes(early)))
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     graph=drawings(), ahead=st.integers(0, 3), limit=st.integers(1, 4), nbytes=st.sampled_from([0, 150, 9999])
 )

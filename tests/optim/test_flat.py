@@ -50,7 +50,7 @@ def flat_tensors(optimizer: Optimizer) -> list[Tensor]:
 # Numbers
 
 
-@on_ranks(1, 3)
+@on_ranks(3)
 @pytest.mark.parametrize(("kind", "options"), ELEMENTWISE, ids=lambda v: getattr(v, "__name__", ""))
 def test_steps_are_those_of_the_ordinary_optimizer(kind: type[Optimizer], options: dict[str, Any]) -> None:
     for foreach in (True, False):
@@ -63,7 +63,7 @@ def test_steps_are_those_of_the_ordinary_optimizer(kind: type[Optimizer], option
         assert same_bits(rows(net), rows(other))
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
 def test_fused_steps_are_those_of_the_ordinary_optimizer_to_rounding(kind: type[Optimizer]) -> None:
     (net, optimizer), (other, by_flat) = pair(kind, lr=1e-2, fused=True)

@@ -173,7 +173,7 @@ def test_clipping_on_four_ranks_is_that_of_one_process(spread: Spread) -> None:
     check_clipping(spread)
 
 
-@on_ranks(1, 3)
+@on_ranks(3)
 def test_clipping_where_some_ranks_hold_no_rows_is_that_of_one_process() -> None:
     check_clipping(sharded)
     check_clipping(contiguous)

@@ -44,7 +44,7 @@ class Run:
     compile: Callable[[nn.Module], Callable[..., Any]] = torch.compile
     sizes: tuple[tuple[int, int], ...] = ((4, 5),)
     microbatches: int = 1
-    steps: int = 5
+    steps: int = 3
     change: Callable[[nn.Module, int], None] = lambda model, step: None
 
 

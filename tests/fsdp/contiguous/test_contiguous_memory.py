@@ -60,18 +60,18 @@ def test_each_rank_stores_its_share_of_parameters_gradients_and_optimizer_state(
 
 @on_ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_live_bytes_at_rest_never_grow_over_60_steps(strategy: str) -> None:
+def test_live_bytes_at_rest_never_grow_over_30_steps(strategy: str) -> None:
     forget_what_lives()
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = net(blocks=2, strategy=strategy, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     resting = (0, 0)
-    for index in range(60):
+    for index in range(30):
         step(model)
         optimizer.step()
         optimizer.zero_grad()
         if index == 2:
-            time.sleep(0.5)
+            time.sleep(0.2)  # for gloo's threads, as in `settled`
             resting = live()
         elif 2 < index < 10 or index % 10 == 9:  # looking takes longer than a step
             assert settled(resting) == resting, f"step {index}"

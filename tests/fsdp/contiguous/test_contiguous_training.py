@@ -56,7 +56,7 @@ def test_frozen_parameters_over_two_axes(strategy: str) -> None:
     )
 
 
-@all_strategies(2, 3)
+@all_strategies(3)
 def test_parameters_frozen_and_thawed_later_train_when_thawed(strategy: str) -> None:
     model, reference = shard(freeze_some(lone()), strategy=strategy), freeze_some(lone())
     assert_trains_like_one_process(model, reference, steps=1)
@@ -114,7 +114,7 @@ class Mixed(nn.Module):
         return self.c(torch.tanh(self.b(self.a(x).double())).float())
 
 
-@all_strategies(1, 2, 3)
+@all_strategies(1, 3)
 def test_parameters_of_several_dtypes_in_a_group_train(strategy: str) -> None:
     assert_trains_like_one_process(fully_shard(Mixed(), layout="contiguous", strategy=strategy), Mixed())
 
@@ -162,7 +162,7 @@ def _sharded_like(model: nn.Module, source: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-@all_strategies(2, 3)
+@all_strategies(3)
 def test_accumulated_gradients_are_those_of_one_batch(strategy: str) -> None:
     """Without synchronisation, then with it, and once more onto what is there."""
     model, reference = net(strategy=strategy), lone()

@@ -54,7 +54,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, *, sh
         optimizer.zero_grad()
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(4)
 def test_numbers_and_steps_are_those_of_one_process() -> None:
     for kind, (make, options) in KINDS.items():
         alone, model = _model(), fully_shard(_model(), layout="contiguous")

@@ -86,7 +86,7 @@ def never_reshard(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
 offloaded = by_block(lambda api: {"offload_policy": api.CPUOffloadPolicy(pin_memory=False)})
 replicas = two_axes(2, 2)
 CASES: dict[str, tuple[tuple[int, ...], Case]] = {
-    "reduced every time": ((3,), Case(LANGUAGE, by_block(), step=accumulate(2, reduce_each))),
+    "reduced every time": ((3,), Case(RESIDUAL, by_block(), step=accumulate(2, reduce_each))),
     "reduced at the last": ((1, 2), Case(LANGUAGE, by_block(), step=accumulate(3, reduce_last))),
     "uneven dims reduced at the last": ((3,), Case(UNEVEN, by_block(), step=accumulate(2, reduce_last))),
     "kept, reduced, kept, reduced": ((3,), Case(RESIDUAL, by_block(), step=accumulate(4, reduce_middle))),
@@ -96,14 +96,14 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
     ),
     "replicas summed at the last": (
         (4,),
-        Case(LANGUAGE, by_block(), mesh=replicas, step=accumulate(3, scatter_each_and_sum_replicas_last)),
+        Case(RESIDUAL, by_block(), mesh=replicas, step=accumulate(3, scatter_each_and_sum_replicas_last)),
     ),
     "kept, scattered, summed over replicas": (
         (4,),
         Case(UNEVEN, by_block(), mesh=replicas, step=accumulate(3, keep_then_scatter_then_sum_replicas)),
     ),
-    "waiting at the last": ((2,), Case(LANGUAGE, by_block(), step=accumulate(3, wait_at_last))),
-    "unsharded until the last": ((2,), Case(LANGUAGE, by_block(), step=accumulate(3, stay_unsharded))),
+    "waiting at the last": ((2,), Case(RESIDUAL, by_block(), step=accumulate(3, wait_at_last))),
+    "unsharded until the last": ((2,), Case(RESIDUAL, by_block(), step=accumulate(3, stay_unsharded))),
     "never resharded, unsharded until the last": (
         (2,),
         Case(RESIDUAL, never_reshard, step=accumulate(3, stay_unsharded)),
@@ -111,7 +111,7 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
     "one block waits": ((2,), Case(RESIDUAL, by_block(), step=accumulate(2, only_one_block_waits))),
     "frozen block reduced at the last": (
         (2,),
-        Case(LANGUAGE.but(freeze("blocks.0")), by_block(), step=accumulate(2, reduce_last)),
+        Case(RESIDUAL.but(freeze("blocks.0")), by_block(), step=accumulate(2, reduce_last)),
     ),
     "offloaded, reduced every time": ((2,), Case(UNEVEN, offloaded, step=accumulate(2, reduce_each))),
     "offloaded, reduced at the last": ((2,), Case(UNEVEN, offloaded, step=accumulate(2, reduce_last))),
