@@ -162,16 +162,17 @@ def compare(factory: Callable[..., Any], setup: Setup) -> Comparison:
 
 
 def planned_step(model: Model, setup: Setup, *, layers: int) -> tuple[int, list[Collective]]:
-    """The most bytes alive, and the collectives, by a plan that rank 0 makes for all. Collective."""
-    found: list[Any] = [None]
-    makes = dist.get_rank() == 0 or setup.pipeline > 1  # whose ranks have other stages
-    if makes:
+    """The most bytes alive, and the collectives, by a plan that a stage's first rank makes. Collective."""
+    found: list[Any] = [None] * setup.ranks
+    of_a_stage = setup.ranks // setup.pipeline
+    first = dist.get_rank() // of_a_stage * of_a_stage
+    mine: Any = None
+    if dist.get_rank() == first:
         recording = record(model, setup, layers=layers)
         issued = [event.collective for _, event, _ in last_step(recording, 1) if isinstance(event, Send)]
-        found = [(max(moment.alive_bytes for moment in moments(recording)), issued)]
-    if setup.pipeline == 1:
-        dist.broadcast_object_list(found)
-    made: tuple[int, list[Collective]] = found[0]
+        mine = max(moment.alive_bytes for moment in moments(recording)), issued
+    dist.all_gather_object(found, mine)
+    made: tuple[int, list[Collective]] = found[first]
     return made
 
 

@@ -22,6 +22,9 @@ def test_a_small_run_reports_that_sharding_with_the_peer_costs_calls_and_ops(
         return model, list(model.blocks)
 
     monkeypatch.setattr(host_cost, "llama_70b", small_llama)
+    monkeypatch.setattr(host_cost, "IMPLEMENTATIONS", ["bare", "torch", "interleaved", "contiguous+flat"])
+    for rounds in ("WARM_UP", "STARTUP_ROUNDS"):
+        monkeypatch.setattr(host_cost, rounds, 1)
     arguments = ["--vs", "torch", "--world", "4", "--blocks", "1", "--steps", "1", "--modules", "2"]
     figures, results = run_program(host_cost, *arguments)
 

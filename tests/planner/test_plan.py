@@ -23,6 +23,8 @@ from shardwise.cli import app
 from shardwise.errors import LifecycleError, ShardingError
 from shardwise.planner.cost import cost_of
 from shardwise.planner.measure import Moment
+from shardwise.planner.models import model_of
+from shardwise.planner.plan import plan_of, recording_of
 from shardwise.planner.setup import Setup
 
 GIB = 2**30
@@ -101,14 +103,16 @@ def test_what_cannot_fit_by_what_it_must_keep_is_told_not_to_fit(
 
 
 def test_what_is_needed_is_less_than_what_is_reserved_where_the_allocator_can_give_back() -> None:
-    made = shardwise.plan("gpt2", ranks=2, sequence=256, micro_batch=4, hardware="a100-40gb")
+    setup, of = Setup(ranks=2, sequence=256, micro_batch=4), model_of("gpt2", sequence=256)
+    recording, _ = recording_of(of, setup)  # once for all devices
+    made = plan_of(recording, of, setup, planner.hardware_of("a100-40gb"))
     tight = replace(made.hardware, memory_bytes=made.reserved_bytes + made.hardware.context_bytes - 2**20)
-    again = shardwise.plan("gpt2", made.setup, hardware=tight)
+    again = plan_of(recording, of, setup, tight)
     assert again.fits
     assert again.given_back
     assert again.peak_bytes <= again.needed_bytes < made.reserved_bytes
     small = replace(made.hardware, memory_bytes=made.peak_bytes // 2 + made.hardware.context_bytes)
-    assert shardwise.plan("gpt2", made.setup, hardware=small).needed_bytes < 1.03 * again.needed_bytes
+    assert plan_of(recording, of, setup, small).needed_bytes < 1.03 * again.needed_bytes
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
@@ -146,14 +150,13 @@ def test_a_plan_is_what_a_real_step_allocates_and_sends(factory: Any, changes: d
 @pytest.mark.parametrize(
     ("factory", "changes"),
     [
-        (gpt, {"layout": "interleaved"}),
         (gpt, {"layout": "contiguous"}),
         (llama, {"tensor": 2}),
         (llama, {"tensor": 2, "tensor_plan": "torchtitan"}),
         (decoder, {"tensor": 2, "sequence_parallel": False, "loss_parallel": True}),
         (decoder, {"tensor": 2, "layout": "contiguous", "loss": "chunked"}),
     ],
-    ids=["interleaved", "contiguous", "tensor parallel", "its sequence", "its logits", "its head"],
+    ids=["contiguous", "tensor parallel", "its sequence", "its logits", "its head"],
 )
 @on_ranks(4)
 def test_a_plan_is_what_four_ranks_allocate_and_send(factory: Any, changes: dict[str, Any]) -> None:
@@ -204,9 +207,7 @@ def test_what_cannot_be_planned_is_refused_by_name(tmp_path: Path) -> None:
         Setup(ranks=8, replicas=3)
     with pytest.raises(ShardingError, match=r"tensor=3 does not divide 8 ranks"):
         Setup(ranks=8, tensor=3)
-    with pytest.raises(
-        ShardingError, match=r"tensor=4 does not divide its 2 heads of keys; choose one of 1, 2"
-    ):
+    with pytest.raises(ShardingError, match="tensor=4 does not divide its 2 heads of keys; choose one of"):
         shardwise.plan(llama, tensor=4, sequence=SEQUENCE)
     with pytest.raises(ShardingError, match=r"tensor=2 does not divide the 33 tokens of a sequence"):
         shardwise.plan(llama, tensor=2, sequence=33, tensor_plan="torchtitan")
@@ -275,9 +276,7 @@ def test_json_that_is_no_plan_is_told_what_it_lacks() -> None:
         planner.from_json(Moment, moment)
 
 
-class TwoLists(Even):
-    """More vision blocks than the 8 and 9 blocks that are run of the longest list."""
-
+class TwoLists(Even):  # with more vision blocks than the 8 and 9 blocks that are run of the longest list
     def __init__(self) -> None:
         super().__init__()
         self.vision = nn.ModuleList(nn.Linear(256, 256) for _ in range(10))
@@ -465,8 +464,7 @@ def test_an_error_of_the_factory_is_one_line_and_not_the_status_of_a_plan_that_d
         shardwise.plan(lambda: 3)
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
-def test_what_is_unused_or_frozen_costs_no_gradient(layout: str) -> None:
+def test_what_is_unused_or_frozen_costs_no_gradient() -> None:
     def last_alone() -> nn.Module:
         model = gpt()
         model.token.requires_grad_(False)
@@ -475,7 +473,7 @@ def test_what_is_unused_or_frozen_costs_no_gradient(layout: str) -> None:
         model.unused = nn.Linear(8, 8)
         return model
 
-    setup = Setup(ranks=2, layout=layout, sequence=SEQUENCE)
+    setup = Setup(ranks=2, sequence=SEQUENCE)
     made, whole = (shardwise.plan(of, setup) for of in (last_alone, gpt))
     assert made.model_flops == made.computed_flops < 0.7 * whole.model_flops
 

@@ -184,17 +184,18 @@ def test_a_whole_block_of_mamba_2_saves_its_scan_and_what_norms_it() -> None:
 def test_kernels_of_transformers_are_planned_on_an_accelerator_and_named(tmp_path: Any) -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 96}
     config = written(tmp_path, "mamba", **sizes)
-    on_cuda = shardwise.plan(config, ranks=2, sequence=TOKENS)
+    tokens = 16  # reference code takes one after another
+    on_cuda = shardwise.plan(config, ranks=2, sequence=tokens)
     (said,) = on_cuda.assumed
     assert said.startswith("mamba_inner_fn are planned as the kernels of mamba-ssm, causal-conv1d and")
     for _ in range(2):  # transformers says it once in a process
-        on_cpu = shardwise.plan(config, ranks=2, sequence=TOKENS, device="cpu")
+        on_cpu = shardwise.plan(config, ranks=2, sequence=tokens, device="cpu")
         (said,) = on_cpu.assumed
         assert (
             "causal_conv1d_fn, mamba_inner_fn, selective_scan_fn ran as transformers' reference code" in said
         )
     # Reference code has every state of every token.
-    assert on_cpu.peak_bytes > on_cuda.peak_bytes + TOKENS * 32 * 4 * FLOAT
+    assert on_cpu.peak_bytes > on_cuda.peak_bytes + tokens * 32 * 4 * FLOAT
 
 
 @pytest.mark.parametrize(

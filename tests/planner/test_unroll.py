@@ -14,7 +14,7 @@ from shardwise.planner.late import freed_late
 from shardwise.planner.measure import allocated, groups, moments, sent
 from shardwise.planner.models import model_of
 from shardwise.planner.pipeline import stage_of
-from shardwise.planner.plan import plan, recorded, recording_of
+from shardwise.planner.plan import numbers_of_blocks, plan, recorded, recording_of
 from shardwise.planner.record import record
 from shardwise.planner.setup import Setup
 from shardwise.planner.unroll import FEW, RECORDED, NotRegular, grown, unroll
@@ -84,9 +84,9 @@ def figures(recording: Recording) -> list[Any]:
 )
 def test_what_few_blocks_do_tells_exactly_what_more_do(of: Any, setup: Setup) -> None:
     model = model_of(of, sequence=16)
-    few, more = (record(model, setup, layers=RECORDED + i) for i in (0, 1))
-    deep = record(model, setup, layers=RECORDED + 4)
-    unrolled = unroll(few, more, RECORDED + 4)
+    least = numbers_of_blocks(setup, 0)[0]
+    few, more, deep = (record(model, setup, layers=least + i) for i in (0, 1, 3))
+    unrolled = unroll(few, more, least + 3)
     assert unrolled.parameters == deep.parameters
     assert figures(unrolled) == figures(deep)
 

@@ -130,7 +130,7 @@ def everything() -> tuple[nn.Module, Any, tuple[Tensor, Tensor]]:
     return *exported(all_losses, x.double(), targets, dtype=torch.float64), (x.double(), targets)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])  # of four, one has no word
+@pytest.mark.parametrize("ranks", [3, 4])  # of four, one has no word
 def test_losses_are_those_of_whole_logits_and_take_two_all_reduces_each(ranks):
     model, program, inputs = everything()
     programs = [cut(program, ranks, rank) for rank in range(ranks)]

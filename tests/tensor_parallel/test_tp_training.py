@@ -111,8 +111,6 @@ LANGUAGE = {"embed": ROW, **{f"block.{name}": style for name, style in APART.ite
 
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {  # on 2 ranks; those of SEVERAL on 3
     "an MLP with a cut buffer": (Mlp, {"up": COL, "down": ROW}),
-    "a row layer alone, its input sliced": (Mlp, {"down": ROW}),
-    "a column layer alone, its output gathered": (Mlp, {"up": COL}),
     "a row layer whose outputs are scattered": (
         lambda: Mlp(bias=False),
         {"up": COL, "down": RowwiseParallel(output_layouts=Shard(-1))},

@@ -1,7 +1,9 @@
 """Every model of the zoo, cut over ranks, computes what the whole one does at the cost it should have.
 
-A model is met in several cases, or in one. Over these it is cut for 2, 3 and 4 ranks, for inference and for
-training, and every fourth one with strict, but not for each of these with each; `zoo.py --all` does that.
+A model is met in several cases, or in one. Over these it is cut for 3 ranks, to uneven parts, and for 2 or 4,
+for inference and for training, and every fourth one with strict, but not for each of these with each;
+`zoo.py --all` does that. Torch's strict export takes as long as all the rest, and nearly always gives the
+same operations: a few have it.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ assert zoo_blocks.Block
 assert zoo_transformers.VOCABULARY
 
 Point = tuple[int, bool]  # ranks, training
-# Before 2.13 torch exports these with dynamic sizes only strictly.
-NEEDS_STRICT = {"2 key heads for 6 by expand, dynamic"} if torch.__version__ < "2.13" else set()
+# It drops the second name of a tied weight, and has attention of torch by other operations.
+EXPORTED_STRICTLY = {"language, tied", "attention of torch and its weights", "block, by hand", "mlp"}
+if torch.__version__ < "2.13":  # torch exports these with dynamic sizes only strictly
+    EXPORTED_STRICTLY.add("2 key heads for 6 by expand, dynamic")
 
 
 def model_of(name: str) -> str:
@@ -41,18 +45,19 @@ def covering() -> list[tuple[str, zoo.Form, list[Point]]]:
     found: list[tuple[str, zoo.Form, list[Point]]] = []
     for number, (_, grouped) in enumerate(itertools.groupby(sorted(zoo.CASES, key=model_of), model_of)):
         names = list(grouped)
-        # a case alone at three points, two cases once each with one of them at two, or each case at one point
+        # a case alone at two points, two cases once each with one of them at two, or each case at one point
         for index, name in enumerate(names):
-            strict = (index + number) % 4 == 1 or name in NEEDS_STRICT
+            strict = (index + number) % 4 == 1
             training = (index + index // 2 + number // 2) % 2 == 1
             points = [(2 + (index + number) % 3, training)]
             if len(names) < 3 and index == 0:
                 points.append((2 + (2 + number) % 3, not training))
-            if len(names) == 1:
-                points.append((2 + (1 + number) % 3, number % 4 < 2))
+            if len(names) == 1 and number % 3 == 0:  # rather than for 2 and 4
+                uneven = number % 4 >= 2
+                points = [(3, uneven), points[training == uneven]]
             own = zoo.CASES[name].tolerance < 1e-6  # large models are slow to decompose
             decomposed = own and (index + number) % 8 in (1, 4)
-            found.append((name, (strict and zoo.CASES[name].strict, decomposed), points))
+            found.append((name, (strict, decomposed), points))
     return found
 
 
@@ -67,13 +72,14 @@ COVERING = covering()
 def test_the_ranks_together_compute_what_the_whole_model_does(
     name: str, form: zoo.Form, points: list[Point]
 ) -> None:
-    exported = zoo.export(zoo.CASES[name], form)
+    strict, decomposed = form
+    exported = zoo.export(zoo.CASES[name], (name in EXPORTED_STRICTLY, decomposed))
     for ranks, training in points:
-        result = zoo.measure(exported, ranks, training=training)
+        result = zoo.measure(exported, ranks, strict=strict, training=training)
         assert zoo.problems(zoo.CASES[name], result, ranks) == [], (ranks, training)
 
 
-def test_every_model_is_cut_for_every_number_of_ranks_both_ways() -> None:
+def test_every_model_is_cut_for_uneven_parts_and_both_ways() -> None:
     met: dict[str, set[tuple[str, int | bool]]] = {}
     pairs = set()
     for name, (strict, decomposed), points in COVERING:
@@ -82,8 +88,8 @@ def test_every_model_is_cut_for_every_number_of_ranks_both_ways() -> None:
             met.setdefault(model_of(name), set()).update(told.items())
             pairs.update(itertools.combinations(told.items(), 2))
     for model, values in met.items():
-        lacks = {("ranks", 2), ("ranks", 3), ("ranks", 4), ("training", False), ("training", True)} - values
-        assert lacks == set(), model
+        assert {("ranks", 3), ("training", False), ("training", True)} <= values, model
+        assert values & {("ranks", 2), ("ranks", 4)}, model
     assert {name for name, _, _ in COVERING} == set(zoo.CASES)
     assert len(pairs) == 2 * 2 + 2 * 3 + 2 * 2 + 2 * 3 + 2 * 2 + 3 * 2
 
@@ -107,7 +113,7 @@ def test_the_programs_run_on_real_ranks_also_compiled() -> None:
 
 def test_decomposed_convolutions_are_cut_too() -> None:
     exported = zoo.export(zoo.CASES["conv net"], (False, True))
-    assert zoo.problems(zoo.CASES["conv net"], zoo.measure(exported, 2, training=False), 2) == []
+    assert zoo.problems(zoo.CASES["conv net"], zoo.measure(exported, 2, strict=False), 2) == []
 
 
 def test_convolutions_and_experts_are_chosen_for_too() -> None:

@@ -153,25 +153,23 @@ def cut(
     return programs, sorted({str(w.message) for w in caught if issubclass(w.category, UserWarning)})
 
 
-def measure(exported: Exported, ranks: int, *, training: bool = False) -> Result:
+def measure(exported: Exported, ranks: int, *, strict: bool, training: bool = False) -> Result:
     """Cut the case over so many ranks, run them, compare with the whole model.
 
-    A program exported by strict is cut by strict too, where that allows for ranks that have nothing of a
-    weight, and for operations without a rule.
+    By strict it is cut where that allows for ranks that have nothing of a weight, and for operations without
+    a rule.
     """
     case = exported.case
     try:
-        programs, messages = cut(
-            exported.program, case.plan, ranks, strict=exported.form[0], training=training
-        )
+        programs, messages = cut(exported.program, case.plan, ranks, strict=strict, training=training)
         refused = False
     except ShardingError as error:
         refused = ("no tensor-parallel rule" if case.warned else "would have nothing of") in str(error)
         refused = refused or (case.gathers != 0 and "that no style asks for" in str(error))
-        if not refused or not exported.form[0]:
+        if not refused or not strict:
             raise
         programs, messages = cut(exported.program, case.plan, ranks, training=training)
-    if case.warned and exported.form[0] and not refused:
+    if case.warned and strict and not refused:
         messages.append("strict does not refuse an operation without a rule")
     whole = sum(t.numel() for t in _unique(exported.program))
     share = max(sum(t.numel() for t in _unique(one)) for one in programs) / max(1, whole)
@@ -352,7 +350,7 @@ def _lines(name: str, options: argparse.Namespace) -> Iterator[str]:
         for ranks, training in points if not said else ():
             kind = f"{ranks} ranks, {'training' if training else 'inference'}: "
             try:
-                bad = problems(known, measure(exported, ranks, training=training), ranks)
+                bad = problems(known, measure(exported, ranks, strict=form[0], training=training), ranks)
                 said.append("ok" if not bad else kind + ", ".join(bad)[:300])
             except Exception as error:
                 said.append(kind + _short(error, options))
