@@ -328,6 +328,10 @@ ALIKE: dict[str, tuple[Callable[[], object], str]] = {
         "torch.int32 cannot require grad",
     ),
     "layout": (lambda: empty(rows(0, 1), SIZE, layout=torch.sparse_coo), "torch.sparse_coo"),
+    "layout of one like it": (
+        lambda: torch.zeros_like(empty(rows(0, 1), SIZE), layout=torch.sparse_coo),
+        "zeros_like.*torch.sparse_coo",
+    ),
     "size": (lambda: empty(rows(0, 1), 6, -4), r"\(6, -4\)"),
     "what torch cannot copy": (
         lambda: zeros(rows(0, 1), SIZE, dtype=torch.uint4),

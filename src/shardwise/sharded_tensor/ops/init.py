@@ -31,7 +31,7 @@ from shardwise.sharded_tensor import random
 from shardwise.sharded_tensor.construct import filled, shared_seed
 from shardwise.sharded_tensor.ops.elementwise import in_place
 from shardwise.sharded_tensor.ops.operands import rule
-from shardwise.sharded_tensor.refuse import refuse
+from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import HANDLERS, Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -123,6 +123,8 @@ def _like(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     sharded = args[0] if args else kwargs.pop("input")
     if not isinstance(sharded, ShardedTensor):
         refuse(func, args, kwargs)
+    if (layout := kwargs.get("layout")) not in (None, torch.strided):
+        refuse_case(func.__name__, sharded, why=f"its shards cannot be {layout}", instead="leave out layout")
     anchor = func(sharded.anchor, *args[1:], **{k: v for k, v in kwargs.items() if k != "memory_format"})
     tensors = [func(tensor, *args[1:], **kwargs) for tensor in sharded.tensors]
     metadata = sharded.metadata().with_properties(pin_memory=bool(kwargs.get("pin_memory")))
