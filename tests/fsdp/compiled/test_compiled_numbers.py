@@ -187,9 +187,7 @@ def test_a_llama_of_transformers() -> None:
 
 @on_ranks(2)
 def test_inductor_within_roundings_of_eager() -> None:
-    compare(
-        with_layout(replace(ONE_BLOCK, compile=compiled("inductor"), steps=2), "contiguous"),
-        tolerance=ROUNDING,
-    )
+    run = Run(Mlp, fully_shard, compile=compiled("inductor"), steps=2)
+    compare(with_layout(run, "contiguous"), tolerance=ROUNDING)
     parted = compiled("inductor", options={"graph_partition": True})
-    compare(with_layout(Run(Mlp, fully_shard, compile=parted, steps=2), "interleaved"), tolerance=ROUNDING)
+    compare(with_layout(replace(run, compile=parted), "interleaved"), tolerance=ROUNDING)
