@@ -17,7 +17,8 @@ RESUME ?= 1
 MESH   ?=
 OUT    ?= runs/$(if $(MESH),train_dimensions,train_gpt)
 ARGS   ?=
-WORKERS ?= 2
+# One more than the cores of a small machine: ranks of a test wait for each other.
+WORKERS ?= 3
 CASES  ?= 500
 TRIALS ?= 300
 COUNT  ?= 600
