@@ -49,7 +49,9 @@ from shardwise.planner.positions import Counted, check_lookup, counted
 from shardwise.planner.storages import Life, Storages
 
 _NOBODY = object()
-_MOST = 150_000  # operators of a model in a step: some 10 s of recording; 66 blocks of a mixture have 60,000
+_MOST = (
+    100_000  # operators of a model for a micro-batch: some 10 s; 66 blocks of a mixture have fewer than half
+)
 _DEVICE, _COPY = torch.ops.prim.device.default, torch.ops.aten.copy_.default
 
 
@@ -72,7 +74,7 @@ class Recorder(Storages):
         self.looks_away = False  # from what computes shapes
         self.touches: Touches | None = {} if touches else None  # what a compiler would see
         self.in_library = self.in_graphs = 0  # calls of it, or of a compiler's graphs, that are under way
-        self.operators = 0  # of the model's own
+        self.operators = Counter[tuple[int, int]]()  # of the model's own, by step and micro-batch
         self.segments = [Segment(Place(0, 0, "start", None))]
         self.blocks = blocks
         self.layer_of = {id(block): i for i, block in enumerate(blocks)}
@@ -261,9 +263,10 @@ class Recorder(Storages):
 
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         check_lookup(func, args, self._counted_by)
-        self.operators += not self.in_library
-        if self.operators > _MOST:
-            self._refuse()
+        if not self.in_library:
+            self.operators[self.place[:2]] += 1
+            if self.operators[self.place[:2]] > _MOST:
+                self._refuse()
         if self._around:
             self._ran_by_layer(func, args, kwargs, result)
             return
@@ -285,9 +288,9 @@ class Recorder(Storages):
         ((name, phase, layer), number), *_ = counts.most_common(1)
         block = "outside of blocks" if layer is None else f"of block {layer}"
         raise ShardingError(
-            f"a step of the model is more than {_MOST:,} operators, with {number:,} times {name} in"
-            f" {phase} {block}: a loop in Python, over tokens say, that would"
-            " take minutes to plan. Give a shorter sequence, for which the loop is shorter, or vectorize it"
+            f"forward and backward of the model are more than {_MOST:,} operators, with {number:,} times"
+            f" {name} in {phase} {block}: a loop in Python, over tokens say, that would take minutes to plan."
+            " Give a shorter sequence, for which the loop is shorter, or vectorize it"
         )
 
     def _counted_by(self, tensor: Tensor) -> Counted | None:
