@@ -82,12 +82,16 @@ def guards(modules: Iterable[nn.Module], groups: Iterable[ParamGroup]) -> list[G
     return found
 
 
-def outside_of_compiled(guards: Iterable[Guard], root: nn.Module) -> list[Guard]:
-    """Return those of `guards` whose modules no compiled part of `root` holds, and take away the others.
+def compiled_in(root: nn.Module) -> set[nn.Module]:
+    """Return the modules that a compiled part of `root` holds, that part too."""
+    return {inner for one in root.modules() if _compat.is_compiled(one) for inner in one.modules()}
+
+
+def outside_of(compiled: set[nn.Module], guards: Iterable[Guard]) -> list[Guard]:
+    """Return the guards of modules that are not in `compiled`, and take away the others.
 
     Guards come and go between passes: a recomputation of what is compiled would meet other code.
     """
-    compiled = {inner for one in root.modules() if _compat.is_compiled(one) for inner in one.modules()}
     lift(one for one in guards if one.module() in compiled)
     return [one for one in guards if one.module() not in compiled]
 

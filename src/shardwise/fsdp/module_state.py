@@ -182,12 +182,12 @@ class ModuleState:
         ]
         groups = [group for group, _ in self.all_groups]
         self._name_parameters(root, states)
+        compiled = guard.compiled_in(root)
         streams = self.shared_streams or CommStreams.create(self.device)
         schedule = Schedule(self.device, streams, self.myself, **self.schedule_settings)
         for state in states:
             state.schedule = schedule
-            if state.guards:
-                state.guards = guard.outside_of_compiled(state.guards, root)
+            state.guards = guard.outside_of(compiled, state.guards) if compiled else state.guards
             for group in state.groups:
                 group.name = state.name
                 group.check_ready()

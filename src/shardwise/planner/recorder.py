@@ -49,9 +49,8 @@ from shardwise.planner.positions import Counted, check_lookup, counted
 from shardwise.planner.storages import Life, Storages
 
 _NOBODY = object()
-_MOST = (
-    100_000  # operators of a model for a micro-batch: some 10 s; 66 blocks of a mixture have fewer than half
-)
+# Operators of a model for a micro-batch: some 10 s of recording; 66 blocks of a mixture have fewer than half.
+_MOST = 100_000
 _DEVICE, _COPY = torch.ops.prim.device.default, torch.ops.aten.copy_.default
 
 
