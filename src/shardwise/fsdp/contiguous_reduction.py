@@ -11,9 +11,10 @@ all-reduce, of which the rank keeps its part if optimizer state is cut. The shar
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import compress, repeat
+from itertools import compress, pairwise, repeat
 from operator import attrgetter, is_
 from typing import Any, cast
 
@@ -342,49 +343,75 @@ class ContiguousReducer(GradReducer):
         pairs = zip(members.params, grads, strict=True)
         sources = {param.place.start: grad.reshape(-1) for param, grad in pairs if grad is not None}
         del grads[:]
-        for begin in range(0, width, step):
-            size = min(step, width - begin)
+        slices = _split(sources, ranks=ranks, width=width, step=step)
+        bounds: list[int] = []
+        for parts, out_slice in zip(slices, shard.split(step), strict=True):
             # The same memory for each: one stream reads a slice before it writes the next.
-            reduce_input = staging.narrow(0, 0, ranks * size)
-            _fill_slice(reduce_input, sources, ranks=ranks, width=width, begin=begin, size=size)
-            reduce_scatter(reduce_input, plan, out=shard.narrow(0, begin, size))
+            numel = ranks * out_slice.numel()
+            found = _bounds(parts, numel)
+            if found != bounds:
+                bounds, reduce_input = found, staging.narrow(0, 0, numel)
+                targets = dict(zip(bounds, _split_at(reduce_input, bounds), strict=False))
+            _fill(reduce_input, targets, parts)
+            reduce_scatter(reduce_input, plan, out=out_slice)
         return shard
 
 
-def _fill_slice(
-    out: Tensor, sources: dict[int, Tensor], *, ranks: int, width: int, begin: int, size: int
-) -> None:
-    """Copy elements [begin, begin + size) of each rank's range of the gradients, one after another.
+# What a slice takes of the gradients: where in the slice, and the elements. A slice has a row for each rank,
+# so what lies `width` apart in a gradient is next to it there: such a part is two-dimensional.
+_Parts = list[tuple[int, Tensor]]
 
-    A gradient that lies over the slices of many ranks is copied to all of them at once.
+
+def _split(sources: dict[int, Tensor], *, ranks: int, width: int, step: int) -> list[_Parts]:
+    """Split gradients, each given by where it begins, over the slices of `step` of a rank's `width` elements.
+
+    One operation splits a gradient for all slices.
     """
-    # A slice has a row for each rank: what lies `width` apart in gradients is next to it here.
-    rows = out.view(ranks, size)
-    wide: list[tuple[Tensor, Tensor]] = []
-    targets, grads = [], []
+    slices: list[_Parts] = [[] for _ in range(0, width, step)]
+    cuts = [rank * width + begin for rank in range(ranks) for begin in range(0, width, step)]
     for start, grad in sources.items():
         end = start + grad.numel()
-        touched = range(max(0, (start - begin) // width), min(ranks, (end - begin) // width + 1))
-        first, last = max(0, -((begin - start) // width)), min(ranks, (end - begin - size) // width + 1)
+        first, last = -(-start // width), end // width  # of the ranks whose range it fills
+        runs = [(start, grad)]
         if last - first >= _MANY:
-            offset = grad.storage_offset() + first * width + begin - start
-            wide.append((rows[first:last], grad.as_strided((last - first, size), (width, 1), offset)))
-            edges = [*range(touched.start, first), *range(last, touched.stop)]
-        else:
-            edges = [*touched]
-        for rank in edges:
-            at = rank * width + begin
-            low, high = max(at, start), min(at + size, end)
-            if low < high:
-                targets.append(out.narrow(0, rank * size + low - at, high - low))
-                grads.append(grad.narrow(0, low - start, high - low))
-    if sum(one.numel() for one in (*grads, *(part for _, part in wide))) < out.numel():
-        # There are gaps: padding, or parameters without a gradient.
+            head, whole, tail = _split_at(grad, [start, first * width, last * width, end])
+            runs = [(start, head), (last * width, tail)]
+            for parts, part in zip(slices, whole.view(-1, width).split(step, dim=1), strict=True):
+                parts.append((first * part.shape[1], part))
+        for low, run in runs:
+            high = low + run.numel()
+            bounds = [low, *cuts[bisect_right(cuts, low) : bisect_left(cuts, high)], high]
+            for at, part in zip(bounds, _split_at(run, bounds), strict=False):
+                if part.numel():
+                    rank, offset = divmod(at, width)
+                    begin = offset - offset % step
+                    place = rank * min(step, width - begin) + offset - begin
+                    slices[offset // step].append((place, part))
+    return slices
+
+
+def _bounds(parts: _Parts, numel: int) -> list[int]:
+    """Return where the parts of a slice of `numel` elements, and the gaps between them, begin and end."""
+    return sorted({0, numel, *(at for at, _ in parts), *(at + part.numel() for at, part in parts)})
+
+
+def _split_at(tensor: Tensor, bounds: Sequence[int]) -> Sequence[Tensor]:
+    return torch.split(tensor, [end - begin for begin, end in pairwise(bounds)])
+
+
+def _fill(out: Tensor, targets: dict[int, Tensor], parts: _Parts) -> None:
+    """Copy a slice's parts to their targets in it, and zeros to the gaps.
+
+    Gaps are padding, or parameters without a gradient.
+    """
+    if sum(part.numel() for _, part in parts) < out.numel():
         out.zero_()
-    for target, part in wide:
-        target.copy_(part)
-    if targets:
-        _compat.foreach_copy(targets, grads)
+    for at, part in parts:
+        if part.dim() == 2:
+            targets[at].view(part.shape).copy_(part)
+    flat = [(targets[at], part) for at, part in parts if part.dim() == 1]
+    if flat:
+        _compat.foreach_copy(*zip(*flat, strict=True))
 
 
 # Gradients that lie end to end in one reduced shard, taken as that shard. An operation that is elementwise,
