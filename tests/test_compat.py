@@ -141,6 +141,7 @@ def test_a_fast_fake_mode_gives_what_torch_gives_when_it_knows_a_result(
         (torch.ops.aten.exp.default, lambda a: a.exp(), 1),
         (torch.ops.aten.add.Tensor, lambda a: a + a, 1),
         (torch.ops.aten.split.Tensor, lambda a: a.split(1), 1),
+        (torch.ops.aten._foreach_copy_.default, lambda a: torch._foreach_copy_([a, a[1]], [a, a[1]]), 1),
         (torch.ops.aten.zeros.default, lambda a: torch.zeros(3), 2),
         (torch.ops.aten.t_.default, lambda a: a.clone().t_(), 2),
     ],

@@ -66,6 +66,8 @@ class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if (found := self._results.get(key)) is not None:
             kind, results = found
+            if kind is type(None):
+                return None
             made = [self._made(one, tensors) for one in results]
             return made[0] if kind is FakeTensor else kind(made)
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype in _NOT_FAKED:
@@ -104,6 +106,8 @@ class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
 
     def _described(self, result: Any, tensors: list[Tensor]) -> tuple[type, list[_Result]] | None:
         """Return what makes `result` again; None where metadata do not say it."""
+        if result is None:  # it wrote to its arguments
+            return type(result), []
         results = list(result) if type(result) in (list, tuple) else [result]
         known = [one.untyped_storage()._cdata for one in tensors]
         found = []
