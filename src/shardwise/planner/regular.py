@@ -19,9 +19,10 @@ from shardwise.errors import ShardwiseError
 from shardwise.planner.cost import tensors_of
 from shardwise.planner.kernels import kernels
 from shardwise.planner.models import Model, chunked, no_packed_sequences, quiet_fakes
+from shardwise.planner.recorder import MOST, refuse_loop
 from shardwise.planner.setup import Setup
 from shardwise.planner.sharding import built
-from shardwise.planner.unroll import LEADING, NotRegular
+from shardwise.planner.unroll import FEW, LEADING, NotRegular
 
 DEVICE = torch.ops.prim.device.default
 
@@ -57,7 +58,7 @@ def _leading(model: Model, setup: Setup) -> int:
                 leading = max(leading, _compare("does", watch.inside))
                 watch.in_backward = True
                 loss.backward()
-        except NotRegular:
+        except (NotRegular, ShardwiseError):
             raise
         except Exception as error:  # of the user's model
             phase = "backward" if watch.in_backward else "forward"
@@ -135,4 +136,8 @@ class _Watch(EagerDispatchMode):
             tensors = [one for one in (*args, result) if isinstance(one, torch.Tensor)]
             words = [(one.shape, one.dtype) for one in tensors]
             self._now.append((func, torch.is_grad_enabled(), words))
+            # A recording has `FEW` blocks at least.
+            if len(self._now) > MOST // FEW and self._now is self.inside[self.order[-1]]:
+                names = (str(one[0].overloadpacket) for one in self._now if one != "call")
+                refuse_loop(Counter((name, "forward", self.order[-1]) for name in names))
         return result
