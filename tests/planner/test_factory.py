@@ -67,10 +67,9 @@ def test_a_loop_over_tokens_that_would_take_minutes_is_refused_by_its_operator(
     refused = r"more than 1,000 operators, with \d+ times aten.mm in forward of block 0: a loop"
     with pytest.raises(ShardingError, match=refused):
         shardwise.plan(ByToken, ranks=2, sequence=512)
-    monkeypatch.delattr(
-        sys.modules["shardwise.planner.plan"], "record"
-    )  # before a step of many blocks is recorded
-    with pytest.raises(ShardingError, match=refused):
+    # Of many blocks, before a step is recorded.
+    monkeypatch.delattr(sys.modules["shardwise.planner.plan"], "record")
+    with pytest.raises(ShardingError, match=refused.replace("mm", "(mm|t)")):
         shardwise.plan(lambda layers=10: ByToken(layers), ranks=2, sequence=512)
 
 
