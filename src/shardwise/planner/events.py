@@ -108,8 +108,3 @@ class Recording:
     whole_logits: bool = False  # on each rank, of those that tensor parallelism cuts the model over
     as_kernels: tuple[str, ...] = ()  # functions of transformers that ran as their kernels do
     by_reference: tuple[str, ...] = ()  # that ran without the kernels that they have elsewhere
-
-    @property
-    def middle(self) -> int:
-        """The block that stands for all between the ends."""
-        return (self.layers - 1) // 2

@@ -1,12 +1,13 @@
 """Whether a model's blocks all do the same, so that a few stand for all: the whole model is looked at.
 
 What blocks have is compared, and what they do in one forward and backward on fake tensors. A few at the
-beginning may be others: dense ones before mixtures of experts, say.
+beginning may be others: dense ones before mixtures of experts, say. Kinds may take turns.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -22,23 +23,23 @@ from shardwise.planner.models import Model, chunked, no_packed_sequences, quiet_
 from shardwise.planner.recorder import MOST, refuse_loop
 from shardwise.planner.setup import Setup
 from shardwise.planner.sharding import built
-from shardwise.planner.unroll import FEW, LEADING, NotRegular
+from shardwise.planner.unroll import FEW, LEADING, LONGEST, NotRegular, Pattern
 
 DEVICE = torch.ops.prim.device.default
 
 
-def check(model: Model, setup: Setup) -> int:
-    """Return how many blocks at the beginning do not do the same as all others.
+def check(model: Model, setup: Setup) -> Pattern:
+    """Return how blocks repeat.
 
     Raises:
-        NotRegular: they are more than a few; names the first block that differs.
+        NotRegular: they do not; names the first block that differs.
     """
     looked_at = ("micro_batch", "sequence", "param_dtype", "loss", "device", "fused_norms")
-    return _leading(model, Setup(**{name: getattr(setup, name) for name in looked_at}))
+    return _pattern(model, Setup(**{name: getattr(setup, name) for name in looked_at}))
 
 
 @functools.lru_cache(maxsize=1)
-def _leading(model: Model, setup: Setup) -> int:
+def _pattern(model: Model, setup: Setup) -> Pattern:
     model = chunked(model) if setup.loss == "chunked" else model
     with quiet_fakes(), FastFakeTensorMode(allow_non_fake_inputs=True):
         try:
@@ -49,13 +50,13 @@ def _leading(model: Model, setup: Setup) -> int:
             raise NotRegular(f"the model cannot be made: {error}") from error
         blocks = model.blocks(module)
         holders = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
-        leading = _compare("has", [list(_parts(block, holders)) for block in blocks])
+        found = [_compare("has", [list(_parts(block, holders)) for block in blocks])]
         tokens = torch.zeros(setup.micro_batch, setup.sequence, dtype=torch.int64)
         watch = _Watch(blocks)
         try:
             with no_packed_sequences(), kernels(setup), watch:  # by now the model's code is imported
                 loss = model.loss(module, tokens, tokens)
-                leading = max(leading, _compare("does", watch.inside))
+                found.append(_compare("does", watch.inside))
                 watch.in_backward = True
                 loss.backward()
         except (NotRegular, ShardwiseError):
@@ -63,22 +64,24 @@ def _leading(model: Model, setup: Setup) -> int:
         except Exception as error:  # of the user's model
             phase = "backward" if watch.in_backward else "forward"
             raise NotRegular(f"one {phase} of the model cannot be looked at: {error}") from error
-    after = _compare("is followed by", watch.after[:-1])
+    found.append(_compare("is followed by", watch.after[:-1]))
     # What is before the blocks comes after block 0.
-    leading = max(leading, after, _compare("does in backward", watch.backward, first=1))
+    found.append(_compare("does in backward", watch.backward, first=1))
     firsts = list(dict.fromkeys(watch.order))
     if firsts != sorted(firsts):
         raise NotRegular(f"blocks run in the order {firsts}")
-    return leading
+    return Pattern(max(one.leading for one in found), math.lcm(*[one.period for one in found]))
 
 
-def _compare(verb: str, of: list[list[Any]], first: int = 0) -> int:
-    """Return how many are not as the last is."""
-    leading = next((i for i in range(len(of), first, -1) if of[i - 1] != of[-1]), 0)
-    if leading > LEADING:
-        other = next(i for i in range(first, len(of)) if of[i] != of[first])
-        raise NotRegular(f"block {other} {verb} something else than block {first}")
-    return leading
+def _compare(verb: str, of: list[list[Any]], first: int = 0) -> Pattern:
+    """Return how these repeat, by the shortest period."""
+    for period in range(1, LONGEST + 1):
+        unlike = (i for i in range(len(of) - period, first, -1) if of[i - 1] != of[i - 1 + period])
+        leading = next(unlike, 0)
+        if leading <= LEADING and (period == 1 or leading + 2 * period <= len(of)):
+            return Pattern(leading, period)
+    other = next(i for i in range(first, len(of)) if of[i] != of[first])
+    raise NotRegular(f"block {other} {verb} something else than block {first}")
 
 
 def _parts(block: nn.Module, holders: Counter[int]) -> Iterator[Any]:

@@ -7,8 +7,11 @@ each of them. So the loop of a deeper model has more of the same in its middle, 
     recorded     0  1  2  3  4  5  6  7
     unrolled     0  1  2  3  3' 3' 3'  4  5  6  7
 
+Blocks of several kinds in turn (a global attention after each five local ones, say) repeat by the period:
+its blocks are the middle, and the second recording has a period more.
+
 Around the blocks there are tensors with an element for each parameter, say; their sizes grow by the same
-with each block. `unroll` reads that growth from a second recording, of one block more, and compares all of
+with each block. `unroll` reads that growth from a second recording, of one period more, and compares all of
 it with what it makes of the first, event by event. Where they differ it raises `NotRegular`: that model has
 to be recorded whole.
 """
@@ -18,7 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise.planner.events import (
     Allocate,
@@ -38,12 +41,20 @@ from shardwise.planner.events import (
 RECORDED = 8  # blocks: at either end as many as prefetches and late frees reach ...
 FEW = 4  # ... in most settings
 LEADING = 3  # blocks at the beginning that may be others than all after them, at most
+LONGEST = 8  # period, in blocks
 # Of memory or a mark: its loop, its block, its kind, its number among those of the segment.
 Birth = tuple[int, int | None, type, int]
 
 
 class NotRegular(Exception):  # noqa: N818
     """Raised where a model does not do the same for each further block."""
+
+
+class Pattern(NamedTuple):
+    """How blocks repeat: each does the same as the one a period before it, but for some at the beginning."""
+
+    leading: int = 0
+    period: int = 1
 
 
 @dataclass
@@ -62,7 +73,7 @@ def unroll(small: Recording, large: Recording, layers: int, *, instead: Recordin
 
     Args:
         small: of a few blocks, `RECORDED` for a model of which nothing is known.
-        large: of one more.
+        large: of a period more.
         instead: what to unroll in the place of `small`: the same of other sizes, of larger micro-batches say.
 
     Raises:
@@ -72,17 +83,18 @@ def unroll(small: Recording, large: Recording, layers: int, *, instead: Recordin
     if len(loops) != len(more):
         raise NotRegular(f"{len(loops)} loops with {small.layers} blocks, {len(more)} with {large.layers}")
     growths: dict[int, list[Any]] = {}
+    window = _window(small, large)
     for one, other in zip(loops, more, strict=True):
         theirs = {segment.place.layer: segment for segment in other.segments}
         for segment in one.segments:
             layer = segment.place.layer
-            if layer is not None and layer > small.middle:
-                layer += 1
+            if layer is not None and layer >= window.stop:
+                layer += len(window)
             if layer not in theirs or len(theirs[layer].events) != len(segment.events):
                 raise NotRegular(f"{segment.place}: something else with {large.layers} blocks")
             pairs = zip(segment.events, theirs[layer].events, strict=True)
             growths[id(segment)] = [_growth(mine, its) for mine, its in pairs]
-    made = _unrolled(small, loops, growths, large.layers)
+    made = _unrolled(small, loops, growths, window, large)
     for mine, theirs in zip(_words(made), _words(large), strict=False):
         if mine != theirs:
             place = (mine if theirs == "the end" else theirs)[0]
@@ -96,8 +108,15 @@ def unroll(small: Recording, large: Recording, layers: int, *, instead: Recordin
             raise NotRegular("other things happen with other sizes")
         both = zip(small.segments, instead.segments, strict=True)
         growths |= {id(theirs): growths[id(mine)] for mine, theirs in both}
-        return _unrolled(instead, list(_loops(instead)), growths, layers)
-    return made if layers == large.layers else _unrolled(small, loops, growths, layers)
+        return _unrolled(instead, list(_loops(instead)), growths, window, large, layers)
+    return made if layers == large.layers else _unrolled(small, loops, growths, window, large, layers)
+
+
+def _window(small: Recording, large: Recording) -> range:
+    """Return the blocks in the middle of `small` that `large` has once more."""
+    period = large.layers - small.layers
+    begin = (small.layers - period) // 2
+    return range(begin, begin + period)
 
 
 def _loops(recording: Recording) -> Iterator[_Loop]:
@@ -177,24 +196,33 @@ def grown(small: Recording, large: Recording, times: int) -> Recording:
     return replace(small, segments=segments)
 
 
-def _unrolled(small: Recording, loops: list[_Loop], growths: dict[int, list[Any]], layers: int) -> Recording:
-    copier = _Copier(small.middle, layers - small.layers, _births(loops), growths)
+def _unrolled(
+    small: Recording,
+    loops: list[_Loop],
+    growths: dict[int, list[Any]],
+    window: range,
+    large: Recording,
+    layers: int | None = None,
+) -> Recording:
+    layers = layers or large.layers
+    times, rest = divmod(layers - small.layers, len(window))
+    assert not rest, (small.layers, large.layers, layers)
+    copier = _Copier(window, times, _births(loops), growths)
     segments = []
     for number, loop in enumerate(loops):
         if not loop.repeats:
             segments.append(copier.copy_single(loop, number))
             continue
         ordered = sorted(loop.segments, key=lambda segment: segment.place.layer or 0)
-        middle = small.middle
-        copies = list(zip(ordered[:middle], range(middle), strict=True))
-        copies += [(ordered[middle], middle + i) for i in range(copier.more + 1)]
-        copies += [(ordered[i], i + copier.more) for i in range(middle + 1, small.layers)]
+        copies = list(zip(ordered[: window.stop], range(window.stop), strict=True))
+        copies += [(ordered[i], i + n * len(window)) for n in range(1, times + 1) for i in window]
+        copies += [(ordered[i], i + copier.more) for i in range(window.stop, small.layers)]
         if loop.segments[0] is not ordered[0]:
             copies.reverse()
         segments += [copier.copy(segment, number, layer) for segment, layer in copies]
-    parameters = small.parameters + copier.more * small.block_parameters
-    each, middle = small.gathered_parameters, small.middle
-    each = each[:middle] + each[middle : middle + 1] * copier.more + each[middle:]
+    parameters = small.parameters + times * (large.parameters - small.parameters)
+    each = small.gathered_parameters
+    each = each[: window.stop] + each[window.start : window.stop] * times + each[window.stop :]
     return replace(small, layers=layers, segments=segments, parameters=parameters, gathered_parameters=each)
 
 
@@ -212,9 +240,10 @@ class _Copier:
     """Copies segments, whose memory and marks are those of the deeper model."""
 
     def __init__(
-        self, middle: int, more: int, births: dict[int, Birth], growths: dict[int, list[Any]]
+        self, window: range, times: int, births: dict[int, Birth], growths: dict[int, list[Any]]
     ) -> None:
-        self.middle, self.more, self.births, self.growths = middle, more, births, growths
+        self.window, self.times, self.births, self.growths = window, times, births, growths
+        self.more = times * len(window)
         self.made: dict[Birth, Any] = {}
 
     def copy_single(self, loop: _Loop, number: int) -> Segment:
@@ -224,7 +253,7 @@ class _Copier:
 
     def _shift(self, layer: int) -> int:
         """Seen from around the blocks: the first stay, the last move."""
-        return self.more if layer > self.middle else 0
+        return self.more if layer >= self.window.stop else 0
 
     def _copied(self, value: Any, moved: int | None, segment: Segment) -> Any:
         """Return the deeper model's memory or mark in place of `value`; anything else as it is."""
@@ -261,7 +290,7 @@ class _Copier:
             else:
                 events.append(event)
         growths = self.growths[id(segment)]
-        events = [_grown(e, by, self.more) if by else e for e, by in zip(events, growths, strict=True)]
+        events = [_grown(e, by, self.times) if by else e for e, by in zip(events, growths, strict=True)]
         return Segment(segment.place._replace(layer=layer), events)
 
 
