@@ -139,6 +139,14 @@ def test_a_difference_beyond_tolerance_exits_1_and_names_parameter_and_step(outc
     assert report["first_parameter"]["name"] == "b.weight"
 
 
+@pytest.mark.parametrize("streams", [[], ["--streams"]], ids=["numbers", "streams"])
+def test_a_report_that_cannot_be_written_is_refused_before_the_run(streams, tmp_path):
+    result = run("verify", "no_such_case.py", "--json", str(tmp_path / "none" / "report.json"), *streams)
+    assert result.exit_code == 2
+    assert "report.json cannot be written" in result.stderr
+    assert "no_such_case" not in result.stderr
+
+
 def test_a_case_that_cannot_be_run_exits_2_with_its_traceback(outcome, tmp_path):
     outcome(CaseError("case.py could not be run. rank 1: it [broke]", traceback="the [stack]"))
     result = run("verify", "case.py", "--json", str(tmp_path / "report.json"))

@@ -134,13 +134,19 @@ def verify(
     show_tracebacks: Traceback = False,
 ) -> None:
     """Compare training on one process with the same training sharded over local ranks, step by step."""
+    if streams and mesh is not None:
+        raise typer.BadParameter("--streams takes --ranks and --hsdp, and no --mesh")
+    if json_path is not None:
+        try:
+            _check_writable(json_path)
+        except ShardwiseError as error:
+            print_failure(error, "")
+            raise typer.Exit(NOT_RUN) from None
     import torch
 
     from shardwise import verify as verification
     from shardwise.verify.streams import check_streams
 
-    if streams and mesh is not None:
-        raise typer.BadParameter("--streams takes --ranks and --hsdp, and no --mesh")
     console = Console(emoji=False)
     layouts: list[str | None] = [layout.value if layout else None]
     if layout is Layout.both:

@@ -23,12 +23,17 @@ from shardwise.verify.streams.clocks import HOST, Clock, Line, Operation, merge
 
 _STANDARD = f"{sysconfig.get_path('stdlib')}/"
 # The package's wrappers of user's calls and torch's are no places either.
-_WRAPPERS = ("shardwise/verify/streams/", "shardwise/_compat/", "shardwise/fsdp/module.py")
+_WRAPPERS = (
+    "shardwise/verify/streams/",
+    "shardwise/_compat/",
+    "shardwise/fsdp/module.py",
+    "shardwise/sharded_tensor/",
+)
 _INSIDE = (*_WRAPPERS, "/torch/", "<frozen", "<string>", "typing_extensions.py")
 
 
 def place_in_code() -> str:
-    """Return the innermost line of code that is neither torch's nor the simulation's.
+    """Return the innermost line of code that is not torch's, the simulation's or of sharded tensors.
 
     Where there is none, a line of one of torch's optimizers, which the simulation steps.
     """
