@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -52,6 +53,11 @@ class BiasesApart(torch.optim.Optimizer):
         self.parts[0].step()
         with self.stream:
             self.parts[1].step()
+
+class Aside(torch.optim.AdamW):
+    def step(self, closure=None):
+        with torch.Stream(device="cuda"):
+            return super().step()
 
 def fails(model, mesh):
     shard(model, mesh)
@@ -106,6 +112,7 @@ replicated = lambda: case(lambda model, mesh: nn.parallel.DistributedDataParalle
 a_stage = lambda: replace(case(shard), backward=waits_for_a_stage)
 racing = lambda: case(races)
 racing_with_biases = lambda: case(shard, optimizer=BiasesApart)
+racing_step = lambda: case(shard, optimizer=lambda model: Aside(model.parameters()))
 leaving = lambda: case(lambda model, mesh: sys.exit(0))
 racing_over_steps = lambda: case(shard, optimizer=steps_late)
 failing = lambda: case(fails)
@@ -160,6 +167,13 @@ def test_a_race_on_parameters_that_the_first_rank_has_nothing_of_is_found(script
     assert status == 1
     assert "parameter '0.bias'" in text
     assert ", step)" in text
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_a_race_in_a_users_step_is_placed_there(script: Path, layout: str) -> None:
+    status, text = check(script, "racing_step", "--layout", layout)
+    assert status == 1
+    assert re.search(r"train.py:\d+, step\)", text)
     assert "sharded_tensor/" not in text
 
 
