@@ -1,7 +1,7 @@
-"""Whether a model's blocks all do the same, so that a few stand for all: the whole model is looked at.
+"""Check whether all blocks of a model do the same, so that a few represent all: compares the whole model.
 
-What blocks have is compared, and what they do in one forward and backward on fake tensors. A few at the
-beginning may be others: dense ones before mixtures of experts, say.
+Compares the blocks' contents, and their operators in one forward and backward on fake tensors. A few blocks
+at the beginning may differ, such as dense ones before mixtures of experts.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ DEVICE = torch.ops.prim.device.default
 
 
 def check(model: Model, setup: Setup) -> int:
-    """Return how many blocks at the beginning do not do the same as all others.
+    """Return how many blocks at the beginning differ from all others.
 
     Raises:
-        NotRegular: they are more than a few; names the first block that differs.
+        NotRegular: more than a few differ; names the first block that does.
     """
     looked_at = ("micro_batch", "sequence", "param_dtype", "loss", "device", "fused_norms")
     return _leading(model, Setup(**{name: getattr(setup, name) for name in looked_at}))
@@ -72,7 +72,7 @@ def _leading(model: Model, setup: Setup) -> int:
 
 
 def _compare(verb: str, of: list[list[Any]], first: int = 0) -> int:
-    """Return how many are not as the last is."""
+    """Return how many differ from the last one."""
     leading = next((i for i in range(len(of), first, -1) if of[i - 1] != of[-1]), 0)
     if leading > LEADING:
         other = next(i for i in range(first, len(of)) if of[i] != of[first])
@@ -92,7 +92,7 @@ def _parts(block: nn.Module, holders: Counter[int]) -> Iterator[Any]:
 
 
 class _Watch(EagerDispatchMode):
-    """Operators with their shapes, by the block that they are in, or that they come after.
+    """Records operators with their shapes, by the block that they are in, or come after.
 
     In backward, a block begins with the gradient of what it returned, and ends where the next one begins.
     """
@@ -110,7 +110,7 @@ class _Watch(EagerDispatchMode):
             block.register_forward_hook(lambda *call, number=number: self._leave(number, call[-1]))
 
     def _enter(self, number: int) -> None:
-        if self.in_backward:  # which computes it again
+        if self.in_backward:  # which recomputes it
             return
         self.order.append(number)
         self._now = self.inside[number]
