@@ -1,7 +1,7 @@
-"""Products with a sharded factor: `linear`, so `nn.Linear`, and `matmul`, `mm`, `bmm`, `mv`.
+"""Products with a sharded factor: `linear` (and so `nn.Linear`), `matmul`, `mm`, `bmm`, `mv`.
 
-The boxes of one sharded factor say which products a rank makes: each of its boxes times what it meets of the
-other factor, which must be there too. A plain one is there on every rank.
+The boxes of one sharded factor determine a rank's products: each of its boxes times the matching part of the
+other factor, which the rank must also have. Every rank has a plain factor.
 
     boxes of that factor                           result                              forward communication
     whole along the dim that is summed over        sharded like the factor             none
