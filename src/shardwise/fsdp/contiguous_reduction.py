@@ -358,7 +358,7 @@ class ContiguousReducer(GradReducer):
 
 
 # The parts of gradients in a slice: offset in the slice, and elements. A slice has a row for each rank, so
-# ranges that lie `width` apart in a gradient lie end to end in it: together they are a two-dimensional part.
+# ranges at a distance of `width` in a gradient are adjacent in it: together they are a two-dimensional part.
 _Parts = list[tuple[int, Tensor]]
 
 
