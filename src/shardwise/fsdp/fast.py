@@ -268,7 +268,7 @@ def skip_empty_params(optimizer: Optimizer) -> None:
         grad, found = param.grad, known.state.get(param)
         as_before = found is state and (state.get("step") is step if state else not options.get("momentum"))
         if grad is None or not as_before:  # an unused parameter does not count this step
-            # Its state was changed, or it has no gradient: leave all of them to torch's own step.
+            # Its state was changed, or it has no gradient: leave all parameters to torch's own step.
             restore_gradients(optimizer)
             forget_empty_params(optimizer)
             return
