@@ -299,7 +299,7 @@ def _run_traced(
         return _run(state, module, forward, args, kwargs)
     if torch.compiler.is_exporting():
         _refuse_export(state)
-    # Before groups are read, so that the graph guards what is made of them here.
+    # Before groups are read, so that the graph guards what is derived from them here.
     _compat.while_tracing(_prepare, state)
     if all(isinstance(group.traced, list) for group in state.groups) and traced.holds(state):
         return traced.run(state, forward, args, kwargs)
