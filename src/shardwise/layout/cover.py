@@ -22,7 +22,7 @@ from shardwise.errors import ShardingError
 from shardwise.layout.box import Box
 from shardwise.layout.index import Index, Ints, corners
 
-_CORNERS = 1 << 24  # more corners are not counted; boxes of so many dims are compared
+_CORNERS = 1 << 24  # more corners are not counted: then the boxes are compared
 _NUMBERS = 1 << 62
 
 
