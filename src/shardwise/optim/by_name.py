@@ -36,7 +36,7 @@ def check_elementwise(kind: type[Optimizer], *, over: str, advice: str) -> None:
     """Raise ShardingError unless `kind` treats every element independently.
 
     Args:
-        over: what it would step on: "shards".
+        over: what it would update, for the error: "shards".
         advice: for optimizers of which nothing is known.
     """
     if is_elementwise(kind):
