@@ -20,7 +20,7 @@ QUEUED = 1024  # commands that CUDA queues ahead of the device, as often measure
 def freed_late(recording: Recording, hardware: Hardware) -> Recording:
     """Return the recording with each marked `Free` moved to the first allocation after the device passes it.
 
-    Commands are operators, collectives, marks and waits, and the mark of such a free.
+    Commands are operators, collectives, marks (including those of these frees) and waits.
     """
     host, ends = 0.0, dict[str, float]()  # the host's time; the end of the last command of each stream
     marks = dict[Mark, float]()
