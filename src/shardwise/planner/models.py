@@ -430,7 +430,7 @@ def _of_transformers(path: Path, sequence: int) -> Model:
     decoder = whole.get_decoder()
     towers = [whole.get_encoder(), decoder] if both else [decoder if _has_blocks(decoder) else whole]
     count = len(next(iter(block_lists(towers[-1]).values())))
-    make = build if count == whole_layers else lambda _: build(None)  # one that runs its blocks several times
+    make = build if count == whole_layers else lambda _: build(None)  # it runs blocks several times
     made = _of_lists(path.stem, whole, make, loss_of_both if both else logits_loss, towers)
     name, said = type(whole).__name__, tuple[str, ...]()
     if named or not trained:
