@@ -1,4 +1,4 @@
-"""What a compiler keeps for backward, and what it recomputes: torch's own min-cut of a joint graph.
+"""Tensors that a compiler keeps for backward or recomputes, by torch's own min-cut of a joint graph.
 
 A function is traced, forward and backward together, on the fake tensors of its first call. Inductor's
 partitioner splits that graph in two, which then run instead of the function. So a recording sees what is kept
