@@ -117,7 +117,7 @@ class Pipe:
         def buffers(stages: int) -> list[list[Tensor]]:
             return [[self.made() for _ in range(buffered(self.at))] for _ in range(stages)]
 
-        # By stage, and micro-batch: of those that are not the model's first, and not its last.
+        # By stage, then micro-batch; the model's first stage receives no input, its last no gradient.
         self.received = buffers(self.at.stages - self.at.first)
         self.gradients = buffers(self.at.stages - self.at.last)
         self.cache: dict[int, tuple[Tensor | GradientEdge, Tensor, list[Tensor]]] = {}
