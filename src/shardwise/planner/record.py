@@ -112,7 +112,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         if tensor is not None:
             lines[TENSOR_PARALLEL] = tensor
         lanes = {str(mesh.get_group().group_name): lane for lane, mesh in lines.items()}
-        gc.freeze()  # so that what was there before is not gone through
+        gc.freeze()  # so that collections skip existing objects
         stack.callback(gc.unfreeze)
         stack.enter_context(FastFakeTensorMode(allow_non_fake_inputs=True))
         stack.callback(code_book.cache_clear)  # of fake ones
