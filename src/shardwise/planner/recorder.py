@@ -87,7 +87,7 @@ class Recorder(Storages):
         self._counted: dict[int, Counted] = {}  # by life
         self._of: dict[int, list[Memory]] = {}  # all memory of a life
         self._in_block = False
-        self._holds = False  # what is allocated belongs to the block of the next operator
+        self._holds = False  # whether allocations belong to the next operator's block
         self._held: list[tuple[int, Event]] = []
         self._frees: list[tuple[int | None, Free]] = []
         self.owner: Any = _NOBODY  # of what an operator around forward and backward makes
@@ -141,11 +141,11 @@ class Recorder(Storages):
             self.write(event)
 
     def _write_frees(self) -> None:
-        """Write frees: each block's own if many blocks free at once, else maybe an operator's."""
+        """Write frees: as each block's own if many blocks free together, else maybe as an operator's."""
         frees, self._frees = self._frees, []
         many = len({layer for layer, _ in frees}) > 1
         if len(frees) == 1 and self.place.layer == self.last and frees[0][0] not in (None, self.last):
-            self.go(layer=None, after=True)  # what an operator on all blocks took
+            self.go(layer=None, after=True)  # memory used by an operator on all blocks
         if many:
             self.go(layer=None, after=True)
         for layer, event in frees:
@@ -217,7 +217,7 @@ class Recorder(Storages):
 
     def _send(self, call: Collective, group: dist.ProcessGroup) -> tuple[Send, Mark | None]:
         """Send on the current stream, or on the group's lane; this stream then waits for it by the mark."""
-        self._write_frees()  # maybe of another block, as whose the marks would count
+        self._write_frees()  # maybe another block's, and marks would count as its own
         name, current = group.group_name, self.streams[-1]
         if name not in self._strides:
             first, *more = dist.get_process_group_ranks(group)[:2]
@@ -239,7 +239,7 @@ class Recorder(Storages):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
-            return args[0].fake_device  # asked for twice an operator: without another dispatch
+            return args[0].fake_device  # read twice per operator: avoids another dispatch
         if self.looks_away or func is _DEVICE:
             return func(*args, **(kwargs or {}))
         mark = None
