@@ -63,7 +63,7 @@ def _leading(model: Model, setup: Setup) -> int:
             phase = "backward" if watch.in_backward else "forward"
             raise NotRegular(f"one {phase} of the model cannot be looked at: {error}") from error
     after = _compare("is followed by", watch.after[:-1])
-    # What is before the blocks comes after block 0.
+    # In backward, what precedes the blocks in forward follows block 0.
     leading = max(leading, after, _compare("does in backward", watch.backward, first=1))
     firsts = list(dict.fromkeys(watch.order))
     if firsts != sorted(firsts):
@@ -129,7 +129,7 @@ class _Watch(EagerDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and type(args[0]) is FakeTensor:
-            return args[0].fake_device  # asked for twice an operator: without another dispatch
+            return args[0].fake_device  # read twice per operator: avoids another dispatch
         result = func(*args, **(kwargs or {}))
         if self._now is not None:
             tensors = [one for one in (*args, result) if isinstance(one, torch.Tensor)]
