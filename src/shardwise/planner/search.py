@@ -129,7 +129,7 @@ def _degrees(model: Model, setup: Setup, device: Hardware) -> list[int]:
         return [1]
     try:
         return [n for n in found if n == 1 or not undivided(tensor.sizes_of(module, model.name), n)]
-    except ShardingError:  # torch has no style for what the model says
+    except ShardingError:  # torch has no such tensor-parallel style
         return [1]
 
 
@@ -139,7 +139,7 @@ def _cuts(setup: Setup, device: Hardware, tensor: int) -> Iterator[dict[str, Any
     shards = [n for n in (host, 8 * host) if 1 < n < ranks and ranks % n == 0]
     for replicas in [1, *(ranks // n for n in shards)]:
         cut = ranks // replicas
-        kept: list[bool | int | None] = [None, setup.pipeline > 1]  # None is the other of the two
+        kept: list[bool | int | None] = [None, setup.pipeline > 1]  # None: the opposite of the bool
         kept += [host] if tensor == 1 and host < cut and cut % host == 0 else []
         mesh: dict[str, Any] = {"tensor": tensor, "replicas": replicas}
         yield from (mesh | _as("interleaved", None, one) for one in kept)
