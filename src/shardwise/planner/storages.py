@@ -92,9 +92,9 @@ class Storages(EagerDispatchMode):
     def see(self, value: Any) -> None:
         """Track every tensor in `value`, nested in any container, and its storage's size."""
         if isinstance(value, Tensor):
-            if not runs_its_own_ops(type(value)):  # such a tensor is a shape; what it wraps has the memory
+            if not runs_its_own_ops(type(value)):  # such a tensor has no memory, only those that it wraps
                 self._see(value.untyped_storage())
-        elif isinstance(value, torch.UntypedStorage):  # which could be gone through byte by byte
+        elif isinstance(value, torch.UntypedStorage):  # also iterable, byte by byte
             self._see(value)
         elif isinstance(value, dict):
             self.see(tuple(value.values()))
