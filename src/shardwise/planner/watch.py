@@ -99,7 +99,7 @@ class _Watcher:
             for one, _ in ending:  # still in its own block
                 one.post_backward()
             recorder, layer = self.recorder, self.layer(state)
-            # A root that returns what its last block does begins with that, whose backward this is.
+            # If a root returns its last block's output, this is the block's backward.
             of_last = layer is None and bool(state.below) and recorder.place.layer == recorder.last
             if not of_last and (layer is not None or recorder.place.layer is not None):
                 recorder.go(layer=layer, after=False)
