@@ -139,7 +139,7 @@ def _torch_dropout(func: Any, sharded: ShardedTensor, p: Any, train: Any) -> Sha
 
 
 def _given(func: Any, args: Args, kwargs: Kwargs) -> tuple[dict[str, Any], str]:
-    """Return the arguments by name with `reduction="none"`, and the reduction that was asked for."""
+    """Return the arguments by name with `reduction="none"`, and the requested reduction."""
     given = by_name(func, args, kwargs)
     reduction = given["reduction"]
     deprecated = any(given.get(name) is not None for name in ("size_average", "reduce"))
@@ -216,7 +216,7 @@ def _rows(func: Any, given: dict[str, Any]) -> Tensor:
 
 
 def _with_classes(logits: ShardedTensor, dim: int) -> ShardedTensor:
-    """Drop shards that have no classes: such a shard is empty, but its rows would not be."""
+    """Drop shards without classes: these shards are empty, but their rows would not be."""
     metadata = logits.metadata()
     classes = metadata.size[dim]
     boxes = [shard.box if shard.shard_sizes[dim] == classes else None for shard in metadata.shards_metadata]
