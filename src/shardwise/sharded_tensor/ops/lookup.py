@@ -71,7 +71,7 @@ class Lookup:
         return self.ids != self.padding
 
     def within(self, box: Box) -> Tensor:
-        """Return the places, ascending, of the ids whose rows lie in `box` and count."""
+        """Return the places, in ascending order, of the counted ids whose rows are in `box`."""
         begin, end = box.offsets[0], box.ends[0]
         inside = (self.ids >= begin) & (self.ids < end) & self.counted()
         return inside.nonzero().squeeze(1)
@@ -207,7 +207,7 @@ def like_ids(
     return ids.with_tensors(shaped, metadata=metadata, anchor=anchor)
 
 
-_RIGHT, _HASH, _IDS, _BAGS = range(4)  # what ranks tell each other of what they ask for
+_RIGHT, _HASH, _IDS, _BAGS = range(4)  # columns of the ranks' descriptions of their lookups
 
 
 def compared(ask: Callable[[], Lookup], group: dist.ProcessGroup) -> tuple[Lookup, list[tuple[int, int]]]:
