@@ -39,7 +39,7 @@ def make_whole(local: Tensor, piece: Piece) -> Tensor:
 
 
 def _gathered(local: Tensor, piece: Piece) -> Tensor:
-    """Gather what the piece's groups cut, over one group after the other."""
+    """Gather the dims that the piece's groups cut, over one group after another."""
     part = piece.even_part
     if not part.numel:  # no rows are cut of it: tensor parallelism has left this rank no columns
         return local.new_empty(part.sizes)
@@ -226,7 +226,7 @@ def redistributed(rows: Any, mesh: DeviceMesh, placements: Sequence[Placement]) 
 
 
 def into_rows(dtensor: DTensor, piece: Piece, wrap: Wrap) -> Any:
-    """Return a DTensor, or rows that are cut otherwise, as rows cut as `piece`."""
+    """Return a DTensor, or rows with another cut, as rows cut like `piece`."""
     mesh = dtensor.device_mesh
     placements = tuple(Replicate() if p.is_partial() else p for p in dtensor.placements)
     return linked(
