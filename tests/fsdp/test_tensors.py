@@ -33,7 +33,7 @@ def test_every_container_keeps_its_type() -> None:
 
 
 def test_a_mapping_whose_constructor_is_its_own_is_copied() -> None:
-    class Batch(UserDict):  # as tokenizers give
+    class Batch(dict):
         def __init__(self, data: dict, *, source: str) -> None:
             super().__init__(data)
             self.source = source
@@ -42,6 +42,11 @@ def test_a_mapping_whose_constructor_is_its_own_is_copied() -> None:
     doubled = map_tensors(double, batch)
     assert (type(doubled), doubled.source, doubled["ids"].item()) == (Batch, "file", 2.0)
     assert batch["ids"].item() == 1.0
+
+
+def test_an_object_that_is_no_dict_stays_the_same_object() -> None:
+    shared = UserDict(keys=torch.ones(1))
+    assert map_tensors(double, {"shared": shared})["shared"] is shared
 
 
 def test_what_does_not_change_is_the_same_object() -> None:

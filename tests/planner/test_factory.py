@@ -47,6 +47,10 @@ def test_a_factory_that_builds_on_meta_is_planned_as_one_that_does_not() -> None
 class ByToken(Even):
     """Blocks that take one token after another."""
 
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(layers))
+
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
@@ -57,11 +61,16 @@ class ByToken(Even):
 def test_a_loop_over_tokens_that_would_take_minutes_is_refused_by_its_operator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("shardwise.planner.recorder._MOST", 1_000)
+    for module in ("recorder", "regular"):
+        monkeypatch.setattr(f"shardwise.planner.{module}.MOST", 1_000)
     shardwise.plan(ByToken, ranks=2, sequence=8)
     refused = r"more than 1,000 operators, with \d+ times aten.mm in forward of block 0: a loop"
     with pytest.raises(ShardingError, match=refused):
         shardwise.plan(ByToken, ranks=2, sequence=512)
+    # Of many blocks, before a step is recorded.
+    monkeypatch.delattr(sys.modules["shardwise.planner.plan"], "record")
+    with pytest.raises(ShardingError, match=refused.replace("mm", "(mm|t)")):
+        shardwise.plan(lambda layers=10: ByToken(layers), ranks=2, sequence=512)
 
 
 def ends(layers: int = 2) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from shardwise.planner.pipeline import stage_of
 from shardwise.planner.plan import numbers_of_blocks, plan, recorded, recording_of
 from shardwise.planner.record import record
 from shardwise.planner.setup import Setup
-from shardwise.planner.unroll import FEW, RECORDED, NotRegular, grown, unroll
+from shardwise.planner.unroll import FEW, RECORDED, NotRegular, Pattern, grown, unroll
 
 
 class Block(nn.Module):
@@ -84,7 +85,7 @@ def figures(recording: Recording) -> list[Any]:
 )
 def test_what_few_blocks_do_tells_exactly_what_more_do(of: Any, setup: Setup) -> None:
     model = model_of(of, sequence=16)
-    least = numbers_of_blocks(setup, 0)[0]
+    least = numbers_of_blocks(setup, Pattern(), 99)[0]
     few, more, deep = (record(model, setup, layers=least + i) for i in (0, 1, 3))
     unrolled = unroll(few, more, least + 3)
     assert unrolled.parameters == deep.parameters
@@ -191,6 +192,60 @@ def test_blocks_at_the_beginning_may_be_others(count: int) -> None:
     assert found.parameters == deep.parameters
     assert figures(found) == figures(deep)
     assert groups(found, 1) == groups(deep, 1)
+
+
+def in_turns(layers: int, *, leading: int = 0, period: int = 3) -> nn.Module:
+    model = Model(layers)
+    for i, block in enumerate(model.blocks):
+        if i < leading or i % period == 1:
+            width = 72 if i < leading else 96
+            block.up, block.down = nn.Linear(24, width), nn.Linear(width, 24, bias=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("layers", "how", "layout"),
+    [
+        (20, {"period": 3}, "interleaved"),
+        (25, {"period": 2, "leading": 1}, "interleaved"),
+        (34, {"period": 4}, "contiguous"),
+    ],
+)
+def test_kinds_of_blocks_may_take_turns(
+    monkeypatch: pytest.MonkeyPatch, layers: int, how: dict[str, int], layout: Any
+) -> None:
+    model = model_of(lambda: in_turns(layers, **how), sequence=16)
+    setup = Setup(ranks=3, sequence=16, layout=layout)
+    ran: list[int] = []
+
+    def counted(*asked: Any, layers: int) -> Recording:
+        ran.append(layers)
+        return record(*asked, layers=layers)
+
+    monkeypatch.setattr(sys.modules["shardwise.planner.plan"], "record", counted)
+    found, whole = recording_of(model, setup)
+    assert not whole
+    assert len(ran) == 2
+    assert ran[1] == ran[0] + how["period"]
+    deep = record(model, setup, layers=layers)
+    assert found.parameters == deep.parameters
+    assert figures(found) == figures(deep)
+    assert groups(found, 1) == groups(deep, 1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "wider", "why"),
+    [(14, -1, "blocks repeat by 3"), (20, 13, "block 1 has something else than block 0")],
+    ids=["few", "irregular"],
+)
+def test_turns_of_few_blocks_or_that_are_broken_are_all_run(layers: int, wider: int, why: str) -> None:
+    def broken() -> nn.Module:
+        model = in_turns(layers)
+        if wider >= 0:
+            model.blocks[wider].up.requires_grad_(False)
+        return model
+
+    assert plan(broken, sequence=16).whole == why
 
 
 def test_more_others_at_the_beginning_than_few_blocks_have_are_all_run() -> None:

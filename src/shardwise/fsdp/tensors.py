@@ -1,8 +1,9 @@
 """Tensors inside the nested arguments and outputs of a module's forward.
 
 Plain tensors, tuples and dicts of tensors are the usual case and cost no recursion; nested lists,
-named tuples, sets, mappings and dataclasses are walked. Containers are rebuilt only if a tensor changed.
-Objects of other classes are searched, but never copied. For a `ShardedTensor`, autograd tracks this rank's
+named tuples, sets, dicts and dataclasses are walked. Containers are rebuilt only if a tensor changed.
+Objects of other classes are searched, but never copied: a block may write to one, such as a `UserDict`,
+for other blocks to read. For a `ShardedTensor`, autograd tracks this rank's
 shards.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import is_
 from types import ModuleType
 from typing import Any
@@ -30,7 +31,7 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
     kind = type(value)
     if kind in _SCALARS:
         return value
-    if kind is dict or isinstance(value, MutableMapping):
+    if isinstance(value, dict):
         new = {key: map_tensors(fn, item) for key, item in value.items()}
         if _unchanged(new.values(), value.values()):
             return value

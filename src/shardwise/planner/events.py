@@ -108,8 +108,3 @@ class Recording:
     whole_logits: bool = False  # whether each tensor-parallel rank has all logits
     as_kernels: tuple[str, ...] = ()  # functions of transformers that ran as their kernels do
     by_reference: tuple[str, ...] = ()  # functions that ran without kernels that exist elsewhere
-
-    @property
-    def middle(self) -> int:
-        """The block that represents all blocks between the ends."""
-        return (self.layers - 1) // 2

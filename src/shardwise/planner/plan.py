@@ -26,7 +26,7 @@ from shardwise.planner.pipeline import lines as pipeline_lines
 from shardwise.planner.record import record
 from shardwise.planner.setup import Setup, changed
 from shardwise.planner.timing import Times, host_bound, time_of
-from shardwise.planner.unroll import FEW, RECORDED, NotRegular, unroll
+from shardwise.planner.unroll import FEW, RECORDED, NotRegular, Pattern, unroll
 
 GIB = 2**30
 SURE = 0.9
@@ -289,13 +289,15 @@ def _run(model: Model, setup: Setup, *, of: Model | None = None) -> tuple[Record
     if setup.checkpointing == "alternate":
         return recorded(model, setup, model.layers), "every second one is checkpointed"
     try:
-        leading = regular.check(of or model, setup)
+        pattern = regular.check(of or model, setup)
     except NotRegular as error:
         return recorded(model, setup, model.layers), str(error)
-    why = ""
-    for number in numbers_of_blocks(setup, leading):
+    why = f"blocks repeat by {pattern.period}" if pattern.period > 1 else ""
+    if of is not None and pattern.period > 1:  # a stage may begin within a period
+        return recorded(model, setup, model.layers), why
+    for number in numbers_of_blocks(setup, pattern, model.layers):
         try:
-            few, more = (recorded(model, setup, layers) for layers in (number, number + 1))
+            few, more = (recorded(model, setup, layers) for layers in (number, number + pattern.period))
             return unroll(few, more, model.layers), ""
         except NotRegular as error:
             why = str(error)
@@ -312,14 +314,17 @@ def _runs(model: Model, setup: Setup) -> bool:
     return True
 
 
-def numbers_of_blocks(setup: Setup, leading: int) -> list[int]:
-    """Return the numbers of blocks to run, in order of trial, if `leading` blocks at the beginning differ."""
+def numbers_of_blocks(setup: Setup, pattern: Pattern, layers: int) -> list[int]:
+    """Return the numbers of `layers` blocks to run, in order of trial; none if running all is cheaper."""
     reshard = setup.reshard_after_forward
     reaches_far = setup.layout == "contiguous" and reshard is not False
     reaches_far |= reshard is not None and not isinstance(reshard, bool)
     numbers = (RECORDED,) if reaches_far else (FEW, RECORDED)
+    leading, period = pattern
     least = 2 * leading + 3 if leading else 0  # so that the middle block and its neighbours do not differ
-    return list(dict.fromkeys(max(number, least) for number in numbers))
+    found = [max(number, least) + period - 1 for number in numbers]
+    found = [number + (layers - number) % period for number in found]  # so that they end like all blocks
+    return list(dict.fromkeys(one for one in found if period == 1 or 2 * one + period < layers))
 
 
 def recorded(model: Model, setup: Setup, layers: int) -> Recording:

@@ -50,8 +50,19 @@ from shardwise.planner.storages import Life, Storages
 
 _NOBODY = object()
 # Operators of a model for a micro-batch: some 10 s of recording; 66 blocks of a mixture have fewer than half.
-_MOST = 100_000
+MOST = 100_000
 _DEVICE, _COPY = torch.ops.prim.device.default, torch.ops.aten.copy_.default
+
+
+def refuse_loop(counts: Counter[tuple[str, str, int | None]]) -> NoReturn:
+    """Raise ShardingError of a model of more than `MOST` operators, given by name, phase and block."""
+    ((name, phase, layer), number), *_ = counts.most_common(1)
+    block = "outside of blocks" if layer is None else f"of block {layer}"
+    raise ShardingError(
+        f"forward and backward of the model are more than {MOST:,} operators, with {number:,} times"
+        f" {name} in {phase} {block}: a loop in Python, over tokens say, that would take minutes to plan."
+        " Give a shorter sequence, for which the loop is shorter, or vectorize it"
+    )
 
 
 class Recorder(Storages):
@@ -264,7 +275,7 @@ class Recorder(Storages):
         check_lookup(func, args, self._counted_by)
         if not self.in_library:
             self.operators[self.place[:2]] += 1
-            if self.operators[self.place[:2]] > _MOST:
+            if self.operators[self.place[:2]] > MOST:
                 self._refuse()
         if self._around:
             self._ran_by_layer(func, args, kwargs, result)
@@ -284,13 +295,7 @@ class Recorder(Storages):
             for event in segment.events
             if isinstance(event, Compute)
         )
-        ((name, phase, layer), number), *_ = counts.most_common(1)
-        block = "outside of blocks" if layer is None else f"of block {layer}"
-        raise ShardingError(
-            f"forward and backward of the model are more than {_MOST:,} operators, with {number:,} times"
-            f" {name} in {phase} {block}: a loop in Python, over tokens say, that would take minutes to plan."
-            " Give a shorter sequence, for which the loop is shorter, or vectorize it"
-        )
+        refuse_loop(counts)
 
     def _counted_by(self, tensor: Tensor) -> Counted | None:
         return self._counted.get(id(self.life(tensor))) if self._counted else None

@@ -1,12 +1,13 @@
 """Check whether all blocks of a model do the same, so that a few represent all: compares the whole model.
 
 Compares the blocks' contents, and their operators in one forward and backward on fake tensors. A few blocks
-at the beginning may differ, such as dense ones before mixtures of experts.
+at the beginning may differ, such as dense ones before mixtures of experts. Kinds of blocks may alternate.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -19,25 +20,26 @@ from shardwise.errors import ShardwiseError
 from shardwise.planner.cost import tensors_of
 from shardwise.planner.kernels import kernels
 from shardwise.planner.models import Model, chunked, no_packed_sequences, quiet_fakes
+from shardwise.planner.recorder import MOST, refuse_loop
 from shardwise.planner.setup import Setup
 from shardwise.planner.sharding import built
-from shardwise.planner.unroll import LEADING, NotRegular
+from shardwise.planner.unroll import FEW, LEADING, LONGEST, NotRegular, Pattern
 
 DEVICE = torch.ops.prim.device.default
 
 
-def check(model: Model, setup: Setup) -> int:
-    """Return how many blocks at the beginning differ from all others.
+def check(model: Model, setup: Setup) -> Pattern:
+    """Return how blocks repeat.
 
     Raises:
-        NotRegular: more than a few differ; names the first block that does.
+        NotRegular: blocks do not repeat; names the first that differs.
     """
     looked_at = ("micro_batch", "sequence", "param_dtype", "loss", "device", "fused_norms")
-    return _leading(model, Setup(**{name: getattr(setup, name) for name in looked_at}))
+    return _pattern(model, Setup(**{name: getattr(setup, name) for name in looked_at}))
 
 
 @functools.lru_cache(maxsize=1)
-def _leading(model: Model, setup: Setup) -> int:
+def _pattern(model: Model, setup: Setup) -> Pattern:
     model = chunked(model) if setup.loss == "chunked" else model
     with quiet_fakes(), FastFakeTensorMode(allow_non_fake_inputs=True):
         try:
@@ -48,36 +50,38 @@ def _leading(model: Model, setup: Setup) -> int:
             raise NotRegular(f"the model cannot be made: {error}") from error
         blocks = model.blocks(module)
         holders = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
-        leading = _compare("has", [list(_parts(block, holders)) for block in blocks])
+        found = [_compare("has", [list(_parts(block, holders)) for block in blocks])]
         tokens = torch.zeros(setup.micro_batch, setup.sequence, dtype=torch.int64)
         watch = _Watch(blocks)
         try:
             with no_packed_sequences(), kernels(setup), watch:  # by now the model's code is imported
                 loss = model.loss(module, tokens, tokens)
-                leading = max(leading, _compare("does", watch.inside))
+                found.append(_compare("does", watch.inside))
                 watch.in_backward = True
                 loss.backward()
-        except NotRegular:
+        except (NotRegular, ShardwiseError):
             raise
         except Exception as error:  # of the user's model
             phase = "backward" if watch.in_backward else "forward"
             raise NotRegular(f"one {phase} of the model cannot be looked at: {error}") from error
-    after = _compare("is followed by", watch.after[:-1])
+    found.append(_compare("is followed by", watch.after[:-1]))
     # In backward, what precedes the blocks in forward follows block 0.
-    leading = max(leading, after, _compare("does in backward", watch.backward, first=1))
+    found.append(_compare("does in backward", watch.backward, first=1))
     firsts = list(dict.fromkeys(watch.order))
     if firsts != sorted(firsts):
         raise NotRegular(f"blocks run in the order {firsts}")
-    return leading
+    return Pattern(max(one.leading for one in found), math.lcm(*[one.period for one in found]))
 
 
-def _compare(verb: str, of: list[list[Any]], first: int = 0) -> int:
-    """Return how many differ from the last one."""
-    leading = next((i for i in range(len(of), first, -1) if of[i - 1] != of[-1]), 0)
-    if leading > LEADING:
-        other = next(i for i in range(first, len(of)) if of[i] != of[first])
-        raise NotRegular(f"block {other} {verb} something else than block {first}")
-    return leading
+def _compare(verb: str, of: list[list[Any]], first: int = 0) -> Pattern:
+    """Return how the items of `of` repeat, with the shortest period."""
+    for period in range(1, LONGEST + 1):
+        unlike = (i for i in range(len(of) - period, first, -1) if of[i - 1] != of[i - 1 + period])
+        leading = next(unlike, 0)
+        if leading <= LEADING and (period == 1 or leading + 2 * period <= len(of)):
+            return Pattern(leading, period)
+    other = next(i for i in range(first, len(of)) if of[i] != of[first])
+    raise NotRegular(f"block {other} {verb} something else than block {first}")
 
 
 def _parts(block: nn.Module, holders: Counter[int]) -> Iterator[Any]:
@@ -135,4 +139,8 @@ class _Watch(EagerDispatchMode):
             tensors = [one for one in (*args, result) if isinstance(one, torch.Tensor)]
             words = [(one.shape, one.dtype) for one in tensors]
             self._now.append((func, torch.is_grad_enabled(), words))
+            # A recording has `FEW` blocks at least.
+            if len(self._now) > MOST // FEW and self._now is self.inside[self.order[-1]]:
+                names = (str(one[0].overloadpacket) for one in self._now if one != "call")
+                refuse_loop(Counter((name, "forward", self.order[-1]) for name in names))
         return result

@@ -34,7 +34,7 @@ from shardwise.planner.plan import NotRun, Plan, explain, numbers_of_blocks, pla
 from shardwise.planner.setup import Setup, changed, check_filled
 from shardwise.planner.shapes import undivided
 from shardwise.planner.timing import send_seconds
-from shardwise.planner.unroll import FEW, RECORDED, NotRegular, grown, unroll
+from shardwise.planner.unroll import FEW, RECORDED, NotRegular, Pattern, grown, unroll
 
 FASTER = 0.98  # a separate point has at most this fraction of another's time
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -253,14 +253,14 @@ class _Known:
     nearest: dict[Setup, tuple[int, Setup]] = field(default_factory=dict)
     recordings: int = 0
     regular: bool = False  # whether a few blocks are known to represent all
-    leading: int = 0  # number of blocks at the beginning that differ
+    pattern: Pattern = field(default_factory=Pattern)  # how blocks repeat
     whole: str = ""  # why a few blocks do not represent all
 
     def look(self) -> None:
         """Plan what looks best, until everything that looks best is planned."""
         try:
             if self.model.layers > FEW + 1 and self.asked.pipeline == 1:
-                self.leading = regular.check(self.model, self.asked)
+                self.pattern = regular.check(self.model, self.asked)
         except NotRegular as error:
             self.whole = str(error)
         for setup in self.space:
@@ -403,11 +403,12 @@ class _Known:
 
     def _recordings(self, setups: list[Setup]) -> list[Recording]:
         first, layers = setups[0], self.model.layers
-        for few in numbers_of_blocks(first, self.leading):
-            if self.whole or (few < RECORDED and not self.regular) or layers <= few + 1:
+        period = self.pattern.period
+        for few in numbers_of_blocks(first, self.pattern, layers):
+            if self.whole or (few < RECORDED and not self.regular) or layers <= few + period:
                 continue
             try:
-                small, more = (self._record(first, few + i) for i in (0, 1))
+                small, more = (self._record(first, few + i) for i in (0, period))
                 made = [unroll(small, more, layers)]
             except NotRegular:
                 continue

@@ -7,10 +7,12 @@ each of them. So the loop of a deeper model has more repetitions in its middle, 
     recorded     0  1  2  3  4  5  6  7
     unrolled     0  1  2  3  3' 3' 3'  4  5  6  7
 
+If kinds of blocks alternate (for example one with global attention after every five with local attention),
+they repeat with a period: the blocks of one period are the middle, and the second recording has one more.
+
 Tensors around the blocks may have, for example, an element per parameter; their sizes grow by the same amount
-with each block. `unroll` reads that growth from a second recording, with one more block, and compares it,
-event by event, with the unrolled first recording. If they differ it raises `NotRegular`: that model must be
-recorded whole.
+with each block. `unroll` reads that growth from the second recording, and compares it, event by event, with
+the unrolled first recording. If they differ it raises `NotRegular`: that model must be recorded whole.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise.planner.events import (
     Allocate,
@@ -38,12 +40,20 @@ from shardwise.planner.events import (
 RECORDED = 8  # blocks: at either end, as many as prefetches and late frees reach
 FEW = 4  # blocks that suffice in most settings
 LEADING = 3  # the most blocks at the beginning that may differ from all after them
+LONGEST = 8  # the longest period, in blocks
 # The key of memory or a mark: its loop, its block, its kind, its number in the segment.
 Birth = tuple[int, int | None, type, int]
 
 
 class NotRegular(Exception):  # noqa: N818
     """Raised if a model does not do the same for each further block."""
+
+
+class Pattern(NamedTuple):
+    """How blocks repeat: each does the same as the block one period before, except some at the beginning."""
+
+    leading: int = 0
+    period: int = 1
 
 
 @dataclass
@@ -62,7 +72,7 @@ def unroll(small: Recording, large: Recording, layers: int, *, instead: Recordin
 
     Args:
         small: a recording of a few blocks, `RECORDED` if nothing is known about the model.
-        large: a recording of one more block.
+        large: a recording of one more period.
         instead: a recording to unroll instead of `small`, with other sizes, such as a larger micro-batch.
 
     Raises:
@@ -72,17 +82,18 @@ def unroll(small: Recording, large: Recording, layers: int, *, instead: Recordin
     if len(loops) != len(more):
         raise NotRegular(f"{len(loops)} loops with {small.layers} blocks, {len(more)} with {large.layers}")
     growths: dict[int, list[Any]] = {}
+    window = _window(small, large)
     for one, other in zip(loops, more, strict=True):
         theirs = {segment.place.layer: segment for segment in other.segments}
         for segment in one.segments:
             layer = segment.place.layer
-            if layer is not None and layer > small.middle:
-                layer += 1
+            if layer is not None and layer >= window.stop:
+                layer += len(window)
             if layer not in theirs or len(theirs[layer].events) != len(segment.events):
                 raise NotRegular(f"{segment.place}: something else with {large.layers} blocks")
             pairs = zip(segment.events, theirs[layer].events, strict=True)
             growths[id(segment)] = [_growth(mine, its) for mine, its in pairs]
-    made = _unrolled(small, loops, growths, large.layers)
+    made = _unrolled(small, loops, growths, window, large)
     for mine, theirs in zip(_words(made), _words(large), strict=False):
         if mine != theirs:
             place = (mine if theirs == "the end" else theirs)[0]
@@ -96,8 +107,15 @@ def unroll(small: Recording, large: Recording, layers: int, *, instead: Recordin
             raise NotRegular("other things happen with other sizes")
         both = zip(small.segments, instead.segments, strict=True)
         growths |= {id(theirs): growths[id(mine)] for mine, theirs in both}
-        return _unrolled(instead, list(_loops(instead)), growths, layers)
-    return made if layers == large.layers else _unrolled(small, loops, growths, layers)
+        return _unrolled(instead, list(_loops(instead)), growths, window, large, layers)
+    return made if layers == large.layers else _unrolled(small, loops, growths, window, large, layers)
+
+
+def _window(small: Recording, large: Recording) -> range:
+    """Return the middle blocks of `small`, which `large` has once more."""
+    period = large.layers - small.layers
+    begin = (small.layers - period) // 2
+    return range(begin, begin + period)
 
 
 def _loops(recording: Recording) -> Iterator[_Loop]:
@@ -177,24 +195,33 @@ def grown(small: Recording, large: Recording, times: int) -> Recording:
     return replace(small, segments=segments)
 
 
-def _unrolled(small: Recording, loops: list[_Loop], growths: dict[int, list[Any]], layers: int) -> Recording:
-    copier = _Copier(small.middle, layers - small.layers, _births(loops), growths)
+def _unrolled(
+    small: Recording,
+    loops: list[_Loop],
+    growths: dict[int, list[Any]],
+    window: range,
+    large: Recording,
+    layers: int | None = None,
+) -> Recording:
+    layers = layers or large.layers
+    times, rest = divmod(layers - small.layers, len(window))
+    assert not rest, (small.layers, large.layers, layers)
+    copier = _Copier(window, times, _births(loops), growths)
     segments = []
     for number, loop in enumerate(loops):
         if not loop.repeats:
             segments.append(copier.copy_single(loop, number))
             continue
         ordered = sorted(loop.segments, key=lambda segment: segment.place.layer or 0)
-        middle = small.middle
-        copies = list(zip(ordered[:middle], range(middle), strict=True))
-        copies += [(ordered[middle], middle + i) for i in range(copier.more + 1)]
-        copies += [(ordered[i], i + copier.more) for i in range(middle + 1, small.layers)]
+        copies = list(zip(ordered[: window.stop], range(window.stop), strict=True))
+        copies += [(ordered[i], i + n * len(window)) for n in range(1, times + 1) for i in window]
+        copies += [(ordered[i], i + copier.more) for i in range(window.stop, small.layers)]
         if loop.segments[0] is not ordered[0]:
             copies.reverse()
         segments += [copier.copy(segment, number, layer) for segment, layer in copies]
-    parameters = small.parameters + copier.more * small.block_parameters
-    each, middle = small.gathered_parameters, small.middle
-    each = each[:middle] + each[middle : middle + 1] * copier.more + each[middle:]
+    parameters = small.parameters + times * (large.parameters - small.parameters)
+    each = small.gathered_parameters
+    each = each[: window.stop] + each[window.start : window.stop] * times + each[window.stop :]
     return replace(small, layers=layers, segments=segments, parameters=parameters, gathered_parameters=each)
 
 
@@ -212,9 +239,10 @@ class _Copier:
     """Copies segments with the memory and marks of the deeper model."""
 
     def __init__(
-        self, middle: int, more: int, births: dict[int, Birth], growths: dict[int, list[Any]]
+        self, window: range, times: int, births: dict[int, Birth], growths: dict[int, list[Any]]
     ) -> None:
-        self.middle, self.more, self.births, self.growths = middle, more, births, growths
+        self.window, self.times, self.births, self.growths = window, times, births, growths
+        self.more = times * len(window)
         self.made: dict[Birth, Any] = {}
 
     def copy_single(self, loop: _Loop, number: int) -> Segment:
@@ -224,7 +252,7 @@ class _Copier:
 
     def _shift(self, layer: int) -> int:
         """Return the shift of a block as seen from around the blocks: the first stay, the last move."""
-        return self.more if layer > self.middle else 0
+        return self.more if layer >= self.window.stop else 0
 
     def _copied(self, value: Any, moved: int | None, segment: Segment) -> Any:
         """Return the deeper model's memory or mark for `value`; anything else unchanged."""
@@ -261,7 +289,7 @@ class _Copier:
             else:
                 events.append(event)
         growths = self.growths[id(segment)]
-        events = [_grown(e, by, self.more) if by else e for e, by in zip(events, growths, strict=True)]
+        events = [_grown(e, by, self.times) if by else e for e, by in zip(events, growths, strict=True)]
         return Segment(segment.place._replace(layer=layer), events)
 
 

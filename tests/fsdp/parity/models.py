@@ -9,6 +9,7 @@ ranks and 1 to 3 micro-batches cut them evenly.
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -207,6 +208,29 @@ class Branches(nn.Module):
         return self.outward(self.blocks[route](x))
 
 
+class Handing(FeedForward):
+    """Reads what the blocks before it wrote to an object that they share, and writes to it."""
+
+    def forward(self, x: Tensor, shared: UserDict[str, Tensor]) -> Tensor:
+        x = super().forward((x + shared["hidden"]) / 2 if shared else x)
+        shared["hidden"] = x
+        return x
+
+
+class Sharing(Residual):
+    """A model whose blocks share an object, as layers that share keys and values do."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=3, block=Handing)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared: UserDict[str, Tensor] = UserDict()
+        x = self.inward(x)
+        for block in self.blocks:
+            x = block(x, shared)
+        return self.outward((x + shared["hidden"]) / 2)
+
+
 def seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def seeded_build() -> nn.Module:
         torch.manual_seed(7)
@@ -256,3 +280,4 @@ DEEP = Task(seeded(lambda: Residual(depth=4)), pairs(8, 4), squared_error)
 LANGUAGE = Task(seeded(GPT), text, next_token)
 BUFFERED = Task(seeded(Buffered), pairs(8, 4), squared_error)
 BRANCHES = Task(seeded(Branches), pairs(8, 4), squared_error)
+SHARING = Task(seeded(Sharing), pairs(8, 4), squared_error)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fsdp.parity.harness import Case, adamw, by_block, mesh_names, one_axis, train, two_axes
-from fsdp.parity.models import BRANCHES, BUFFERED, DEEP, LANGUAGE, RESIDUAL, UNEVEN, Task, freeze
+from fsdp.parity.models import BRANCHES, BUFFERED, DEEP, LANGUAGE, RESIDUAL, SHARING, UNEVEN, Task, freeze
 from ranks import RankPool
 from shardwise.fsdp.policy import GroupSettings
 
@@ -167,6 +167,7 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
         Case(RESIDUAL, two_meshes, mesh=two_axes(2, 2), contiguous="rounding"),
     ),
     "ignored parameters": ((2,), Case(RESIDUAL.but(freeze("outward")), ignore_outward)),
+    "an object that blocks share": ((2,), Case(SHARING, by_block())),
     "unused branch": ((2,), Case(BRANCHES, by_block())),
     "made on meta": ((3,), Case(UNEVEN, meta(UNEVEN), contiguous="no")),
 }

@@ -256,6 +256,26 @@ def test_pinned_memory_is_read_until_the_copy_ends_and_other_memory_is_read_at_o
     assert not races(lambda: program(pinned=False))
 
 
+@pytest.mark.parametrize(
+    "use",
+    [lambda x, h: x * h, lambda x, h: x.fill_(h), lambda x, h: torch._foreach_mul([x], h)],
+    ids=["mul", "fill_", "foreach"],
+)
+def test_a_number_on_the_host_is_read_as_the_operator_is_launched(use: Callable[..., Any]) -> None:
+    def program(*, waits: bool = True, writes: bool = False) -> None:
+        x, number = ones(), ones().sum().to("cpu", non_blocking=True)
+        if waits:
+            current().record_event().synchronize()
+        use(x, number)
+        if writes:
+            number.zero_()
+
+    assert not races(program)
+    assert not races(lambda: program(writes=True))
+    [found] = races(lambda: program(waits=False))
+    assert "on the host" in found
+
+
 def test_pinned_memory_is_given_out_again_when_copies_from_it_have_ended() -> None:
     def program() -> None:
         stream, other = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)

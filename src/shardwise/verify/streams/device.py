@@ -38,7 +38,7 @@ class SimTensor(Tensor):
     __torch_function__ = _compat.NO_TORCH_FUNCTION
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"{memory_of(self)!r} on the simulated device"
+        return f"{self.cpu()!r} on the simulated device"
 
     def __format__(self, spec: str) -> str:
         return object.__format__(self, spec) if self.ndim else format(self.item(), spec)
@@ -266,8 +266,12 @@ class Simulation:
     ) -> Any:
         bare_args, bare_kwargs = on_tensors(args, bare_of), on_tensors(kwargs, bare_of)
         before = _rng(func) if self.late is not None else None
-        result = func(*bare_args, **bare_kwargs)
         reads, writes = how.accesses(args, kwargs)
+        # A host's tensor without dims is a number to other operators than copies: read as they are launched.
+        numbers = [] if how.crosses else [t for t in reads if not t.ndim and self._is_on_host(t)]
+        if numbers and self.late is not None:
+            self.late.host_reads(numbers, how.name)
+        result = func(*bare_args, **bare_kwargs)
         self._check_devices(how, (*reads, *writes))
         given = {_compat.storage_id(t) for t in tensors_of((bare_args, bare_kwargs))}
         made = [t for t in tensors_of(result) if _compat.storage_id(t) not in given]
@@ -278,7 +282,8 @@ class Simulation:
         blocking = not kwargs.get("non_blocking", False) and not (len(args) > 2 and args[2] is True)
         # A copy to pageable memory has ended when it returns.
         blocking |= any(self._is_pageable(t) for t in (*writes, *(made if leaves else ())))
-        # A host's tensor without dims is a number to other operators than copies.
+        if numbers:
+            self._host_uses(how.name, numbers, [])
         copies = leaves or any(
             not isinstance(t, SimTensor) and (t.ndim or how.crosses) for t in (*reads, *writes)
         )

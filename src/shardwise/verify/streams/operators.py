@@ -23,7 +23,7 @@ _RESHAPE = ("set_", "as_strided_", "squeeze_", "unsqueeze_", "t_", "transpose_",
 # For these the host waits on CUDA, as a shape or a number depends on values. So it does where a mask is an
 # index, and for `repeat_interleave` of counts without a sum.
 _WAIT = (
-    "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique", "_unique2",
+    "_local_scalar_dense", "equal", "allclose", "is_nonzero", "nonzero", "masked_select", "_unique", "_unique2",
     "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount", "_to_sparse",
     "_linalg_check_errors",
 )  # fmt: skip
