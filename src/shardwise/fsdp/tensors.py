@@ -3,8 +3,7 @@
 Plain tensors, tuples and dicts of tensors are the usual case and cost no recursion; nested lists,
 named tuples, sets, dicts and dataclasses are walked. Containers are rebuilt only if a tensor changed.
 Objects of other classes are searched, but never copied: a block may write to one, such as a `UserDict`,
-for other blocks to read. For a `ShardedTensor`, autograd tracks this rank's
-shards.
+for other blocks to read. For a `ShardedTensor`, autograd tracks this rank's shards.
 """
 
 from __future__ import annotations
