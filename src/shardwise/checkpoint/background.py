@@ -1,14 +1,14 @@
-"""A save that goes on while the run does: in one thread a rank, without a collective.
+"""Background saves: one thread per rank, without collectives, while the run continues.
 
-Ranks meet in the staging folder instead: each leaves what it wrote, or why it could not, and rank 0 commits
-once all have. So nothing that the run sends can meet what the save sends, and no rank waits for another.
-Its outcome is reported where all ranks meet anyway: at the next save, load, `wait` or `asked`.
+Ranks coordinate through the staging folder instead: each leaves a description of its part, or the error, and
+rank 0 commits once all have. So messages of run and save cannot match each other, and no rank waits for
+another. The outcome is reported where all ranks meet anyway: at the next save, load, `wait` or `asked`.
 """
 
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401 - what is registered later is called first
+import concurrent.futures.thread  # noqa: F401 - functions registered later are called first
 import json
 import logging
 import os
@@ -30,17 +30,17 @@ from shardwise.comm.agree import together
 from shardwise.errors import CheckpointError
 from shardwise.files.stores import Location, location, write_whole
 
-_LOOK, _LOOK_IN_STORE = 0.02, 0.2  # seconds between looks for the others' parts
+_LOOK, _LOOK_IN_STORE = 0.02, 0.2  # seconds between polls for the others' parts
 _NICENESS = 10
 _PART, _FAILED = "part-{}.json", "failed-{}.json"
 _log = logging.getLogger("shardwise")
 
 
 class Saving:
-    """A save in flight. `save_async` returns it; the next save, load or `StopSignals.asked` ends it too.
+    """A save in flight, as `save_async` returns it; the next save, load or `StopSignals.asked` also ends it.
 
     Attributes:
-        done: whether this rank has nothing left to do for it. Local.
+        done: whether this rank has finished its work for the save. Local.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Saving:
         """Begin a save. Local.
 
         Args:
-            chunks: what this rank writes, in memory that nobody else changes.
-            commit: makes the checkpoint of all ranks' parts; rank 0 calls it.
+            chunks: the chunks that this rank writes, in memory that nothing else changes.
+            commit: makes the checkpoint from all ranks' parts; rank 0 calls it.
         """
         self._what, self._staging = what, staging
         self._rank, self._size = rank_and_size()
@@ -79,7 +79,7 @@ class Saving:
         return self._problem is not None
 
     def wait(self) -> Location:
-        """Return the checkpoint's directory once it is there. Collective over the default process group.
+        """Return the checkpoint's directory once it is complete. Collective over the default process group.
 
         Raises:
             CheckpointError: on every rank, if the save failed on any; earlier checkpoints are untouched.
@@ -104,7 +104,7 @@ class Saving:
         return location(paths[0])
 
     def abandon(self) -> None:
-        """End it without those that are lost: it is there if all had written their part. Local."""
+        """End the save without lost ranks; it is complete if all had written their parts. Local."""
         self._is_abandoned = True
         self._given_up.set()
         self._thread.join()
@@ -139,7 +139,7 @@ class Saving:
         write_whole(self._staging / name.format(self._rank), json.dumps(content).encode())
 
     def _parts(self) -> list[Part]:
-        """Return all ranks' parts, once they are there; deletes the files that describe them."""
+        """Return all ranks' parts, once they are complete; delete the files that describe them."""
         started, parts = time.monotonic(), dict[int, Part]()
         look = _LOOK if isinstance(self._staging, Path) else _LOOK_IN_STORE
         while len(parts) < self._size:
@@ -159,8 +159,8 @@ class Saving:
 
 
 def _give_way() -> None:
-    """Let this thread run when the run's own leave a core free: hashing and writing take long."""
-    if sys.platform == "linux":  # where threads have priorities of their own
+    """Lower this thread's priority below the run's threads, since hashing and writing take long."""
+    if sys.platform == "linux":  # where threads have their own priorities
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
@@ -169,7 +169,7 @@ _in_flight: list[Saving] = []  # at most one
 
 
 def wait_for_saving() -> None:
-    """Wait for the save in flight, if there is one. Collective where there is.
+    """Wait for the save in flight, if there is one; collective in that case.
 
     Raises:
         CheckpointError: on every rank, if it failed on any.
@@ -179,7 +179,7 @@ def wait_for_saving() -> None:
 
 
 def abandon() -> None:
-    """Give up the save in flight, if there is one: other ranks than its own go on. Local."""
+    """Give up the save in flight, if there is one, since its ranks have changed. Local."""
     while _in_flight:
         _in_flight.pop().abandon()
 
@@ -190,7 +190,7 @@ def failed_here() -> bool:
 
 
 def _finish() -> None:
-    """Wait for the save in flight at the end of a process that ends well, and log its failure."""
+    """Wait for the save in flight when a process ends without error, and log its failure."""
     if getattr(sys, "last_value", None) is None:
         for saving in _in_flight:
             saving._thread.join()
@@ -198,5 +198,5 @@ def _finish() -> None:
                 _log.error("%s failed: %s", saving._what, saving._problem)
 
 
-# Before executors refuse work, which clients of stores need to the end; `atexit` would be after.
+# Runs before executors refuse work, which clients of stores need to the end; `atexit` would be too late.
 getattr(threading, "_register_atexit", atexit.register)(_finish)

@@ -1,18 +1,18 @@
-"""Commits of checkpoints: all of one becomes visible, or nothing.
+"""Commits of checkpoints: all of a checkpoint becomes visible, or nothing.
 
     PATH/step-00000050/                 complete: tensor files, .metadata, manifest.json
     PATH/step-00000100.tmp-5f1c09/      being written, or left by a save that was killed
-    PATH/step-00000050.1/               step 50 saved again; the older version goes afterwards
-    URL/step-00000050.0-5f1c09/         in a store: a checkpoint once manifest.json is there
+    PATH/step-00000050.1/               step 50 saved again; the older version is removed afterwards
+    URL/step-00000050.0-5f1c09/         in a store: a checkpoint once manifest.json exists
 
-Files are written and fsynced in a `.tmp-` directory, then the manifest, then one rename makes
-the directory a checkpoint. Only after that do older ones go, and they too leave by a rename
-first, so that every directory with a checkpoint's name is whole at any moment.
+Files are written and fsynced in a `.tmp-` directory, then the manifest, then one rename makes the
+directory a checkpoint. Only then are older ones removed, which also begins with a rename, so every
+directory with a checkpoint's name is whole at any moment.
 
-A store has no rename. There the manifest, one small object, is written last and goes first: without it
-nothing is a checkpoint. Names that nobody else draws keep what a killed save still sends out of later ones.
-One job saves to a PATH at a time, which a lock (`files.lock`) sees to in a file system; PATH is one, or a
-store, that all ranks see.
+A store has no rename. There the manifest, one small object, is written last and removed first: without it a
+folder is no checkpoint. Unique names keep late writes of a killed save out of later saves. Only one job may
+save to a PATH at a time; in a file system, a lock (`files.lock`) ensures this. All ranks must see the file
+system or store of PATH.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from shardwise.files.manifest import MANIFEST, Types, all_in, is_count, read_man
 from shardwise.files.stores import At, Location, StorePath, location, remove_folder, sync
 
 FORMAT = 4
-_READ = (4, 3, 2)  # 3 has no plain values in the index; 2 has files hashed by sha256
-_COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+)(-[0-9a-f]{6})?)?")  # the last in stores only
+_READ = (4, 3, 2)  # 3 has no plain values in the index; 2 hashes files by sha256
+_COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+)(-[0-9a-f]{6})?)?")  # the suffix only in stores
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -57,7 +57,7 @@ def _complete(named: list[tuple[int, int, At]]) -> list[tuple[int, int, At]]:
 
 
 def _named(path: At) -> list[tuple[int, int, At]]:
-    """List what has a checkpoint's name under `path`, complete or not, oldest first."""
+    """List all folders with a checkpoint's name under `path`, complete or not, oldest first."""
     found: list[tuple[int, int, At]] = []
     for folder in path.iterdir() if path.is_dir() else ():
         if match := _COMPLETE.fullmatch(folder.name):
@@ -66,22 +66,22 @@ def _named(path: At) -> list[tuple[int, int, At]]:
 
 
 def check_count(name: str, value: Any, least: int, *, optional: bool = False) -> None:
-    """Raise CheckpointError unless an argument is an int of `least` or more; None too if `optional`."""
+    """Raise CheckpointError unless an argument is an int of `least` or more, or None if `optional`."""
     if not (optional and value is None) and (type(value) is not int or value < least):
         expected = f"{name} to be an int of {least} or more{', or None' * optional}"
         raise CheckpointError(f"expected {expected}, found {value!r} of type {type(value).__name__}")
 
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
-    """Return the newest complete checkpoint's step, or None. Asks this rank's file system or store only."""
+    """Return the newest complete checkpoint's step, or None. Reads only this rank's file system or store."""
     found = checkpoints(location(path))
     return found[-1][0] if found else None
 
 
 def find(path: Location, step: int | None) -> tuple[list[Location], str]:
-    """Return the directories of `step`, newest version first; of all steps, newest first, for None.
+    """Return the directories of `step`, newest version first; for None, those of all steps, newest first.
 
-    And a warning of newer ones that lack their manifest, or "": in a file system that is damage.
+    Also returns a warning about newer ones without a manifest, which in a file system are damaged, or "".
     """
     named = _named(path)
     found = _complete(named)
@@ -106,7 +106,7 @@ def find(path: Location, step: int | None) -> tuple[list[Location], str]:
 
 
 def open_staging(path: Location, step: int) -> Location:
-    """Return a fresh directory to write in. Also removes what killed saves left. One rank calls it."""
+    """Return a new directory to write in, and remove those that killed saves left. One rank calls it."""
     if isinstance(path, StorePath):
         whole = checkpoints(path)
         for folder in set(path.iterdir()).difference(folder for *_, folder in whole):
@@ -126,7 +126,7 @@ def _next_version(found: Sequence[tuple[int, int, Location]], step: int) -> int:
 
 
 def publish(staging: Location, step: int, manifest: dict[str, Any]) -> Location:
-    """Make `staging` a checkpoint: the manifest, and a rename where there are any. One rank calls it."""
+    """Make `staging` a checkpoint: write the manifest and, in a file system, rename. One rank calls it."""
     write_manifest(staging, manifest)
     if isinstance(staging, StorePath):
         return staging
@@ -139,7 +139,7 @@ def publish(staging: Location, step: int, manifest: dict[str, Any]) -> Location:
 
 
 def discard(staging: Location) -> None:
-    """Remove what a save that failed has written, unless it is a checkpoint by now. One rank calls it."""
+    """Remove the files of a failed save, unless it has become a checkpoint. One rank calls it."""
     with suppress(Exception):  # the earlier error is reported
         if isinstance(staging, Path):
             shutil.rmtree(staging, ignore_errors=True)
@@ -149,7 +149,7 @@ def discard(staging: Location) -> None:
 
 
 def tidy(path: Location, keep: int | None, keep_every: int | None, *, written: Location) -> None:
-    """Call `prune` after a save, which is complete whatever happens here."""
+    """Call `prune` after a save; errors only warn, since the save is complete."""
     try:
         prune(path, keep, keep_every, written=written)
     except Exception as error:  # whatever a store raises
@@ -161,7 +161,7 @@ def tidy(path: Location, keep: int | None, keep_every: int | None, *, written: L
 
 
 def prune(path: Location, keep: int | None, keep_every: int | None, *, written: Location) -> None:
-    """Remove older versions of a step, and all that `save` does not keep. By one rank."""
+    """Remove older versions of a step, and all checkpoints that `save` does not keep. One rank calls it."""
     newest = {step: folder for step, _, folder in checkpoints(path)}
     kept = [newest[step] for step in sorted(newest)][-keep if keep else 0 :]
     kept += [folder for step, folder in newest.items() if keep_every and step % keep_every == 0]
@@ -171,7 +171,7 @@ def prune(path: Location, keep: int | None, keep_every: int | None, *, written: 
 
 
 def remove(folder: Location) -> None:
-    """Remove a checkpoint, which is whole or not one at any moment. One rank calls it."""
+    """Remove a checkpoint so that it is whole, or no checkpoint, at any moment. One rank calls it."""
     if isinstance(folder, StorePath):
         (folder / MANIFEST).unlink()
         remove_folder(folder)
@@ -182,13 +182,13 @@ def remove(folder: Location) -> None:
 
 
 def manifest_of(folder: Location) -> dict[str, Any]:
-    """Return the manifest of a checkpoint, checked: see `files.manifest`. Of this format are
+    """Return the manifest of a checkpoint, checked: see `files.manifest`. This format adds
 
     step, world_size             int
     tensors                      {name: {"shape": [int], "dtype": name of a torch dtype}}
-    values                       {name: what `to_json` makes}
-    lists                        {name: length} of the lists that tensors are in
-    per_rank                     [name] of what every rank has its own of
+    values                       {name: result of `to_json`}
+    lists                        {name: length} of lists that contain tensors
+    per_rank                     [name] of `PerRank` entries
     """
     try:
         return read_manifest(folder, format=_READ, types=_TYPES)

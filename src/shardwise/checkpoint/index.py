@@ -1,7 +1,7 @@
 """The index of a checkpoint, torch's `.metadata`, read and checked: which bytes hold which box.
 
-A checkpoint is whole if its boxes cover every tensor once. What is checked here is handed on as numbers
-and texts alone; nothing else that the index may hold gets any further.
+A checkpoint is whole if its boxes cover every tensor once. Checked content is passed on as numbers and texts
+only; nothing else in an index goes any further.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INDEX = ".metadata"
 
 
 class Place(NamedTuple):
-    """Bytes of a file."""
+    """A range of bytes in a file."""
 
     file: Location
     begin: int
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 class Index:
     """The position of every chunk of a checkpoint's tensors."""
 
-    metadata: Metadata  # with what torch's planner reads: sizes and chunks
+    metadata: Metadata  # has what torch's planner reads: sizes and chunks
     places: Mapping[tuple[str, tuple[int, ...]], Place]  # by name and the chunk's offsets
 
 
@@ -53,7 +53,7 @@ def read_index(folder: Location, tensors: Mapping[str, Any], files: Mapping[str,
     """Return the index of a checkpoint, which must fit the manifest's `tensors` and `files`.
 
     Raises:
-        CheckpointError: an index that is damaged or none; other names, shapes or dtypes than the manifest's;
+        CheckpointError: a damaged or missing index; names, shapes or dtypes that differ from the manifest's;
             chunks that do not cover a tensor once, or lie outside the files.
     """
     file = inside(folder, INDEX)
@@ -71,7 +71,7 @@ def read_index(folder: Location, tensors: Mapping[str, Any], files: Mapping[str,
 def _checked(folder: Location, found: Any, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> Index:
     if not isinstance(found, Metadata):
         raise CheckpointError(f"expected an index, found {type(found).__name__}")
-    known = found.state_dict_metadata  # plain values are there for torch's reader: the manifest has them
+    known = found.state_dict_metadata  # its plain values are for torch's reader: the manifest has them
     known = {name: entry for name, entry in known.items() if not isinstance(entry, BytesStorageMetadata)}
     if differing := sorted(set(known) ^ set(tensors), key=str):
         raise CheckpointError(f"{differing[0]} is in only one of index and manifest")
@@ -121,7 +121,7 @@ def _numbers(found: Any) -> tuple[int, ...]:
 
 
 def _find(module: str, name: str) -> Any:
-    """Return what a name in an index stands for: a record of torch's index modules, a size, dtype or path."""
+    """Return the object that a name in an index refers to: torch's index record, a size, dtype or path."""
     if module == "torch":
         found = getattr(torch, name, None)
         return found if name == "Size" or isinstance(found, torch.dtype) else None

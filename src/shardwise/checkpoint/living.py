@@ -1,13 +1,13 @@
-"""A run that goes on while ranks are lost and replaced: those that live keep their processes and their state.
+"""A run that continues while ranks are lost and replaced: living ranks keep their processes and their state.
 
-    a rank is lost      what the others are in raises, and ends their attempt at the step
-    they meet           through a store that outlives them, with whoever has come to replace it
-    they agree          on the last step: who has all gradients of one that another has taken takes it too
-    state moves         from copies in the living ranks' memory (`memory.py`) to a model built anew
+    a rank is lost      the others' current operations raise, and end their attempt at the step
+    they meet           through a store that outlives them, together with any replacement
+    they agree          on the last step: a rank with all gradients of a step that another has taken takes it
+    state moves         from copies in the living ranks' memory (`memory.py`) to a newly built model
     the step is tried   again
 
-A step is taken (`commit`) in two parts: all ranks say that they have its gradients, then each steps alone. So
-where one rank has stepped, every other can, whatever has been lost since.
+A step is taken (`commit`) in two parts: all ranks confirm that they have its gradients, then each steps
+alone. So if one rank has stepped, every other can, whatever has been lost since.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from shardwise.comm.watch import leave_all, look_into, of_transport, order_of, r
 from shardwise.errors import CheckpointError, RankMismatchError, ShardwiseError
 from shardwise.files.stores import on_disk
 
-_CONNECT = timedelta(seconds=10)  # that ranks which have met wait for a connection, several times
+_CONNECT = timedelta(seconds=10)  # for a connection after a meeting; may be waited for several times
 _LOST = f"A lost rank had what no living one has, or living ranks differ. {START}"
 
 
 class Training(Protocol):
-    """The state that `LivingRanks` keeps: a model, its optimizer and whatever else goes on with them."""
+    """The state that `LivingRanks` keeps: a model, its optimizer and whatever else continues with them."""
 
     def state(self) -> dict[str, Any]:
         """Return the state for `checkpoint.save`. `PerRank` must be optional: a new rank has none. Local."""
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take what was filled of such a state."""
+        """Load such a state after it was filled."""
 
 
 _T = TypeVar("_T", bound=Training)
 
 
 class LivingRanks(Generic[_T]):
-    """Train on the ranks that live:
+    """Trains on the ranks that live:
 
         run = LivingRanks(build, store=store, ranks=4, folder="/dev/shm/my-run")
         while run.training.step < 1000:
@@ -58,12 +58,12 @@ class LivingRanks(Generic[_T]):
                 training.loss(batch).backward()
                 run.commit(training.advance)
 
-    It makes the default process group, and makes another whenever ranks are lost or come; `build` is called
-    after each, on every rank. Started again, the same script is a replacement: it joins those that live. A
-    lost rank's shard must be on another rank too, as with HSDP or where parameters are replicated.
+    It makes the default process group, and a new one whenever ranks are lost or join; after each, every rank
+    calls `build`. A restarted script is a replacement: it joins the living ranks. A lost rank's shard must
+    also be on another rank, as with HSDP or replicated parameters.
 
     Attributes:
-        training: what `build` made last. Meshes and process groups are new with it.
+        training: the latest result of `build`, with new meshes and process groups.
     """
 
     def __init__(
@@ -79,25 +79,26 @@ class LivingRanks(Generic[_T]):
         backend: str = "gloo",
         timeout: timedelta = timedelta(minutes=5),
     ) -> None:
-        """Meet the other ranks; collective over all that `ranks` counts.
+        """Meet the other ranks; collective over all `ranks`.
 
         Args:
             build: makes a model on meshes of the default process group, whatever its size.
-            resume: what a run begins with: loads it from storage, if something is there. Called on every rank
-                after `build`, where none has taken a step.
-            store: that every process reaches and that outlives each: the launcher's TCPStore, a FileStore.
-            ranks: of the whole run.
-            rank: that this process would be; None takes one that is free.
-            folder: as of `HostMemory`, for what ranks hand on. The rank's own, where hosts have no folder.
-            wait_s: how long ranks wait for a replacement before those that live go on without. As long as it
-                takes for all of them to notice, at least.
-            backend: of the process groups.
-            timeout: of the process groups. So long, and `wait_s`, a rank without state waits for all others,
-                or for one that has state.
+            resume: loads the initial state from storage, if there is one. Called on every rank after `build`,
+                if no rank has taken a step.
+            store: a store that every process reaches and that outlives them: the launcher's TCPStore, or a
+                FileStore.
+            ranks: the number of ranks of the whole run.
+            rank: the rank that this process should be; None takes a free one.
+            folder: as for `HostMemory`, for state that ranks pass on; a folder per rank if hosts share none.
+            wait_s: how long ranks wait for a replacement before the living ones continue without it. It must
+                be long enough for all of them to notice a loss.
+            backend: the backend of the process groups.
+            timeout: the timeout of the process groups. A rank without state waits this long, plus `wait_s`,
+                for all others, or for one that has state.
 
         Raises:
-            CheckpointError: where this rank came, and neither all others nor one that has state; on every
-                rank, where a part of the state was lost with those that had it.
+            CheckpointError: neither all other ranks came, nor one that has state; on every rank, if a part of
+                the state was lost with the ranks that had it.
         """
         self._meeting = Meeting(store, ranks=ranks, wait_s=wait_s, timeout=timeout)
         self._build, self._resume = build, resume
@@ -118,10 +119,10 @@ class LivingRanks(Generic[_T]):
 
     @contextmanager
     def attempt(self) -> Iterator[_T]:
-        """Attempt one step, which may not be taken: ask `training` what it has reached. Collective.
+        """Attempt one step, which may not be taken: read from `training` how far it is. Collective.
 
-        What a lost rank makes others raise ends here, with ranks that have met anew. Random numbers that an
-        attempt drew are drawn again. Any other error is raised.
+        Errors that a lost rank causes end here, after ranks have met anew. Random numbers that an attempt
+        drew are drawn again. Any other error is raised.
         """
         self._random = _random_state()
         try:
@@ -136,9 +137,9 @@ class LivingRanks(Generic[_T]):
             self._go_on(error)
 
     def commit(self, *actions: Callable[[], object]) -> None:
-        """Take the step: call `actions`, which communicate nothing, on every rank or on none. Collective.
+        """Take the step: call `actions`, which must not communicate, on every rank or on none. Collective.
 
-        Costs an all-reduce of 8 bytes that all ranks wait for.
+        Costs an all-reduce of 8 bytes, for which all ranks wait.
         """
         self._ready = actions
         flag = torch.tensor([dist.get_rank() == 0 and self._meeting.has_new()])
@@ -149,7 +150,7 @@ class LivingRanks(Generic[_T]):
             raise_explained(error, [order] if order else [], "commit the step")
         self._meeting.hold()
         self._take()
-        if self._memory is not None:  # all have loaded what was handed on
+        if self._memory is not None:  # all have loaded the state that was passed on
             self._memory.keep_only(None)
             self._memory = None
         if flag.item():
@@ -165,7 +166,7 @@ class LivingRanks(Generic[_T]):
     # Meeting
 
     def _go_on(self, error: RuntimeError | None) -> None:
-        """Meet, until all that met have the state."""
+        """Meet until all ranks that met have the state."""
         while True:
             try:
                 if self._meet(error is not None):
@@ -181,7 +182,7 @@ class LivingRanks(Generic[_T]):
                 raise error  # the same ranks failed at the same step again
 
     def _meet(self, failed: bool) -> bool:
-        """Make a process group of those who are there, and go on from their state; False if that is vain."""
+        """Make a process group of the ranks that came, and continue from their state; False if in vain."""
         before = self._meeting.size
         self._rank, counts = self._meeting.come(self._rank, has_state=self._taken is not None)
         if not counts:
@@ -213,7 +214,7 @@ class LivingRanks(Generic[_T]):
         return True
 
     def _forget(self) -> None:
-        """Forget all state: the others went on without this rank, which joins them as a new one."""
+        """Forget all state: the others continued without this rank, which rejoins as a new one."""
         self._training = self._taken = None
         self._ready, self._random = (), []
 
@@ -229,10 +230,10 @@ class LivingRanks(Generic[_T]):
         self._ready = ()
 
     def _move(self, taken: int, *, keeps: bool) -> None:
-        """Build, and fill what was built with the state of those that had one after so many steps.
+        """Build, and fill the result with the state that ranks had after `taken` steps.
 
         Args:
-            keeps: whether all of them have it still; else a meeting broke off once it was copied.
+            keeps: whether all of them still have it; if not, an earlier meeting failed after copying it.
         """
         memory = self._memory = HostMemory(self._folder)
         if not taken:
@@ -244,7 +245,7 @@ class LivingRanks(Generic[_T]):
             except CheckpointError as error:
                 raise CheckpointError(f"{error}\n{_LOST}") from error
             memory.wait()
-        self._training = None  # the copy has it: two models need not be there
+        self._training = None  # the copy has it: do not hold two models
         training = self._build()
         if taken:
             state = {"state": training.state()}
@@ -263,7 +264,7 @@ class _NewRanks(Exception):  # noqa: N818 - a reason to meet, no error
 
 
 def _is_loss(error: RuntimeError) -> bool:
-    """Return whether the error is one that a lost rank makes others raise."""
+    """Return whether the error may be caused by a lost rank."""
     return isinstance(error, RankMismatchError) or (
         not isinstance(error, ShardwiseError) and of_transport(error)
     )

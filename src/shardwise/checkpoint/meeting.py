@@ -1,18 +1,19 @@
 """Meetings of ranks: in a store that outlives each of them, round by round.
 
-    R/came, R/1, R/2 ...    who came, with the rank that each would be, and whether it has state
-    R/closed                which of them belong to the round: all there are to be, or who was there in time
-    R/beat/1 ...            a count of each member's that goes on until the round has held
-    R/broken                why it has not: its members meet in the next
-    R/waiting               how many came that it has no need of
+    R/came, R/1, R/2 ...    the processes that came: the rank that each should be, and whether it has state
+    R/closed                the members of the round: all expected processes, or those that came in time
+    R/beat/1 ...            a counter of each member, which advances until the round has held
+    R/broken                why the round failed: its members meet in the next
+    R/waiting               the number of processes that came but are not needed
 
-Ranks that connect to each other tell where they are through the store. One that dies before it has told
-would leave the others waiting. So they wait in a store that looks whether the round's members live; and no
-round is closed while a member of the round before lives that has not come.
+Ranks exchange their addresses through the store to connect. If one died before that, the others would wait
+for it. So they wait in a store that checks whether the round's members live; and no round is closed while a
+living member of the previous round has not come.
 
-Who has state goes before who has none: processes that replace others may die and be replaced in turn before
-the last of the living has noticed the loss, and it may be the only one with its part of the state. So a round
-of several new ones is closed once that has had its time, and a new one that nobody needs waits until it is.
+Processes with state take precedence over those without. Replacements may die and be replaced in turn before
+the last living rank has noticed the loss, and that rank may be the only one with its part of the state. So a
+round of several new processes is closed only after the time to notice, and a new process that is not needed
+waits until then.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from shardwise._compat import PrefixStore, Store
 from shardwise.errors import CheckpointError
 
 START = "Start all ranks again from a checkpoint"
-_LOOK_S = 0.02  # between looks into the store
-_NOTICE_S = 6.0  # in which all that live have noticed a loss
-_BEAT_S, _SILENT_S = 0.5, 5.0  # between beats; without one, a member is taken for dead
+_LOOK_S = 0.02  # between polls of the store
+_NOTICE_S = 6.0  # in which all living ranks notice a loss
+_BEAT_S, _SILENT_S = 0.5, 5.0  # between beats; without a beat, until a member counts as dead
 
 
 class Meeting:
-    """The rounds in which this process has met others. Local, but for what the methods say.
+    """The rounds in which this process has met others. Local, unless a method says otherwise.
 
     Attributes:
-        round: the last that it came to.
-        size: of that round.
-        timeout: for what ranks wait for in the store.
+        round: the last round that it joined.
+        size: the size of that round.
+        timeout: the limit of ranks' waits in the store.
     """
 
     def __init__(self, store: Store, *, ranks: int, wait_s: float, timeout: timedelta) -> None:
@@ -50,19 +51,19 @@ class Meeting:
         self._store = PrefixStore("shardwise/living", store)
         self._ranks, self._wait_s, self.timeout = ranks, wait_s, timeout
         self.round, self.size = -1, 0
-        self._number: int  # among those who came to the round
+        self._number: int  # among the processes that came to the round
         self._beating: threading.Event | None = None
-        self._stores: list[_Watched] = []  # torch keeps what is behind them, not the objects
+        self._stores: list[_Watched] = []  # torch keeps only their C++ parts alive, not the Python objects
         _all.add(self)
 
     def come(self, rank: int | None, *, has_state: bool) -> tuple[int, bool]:
-        """Come to the next round; return this process's rank there, and whether its state still counts.
+        """Join the next round; return this process's rank there, and whether its state still counts.
 
-        Returns once all are there or, to one that has state, once it has waited for long enough.
+        Returns once all are there or, for a process with state, once it has waited for long enough.
         """
         while True:
             newest = int(self._store.get("round")) if self._store.check(["round"]) else -1
-            has_state = has_state and newest <= self.round  # else the others have gone on without it
+            has_state = has_state and newest <= self.round  # else the others have continued without it
             patience_s = self._wait_s + (0 if has_state else self.timeout.total_seconds())
             if not has_state:
                 self._wait_until_needed(rank, newest, patience_s)
@@ -92,17 +93,17 @@ class Meeting:
             has_state = False
 
     def _hear(self, arrived: dict[int, tuple[int | None, bool]]) -> None:
-        """Add members that have come to the round and described themselves: rank, and whether with state."""
+        """Add processes that have come to the round and described themselves: rank, whether with state."""
         for number in range(1, self._store.add(f"{self.round}/came", 0) + 1):
             if number not in arrived and self._store.check([key := f"{self.round}/{number}"]):
                 arrived[number] = tuple(json.loads(self._store.get(key)))
 
     def _lacks_one_at_most(self, newest: int, arrived: Mapping[int, tuple[int | None, bool]]) -> bool:
-        """Return whether the previous round's members came back with state, but for one to be replaced."""
+        """Return whether the previous round's members came back with state, except at most one."""
         return sum(has for _, has in arrived.values()) >= len(_members(self._store, newest)) - 1
 
     def _wait_until_needed(self, rank: int | None, newest: int, patience_s: float) -> None:
-        """Return once a round lacks ranks, its members meet again, or all ranks were started again."""
+        """Return once a round lacks ranks, its members meet again, or all ranks were restarted."""
         if len(_members(self._store, newest)) < self._ranks:
             return
         started = time.monotonic()
@@ -119,32 +120,32 @@ class Meeting:
             time.sleep(_LOOK_S)
 
     def watched(self, name: str) -> Store:
-        """Return a part of the store; waiting on it ends if a member dies before the round has held."""
+        """Return a part of the store; waits in it end if a member dies before the round has held."""
         self._stores.append(_Watched(self._store, self))
         return PrefixStore(f"{self.round}/{name}", self._stores[-1])
 
     def has_new(self) -> bool:
-        """Return whether anyone has joined the next round."""
+        """Return whether any process has joined the next round."""
         return self._store.check([f"{self.round + 1}/came"])
 
     def hold(self) -> None:
-        """Note that the round has held: nobody connects any more, and a death is noticed elsewhere."""
+        """Note that the round has held: all are connected, and a death is noticed elsewhere."""
         if self._beating is not None:
             self._beating.set()
             self._thread.join()
             self._beating = None
 
     def break_up(self, why: str) -> None:
-        """Have those who still connect come to the next round."""
+        """Make members that still connect come to the next round."""
         if self.round >= 0:
             self._store.set(f"{self.round}/broken", why)
 
     def pulses(self) -> _Pulses | None:
-        """Return the other members, while the round has yet to hold."""
+        """Return the other members' pulses, until the round has held."""
         return _Pulses(self._store, self.round, skip=self._number) if self._beating is not None else None
 
     def broken(self, pulses: _Pulses) -> str | None:
-        """Return why the round has failed, as far as is known; None if it has not."""
+        """Return why the round has failed, if this is known; None if it has not."""
         if self._store.check([f"{self.round}/broken"]):
             return self._store.get(f"{self.round}/broken").decode()
         if not pulses.silent():
@@ -170,7 +171,7 @@ class Meeting:
     def _alone(
         self, rank: int | None, newest: int, arrived: Mapping[int, tuple[int | None, bool]], waited_s: float
     ) -> str:
-        """Describe why ranks without state do not begin: fewer than all have come, and none with state."""
+        """Describe why ranks without state cannot begin: not all have come, and none with state."""
         here = {each for each, _ in arrived.values()}
         missing = ", ".join(str(rank) for rank in range(self._ranks) if rank not in here)
         if newest < 0:
@@ -185,16 +186,16 @@ class Meeting:
 
 
 def seats(arrived: Mapping[int, tuple[int | None, bool]], most: int) -> list[int]:
-    """Return the members of a round, by number: those with state first, of others those that came last.
+    """Return the members of a round, by number: those with state first, then those that came last.
 
     Args:
-        arrived: by number, the rank that each had, and whether it has state.
+        arrived: by number, the rank that each process had, and whether it has state.
     """
     return sorted(sorted(arrived, key=lambda number: (not arrived[number][1], -number))[:most])
 
 
 def _members(store: Store, round: int) -> list[int]:
-    """Return the members of a round, by number; nobody before it is closed."""
+    """Return the members of a round, by number; none before it is closed."""
     if not store.check([f"{round}/closed"]):
         return []
     members: list[int] = json.loads(store.get(f"{round}/closed"))
@@ -202,10 +203,10 @@ def _members(store: Store, round: int) -> list[int]:
 
 
 def places(old: Sequence[int | None]) -> list[int]:
-    """Return the rank of each who came: the old one where it fits, else the lowest that is free.
+    """Return the rank of each member: the old one if it fits, else the lowest free one.
 
     Args:
-        old: in the order in which they came, the rank that each had; None for a new one.
+        old: the rank that each member had, in order of arrival; None for a new one.
     """
     size, found, taken = len(old), dict[int, int](), set[int]()
     for number, rank in enumerate(old):
@@ -228,7 +229,7 @@ def _beat(store: Store, key: str, ended: threading.Event) -> None:
 
 
 class _Pulses:
-    """Watches for members of a round that give no sign of life for a while, as this process sees it."""
+    """Watches for members of a round that give no sign of life for a while, by this process's clock."""
 
     def __init__(self, store: Store, round: int, *, skip: int | None) -> None:
         self._store, self._looked = store, 0.0
@@ -249,7 +250,7 @@ class _Pulses:
 
 
 class _Watched(Store):
-    """A store whose `wait` ends where the round has come to nothing."""
+    """A store whose `wait` ends if the round has failed."""
 
     def __init__(self, store: Store, meeting: Meeting) -> None:
         super().__init__()
@@ -298,7 +299,7 @@ _all: WeakSet[Meeting] = WeakSet()
 
 
 def _finish() -> None:
-    """End threads before the interpreter does: inside the store they would abort the process."""
+    """End threads before the interpreter ends: inside the store they would abort the process."""
     for meeting in list(_all):
         meeting.hold()
 

@@ -1,20 +1,20 @@
-"""Copies of a run's state in its hosts' memory: where a host is lost, ranks go on without storage.
+"""Copies of a run's state in its hosts' memory: if a host is lost, ranks continue without storage.
 
-A copy is a checkpoint like any other, in a folder of which every host has its own, in memory (tmpfs):
+A copy is an ordinary checkpoint, in a folder that each host has in its own memory (tmpfs):
 
     /dev/shm/run on host A     step-00000050/   __0_0.distcp  __1_0.distcp    its own ranks' parts
                                                 __2_0.distcp  __3_0.distcp    those of the host before it
                                                 .metadata  manifest.json      of all
     /dev/shm/run on host B     step-00000050/   __2_0.distcp  __3_0.distcp  __0_0.distcp  __1_0.distcp  ...
 
-A host's memory outlives the processes of its ranks. The copy before goes once all hosts have the new one,
-so what any one host loses, the others have.
+A host's memory outlives the processes of its ranks. The previous copy is removed once all hosts have the new
+one, so the other hosts have whatever any one host loses.
 
-    write     each rank its part, into its own host's folder: what the run waits for
-    send      to the next host, from file to file: in a thread, over a gloo group of its own
-    commit    on each host (`commit.py`); then the copy before goes
-    load      the newest copy of which every file is on some host. A host is sent what its ranks read
-              and it lacks; then as from storage (`read.py`)
+    write     each rank writes its part into its own host's folder; the run waits only for this
+    send      to the next host, from file to file: in a thread, over a separate gloo group
+    commit    on each host (`commit.py`); then remove the previous copy
+    load      the newest copy of which every file is on some host. Each host gets the files that its ranks
+              read and it lacks; then as from storage (`read.py`)
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from shardwise.files.manifest import MANIFEST, digest, whole_file
 from shardwise.files.stores import on_disk
 
 _TAG = 0x7B100000
-_CHUNK_BYTES = 4096  # that a chunk in a file takes beside its numbers, at most
+_CHUNK_BYTES = 4096  # the most that a chunk in a file takes besides its numbers
 _WHAT = "copying to memory"
 
 
 class Message(NamedTuple):
-    """A file that goes from rank to rank."""
+    """A file that one rank sends to another."""
 
     sender: int
     receiver: int
@@ -67,7 +67,7 @@ class Message(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """One that the hosts have together."""
+    """A copy that the hosts have together."""
 
     step: int
     digest: str  # of its manifest
@@ -76,15 +76,16 @@ class _Copy(NamedTuple):
 
 
 class HostMemory:
-    """Copies of a state in the memory of hosts; the newest, and the one before until it is complete.
+    """Copies of a state in the memory of hosts: the newest, and the previous one until that is complete.
 
-    Collective over the default process group, to make one and in every call; without one a process is alone.
+    Making one and every call are collective over the default process group; without one, only this process
+    takes part.
 
     Args:
-        path: a folder in memory that a host's ranks share, and no other host's or run's: `/dev/shm/NAME`.
-            What is in it outlives the ranks; end a run with `clear`.
-        limit_bytes: the most that this host's files may take. A copy takes what its ranks write, and what
-            those of the host before it write; while a new one is made, the one before is there too.
+        path: a folder in memory that only a host's ranks of this run share: `/dev/shm/NAME`. Its content
+            outlives the ranks; end a run with `clear`.
+        limit_bytes: the most that this host's files may take. A copy takes what the host's own ranks write,
+            plus what the previous host's ranks write; while a new copy is made, the old one exists too.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, limit_bytes: int | None = None) -> None:
@@ -100,13 +101,13 @@ class HostMemory:
         _all.add(self)
 
     def save(self, state: dict[str, Any], *, step: int) -> None:
-        """Copy `state`, as `checkpoint.save` takes it; return once this rank's part is in its host's memory.
+        """Copy `state`, as for `checkpoint.save`; return once this rank's part is in its host's memory.
 
-        It is sent to the next host while the run goes on. One copy is under way at a time: the next waits.
+        The part is sent to the next host while the run continues. One copy is made at a time: the next waits.
 
         Raises:
-            CheckpointError: on every rank, if any fails or has no room, or the copy before failed; the newest
-                that is complete is untouched.
+            CheckpointError: on every rank, if any fails or has no room, or the previous copy failed; the
+                newest complete copy is untouched.
         """
         self.wait()
         job = prepare_save(
@@ -120,14 +121,14 @@ class HostMemory:
         self._sending.start()
 
     def wait(self) -> None:
-        """Return once the copy under way is complete on all hosts. Errors as of `save`."""
+        """Return once the current copy is complete on all hosts. Raises the errors of `save`."""
         together("waiting for a copy", self._ended)
 
     def load(self, state: dict[str, Any], *, newer_than: int | None = None) -> int | None:
-        """Fill `state` from the newest copy that is whole, as `checkpoint.load` does; its step.
+        """Fill `state` from the newest whole copy, as `checkpoint.load` does; return its step.
 
-        None, with the state untouched, if hosts have no copy whose every file is on one of them, or none of a
-        later step than `newer_than`, such as the newest in storage. A damaged one is named in a warning.
+        Returns None, with the state untouched, if for no copy every file is on some host, or no copy is of a
+        later step than `newer_than`, such as the newest in storage. A warning names damaged copies.
 
         Raises:
             CheckpointError: on every rank, if the names, shapes or dtypes of state and copy differ, or ranks
@@ -153,7 +154,7 @@ class HostMemory:
         return None
 
     def clear(self) -> None:
-        """Remove all copies, once a run is over."""
+        """Remove all copies, at the end of a run."""
         self.wait()
         together("HostMemory.clear", lambda: self.keep_only(None))
 
@@ -179,7 +180,7 @@ class HostMemory:
         return rank is not None and self._hosts[rank] == self._host
 
     def _send(self, job: Job, parts: list[Part]) -> None:
-        """Carry the parts of a copy to other hosts and publish it. Runs in a thread."""
+        """Send the parts of a copy to other hosts and publish it. Runs in a thread."""
         try:
             sizes = {name: file["bytes"] for part in parts for name, file in part["files"].items()}
             wanted: list[list[str]] = [[] for _ in self._hosts]
@@ -217,7 +218,7 @@ class HostMemory:
     # Loading
 
     def _listed(self) -> dict[str, dict[str, Any]]:
-        """List this host's copies, or parts of them: by digest, what is there and what there should be."""
+        """List this host's copies, or parts of them: by digest, the existing and the expected files."""
         found = {}
         for step, version, folder in checkpoints(self._path):
             with suppress(CheckpointError, OSError):
@@ -229,7 +230,7 @@ class HostMemory:
         return found
 
     def _fetched(self, copy: _Copy, state: dict[str, Any]) -> Whole | None:
-        """Fetch the copy into this host's folder, with all files that its ranks read; None if damaged."""
+        """Fetch into this host's folder all files of the copy that its ranks read; return None if damaged."""
         what = f"HostMemory.load of step {copy.step} from {self._path}"
         lacks = self._rank == self._host and self._host not in copy.folders
         made = together(what, lambda: str(open_staging(self._path, copy.step)) if lacks else "")
@@ -249,7 +250,7 @@ class HostMemory:
     # Both
 
     def _carry(self, folder: Path, sent: Sequence[Message]) -> None:
-        """Send files of `folder` to other hosts' and receive theirs. Collective."""
+        """Send files of `folder` to other hosts, and receive theirs. Collective."""
         if not sent:
             return
         mine = [message for message in sent if self._rank in (message.sender, message.receiver)]
@@ -273,7 +274,7 @@ class HostMemory:
 
 
 def neighbours(hosts: Sequence[int]) -> list[int | None]:
-    """Return, by rank, the rank of the next host that keeps a copy of its part; None on a host alone.
+    """Return, by rank, the rank on the next host that keeps a copy of its part; None with a single host.
 
     Args:
         hosts: by rank, the first rank of its host.
@@ -292,11 +293,11 @@ def neighbours(hosts: Sequence[int]) -> list[int | None]:
 def messages(
     wanted: Sequence[Sequence[str]], *, there: Mapping[int, Mapping[str, int]], hosts: Sequence[int]
 ) -> list[Message]:
-    """Return who sends which file to whom, so that every host has what its ranks want: equal on every rank.
+    """Return which rank sends which file to which, to give every host its ranks' files: equal on every rank.
 
     Args:
         wanted: by rank, names of files.
-        there: by host, the files it has, and their bytes.
+        there: by host, its files and their bytes.
         hosts: by rank, the first rank of its host.
     """
     sent, going, found = [0] * len(hosts), set(), []
@@ -314,7 +315,7 @@ def messages(
 
 
 def _complete(listed: Sequence[Mapping[str, Any]]) -> Iterator[_Copy]:
-    """Yield the copies of which every file is on some host, the newest first."""
+    """Yield the copies of which every file is on some host, newest first."""
     known: dict[str, dict[int, Any]] = {}
     for host, copies in enumerate(listed):
         for key, entry in copies.items():
@@ -334,7 +335,7 @@ def _check_index(folder: Path, files: Mapping[str, dict[str, Any]]) -> None:
 
 
 def _sound(what: str, look: Callable[[], object]) -> bool:
-    """Return whether no rank finds damage; what is found is logged as a warning. Collective."""
+    """Return whether no rank finds damage; damage causes a warning. Collective."""
 
     def looked() -> None:
         look()
@@ -348,7 +349,7 @@ def _sound(what: str, look: Callable[[], object]) -> bool:
 
 
 def _reserve(folder: Path, received: Sequence[Message]) -> None:
-    """Make room for files: memory that is mapped and is not there ends the process when it is written."""
+    """Reserve memory for files: writing to mapped memory that does not exist would end the process."""
     for message in received:
         with (folder / f"{message.name}.new").open("wb") as file:
             try:
@@ -366,7 +367,7 @@ _all: WeakSet[HostMemory] = WeakSet()
 
 
 def _finish() -> None:
-    """Wait for the copy under way at the end of a process that ends well."""
+    """Wait for the current copy when a process ends without error."""
     if getattr(sys, "last_value", None) is None:
         for memory in list(_all):
             if memory._sending is not None:

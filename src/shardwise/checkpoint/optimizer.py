@@ -1,4 +1,4 @@
-"""The state of an optimizer, by name, without a trace of having asked for it."""
+"""The state of an optimizer, by name, read without changing the optimizer."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ from shardwise.optim.by_name import undo_step
 def optimizer_state(
     model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], *, stages: DeviceMesh | None = None
 ) -> dict[str, Any]:
-    """Return the state by parameter name, to save or to load into; the optimizer is as before.
+    """Return the state by parameter name, to save or to load into, without changing the optimizer.
 
-    It is what torch's `get_optimizer_state_dict(model, optimizer)` returns, of several optimizers one state
-    of all; of `shardwise.optim.flat` and `ShardedOptimizer` their own. An optimizer without state, which has
-    taken no step, tells the state with which its first begins: `step` is 0. torch's function takes a step
-    with gradients of zero and leaves the optimizer that state, so later steps count it; where there are
-    gradients it returns none. Here it is made aside, and freed with what is returned. Two kinds of state do
-    not begin so: momentum of SGD with `dampening`, which begins by the first gradient undampened, and what
-    an optimizer of others counts besides `step`.
+    It equals the result of torch's `get_optimizer_state_dict(model, optimizer)`; several optimizers give one
+    common state; `shardwise.optim.flat` and `ShardedOptimizer` give their own.
+
+    For an optimizer that has taken no step and so has no state, the result is the state with which its first
+    step begins: `step` is 0. torch's function takes a step with zero gradients and leaves that state in the
+    optimizer, so later steps count it; if there are gradients, it returns none. Here the state is made
+    separately, and freed with the result. Two kinds of state begin differently: momentum of SGD with
+    `dampening`, which begins with the first gradient undampened, and counters other than `step` in other
+    libraries' optimizers.
 
     Args:
-        stages: the ranks of a pipeline's stages, `mesh["pp"]`, each with a model and an optimizer of its own.
-            The state then names the parameters of all, as that of the whole model does: they load each other.
-            Collective over them.
+        stages: the ranks of a pipeline's stages, `mesh["pp"]`, each with its own model and optimizer. The
+            state then names the parameters of all stages, like that of the whole model, so that each can be
+            loaded as the other. Collective over them.
 
     Raises:
-        CheckpointError: several optimizers, one of which loads a state of its own parameters only; or stages
-            with different numbers of parameter groups, on all of them.
+        CheckpointError: one of several optimizers can only load a state of its own parameters; or, on all
+            stages, stages have different numbers of parameter groups.
     """
     state = _of_all(model, optimizer)
     if stages is not None:
@@ -45,7 +47,7 @@ def optimizer_state(
 
 
 def _name_all(groups: list[dict[str, Any]], stages: DeviceMesh) -> None:
-    """Let each group name the parameters that it has on any stage."""
+    """Make each group name the parameters that it has on any stage."""
     names = together(
         "taking the state of all stages' optimizers",
         lambda: [group["params"] for group in groups],

@@ -1,8 +1,8 @@
 """One rank's part of a checkpoint: a file of chunks, hashed while it is written.
 
-What the file's bytes were meant to be is hashed, not what a disk gives back, so damage by the writing
-itself is found too. The hash is XXH3, ten times as fast as a cryptographic one: it guards against damage,
-not malice, and costs less than a tenth of writing.
+The hash covers the intended bytes, not those read back from disk, so damage during writing is found too. It
+is XXH3, ten times as fast as a cryptographic hash: it guards against damage, not malice, and costs less than
+a tenth of writing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def write_part(staging: Location, rank: int, chunks: Iterable[tuple[Chunk, Tenso
     """Write chunks, `staged` or not, to a file in `staging`; return once it is on disk, or in the store.
 
     Raises:
-        CheckpointError: the system refused, or a chunk is no dense plain tensor.
+        CheckpointError: the system refused the write, or a chunk is not a dense plain tensor.
     """
     file, places = staging / f"__{rank}_0.distcp", []
     try:
@@ -55,13 +55,13 @@ def write_part(staging: Location, rank: int, chunks: Iterable[tuple[Chunk, Tenso
             stream.flush()
     except CheckpointError:
         raise
-    except Exception as error:  # torch's own message buries what the system refused
+    except Exception as error:  # torch's own message hides the system's error
         raise CheckpointError(f"{_first_cause(error)}; check the space and rights there") from error
     return {"files": {file.name: hashed.digest()}, "places": places}
 
 
 def write_values(staging: Location, values: Mapping[str, Any]) -> Part:
-    """Write plain values, which the manifest has, for torch's reader too: each by its name there."""
+    """Write plain values, which the manifest also has, for torch's reader: each under torch's name."""
     places, content = [], io.BytesIO()
     leaves = (leaf for name, value in values.items() for leaf in _walked(name, from_json(value)))
     for name, value in leaves:
@@ -90,7 +90,7 @@ def _has_dicts(value: Any) -> bool:
 
 
 def write_index(staging: Location, chunks: list[Chunk], parts: Iterable[Part]) -> dict[str, Any]:
-    """Write the index of all ranks' parts, as torch's distributed checkpoint has it; its digest, by name."""
+    """Write the index of all ranks' parts, as torch's distributed checkpoint has it; return its digest."""
     metadata = metadata_of(chunks)
     metadata.storage_data = {}
     for name, offset, path, begin, length in (place for part in parts for place in part["places"]):
@@ -109,10 +109,10 @@ def _digest(content: bytes) -> dict[str, Any]:
 
 
 def staged(tensor: Tensor) -> Tensor | bytes:
-    """Return a copy of its own of the numbers, in the CPU's memory.
+    """Return a copy of a tensor in CPU memory.
 
-    Small ones come as their bytes in the file: those take more Python than time, and Python in a thread would
-    hold up the run.
+    Small tensors are returned as their bytes in the file: serializing them costs mostly Python time, which in
+    a thread would delay the run.
     """
     if tensor.nbytes < _SMALL_BYTES:
         stream = io.BytesIO()
@@ -122,7 +122,7 @@ def staged(tensor: Tensor) -> Tensor | bytes:
 
 
 def _first_cause(error: BaseException) -> str:
-    """Return the first system error of a chain of errors, else what began it."""
+    """Return the first system error in a chain of errors, else the original error."""
     found = error
     while not isinstance(found, OSError) and (cause := found.__cause__ or found.__context__):
         found = cause
@@ -139,10 +139,10 @@ def _save(tensor: Tensor, stream: Any) -> None:
 
 @contextmanager
 def _without_checksums() -> Iterator[None]:
-    """Let torch leave out its CRC-32, which takes twice the CPU time of all else in a save.
+    """Make torch omit its CRC-32, which takes twice the CPU time of the rest of a save.
 
-    `torch.load` does not look at it, and the whole file has a hash. The setting is the process's, and two
-    threads may save: what the first found is set back when the last ends.
+    `torch.load` does not check it, and the whole file has a hash. The setting is per process, and two threads
+    may save: the value that the first found is restored when the last ends.
     """
     with _lock:
         _found.append(torch.serialization.get_crc32_options())
@@ -157,7 +157,7 @@ def _without_checksums() -> Iterator[None]:
 
 
 class _Hashed(io.RawIOBase):
-    """A file that is written from its beginning to its end, and hashed meanwhile."""
+    """A file that is written sequentially, and hashed meanwhile."""
 
     def __init__(self, raw: Any) -> None:
         self._raw, self._hash, self._at = raw, HASHES[HASH](), 0

@@ -1,6 +1,6 @@
-"""The plan of a save: which rank writes which chunk; equal on every rank, as all know what all hold.
+"""The plan of a save: which rank writes which chunk; equal on every rank, since all know what each holds.
 
-A chunk that several ranks hold, such as a replica's, is written by the one with the fewest bytes so far.
+A chunk that several ranks hold (replicas) is written by the rank with the fewest bytes so far.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Plan:
     """The chunks of one save, and the rank that writes each."""
 
     chunks: list[Chunk]  # of all ranks, each once
-    writers: list[int]  # of each, the rank that writes it
+    writers: list[int]  # by chunk, the rank that writes it
 
     def of(self, rank: int) -> list[Chunk]:
         """Return the chunks that `rank` writes."""
@@ -58,7 +58,7 @@ class Held:
             check_dense(item.index.fqn, self._planner.lookup_object(item.index))
 
     def tensor(self, chunk: Chunk) -> Tensor:
-        """Return the numbers of one of the chunks, where they are."""
+        """Return the tensor of one of the chunks, without a copy."""
         name, offsets = chunk[:2]
         found = self._planner.lookup_object(self._items[name, tuple(offsets)].index).detach()
         plain: Tensor = found.resolve_conj().resolve_neg()

@@ -1,14 +1,14 @@
-"""Read a checkpoint into a state that already exists, whatever number of ranks wrote it.
+"""Read a checkpoint into an existing state, whatever number of ranks wrote it.
 
     verify    on every rank: the manifest, every file's bytes (each rank hashes its part), the index, every
               name, shape and dtype, and the dtype, shape and place of every chunk that this rank is to read
     write     only then: bytes into tensors, values into the state
 
-What is wrong on any rank raises on all, before anything is written. What the files say is never more than
-text and numbers, and never makes room for more than the files hold.
+An error on any rank raises on all, before anything is written. Files are read only as text and numbers, and
+never cause larger allocations than the files' own size.
 
 Trust: a checkpoint may come from elsewhere. Nothing in it is executed, and no file outside its folder is
-read. The manifest's digests guard against damage; they do not say who wrote the checkpoint.
+read. The manifest's digests guard against damage; they do not show who wrote the checkpoint.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | Non
     """Load a checkpoint's content into `state`, in place; returns its step.
 
     Collective over the default process group; the number of ranks, the mesh and the placements
-    may differ from those that saved. Tensors are copied into the state's tensors, so shapes
+    may differ from those of the save. Tensors are copied into the state's tensors, so shapes
     (of whole tensors) and dtypes must be equal; plain values replace the state's. Each rank finds
-    its own values in `PerRank`s, if as many ranks load as saved.
+    its own values in `PerRank`s, if the number of ranks is the same.
 
     path: a folder, or an `fsspec` URL.
-    step: which checkpoint under `path`; None takes the newest that is whole, with a warning on every
+    step: which checkpoint under `path`; None takes the newest whole one, with a warning on every
         rank about each newer one that is damaged.
 
     Raises CheckpointError on every rank, with the state untouched, if a file is missing or
-    damaged on disk or if the names, shapes or dtypes of state and checkpoint differ. Where another
-    run saves to `path` with `keep`, files may go while they are read: the error then says whether
-    the state is half written. Load again, or a step that stays.
+    damaged on disk, or if the names, shapes or dtypes of state and checkpoint differ. If another
+    run saves to `path` with `keep`, files may disappear while they are read: the error then says
+    whether the state is half written. Load again, or load a step that stays.
     """
     rank, _ = rank_and_size()
     what = f"loading from {path}"
@@ -72,7 +72,7 @@ def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | Non
 
 
 def fill(whole: Whole, state: dict[str, Any]) -> int:
-    """Load a checkpoint whose files are whole into `state`; its step. Collective; errors as of `load`."""
+    """Load a checkpoint whose files are whole into `state`; return its step. Collective; raises as `load`."""
     what = f"loading {whole.folder}"
     checked: list[_Checked] = []
 
@@ -94,7 +94,7 @@ _FIX_SHAPE = "Build the model with the sizes and dtypes it was saved with"
 
 @dataclass(frozen=True)
 class _Read:
-    """A box of a chunk in a file, and the memory it goes to."""
+    """A box of a chunk in a file, and the memory to read it into."""
 
     file: Location
     stored: Stored
@@ -104,7 +104,7 @@ class _Read:
 
 @dataclass(frozen=True)
 class Whole:
-    """A checkpoint all of whose files are there, as they were written."""
+    """A checkpoint whose files all exist, unchanged since they were written."""
 
     folder: Location
     manifest: dict[str, Any]
@@ -114,7 +114,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class _Checked:
-    """A checkpoint that this rank's state can be filled from."""
+    """A checkpoint from which this rank's state can be filled."""
 
     manifest: dict[str, Any]
     flat: Flat
@@ -152,7 +152,7 @@ def _newest_whole(folders: Sequence[str]) -> Whole:
 
 
 def open_checkpoint(folder: Location, check: Callable[[Any, Mapping[str, dict[str, Any]]], None]) -> Whole:
-    """Read a checkpoint's manifest and index, after `check` finds nothing wrong with its files. Local."""
+    """Read a checkpoint's manifest and index, after `check` has passed its files. Local."""
     manifest = manifest_of(folder)
     own = digest(folder / MANIFEST)["sha256"]
     check(folder, manifest["files"])
@@ -160,7 +160,7 @@ def open_checkpoint(folder: Location, check: Callable[[Any, Mapping[str, dict[st
 
 
 def files_for(whole: Whole, state: dict[str, Any]) -> list[str]:
-    """Return the names of the files from which this rank's state is filled. Local; errors as of `load`."""
+    """Return the names of the files from which this rank's state is filled. Local; raises as `load`."""
     _, tensors = _fitting(whole.manifest, state)
     items = create_default_local_load_plan(tensors, whole.index.metadata).items
     keys = [(item.storage_index.fqn, tuple(item.storage_index.offset or ())) for item in items]
@@ -210,9 +210,10 @@ def _params_of_optimizers(manifest: Mapping[str, Any]) -> dict[str, set[int | st
 def _stateless(
     begin: str, state: Mapping[Any, Any], params: set[int | str], manifest: Mapping[str, Any]
 ) -> list[Any]:
-    """Return the parameters in `state` that the saved optimizer, of `params`, had none of, but of others.
+    """Return the parameters in `state` for which the saved optimizer, over `params`, had no state.
 
-    They had no gradient yet. A new optimizer, which tells what it will have, cannot know.
+    They had no gradient yet, which a new optimizer, whose state lists all, cannot know. Returns none if the
+    saved optimizer had no state at all.
     """
     saved: set[str] = set()
     for name in (*manifest["tensors"], *manifest["values"]):
@@ -225,7 +226,7 @@ def _stateless(
 
 
 def _differences(by_rank: list[Any], manifest: Mapping[str, Any]) -> dict[int, str | None]:
-    """Return what the checkpoint has and no rank's state has, as errors by rank; the same on every rank."""
+    """Return errors, by rank, for entries that only the checkpoint has; the same on every rank."""
     other = next((rank for rank, (own, _) in enumerate(by_rank) if own != by_rank[0][0]), None)
     if other is not None:
         return {other: "found another checkpoint here than rank 0; PATH is a file system that all ranks see"}
@@ -328,7 +329,7 @@ def _show(tensor: dict[str, Any]) -> str:
 
 
 def _reads(tensors: dict[str, Any], index: Index) -> list[_Read]:
-    """List what this rank reads for `tensors`, each chunk checked in its file; by file and place."""
+    """List what this rank reads for `tensors`, each chunk checked in its file; sorted by file and place."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, index.metadata)
     found: list[_Read] = []

@@ -1,9 +1,9 @@
-"""Read a pickle as the data that it should be: a few known records, and nothing else.
+"""Read a pickle as pure data: a few known records, and nothing else.
 
-Python's own unpickler runs what a pickle names and takes memory that it asks for. This one knows the
-instructions that build numbers, texts, tuples, lists, dicts and the records given; other instructions,
-and other names, end the reading. It is in Python, since the memory of the C unpickler follows numbers in
-the pickle rather than its length.
+Python's own unpickler runs what a pickle names, and allocates the memory that it asks for. This one knows
+only the instructions that build numbers, texts, tuples, lists, dicts and the given records; other
+instructions or names end the reading. It is in Python, since the C unpickler allocates by numbers in the
+pickle rather than by its length.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ def read_records(
     records: tuple[type, ...] = (),
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Read what the pickle `content` holds.
+    """Read the pickle `content`.
 
     Args:
-        find: what stands for a module and name, or None to refuse it.
+        find: returns the object for a module and name, or None to refuse it.
         records: classes whose instances a pickle may fill with attributes.
-        persistent: what stands for a persistent id; None refuses them.
+        persistent: returns the object for a persistent id; None refuses them.
 
     Raises:
-        CheckpointError: a pickle that names or does something else, or is damaged.
+        CheckpointError: the pickle names or does something else, or is damaged.
     """
     try:
         return _Unpickler(content, find, records, persistent).load()

@@ -4,13 +4,13 @@
     header       JSON: dtype, shape and place of every tensor; spaces up to a multiple of 8 bytes
     data         tensors one after the other, each row by row; wide dtypes first, so that all are aligned
 
-To write, every rank says what it has, and all find the same faults in what all say. From that alone, so
-equally on every rank, follow the header and where each tensor lies. One rank makes a file beside the one
-that is asked for, with its header and all its room, every rank writes its boxes at their places, and one
-rename publishes it. So no rank ever holds a whole tensor, and what has the file's name is always whole. All
-ranks see one file system.
+To write, every rank describes its tensors, and all check all descriptions. These determine the header and the
+place of each tensor, equally on every rank. One rank makes a file beside the requested one, with its header
+and all its space reserved; every rank writes its boxes at their places; and one rename publishes the file. So
+no rank ever holds a whole tensor, and a file with the requested name is always whole. All ranks must see the
+same file system.
 
-Nothing in these files is code: they are JSON and numbers, also those that others wrote.
+These files contain no code, only JSON and numbers, whoever wrote them.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ def save_slices(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write one safetensors file of whole tensors, each rank its own shards; returns the path.
+    """Write one safetensors file of whole tensors, each rank its own shards; return the path.
 
     Collective over the default process group: every rank calls it with the same path and metadata, and with
-    every tensor of which it holds a shard. Without a process group one process saves alone. Replaces an older
-    file in one step; if any rank fails it stays as it was, and nothing else is left.
+    every tensor of which it holds a shard. Without a process group, a single process saves. An older file is
+    replaced in one step; if any rank fails, it stays unchanged, and nothing else is left.
 
     Args:
-        tensors: by name. A DTensor is saved as its shards; a plain tensor counts as replicated, and one
-            rank's copy is saved.
-        path: of the file, seen by all ranks; its folder exists.
-        metadata: texts for the file's header; some readers want `{"format": "pt"}`.
+        tensors: tensors by name. A DTensor is saved as its shards; a plain tensor counts as replicated, and
+            one rank's copy is saved.
+        path: the file, on a file system that all ranks see; its folder must exist.
+        metadata: texts for the file's header; some readers require `{"format": "pt"}`.
 
     Raises:
-        CheckpointError: on every rank, with the problems of all: a dtype that the format does not know, ranks
-            that disagree, a full disk.
+        CheckpointError: on every rank, with the problems of all: a dtype that the format does not support,
+            ranks that disagree, a full disk.
     """
     what = f"save_slices to {path}"
     path = Path(together(what, lambda: str(on_disk(path)))[rank_and_size()[0]])
@@ -131,7 +131,7 @@ def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _described(tensor: ShardedTensor | Tensor) -> list[Any]:
-    """Return what ranks compare of a tensor: dtype, shape, and how it is cut."""
+    """Return the facts about a tensor that ranks compare: dtype, shape, and how it is cut."""
     cut = "not sharded"
     if isinstance(tensor, ShardedTensor):
         cut = f"cut {fingerprint(describe(tensor.metadata())):x}"
@@ -159,12 +159,12 @@ def _check_holders(own: Mapping[str, ShardedTensor | Tensor], by_rank: Sequence[
 class _Place:
     begin: int  # in bytes from the file's beginning
     shape: tuple[int, ...]
-    writer: int  # of a tensor that is not sharded
+    writer: int  # the rank that writes a tensor that is not sharded
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """A file, equal on every rank."""
+    """The layout of a file, equal on every rank."""
 
     header: bytes
     size: int  # in bytes
@@ -199,7 +199,7 @@ def _planned(
 
 
 def _create(path: Path, plan: _Plan) -> str:
-    """Return a file beside `path` with its header and all its room, so that a full disk is found at once."""
+    """Make a file beside `path` with header and reserved space, so that a full disk is found at once."""
     staging = path.with_name(f"{path.name}.tmp-{uuid4().hex[:6]}")
     descriptor = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -215,7 +215,7 @@ def _create(path: Path, plan: _Plan) -> str:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Reserve room for `size` bytes, where the file system can."""
+    """Reserve space for `size` bytes, if the file system can."""
     try:
         os.posix_fallocate(descriptor, 0, size)
     except AttributeError:  # not every system has it
@@ -255,7 +255,7 @@ def _write_box(descriptor: int, place: _Place, box: Box, tensor: Tensor) -> None
     itemsize = tensor.element_size()
     content = as_bytes(tensor)
     strides = [math.prod(place.shape[dim + 1 :]) * itemsize for dim in range(len(place.shape))]
-    whole_from = len(place.shape)  # dims from here on lie in the box whole
+    whole_from = len(place.shape)  # the box has dims from here on whole
     while whole_from and box.sizes[whole_from - 1] == place.shape[whole_from - 1]:
         whole_from -= 1
     outer = max(0, whole_from - 1)
@@ -277,7 +277,7 @@ def _publish(staging: Path, path: Path) -> None:
     sync(path.parent)
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes that any copy knows
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes that every copy supports
 _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -292,17 +292,18 @@ def load_slices(
 ) -> ShardedTensor:
     """Load the tensor `name` of safetensors files, cut by `sharding_spec`; each rank reads only its boxes.
 
-    Collective over the group: descriptions of what was read, no tensors.
+    Collective over the group: ranks exchange descriptions of what they read, no tensors.
 
     Args:
-        path_or_paths: a file, files, an index (`*.safetensors.index.json`), or a folder with one or files.
-        name: as the files have it.
-        sharding_spec: where each shard goes.
-        dtype: to convert to after reading; by default that of the file.
+        path_or_paths: a file, several files, an index (`*.safetensors.index.json`), or a folder with an index
+            or files.
+        name: the tensor's name in the files.
+        sharding_spec: where each shard is placed.
+        dtype: the dtype to convert to after reading; by default that of the file.
         process_group: the ranks that take part; by default all.
 
     Raises:
-        CheckpointError: on every rank, naming the ranks: no such file or tensor (with names that are near), a
+        CheckpointError: on every rank, naming the ranks: no such file or tensor (near names are listed), a
             damaged file, a spec that cannot cut the tensor, or files that differ between ranks.
     """
     group = group_or_default(process_group)
@@ -348,7 +349,7 @@ def _read(
 
 
 def _copied(stored: StoredTensor, box: Box) -> Tensor:
-    """Return the elements in `box`, in memory of their own."""
+    """Return a copy of the elements in `box`."""
     if box.is_empty:
         return torch.empty(box.sizes, dtype=stored.dtype)
     bits = stored.read(box.offsets, box.ends).view(_BITS[stored.dtype.itemsize])

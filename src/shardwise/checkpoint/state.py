@@ -1,12 +1,12 @@
-"""A training state as flat names: what is a tensor, what is a plain value, where each one sits.
+"""A training state by flat names: tensors, plain values, and where each one is.
 
     {"model": {"w": T}, "optimizer": {"state": [T, T]}, "history": [{"loss": 0.5}], "rng": PerRank(T)}
     tensors: model.w, optimizer.state.0, optimizer.state.1, rng.rank-2-of-4      values: history
 
-Dicts are walked, and so are lists with tensors somewhere in them; anything else is one leaf. Plain values
-(None, bool, int, float, str, and lists, tuples and dicts of them) become JSON, so nothing has to be
-pickled to store them or unpickled to read them. Of other types those that torch's schedulers use are kept;
-the rest is refused, as it would come back as something else.
+Dicts are walked, and so are lists that contain tensors; anything else is one leaf. Plain values (None, bool,
+int, float, str, and lists, tuples and dicts of them) become JSON, so they need not be pickled to store them
+or unpickled to read them. Other types that torch's schedulers use are kept; the rest is refused, since it
+would be loaded as something else.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _NAMES: dict[Any, str] = {kind: name for name, kind in (*_OF_ITEMS.items(), *_OF
 
 @dataclass
 class PerRank:
-    """A value in a state of which every rank has its own, such as its random state or place in the data.
+    """A value that differs between ranks, such as the random state or the position in the data.
 
-    `PerRank({"rng": torch.get_rng_state(), "samples": 5120})` is saved once for each rank. Loaded on as
-    many ranks, each finds its own again in `value`; on another number of ranks whose it would be is
-    unknown, and loading raises unless the state leaves it out. An `optional` one then stays as it is, also
-    where the checkpoint has none.
+    `PerRank({"rng": torch.get_rng_state(), "samples": 5120})` is saved once for each rank. Loaded on the same
+    number of ranks, each finds its own value in `value` again. On another number of ranks the assignment is
+    unknown, and loading raises unless the state leaves the entry out; an `optional` one stays unchanged then,
+    and if the checkpoint has none.
     """
 
     value: Any
@@ -64,7 +64,7 @@ class Leaf:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a tensor that is not in shards."""
+        """Whether it is a tensor that is not sharded."""
         sharded = isinstance(self.value, DTensor) or hasattr(self.value, "__create_write_items__")
         return self.is_tensor and not sharded
 
@@ -81,13 +81,13 @@ class Flat:
     """A state by dotted names."""
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
-    lists: dict[str, int] = field(default_factory=dict)  # lengths of those that were walked
+    lists: dict[str, int] = field(default_factory=dict)  # lengths of lists that were walked
     per_rank: list[str] = field(default_factory=list)
-    optional: list[str] = field(default_factory=list)  # of these
-    absent: list[Leaf] = field(default_factory=list)  # what loading removes
+    optional: list[str] = field(default_factory=list)  # a subset of `per_rank`
+    absent: list[Leaf] = field(default_factory=list)  # entries that loading removes
     optimizers: dict[str, dict[str, Any]] = field(
         default_factory=dict
-    )  # their states, by what names begin with
+    )  # their states, by the prefix of names
 
     def leave_out(self, begin: str) -> None:
         """Remove every entry whose name begins with `begin`."""
@@ -100,7 +100,7 @@ def flatten(state: dict[str, Any], *, rank: int = 0, ranks: int = 1) -> Flat:
     """Return every leaf of a nested state by its dotted name.
 
     Raises:
-        CheckpointError: two leaves of one name; a plain tensor that is not dense, or has no numbers.
+        CheckpointError: two leaves have one name; a plain tensor is not dense, or has no numbers.
     """
     if not isinstance(state, dict):
         raise CheckpointError(f"{here()}: a state is a dict, found {type(state).__name__}")
@@ -156,7 +156,7 @@ def describe(leaf: Leaf) -> dict[str, Any]:
 
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
-    """Raise for a tensor whose numbers could not be written and read again."""
+    """Raise for a tensor whose numbers could not be written and read back."""
     if is_lazy(tensor):
         what, fix = "parameter without a shape", "run the model once before"
     elif tensor.is_meta or isinstance(tensor, _compat.FakeTensor):
@@ -185,13 +185,13 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the numbers of a plain tensor, row by row."""
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # Not view(-1), which leaves a single element with whatever stride it has.
+    # Not view(-1), which keeps the stride of a single element, whatever it is.
     numbers: Any = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy()
     return memoryview(numbers)
 
 
 def to_json(name: str, value: Any) -> Any:
-    """Return `value` as JSON can hold it; the error for anything else names the entry.
+    """Return `value` in a form that JSON can hold; the error for anything else names the entry.
 
     A subclass of a number or text is stored as that, such as `np.float64` as a float; an enum is refused.
     """
@@ -218,7 +218,7 @@ def to_json(name: str, value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Return the inverse of `to_json`; raises TypeError or ValueError for what that does not make."""
+    """Invert `to_json`; raises TypeError or ValueError for anything that it does not make."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""Ending a run where it can go on: a signal on any rank is a request that all ranks hear at the same step.
+"""Stopping a run so that it can be resumed: a signal on any rank reaches all ranks at the same step.
 
-Signals come to ranks at different moments, and to some ranks alone. So the handler only notes the request,
-and ranks agree: each `asked` begins an all-reduce of what this rank noted and answers with the one before,
-which has arrived meanwhile. It runs in a gloo group of its own, so no device and no other collective waits.
+Signals reach ranks at different moments, and only some ranks. So the handler only notes the request, and
+ranks agree: each `asked` starts an all-reduce of this rank's note and returns the result of the previous one,
+which has finished meanwhile. It uses a separate gloo group, so no device and no other collective waits.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shardwise.checkpoint.background import failed_here, wait_for_saving
 from shardwise.comm.watch import group_of_all, look_into, order_of, raise_explained
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_TWICE = 3.0  # seconds after which another signal means "at once": launchers pass one on within less
+_TWICE = 3.0  # seconds after which another signal means "at once"; launchers forward one within less
 
 
 class StopSignals:
-    """SIGTERM and Ctrl-C, on whichever rank, as a question that all ranks answer equally:
+    """Turns SIGTERM and Ctrl-C on any rank into an answer that is equal on all ranks:
 
         with StopSignals() as stop:
             for step in range(done, steps):
@@ -34,16 +34,16 @@ class StopSignals:
                 if stop:
                     break
 
-    Collective over the default process group, to enter and to ask; without one this process is alone. Every
-    rank asks once a step. The answer is one step late: a signal during a step is heard at the end of the
-    next. Another signal, more than 3 s after the first, does what it does elsewhere. Enter it in the main
-    thread, where Python handles signals.
+    Entering and asking are collective over the default process group; without one, only this process takes
+    part. Every rank asks once per step. The answer is one step late: a signal during a step is reported at
+    the end of the next. Another signal, more than 3 s after the first, has its usual effect. Enter it in the
+    main thread, where Python handles signals.
     """
 
     def __init__(self) -> None:
         self._noted = 0  # the signal's number
         self._at = 0.0
-        self._answer = 0  # the number that all ranks know of
+        self._answer = 0  # the signal's number that all ranks know
         self._before: dict[int, Any] = {}
         self._group: dist.ProcessGroup | None = None
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
@@ -69,14 +69,14 @@ class StopSignals:
 
     @property
     def status(self) -> int:
-        """Exit status for `sys.exit`: of a process that the signal ended, or 0. Equal on all ranks.
+        """The exit status for `sys.exit`: that of a process ended by the signal, or 0. Equal on all ranks.
 
-        A launcher that restarts ranks takes 0 for the end of the whole run.
+        To a launcher that restarts ranks, 0 means the end of the whole run.
         """
         return 128 + self._answer if self._answer else 0
 
     def asked(self) -> bool:
-        """Return whether a rank has been asked to stop. Equal on all ranks. Collective.
+        """Return whether any rank has been asked to stop. Equal on all ranks. Collective.
 
         Raises:
             CheckpointError: on all ranks, if a save in flight has failed.
@@ -97,7 +97,7 @@ class StopSignals:
         return self._answer != 0
 
     def _arrived(self) -> tuple[int, bool]:
-        """Return the signal of any rank, and whether any knew of a failed save, when they asked last."""
+        """Return any rank's signal, and whether any knew of a failed save, as of the previous `asked`."""
         if self._pending is None:
             return 0, False
         (work, flag), self._pending = self._pending, None

@@ -1,12 +1,12 @@
-"""Tensors as `torch.save` writes them, found in a file without reading them.
+"""Tensors written by `torch.save`, located in a file without reading them.
 
-A checkpoint's tensor file is one such archive after the other:
+A checkpoint's tensor file is a sequence of such archives:
 
-    archive/data.pkl     a pickle of: dtype, shape, strides, and which storage
-    archive/data/0       the storage's bytes, as they are
+    archive/data.pkl     a pickle of dtype, shape, strides, and the storage's name
+    archive/data/0       the storage's bytes, unchanged
 
-`locate` reads all but the storage, checks it against the bytes there really are, and says where they lie;
-`read` is a seek and a read of just the rows that are wanted.
+`locate` reads everything but the storage, checks it against the actual number of bytes, and returns their
+position; `read` seeks and reads only the rows that are wanted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Stored:
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in elements
-    begin: int  # of its first element, in bytes from the file's beginning
+    begin: int  # of its first element, in bytes from the start of the file
 
     def read(self, file: io.BufferedReader, offsets: Sequence[int], target: Tensor) -> None:
         """Fill `target` with the box of its size at `offsets` within the tensor, from `file`."""
@@ -77,7 +77,7 @@ def locate(file: io.BufferedReader, begin: int, length: int) -> Stored:
     """Return the tensor whose archive is `length` bytes from `begin` on.
 
     Raises:
-        CheckpointError: anything but one plain tensor whose bytes are there.
+        CheckpointError: anything but a single plain tensor whose bytes all exist.
     """
     try:
         return _locate(file, begin, length)
@@ -93,7 +93,7 @@ def _locate(file: io.BufferedReader, begin: int, length: int) -> Stored:
         for info in entries.values():
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                 raise CheckpointError("compressed, which torch.save never does; not read")
-            if info.CRC == 0:  # torch left it out; what is not there, zipfile does not check
+            if info.CRC == 0:  # torch omitted it; zipfile skips a missing one
                 del info.CRC
         order = archive.read(entries["byteorder"]).decode() if "byteorder" in entries else "little"
         if order != sys.byteorder:
@@ -115,7 +115,7 @@ def _locate(file: io.BufferedReader, begin: int, length: int) -> Stored:
 
 
 def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the elements from the first to the last of a tensor."""
+    """Return the number of elements from the first to the last of a tensor in memory."""
     if 0 in sizes:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
@@ -132,7 +132,7 @@ class _Described:
 
 @functools.lru_cache(1024)
 def _described(content: bytes) -> _Described:
-    """Return the description of a tensor that its pickle holds; tensors of one kind have equal pickles."""
+    """Return the description of a tensor in its pickle; cached, since equal tensors have equal pickles."""
     found = read_records(content, find=_find, persistent=_storage)
     if not isinstance(found, _Described):
         raise CheckpointError(f"expected one plain tensor, found {type(found).__name__}")
@@ -140,7 +140,7 @@ def _described(content: bytes) -> _Described:
 
 
 class _Bytes:
-    """A storage that knows no dtype; the tensor says it."""
+    """A storage without a dtype, which the tensor has instead."""
 
 
 def _storage(found: Any) -> tuple[str, Any]:
@@ -151,7 +151,7 @@ def _storage(found: Any) -> tuple[str, Any]:
 
 
 def _tensor_v2(storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any) -> _Described:
-    """Describe a tensor whose dtype has a storage class of its own, in place of `_rebuild_tensor_v2`."""
+    """Describe a tensor whose dtype has its own storage class; replaces `_rebuild_tensor_v2`."""
     key, dtype = storage
     if len(rest) > 2 and rest[2]:
         raise CheckpointError(f"a tensor with {rest[2]!r:.100}, expected a plain one")
@@ -165,7 +165,7 @@ def _tensor_v2(storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any) 
 def _tensor_v3(
     storage: Any, offset: Any, sizes: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
 ) -> _Described:
-    """Describe a tensor of a later dtype, in place of `_rebuild_tensor_v3`."""
+    """Describe a tensor of a later dtype; replaces `_rebuild_tensor_v3`."""
     return _tensor_v2((storage[0], dtype), offset, sizes, strides, grad, hooks, *rest)
 
 
@@ -174,7 +174,7 @@ def _are_sizes(*found: Any) -> bool:
 
 
 def _find(module: str, name: str) -> Any:
-    """Return what a name in the pickle of a tensor stands for."""
+    """Return the object that a name in the pickle of a tensor refers to."""
     if module == "torch":
         dtype = _STORAGES.get(name, getattr(torch, name, None))
         return dtype if isinstance(dtype, torch.dtype) else None
@@ -188,7 +188,7 @@ def _find(module: str, name: str) -> Any:
 
 
 class _Part(io.RawIOBase):
-    """Bytes of a file as a file of their own, so that an archive cannot ask for more than there is."""
+    """A range of a file as a file object, so that an archive cannot read beyond it."""
 
     def __init__(self, file: io.BufferedReader, begin: int, length: int) -> None:
         self._file, self._begin, self._length, self._at = file, begin, length, 0

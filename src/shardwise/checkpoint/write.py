@@ -1,11 +1,12 @@
 """Write a sharded state: each rank its own shards, in torch's distributed-checkpoint format.
 
-    tell       every rank says what it has, as text; all find the same faults in what all say
-    plan       from that alone, so equally on every rank: who writes which chunk
-    write      each rank its part: now, or of a copy while the run goes on (`background.py`)
-    commit     index, manifest, one rename (`commit.py`); then older checkpoints go
+    tell       every rank describes its state, as text; all check all descriptions
+    plan       from the descriptions, so equally on every rank: which rank writes which chunk
+    write      each rank writes its part: now, or from a copy while the run continues (`background.py`)
+    commit     index, manifest, one rename (`commit.py`); then remove older checkpoints
 
-A problem on one rank, say a full disk, ends the save on every rank with one error and leaves no trace.
+A problem on one rank, such as a full disk, ends the save on every rank with the same error and leaves nothing
+behind.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from shardwise.errors import CheckpointError
 from shardwise.files.lock import lock, unlock
 from shardwise.files.stores import Location, StorePath, location, write_whole
 
-_MARK = "shared"  # there until all ranks have seen it
+_MARK = "shared"  # exists until all ranks have seen it
 
 
 def save(
@@ -52,19 +53,19 @@ def save(
     """Save `state` as the checkpoint of `step` under `path`; returns its directory.
 
     Collective over the default process group: every rank calls it with the same path, step and
-    structure. Without a process group one process saves alone.
+    structure. Without a process group, a single process saves.
 
-    path: a folder that all ranks see, or an `fsspec` URL of one in a store, "s3://bucket/run": then what
-        is returned has the URL as its text, and of a `Path`'s methods those that read.
+    path: a folder that all ranks see, or an `fsspec` URL of one in a store, "s3://bucket/run". For a URL, the
+        result has the URL as its text, and those methods of a `Path` that read.
     state: nested dicts and lists of tensors and plain values. A DTensor is saved as its shards;
-        a plain tensor counts as replicated, and one rank's copy is saved. What every rank has its
-        own of is marked by `PerRank`.
-    step: 0 or more. Saving a step again replaces it, without a moment in between.
-    keep: how many newest steps stay afterwards, beside the one saved; None keeps all.
-    keep_every: of which number's multiples stay too, however old.
+        a plain tensor counts as replicated, and one rank's copy is saved. Mark values that differ
+        between ranks by `PerRank`.
+    step: 0 or more. Saving a step again replaces it atomically.
+    keep: the number of newest steps to keep besides the one saved; None keeps all.
+    keep_every: also keep multiples of this number, however old.
 
-    Raises CheckpointError on every rank when any rank fails, or where plain values or plain tensors
-    differ between ranks; earlier checkpoints are untouched.
+    Raises CheckpointError on every rank if any rank fails, or if plain values or plain tensors differ
+    between ranks; earlier checkpoints are untouched.
     """
     rank, _ = rank_and_size()
     wait_for_saving()
@@ -82,11 +83,11 @@ def save_async(
     keep: int | None = None,
     keep_every: int | None = None,
 ) -> Saving:
-    """Save as `save` does, but return once this rank's part is copied to the CPU's memory.
+    """Save as `save` does, but return once this rank's part is copied to CPU memory.
 
-    A thread writes the copy while the run goes on and changes `state`. One save is in flight at a time: the
+    A thread writes the copy while the run continues and changes `state`. One save is in flight at a time: the
     next waits for it. If it fails, the next save, load, `Saving.wait` or `StopSignals.asked` raises, on
-    every rank. A process that ends waits for it, unless it ends by an error.
+    every rank. A process waits for it before it ends, unless it ends with an error.
     """
     wait_for_saving()
     job = prepare_save("save_async of", path, state, step=step, keep=keep, keep_every=keep_every)
@@ -111,23 +112,23 @@ class Job:
     keeper: int  # the rank that makes and removes the folder
 
     def mine(self) -> Iterator[tuple[Chunk, Tensor]]:
-        """Yield the chunks that this rank writes, one after the other."""
+        """Yield the chunks that this rank writes, one by one."""
         for chunk in self.plan.of(rank_and_size()[0]):
             yield chunk, self.held.tensor(chunk)
 
     def index(self, parts: list[Part]) -> dict[str, Any]:
-        """Write the index of all ranks' parts; its digest, by name. One rank calls it."""
+        """Write the index of all ranks' parts; return its digest, by name. One rank calls it."""
         return write_index(self.staging, self.plan.chunks, parts)
 
     def publish(self, parts: list[Part], index: dict[str, Any]) -> Location:
-        """Make the folder a checkpoint, once index and parts are in it. One rank calls it."""
+        """Make the folder a checkpoint, after index and parts are in it. One rank calls it."""
         _, size = rank_and_size()
         files = {name: digest for part in parts for name, digest in part["files"].items()} | index
         manifest = {"format": FORMAT, "step": self.step, "world_size": size, **self.contents, "files": files}
         return publish(self.staging, self.step, manifest)
 
     def commit(self, parts: list[Part]) -> Location:
-        """Make the checkpoint of all ranks' parts, and remove old ones. One rank calls it."""
+        """Make the checkpoint from all ranks' parts, and remove old ones. One rank calls it."""
         if self.contents["values"]:
             parts = [*parts, write_values(self.staging, self.contents["values"])]
         final = self.publish(parts, self.index(parts))
@@ -138,7 +139,7 @@ class Job:
 
     @contextmanager
     def cleaning(self) -> Iterator[None]:
-        """Leave nothing behind where the save fails."""
+        """Leave nothing behind if the save fails."""
         try:
             yield
         except CheckpointError:
@@ -161,10 +162,10 @@ def prepare_save(
     """Agree on a save among all ranks, and make a folder to write in. Collective.
 
     Args:
-        call: what was called, to begin errors with.
-        hosts: by rank, the one that makes its folder, where `path` is not the same folder on all ranks;
-            None is rank 0 for all.
-        fits: raises for a plan that this rank has no room for.
+        call: the name of the call, with which errors begin.
+        hosts: by rank, the rank that makes its folder, if `path` is not the same folder on all ranks; None
+            means rank 0 for all.
+        fits: raises if this rank has no room for a plan.
     """
     rank, size = rank_and_size()
     what = f"{call} step {step} to {path}"
@@ -214,7 +215,7 @@ def prepare_save(
 
 
 def _check_shared(what: str, staging: StorePath, *, is_keeper: bool) -> None:
-    """Raise on every rank unless all see what one has put there. Collective."""
+    """Raise on every rank unless all see a file that one has written. Collective."""
 
     def look() -> None:
         if not (staging / _MARK).is_file():
@@ -231,7 +232,7 @@ def _check_shared(what: str, staging: StorePath, *, is_keeper: bool) -> None:
                 (staging / _MARK).unlink()
 
 
-# ------------------------------------------------------------ what ranks tell
+# ------------------------------------------------------------ descriptions that ranks exchange
 
 
 def _described(flat: Flat, *, compare: bool) -> dict[str, Any]:
@@ -239,7 +240,7 @@ def _described(flat: Flat, *, compare: bool) -> dict[str, Any]:
     return {
         "tensors": {name: describe(leaf) for name, leaf in tensors.items()},
         "values": {
-            # A list is filled in place, so whatever subclass it is of stays.
+            # A list is filled in place, so a subclass stays what it is.
             name: to_json(name, [*leaf.value] if isinstance(leaf.value, list) else leaf.value)
             for name, leaf in flat.leaves.items()
             if not leaf.is_tensor
@@ -263,7 +264,7 @@ _KINDS = {"call": _FIX, "tensors": _FIX, "values": _FIX_CONTENT, "lists": _FIX, 
 
 
 def _agreed(what: str, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the manifest's contents over all ranks. Raises on every rank where they differ."""
+    """Return the manifest's contents over all ranks. Raises on every rank if they differ."""
     found = merge_or_raise(what, by_rank, _KINDS)
     mixed = sorted(set(found["tensors"]) & set(found["values"]))
     if mixed:

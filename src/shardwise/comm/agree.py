@@ -1,16 +1,16 @@
-"""Agreement: the one way in which ranks compare what they are about to do, and raise the same error.
+"""Agreement: how ranks compare what they are about to do, and raise the same error.
 
-    agree             all describe the same thing: 8 bytes to each rank, the texts only where they differ
-    Agreement         one posted before other work and completed after it
-    together          all do what one alone may fail at; what goes wrong on any raises on all
-    merge_or_raise    what ranks described by name, as one; local
-    gather_text       every rank's text
+    agree             check that all describe the same thing: 8 bytes to each rank, texts only on a difference
+    Agreement         an agreement that is posted before other work and completed after it
+    together          run an action that may fail on one rank; a failure on any rank raises on all
+    merge_or_raise    merge what ranks described by name; local
+    gather_text       gather every rank's text
 
-A rank that raised alone would leave the others waiting in their next collective. So ranks exchange
-descriptions, find the same in all of them, and all raise the same error. What they exchange is text and
-integers of fixed size: nothing that a peer sends is ever unpickled.
+If only one rank raised, the others would wait for it in their next collective. So ranks exchange
+descriptions, compare them in the same way, and all raise the same error. They exchange text and integers of
+fixed size: nothing that a peer sends is ever unpickled.
 
-Agreement on the order of collectives, which costs nothing while it repeats, is in `comm.order`.
+`comm.order` compares the order of collectives, which costs nothing while it repeats.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from shardwise.comm.gloo import issued
 from shardwise.comm.watch import announced, explaining
 from shardwise.errors import CheckpointError, RankMismatchError, ShardwiseError, here
 
-_GROUP_TIMEOUT = timedelta(0)  # what torch takes for "as long as the group says"
+_GROUP_TIMEOUT = timedelta(0)  # to torch, this means the group's own timeout
 _WORD_TAG = 0x7B000001
-# Of messages under an agreement: 8 bits of its number in the group and 20 of what is agreed on, so that
-# neither another meaning nor what is left of an agreement that failed is met.
+# Tags of messages under an agreement: 8 bits of its number in the group and 20 of its description, so that no
+# message matches one with another meaning, or one left over from an agreement that failed.
 _AGREED_TAGS = 0x60000000
-_DIRECT_RANKS = 32  # up to so many ranks tell each other directly over gloo
-_NEXT = "\0"  # between what is described and what ranks have heard of it in other groups
+_DIRECT_RANKS = 32  # up to this many ranks send each other words directly over gloo
+_NEXT = "\0"  # separates a description from the differences found in other groups
 
 _T = TypeVar("_T")
 
@@ -48,7 +48,7 @@ def fingerprint(text: str, *tensors: Tensor) -> int:
     digest = hashlib.sha256(text.encode())
     for tensor in tensors:
         digest.update(tensor.cpu().contiguous().numpy().tobytes())
-    # Words travel as int64, which has a sign.
+    # Words are sent as int64, which has a sign.
     return int.from_bytes(digest.digest()[:8], "big") >> 1
 
 
@@ -60,15 +60,17 @@ def agree(
     device: torch.device | None = None,
     advice: str = "Make the same call with the same arguments on every rank.",
 ) -> None:
-    """Raise unless all ranks of `group` describe equally what they are about to do. Collective over `group`.
+    """Raise unless all ranks of `group` give the same description of their next operation.
 
-    Nothing is sent in a group of one rank, nor on fake tensors, which have no values to compare.
+    Collective over `group`. Nothing is sent in a group of one rank, nor on fake tensors, which have no values
+    to compare.
 
     Args:
         description: in words, equal on ranks that will communicate the same way.
-        group: the ranks to compare. Of several groups, one after the other, such as the axes of a mesh, a
-            rank hears of what differs in any: what one group found is reported in the next.
-        what: is described, for the error: "the boxes of w".
+        group: the ranks to compare. Several groups, such as the axes of a mesh, are compared one after the
+            other; a rank learns of differences in any of them, since each group reports what earlier ones
+            found.
+        what: the thing described, for the error: "the boxes of w".
         device: as for `gather_text`.
         advice: what to do about a difference.
 
@@ -77,33 +79,33 @@ def agree(
     """
     heard: dict[str, None] = {}
     for one in [group] if isinstance(group, dist.ProcessGroup) else group:
-        # With what was heard: ranks of this group that did not hear it differ then, and all tell texts.
+        # Includes what was heard: ranks that did not hear it then differ, and all exchange texts.
         agreement = Agreement(_NEXT.join((description, *heard)), group=one, what=what, device=device)
         said = {rank: text.split(_NEXT) for rank, text in agreement.differing().items()}
         described = {rank: words[0] for rank, words in said.items()}
         if len(set(described.values())) > 1:
             heard[differences(described)] = None
         heard |= {found: None for words in said.values() for found in words[1:]}
-    # Not before the last group, where ranks of others wait for this one's word.
+    # Raise only after the last group: until then ranks of other groups wait for this one's word.
     if heard:
         raise _mismatch(what, "\n".join(heard), advice)
 
 
 class Agreement:
-    """Ranks tell each other what they are about to do, in 8 bytes each.
+    """A comparison of what ranks are about to do, in 8 bytes per rank.
 
-    Collective over `group`, to make one and to `confirm` it. Between the two a rank may post what it is about
-    to do, if messages that mean something else do not meet it: so agreeing costs no round of its own. Over
-    gloo up to 32 ranks send each other their words directly; elsewhere it is one all-gather.
+    Making one and calling `confirm` are collective over `group`. In between, a rank may post messages that
+    cannot match messages of another meaning, so agreeing costs no round of its own. Over gloo, up to 32 ranks
+    send each other their words directly; otherwise words are exchanged in one all-gather.
 
     Attributes:
-        tag: for point-to-point messages of ranks that mean the same, over gloo; other meanings have another.
+        tag: for point-to-point messages over gloo; equal on ranks that mean the same, and else different.
     """
 
     def __init__(
         self, description: str, *, group: dist.ProcessGroup, what: str, device: torch.device | None = None
     ) -> None:
-        """Send this rank's word. Arguments as of `agree`."""
+        """Send this rank's word. Arguments are those of `agree`."""
         self._description, self._group, self._own = description, group, fingerprint(description)
         self._what = what
         self.tag = _AGREED_TAGS + (next(issued(group)) % 256 << 20) + self._own % (1 << 20)
@@ -121,7 +123,7 @@ class Agreement:
         rank, ranks = group.rank(), group.size()
         if ranks <= _DIRECT_RANKS and self._word.is_cpu and backend_of(group, self._device) == "gloo":
             wire = self._word.view(torch.uint8)
-            # Only posted: the caller posts its own messages meanwhile, and nobody waits for a late rank.
+            # Only posted: the caller posts its own messages next, and nobody waits for a late rank.
             self._sends += [group.send([wire], peer, _WORD_TAG) for peer in range(rank + 1, ranks)]
             for peer in (*range(rank + 1, ranks), *range(rank)):
                 word = torch.empty_like(self._word)
@@ -145,7 +147,7 @@ class Agreement:
         """Return every rank's description if any two differ, else nothing; equal on every rank."""
         with explaining(self._group, f"agree about {self._what}"):
             said = {peer: self._said(peer) for peer in self._words}
-            # A peer whose word has come may not have made room for this one's yet; gloo reads it until then.
+            # A peer whose word came may not have posted its receive yet; until then gloo reads this word.
             for work in self._sends:
                 work.wait(_GROUP_TIMEOUT)
         self._sends.clear()
@@ -159,7 +161,7 @@ class Agreement:
         work, word = self._words[peer]
         if work is not None:
             work.wait(_GROUP_TIMEOUT)
-            # gloo completes a receive once: a second wait would last until the timeout.
+            # gloo completes a receive only once: a second wait would last until the timeout.
             self._words[peer] = (None, word)
         return int(word.item())
 
@@ -172,7 +174,7 @@ def _mismatch(
     )
 
 
-# What one rank alone may fail at
+# Actions that may fail on one rank
 
 
 def together(
@@ -182,16 +184,16 @@ def together(
     group: dist.ProcessGroup | None = None,
     kind: type[ShardwiseError] = CheckpointError,
 ) -> list[_T]:
-    """Run `action` on every rank; every rank's result, by rank in the group.
+    """Run `action` on every rank; return every rank's result, by rank in the group.
 
-    Collective over `group`, by default all ranks; without a process group this process is alone.
+    Collective over `group`, by default all ranks; without a process group, only this process takes part.
 
     Args:
-        what: is being done, for the error: "loading x". Ranks whose first words differ are told so, where the
-            order of collectives is compared; so each call that users make has its own.
-        action: returns what JSON can hold (tuples come back as lists).
+        what: the action in words, for the error: "loading x". Where the order of collectives is compared,
+            ranks whose first words differ raise, so each public call uses its own first word.
+        action: returns a value that JSON can hold (tuples come back as lists).
         group: the ranks that take part.
-        kind: of the error.
+        kind: the class of the error.
 
     Raises:
         ShardwiseError: of `kind`, on every rank, with the problems of all, if `action` raised on any.
@@ -200,14 +202,14 @@ def together(
     own: Exception | None = None
     try:
         result = action()
-        # Within: a result that JSON cannot hold fails on all ranks too.
+        # Inside `try`: a result that JSON cannot hold also fails on all ranks.
         text = json.dumps([result, None])
     except Exception as error:
         # Kept, not raised: the other ranks wait for this one's text below.
         own = error
         text = json.dumps([None, _said_by(error)])
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
-    # Announced, so that where a rank never comes the others' error says where it stands.
+    # Announced, so that if a rank never comes, the others' error says where it is.
     with announced(group, f"tell how {what.partition(' ')[0]} went"):
         every = [json.loads(each) for each in (gather_text(text, group=group) if group else [text])]
     ranks = dist.get_process_group_ranks(group) if group else [0]
@@ -224,7 +226,7 @@ def raise_all(
     kind: type[ShardwiseError] = CheckpointError,
     cause: Exception | None = None,
 ) -> None:
-    """Raise if any rank has a problem; for problems that every rank knows. Local."""
+    """Raise if any rank has a problem; `problems` must be known to every rank. Local."""
     found = {rank: problem for rank, problem in problems.items() if problem is not None}
     if found:
         raise kind(f"{what} failed\n{by_ranks(found)}") from cause
@@ -233,12 +235,12 @@ def raise_all(
 def merge_or_raise(
     what: str, described: Sequence[Mapping[str, Any]], kinds: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
-    """Merge what ranks described by name, of each of `kinds`; for descriptions that every rank knows. Local.
+    """Merge what ranks described by name, for each of `kinds`; every rank must know `described`. Local.
 
     Args:
-        what: is being done, for the error.
-        described: by rank, for each kind what it has by name, as JSON; equal on every rank.
-        kinds: and how to fix a difference.
+        what: the action in words, for the error.
+        described: by rank, its entries by kind and name, as JSON; equal on every rank.
+        kinds: each kind, with the advice on how to fix a difference.
 
     Raises:
         CheckpointError: on every rank, naming the higher of two ranks whose entries differ.
@@ -260,7 +262,7 @@ def merge_or_raise(
 
 
 def _said_by(error: Exception) -> str:
-    """Return an error's text without the rank, so that ranks which fail the same way say the same."""
+    """Return an error's text without the rank, so that ranks that fail in the same way report the same."""
     text = str(error).removeprefix(f"{here()}: ")
     return text if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {text}"
 
@@ -271,27 +273,27 @@ def _said_by(error: Exception) -> str:
 def gather_text(text: str, *, group: dist.ProcessGroup, device: torch.device | None = None) -> list[str]:
     """Return every rank's `text`, by rank in `group`.
 
-    Collective over `group`: two all-gathers, of lengths and of bytes padded to the longest; the second is
-    left out where all texts are empty, both in a group of one rank.
+    Collective over `group`: one all-gather of lengths, and one of bytes padded to the longest. The second is
+    omitted if all texts are empty, and both in a group of one rank.
 
     Args:
         text: any text, of any length on each rank.
         group: the ranks to gather from.
-        device: where `group`'s backend wants its tensors; None asks the group, and takes the current
+        device: the device whose tensors `group`'s backend moves; None asks the group, and takes the current
             device if that is an accelerator.
     """
     ranks = group.size()
     if ranks == 1:
         return [text]
     device = device or device_of(group)
-    # Names of files that are no UTF-8 have lone surrogates.
+    # File names that are not UTF-8 contain lone surrogates.
     encoded = text.encode("utf-8", "surrogatepass")
     lengths = _all_gather(torch.tensor([len(encoded)], dtype=torch.int64, device=device), group).tolist()
     longest = max(lengths)
-    # Lengths are the same everywhere, so all ranks leave here or none does.
+    # All ranks have the same lengths, so all return here or none does.
     if longest == 0:
         return [""] * ranks
-    # A bytearray, as torch warns of memory that must not be written.
+    # A bytearray, since torch warns about read-only memory.
     padded = torch.frombuffer(bytearray(encoded.ljust(longest, b"\0")), dtype=torch.uint8)
     rows = _all_gather(padded.to(device), group).cpu().view(ranks, longest)
     return [
@@ -306,11 +308,11 @@ def _all_gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered
 
 
-# Which backend moves what
+# Backends and devices
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Return a device whose tensors `group` moves: the CPU where it can."""
+    """Return a device whose tensors `group` moves; the CPU if possible."""
     kinds = list(backends(group))
     if "cpu" in kinds:
         return torch.device("cpu")

@@ -1,13 +1,13 @@
-"""The two collectives a parameter group needs, as protocols, and the implementations we ship.
+"""The two collectives that a parameter group needs, as protocols, and the implementations we ship.
 
-A user's own communication is any object with these two methods: `allocate` gives the buffers that travel,
-`__call__` moves them. `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` install it. Buffers
-are 1-D: the gathered one holds rank 0's shard, then rank 1's, and so on.
+Custom communication is any object with these two methods: `allocate` returns communication buffers, and
+`__call__` runs the collective. `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` install it.
+Buffers are 1-D: the gathered one holds rank 0's shard, then rank 1's, and so on.
 
-Symmetric memory is buffers at equal addresses of all ranks. NCCL (2.27 and later) gathers them with copy
-engines or symmetric kernels. Registration is collective and slow, so buffers are kept. One is used again,
-for a gather of the same size, when nothing refers to what was last handed out of it: as the allocator would.
-A gather on another stream waits for the one that had it.
+Symmetric memory consists of buffers at equal addresses on all ranks. NCCL (2.27 and later) gathers them with
+copy engines or symmetric kernels. Registration is collective and slow, so buffers are kept. Like an
+allocator, a gather of the same size reuses a buffer once nothing refers to the tensor last returned for it.
+A gather on another stream waits for the stream that used it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from shardwise.errors import ShardingError, here
 class AllGather(Protocol):
     """Gathers equal shards of all ranks into one buffer."""
 
-    # Called on the stream that the memory is to belong to. Who hands out kept buffers lets that stream wait
-    # for those that used them: a new gather would overwrite what an earlier one's readers still read.
+    # Called on the stream to which the memory is to belong. An implementation that reuses buffers must make
+    # that stream wait for earlier users: a new gather would overwrite what they still read.
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor: ...
 
     def __call__(
@@ -38,8 +38,8 @@ class AllGather(Protocol):
     ) -> dist.Work | None:
         """Gather `input_tensor`, which may be this rank's slice of `output_tensor`. Collective over `group`.
 
-        Returns the work to wait for if `async_op`, else None once the current stream (or, on CPU,
-        the caller) may read the output.
+        Returns the work to wait for if `async_op`; else returns None once the current stream (on CPU, the
+        caller) may read the output.
         """
         ...
 
@@ -91,7 +91,7 @@ class DefaultReduceScatter:
 
 
 class _FromGroup:
-    """Buffers from the process group's allocator, or the device's where its backend has none."""
+    """Allocates buffers from the process group's allocator, or the device's if its backend has none."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -128,7 +128,7 @@ class SymmetricAllGather(DefaultAllGather):
             )
         _compat.use_symmetric_memory(backend)
         self.group = group
-        # By size and dtype: buffers, each with what was last handed out of it, and the stream that asked.
+        # By size and dtype: buffers, each with the tensor last returned for it and the stream that asked.
         self.buffers: dict[tuple[int, torch.dtype], list[tuple[Tensor, weakref.ref[Tensor], torch.Stream]]]
         self.buffers = {}
 
@@ -138,15 +138,15 @@ class SymmetricAllGather(DefaultAllGather):
         stream = torch.accelerator.current_stream(device)
         free = _unused(buffers)
         if free is None and buffers and gc.collect():
-            # What a cycle kept on this rank alone is gone: it would make a buffer here that others do not.
+            # Cycles that kept a tensor on this rank only are gone: else only this rank would make a buffer.
             free = _unused(buffers)
-        if free is None:  # on all ranks at once, as they gather the same
+        if free is None:  # on all ranks at once, since they gather the same
             buffer = _compat.symmetric_empty(key[0], dtype, device, self.group)
         else:
             buffer, _, before = buffers.pop(free)
-            if before != stream:  # a gather that the user began runs on computation's
+            if before != stream:  # a gather that the user began runs on computation's stream
                 stream.wait_stream(before)
-        # A new tensor each time: when it is gone, nobody uses the buffer any more.
+        # A new tensor each time: when it is gone, nothing uses the buffer any more.
         given = buffer.view(-1)
         buffers.append((buffer, weakref.ref(given), stream))
         return given
@@ -157,7 +157,7 @@ def _unused(buffers: Sequence[tuple[Tensor, weakref.ref[Tensor], torch.Stream]])
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the backend that moves tensors on `device`. Raises ShardingError where the group has none."""
+    """Return the backend that moves tensors on `device`. Raises ShardingError if the group has none."""
     served = backends(group)
     if device.type not in served:
         raise ShardingError(
@@ -168,7 +168,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the backends of `group` by type of device. Raises ValueError where the group was destroyed."""
+    """Return the backends of `group` by device type. Raises ValueError if the group was destroyed."""
     try:
         config = dist.get_backend_config(group)
     except TypeError as error:  # it has none any more

@@ -1,4 +1,4 @@
-"""What reductions over ranks need beside the backend's: division of summed gradients, and NaN in extremes.
+"""Arithmetic that reductions add to the backend's: division of summed gradients, and NaN in extremes.
 
 Gradients become their mean over all data-parallel ranks (or their sum over `factor`):
 
@@ -9,8 +9,8 @@ Gradients become their mean over all data-parallel ranks (or their sum over `fac
 
 Dividing after the reduction touches 1/ranks of the elements, so it is preferred.
 
-A backend's maximum may drop NaN (gloo keeps whichever operand a comparison leaves), so whether there was one
-travels beside the numbers, in the same reduction.
+A backend's maximum may drop NaN (gloo keeps whichever operand a comparison leaves), so a flag that marks NaN
+is reduced together with the numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed import ReduceOp
 from shardwise import _compat
 from shardwise.errors import ShardingError
 
-SUMMING_BACKENDS = ("mpi",)  # the rest averages
+SUMMING_BACKENDS = ("mpi",)  # all others can average
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ def divide_factors(
     factor: float | None = None,
     force_sum: bool = False,
 ) -> DivideFactors:
-    """Return how to turn a sum over `shard_size * replicate_size` ranks into the wanted mean.
+    """Return the divisions that turn a sum over `shard_size * replicate_size` ranks into the wanted mean.
 
     Args:
         shard_size: ranks of the reduce-scatter (1: there is none).
         replicate_size: ranks of the all-reduce (1: there is none).
         reduce_dtype: dtype of the reduction.
         backend: name of the reducing backend, which decides whether it can average or premultiply.
-        factor: what to divide the sum by; None means by the number of ranks.
-        force_sum: allow only SUM, as zero-copy NCCL transfers ask.
+        factor: the divisor of the sum; None means the number of ranks.
+        force_sum: allow only SUM, as zero-copy NCCL transfers require.
 
     Raises:
         ShardingError: a factor that is not positive.
@@ -70,10 +70,10 @@ def divide_factors(
             if ranks == 1:
                 return DivideFactors(None, None, ReduceOp.SUM, ReduceOp.SUM)
             if backend not in SUMMING_BACKENDS:
-                # Each mean is over equally many ranks, so their mean over replicas is that of all ranks.
+                # Each mean covers equally many ranks, so their mean over replicas is the mean of all ranks.
                 return DivideFactors(None, None, ReduceOp.AVG, ReduceOp.AVG)
         elif backend == "nccl" and shard_size > 1:
-            # NCCL multiplies within the reduce-scatter, which spares a pass over the shard.
+            # NCCL multiplies within the reduce-scatter, which saves a pass over the shard.
             op = ReduceOp.AVG if factor == shard_size else _compat.premultiplied_sum(1 / factor)
             return DivideFactors(None, None, op, ReduceOp.SUM)
     total = float(ranks) if factor is None else factor
@@ -84,7 +84,7 @@ def divide_factors(
 
 
 def _near_square_root(total: float) -> float:
-    """Return the smallest power of two that divides `total` no further or is at least its root."""
+    """Return the smallest power of two that does not divide `total` or is at least its square root."""
     before = 1.0
     # A power of two divides without rounding, short of underflow.
     while total % before == 0 and before * before < total:
@@ -95,14 +95,14 @@ def _near_square_root(total: float) -> float:
 def extreme(values: Tensor, reduce: Callable[[Tensor], Tensor], *, largest: bool) -> Tensor:
     """Reduce every rank's `values` elementwise by `reduce`, an all-reduce by MAX, or MIN if not `largest`.
 
-    `reduce` gets memory of its own, in the dtype of `values`, and may write to it. Collective as it is.
+    `reduce` gets a tensor of its own, in the dtype of `values`, and may write to it. Collective if it is.
     """
     if not values.is_floating_point():
-        # A copy, as an all-reduce writes in place; contiguous, as collectives take no strides.
+        # A copy, since an all-reduce writes in place; contiguous, since collectives take no strides.
         return reduce(values.clone(memory_format=torch.contiguous_format))
     no_number = values.isnan()
     sign = 1 if largest else -1
-    # One reduction tells both: by its sign the flag of any rank outlasts the others' zeros.
+    # One reduction covers both: with its sign, any rank's flag prevails over the others' zeros.
     both = torch.stack([values.masked_fill(no_number, 0), no_number.to(values.dtype) * sign])
     value, no_number = reduce(both).unbind()
     return value.masked_fill(no_number != 0, torch.nan)

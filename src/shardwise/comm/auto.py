@@ -1,4 +1,4 @@
-"""Choose by backend and size who gathers and who reduces: the direct exchange on gloo, else c10d.
+"""Choose the implementation of gathers and reductions by backend and size: direct exchange on gloo, or c10d.
 
                                              all-gather          reduce-scatter
     CPU buffers over gloo, `min_bytes` on    GlooAllGather       GlooReduceScatter
@@ -21,8 +21,8 @@ from shardwise import _compat
 from shardwise.comm.api import DefaultAllGather, DefaultReduceScatter, backend_of
 from shardwise.comm.gloo import GlooAllGather, GlooReduceScatter, combination, let_callers_finish
 
-# Bytes of the whole buffer from which the exchange costs less CPU time than c10d on 2 and 4 ranks. On fewer,
-# what is spent on a message and in Python, 0.1 ms a rank, is as much as c10d's threads and messages cost.
+# From this many bytes in the whole buffer, the exchange costs less CPU time than c10d on 2 and 4 ranks. Below
+# that, messages and Python cost 0.1 ms per rank, as much as c10d's threads and messages.
 GATHER_MIN_BYTES = 250_000
 REDUCE_MIN_BYTES = 250_000
 
@@ -37,15 +37,15 @@ class AutoAllGather(DefaultAllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        # By what all ranks know alike: one that chose otherwise would wait for messages that nobody sends.
+        # By values equal on all ranks: one that chose otherwise would wait for messages that nobody sends.
         if output_tensor.is_cpu and output_tensor.nbytes >= self.min_bytes and over_gloo(group):
             return self._exchange(output_tensor, input_tensor, group, async_op)
         return _compat.all_gather_single(output_tensor, input_tensor, group, async_op=async_op)
 
 
 class AutoReduceScatter(DefaultReduceScatter):
-    """`GlooReduceScatter` for what it can reduce, in CPU buffers of at least `min_bytes` over gloo, else
-    c10d's reduce-scatter. Sums have the same bits."""
+    """`GlooReduceScatter` for CPU buffers that it can reduce, of at least `min_bytes` over gloo, else c10d's
+    reduce-scatter. Sums are equal bit for bit."""
 
     def __init__(self, *, min_bytes: int = REDUCE_MIN_BYTES) -> None:
         self.min_bytes = min_bytes
@@ -77,12 +77,12 @@ def transport(comm: object, nbytes: int, group: dist.ProcessGroup | None, device
     return f"c10d (gloo; {small})" if nbytes < comm.min_bytes else f"direct exchange (gloo; not {small})"
 
 
-# Weakly, by object: each new group has threads of its own, which must be seen to.
+# Weakly, by object: each new group has its own threads, whose scheduling must be set.
 _over_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
 
 def over_gloo(group: dist.ProcessGroup) -> bool:
-    """Do CPU tensors of `group` travel over gloo? Asked once per group, whose threads are then seen to."""
+    """Return whether `group` moves CPU tensors over gloo; its first call then runs `let_callers_finish`."""
     known = _over_gloo.get(group)
     if known is None:
         known = _over_gloo[group] = "cpu:gloo" in dist.get_backend_config(group).split(",")

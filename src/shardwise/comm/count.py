@@ -1,17 +1,17 @@
-"""Count the collectives a piece of code issues: how many, of what kind, how many bytes.
+"""Count the collectives that a piece of code issues: number, kinds, bytes.
 
     with CommCounter() as counter:
         model(batch).sum().backward()
     counter.count("all_gather"), counter.bytes("reduce_scatter"), counter.wire_bytes()
 
-Collectives are seen as they pass torch's operator dispatcher, so any implementation counts equally:
+Collectives are counted as they pass torch's operator dispatcher, so any implementation counts equally:
 torch.distributed's functions, functional collectives, tensor subclasses, a compiled graph, on any
 backend, from forward or from backward. Values are never touched.
 
-Not seen: what threads started by the user issue (a counter belongs to one thread and the backward
-passes it starts), calls on a `Backend` object instead of a `ProcessGroup`, symmetric-memory
-kernels, and the replay of a captured CUDA graph. Operators take a detour through Python meanwhile,
-so nothing timed under a counter is meaningful.
+Not counted: collectives of threads that the user started (a counter belongs to one thread and the
+backward passes it starts), calls on a `Backend` object instead of a `ProcessGroup`, symmetric-memory
+kernels, and the replay of a captured CUDA graph. Under a counter, operators take a detour through Python,
+so timings are not meaningful.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwise.comm.kinds import NAMESPACES, NATIVE, Form, form_of, sent_bytes
 
 @dataclass(frozen=True)
 class Collective:
-    """One call of a collective, as the calling rank sees it."""
+    """One call of a collective on the calling rank."""
 
     kind: str  # "all_gather", "reduce_scatter", "all_reduce", "broadcast", "send", "recv", ...
     bytes: int  # of the full buffer: all shards of a gather or scatter together
@@ -56,7 +56,7 @@ def collectives(namespace: str, name: str, args: tuple[Any, ...]) -> Iterator[Co
 
 
 def collective(form: Form, args: tuple[Any, ...], *, ranks: int) -> Collective:
-    """Return the collective of this form, over so many ranks."""
+    """Return the collective of this form over `ranks` ranks."""
     tensors = [] if form.argument is None else list(tensors_in(args[form.argument]))
     size = sum(t.numel() * t.element_size() for t in tensors)
     dtype = tensors[0].dtype if tensors else None
@@ -79,7 +79,7 @@ def _boxed_group_size(args: tuple[Any, ...]) -> int:
 
 
 def _named_group_size(group: Any) -> int:
-    """Return the size of the group of this name; in older torch, an operator's argument is the size."""
+    """Return the size of the group with this name; in older torch, the argument is the size itself."""
     return group if isinstance(group, int) else resolve_process_group(group).size()
 
 
@@ -90,13 +90,13 @@ def _issues_its_own(kind: type[torch.Tensor]) -> bool:
 
 
 class CommCounter(TorchDispatchMode):
-    """Records in `calls`, in order, every collective its thread issues while it is entered.
+    """Records in `calls`, in order, every collective that its thread issues inside the context.
 
     Not collective: a counter on one rank counts that rank's calls. A coalesced call counts once,
     with the bytes of all its tensors. Counters nest, each counting everything within it.
     """
 
-    # Else torch raises where a checkpoint or another operator of functions is called under a counter.
+    # Else torch raises if a checkpoint or another higher-order operator is called under a counter.
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
@@ -132,5 +132,5 @@ class CommCounter(TorchDispatchMode):
         if namespace in NAMESPACES:
             self.calls.extend(collectives(namespace, name, args))
         elif any(_issues_its_own(kind) for kind in types):
-            return NotImplemented  # the subclass goes on, with this counter active
+            return NotImplemented  # the subclass continues, with this counter active
         return func(*args, **(kwargs or {}))

@@ -1,7 +1,7 @@
-"""Describe what ranks disagree about, with ranks of equal text together.
+"""Describe what ranks disagree about, grouping ranks with equal text.
 
-differences    {rank: text}       which lines only some ranks have
-by_ranks       {rank: problems}   each problem once, led by the ranks that have it
+differences    {rank: text}       the lines that only some ranks have
+by_ranks       {rank: problems}   each problem once, after the ranks that have it
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from shardwise.errors import placed
 
 _SHOWN_LINES = 20
 _SHOWN_CHARACTERS = 400  # of a line
-_BEFORE = 100  # of which so many lie before what differs
+_BEFORE = 100  # of these, characters before the first difference
 
 
 def differences(texts: Mapping[int, str]) -> str:
-    """Return the lines that only some ranks have, those of the largest side first.
+    """Return the lines that only some ranks have, beginning with the largest set of equal ranks.
 
     Args:
-        texts: by rank, of which at least two differ.
+        texts: texts by rank; at least two differ.
     """
     sides = _merged(texts)
     ordered = sorted(sides.items(), key=lambda side: -len(side[1]))
@@ -72,7 +72,7 @@ def _listed(lines: Sequence[str]) -> list[str]:
 
 
 def _excerpt(line: str, other: str) -> str:
-    """Return `line`, or what stands around its first difference from `other` if it is long."""
+    """Return `line`; if it is long, the part around its first difference from `other`."""
     if len(line) <= _SHOWN_CHARACTERS:
         return line
     same = min(len(line), len(other))

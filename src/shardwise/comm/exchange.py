@@ -1,21 +1,21 @@
-"""Move boxes of logical tensors between ranks at exactly the least bytes.
+"""Move boxes of logical tensors between ranks with the minimum number of bytes.
 
-A list of `Message`s says which box goes from whom to whom (`layout.transfer`). All that one rank has for
-another travels together, one box after the other in the order of the list, each row by row:
+A list of `Message`s says which box goes from which rank to which (`layout.transfer`). All boxes that one rank
+sends to another go together, in the order of the list, each row by row:
 
     exchange    a point-to-point message for each pair of ranks, from and into the tensors that hold the boxes
-    AllToAll    one collective of the whole group, from and into memory of its own; and maybe back again
-    gather      every rank's rows to every rank: one all-gather, or a broadcast by each that has any
+    AllToAll    one collective of the whole group, from and into its own buffers; optionally back again
+    gather      every rank's rows to every rank: one all-gather, or a broadcast by each rank that has any
 
 The messages of `exchange`:
 
-    one box that lies so in memory      sent from, or received into, the tensor itself
-    several, or a strided one           through one flat buffer of this message's size
+    one box, contiguous in memory       sent from, or received into, the tensor itself
+    several boxes, or a strided one     through one flat buffer of the message's size
 
-Both sides choose for themselves, since the bytes are the same. No rank gets a byte that it does not need,
-but for the padding of an all-gather, and none passes through a third rank. Bytes travel as uint8, which every
-backend moves. Over gloo ranks meet message by message in the order of `comm.gloo`; other backends get all
-messages in one batch.
+Each side chooses for itself, since the bytes are the same. Except for the padding of an all-gather, no rank
+receives a byte that it does not need, and none passes through a third rank. Bytes are sent as uint8, which
+every backend moves. Over gloo, messages follow the order of `comm.gloo`; other backends get all messages in
+one batch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from shardwise.layout.messages import Message
 
 # Far from the tags of comm.gloo and of users' sends and receives; gloo's tags are 31 bits wide.
 _TAG = 0x7B000000
-_GROUP_TIMEOUT = timedelta(0)  # what torch takes for "as long as the group says"
+_GROUP_TIMEOUT = timedelta(0)  # to torch, this means the group's own timeout
 
 _Held = Sequence[tuple[Box, Tensor]]
 
@@ -55,27 +55,28 @@ def exchange(
 ) -> None:
     """Move this rank's part of `messages`: copy what stays here, send and receive the rest.
 
-    Every rank of `group` that sends another a message or gets one must call it, several times in one order;
-    others may. (In a group of NCCL that never communicated, `agree` first: the first time needs all ranks.)
-    Returns when this rank's targets are complete and its sources may be written again. A group exchanges one
-    thing at a time: two threads need two groups.
+    Every rank of `group` that sends or receives a message must call it, with repeated calls in the same
+    order; other ranks may. (In an NCCL group that has never communicated, call `agree` first: the first
+    communication needs all ranks.) Returns when this rank's targets are complete and its sources may be
+    overwritten. A group runs one exchange at a time: two threads need two groups.
 
     Args:
-        messages: those that name this rank, and any others; between two ranks in the same order on both.
-        source: this rank's boxes and the tensors holding them, of the box's sizes. Only read.
-        target: the boxes and tensors to fill, in place, where messages say so. Tensors may have any strides
+        messages: those that name this rank, and any others; between two ranks, in the same order on both.
+        source: this rank's boxes and the tensors that hold them, of the boxes' sizes. Only read.
+        target: the boxes and tensors to fill in place, where messages say so. Tensors may have any strides
             that do not overlap; all have one dtype, the same on all ranks, and one device. A target shares no
-            memory with a source, unless at the same place of the logical tensor.
+            memory with a source, except at the same place of the logical tensor.
         group: messages name ranks within it. It may serve the tensors' device by gloo, through the CPU.
-        agreement: under way among all ranks of `group`, about these messages; completed here, between posting
-            messages and waiting for them. Messages of ranks that mean different ones never meet.
+        agreement: an agreement among all ranks of `group` about these messages, in progress. It is completed
+            here, after messages are posted and before waiting for them. Messages of ranks that mean different
+            ones never match.
 
     Raises:
-        RankMismatchError: on every rank, where the agreement fails.
+        RankMismatchError: on every rank, if the agreement fails.
         ShardingError: tensors that do not fit their boxes or each other, messages that leave the boxes, or
-            a device that `group` cannot serve; this rank has sent nothing then.
+            a device that `group` cannot serve. This rank has then sent nothing.
     """
-    # First of all: what does not fit raises before anything was sent.
+    # First, so that tensors that do not fit raise before anything is sent.
     _check(source, target)
     rank = group.rank()
     sends: dict[int, list[Tensor]] = {}
@@ -87,12 +88,12 @@ def exchange(
         if message.receiver == rank:
             filled = part(*target[message.target], message.box)
             receives.setdefault(message.sender, []).append(filled)
-    # Both are in the order of messages, so what is taken and what it fills match.
+    # Both are in the order of messages, so sources and targets match.
     local = list(zip(receives.pop(rank, []), sends.pop(rank, []), strict=True))
     if not sends and not receives:
         _copy(local)
         if agreement is not None:
-            # A rank that moves nothing raises where the others do.
+            # A rank that moves nothing must raise when the others do.
             agreement.confirm()
         return
     device = (source or target)[0][1].device
@@ -101,20 +102,20 @@ def exchange(
             _exchange_over_gloo(local, sends, receives, group, agreement)
         else:
             if agreement is not None:
-                # Before any message, as these backends know no tags that keep other meanings apart.
+                # Before any message: these backends have no tags to separate messages of other meanings.
                 agreement.confirm()
             _exchange_in_batch(local, sends, receives, group)
 
 
 class AllToAll:
-    """Messages between all ranks of a group in one collective, from and into memory of its own.
+    """Messages between all ranks of a group in one collective, from and into its own buffers.
 
-    For boxes that are made to be sent, such as those that another rank is to work on: they are written into
-    `outgoing`, read from `incoming`, and may go back the same way.
+    For boxes that are made only to be sent, such as work for another rank: write them into `outgoing` and
+    read them from `incoming`; they may be sent back the same way.
 
     Attributes:
         outgoing: this rank's messages to others, each with the memory to fill before `send`.
-        incoming: others' messages to this rank, each with the memory that is filled after it.
+        incoming: others' messages to this rank, each with the memory that `send` fills.
     """
 
     def __init__(
@@ -125,10 +126,10 @@ class AllToAll:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Lay out buffers; every rank of `group` makes one, of the same `dtype`. Local.
+        """Lay out buffers; every rank of `group` makes an `AllToAll`, of the same `dtype`. Local.
 
         Args:
-            messages: those that name this rank; between two ranks in the same order on both.
+            messages: those that name this rank; between two ranks, in the same order on both.
         """
         rank, self._group = group.rank(), group
         out = [m for m in messages if m.sender == rank != m.receiver]
@@ -138,11 +139,11 @@ class AllToAll:
         self._received, self.incoming = _end_to_end(come, [m.sender for m in come], group.size(), like)
 
     def send(self, *, back: bool = False) -> dist.Work:
-        """Send `outgoing` to `incoming`, or `back`; it is there after the work's wait. Collective."""
+        """Send `outgoing` to `incoming`, or `back`; wait for the returned work. Collective."""
         (to, to_bytes), (of, of_bytes) = (
             (self._sent, self._received) if back else (self._received, self._sent)
         )
-        # Asynchronous, so that the caller works meanwhile; `self` keeps both buffers until it has waited.
+        # Asynchronous, so that the caller can work meanwhile; `self` keeps both buffers until it has waited.
         work = dist.all_to_all_single(to, of, to_bytes, of_bytes, group=self._group, async_op=True)
         return cast(dist.Work, work)
 
@@ -150,8 +151,8 @@ class AllToAll:
 def _end_to_end(
     messages: Sequence[Message], peers: Sequence[int], ranks: int, like: Tensor
 ) -> tuple[tuple[Tensor, list[int]], list[tuple[Message, Tensor]]]:
-    """Return a buffer of bytes, how many are for each peer, and each message's box in it, by peer."""
-    # Stable: messages between two ranks stay in their order, which is equal on both.
+    """Return a buffer of bytes, the number for each peer, and each message with its view, by peer."""
+    # A stable sort: messages between two ranks keep their order, which is equal on both.
     placed = sorted(zip(peers, messages, strict=True), key=lambda pair: pair[0])
     sizes = [message.box.numel for _, message in placed]
     buffer, counts = like.new_empty(sum(sizes)), [0] * ranks
@@ -162,14 +163,14 @@ def _end_to_end(
 
 
 def gather(held: Sequence[Sequence[Box]], whole: Tensor, *, group: dist.ProcessGroup) -> None:
-    """Fill in the boxes of all ranks in `whole`, where this rank's own are already. Collective over `group`.
+    """Fill in the boxes of all ranks in `whole`, which holds this rank's own. Collective over `group`.
 
-    One all-gather, padded to the rank that holds most; or a broadcast by each rank that holds any, where one
-    alone does or padding would more than double the bytes.
+    Uses one all-gather, padded to the rank that holds most. If only one rank holds any, or padding would more
+    than double the bytes, each rank that holds any broadcasts instead.
 
     Args:
         held: the boxes of each rank of the group; the same on all ranks.
-        whole: of any dtype. Where it stands for values in a graph, the all-gather becomes part of that.
+        whole: of any dtype. If it represents values in a graph, the all-gather becomes part of the graph.
     """
     all_of_it, ranks = Box.whole(whole.shape), len(held)
     parts = [[part(all_of_it, whole, box) for box in boxes if not box.is_empty] for boxes in held]
@@ -182,7 +183,7 @@ def gather(held: Sequence[Sequence[Box]], whole: Tensor, *, group: dist.ProcessG
         # In one order on all ranks: each is a collective.
         for rank in holders:
             wire, staged = _buffer(parts[rank], whole.device)
-            # On receivers in vain: the broadcast overwrites it.
+            # Needed only on the sender: on receivers the broadcast overwrites it.
             _copy((view, own) for own, view in staged)
             dist.broadcast(wire, group=group, group_src=rank)
             _copy(staged)
@@ -190,7 +191,7 @@ def gather(held: Sequence[Sequence[Box]], whole: Tensor, *, group: dist.ProcessG
     flat = [each.reshape(-1) for each in parts[group.rank()]]
     if padding := largest - numels[group.rank()]:
         flat.append(whole.new_zeros(padding))
-    # Sent from where it lies, if it lies end to end.
+    # Sent from its own memory, if that is contiguous.
     mine = flat[0] if len(flat) == 1 and flat[0].stride(0) == 1 else torch.cat(flat)
     if traced:
         gathered = _compat.traced_all_gather(mine, ranks, group.group_name)
@@ -206,7 +207,7 @@ def gather(held: Sequence[Sequence[Box]], whole: Tensor, *, group: dist.ProcessG
 
 
 def part(box: Box, tensor: Tensor, of: Box) -> Tensor:
-    """Return the view of `tensor`, which holds `box`, that holds the part `of` it.
+    """Return the view of the part `of` in `tensor`, which holds `box`.
 
     Raises:
         ShardingError: `of` leaves `box`.
@@ -232,12 +233,12 @@ def _exchange_over_gloo(
     group: dist.ProcessGroup,
     agreement: Agreement | None,
 ) -> None:
-    """Send, then receive; comm.gloo says why.
+    """Send, then receive; `comm.gloo` explains the order.
 
-    A message that is not met writes nowhere, so an agreement may fail after messages are posted.
+    A message without a match writes nowhere, so an agreement may fail after messages are posted.
     """
     rank, ranks, cpu = group.rank(), group.size(), torch.device("cpu")
-    # Under one tag for all, ranks that disagree would fill each other's targets before `confirm` raises.
+    # With one tag for all, ranks that disagree would fill each other's targets before `confirm` raises.
     tag = _TAG if agreement is None else agreement.tag
     sending: list[dist.Work] = []  # works keep what they send and receive
 
@@ -249,14 +250,14 @@ def _exchange_over_gloo(
     for peer in targets(rank, ranks):
         if peer in sends:
             send(peer)
-    # All are posted before any is waited for: gloo sends nothing until its receiver has made room, so ranks
+    # Post all before waiting for any: gloo sends nothing until the receiver has posted its receive, so ranks
     # that waited for their sends first would wait for each other.
     receiving = []
     for peer in sources(rank, ranks):
         if peer in receives:
             wire, staged = _buffer(receives[peer], cpu)
             receiving.append((group.recv([wire], peer, tag), staged))
-    # While messages are on their way.
+    # While messages are in flight.
     _copy(local)
     if agreement is not None:
         # Before waiting: messages of ranks that mean something else never come.
@@ -285,24 +286,24 @@ def _exchange_in_batch(
         wire, staged = _buffer(pieces, pieces[0].device)
         arriving += staged
         operations.append(dist.P2POp(dist.irecv, wire, group=group, tag=_TAG, group_peer=peer))
-    # At once: apart, two ranks that both send first may each wait for a receive that comes behind it.
+    # In one batch: else two ranks that both send first may each wait for a receive that comes later.
     works = dist.batch_isend_irecv(operations)
     _copy(local)
-    # The current stream waits for sends as well: what is unstaged must have come, and from the return on
-    # the caller may write its sources there.
+    # The current stream waits for sends as well: received data is copied out next, and after the return the
+    # caller may overwrite its sources on that stream.
     for work in works:
         work.wait()
     _copy(arriving)
 
 
 def _buffer(pieces: list[Tensor], device: torch.device) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """Return flat uint8 memory in which `pieces` travel, and (piece, its view there) for staged ones."""
+    """Return flat uint8 memory to send or receive `pieces`, and (piece, its view there) for staged ones."""
     first = pieces[0]
-    # Of these the memory holds other values than the tensor shows.
+    # The memory of such tensors holds other values than they show.
     lazy = first.is_conj() or first.is_neg() or _compat.is_lazily_zero(first)
     as_it_lies = first.is_contiguous() and not lazy
     if len(pieces) == 1 and as_it_lies and first.device == device:
-        # Not view(-1), which leaves a single element with whatever stride it has.
+        # Not view(-1), which keeps the stride of a single element, whatever it is.
         return first.as_strided((first.numel(),), (1,)).view(torch.uint8), []
     numels = [piece.numel() for piece in pieces]
     buffer = torch.empty(sum(numels), dtype=first.dtype, device=device)

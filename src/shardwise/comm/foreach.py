@@ -4,13 +4,13 @@
     foreach_all_gather_copy_out   gathered buffer --one batched copy--> unsharded parameters
     foreach_reduce                gradients --copy-in--> reduce-scatter [--> all-reduce] --> shard
 
-On accelerators each step runs on a stream of its own (`CommStreams`), ordered by events; what those
-streams still read or write must outlive the call, which is why results carry their buffers. On CPU
-there are no streams and everything has completed on return, unless `async_op`.
+On accelerators each step runs on its own stream (`CommStreams`), ordered by events. Buffers that those
+streams still read or write must outlive the call, so results hold them. On CPU there are no streams, and
+everything has completed on return, unless `async_op`.
 
-What takes a group or a `Reduction` is collective over its ranks, and issues at most one operation of each
-kind. Shards carry no gradient, so gathering needs no `no_grad`; gradients may (`create_graph`), and
-reducing turns recording off.
+Functions that take a group or a `Reduction` are collective over its ranks, and issue at most one operation of
+each kind. Shards require no gradient, so gathering needs no `no_grad`; gradients may (`create_graph`), so
+reductions disable recording.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from shardwise.errors import ShardingError, here
 
 @dataclass(slots=True)
 class AllGatherResult:
-    """A gather in flight, with what it must keep alive."""
+    """A gather in flight, with the tensors it must keep alive."""
 
     output: Tensor  # 1-D, all ranks' shards one after another
-    # A hook may have made them on the copy-in stream: freed while the all-gather still sends them, their
-    # memory would go to the next copy-in.
+    # A hook may have made them on the copy-in stream. If they were freed while the all-gather still sends
+    # them, the next copy-in would reuse their memory.
     inputs: Sequence[Tensor]
-    event: torch.Event | None  # accelerator: the gather has finished
+    event: torch.Event | None  # accelerator: recorded after the gather
     work: dist.Work | None  # async_op: wait for it
 
 
 def gather_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """Return the dtype that shards of `dtypes` travel as together: their own if they agree, else bytes."""
+    """Return the dtype in which to send shards of `dtypes` together: their own if they agree, else bytes."""
     return dtypes[0] if all(dtype == dtypes[0] for dtype in dtypes) else torch.uint8
 
 
@@ -62,14 +62,14 @@ def foreach_all_gather(
 ) -> AllGatherResult:
     """Start gathering every rank's `inputs` in one all-gather.
 
-    Collective over `group`. One input that already has its dtype and device is sent from where it
-    lies; otherwise all are copied, and cast, into this rank's slice of the output.
+    Collective over `group`. A single input that already has the right dtype and device is sent from its
+    own memory; otherwise all are copied, and cast, into this rank's slice of the output.
 
     Args:
-        inputs: this rank's 1-D shards, equal in number and size on all ranks. They may lie on CPU
-            while `device` is an accelerator (offloading).
-        dtypes: the dtype in which each input is wanted after the gather.
-        group: the ranks that exchange shards; None for a rank alone.
+        inputs: this rank's 1-D shards, equal in number and size on all ranks. They may be on CPU while
+            `device` is an accelerator (offloading).
+        dtypes: the dtype of each input after the gather.
+        group: the ranks that exchange shards; None for a single rank.
         comm: allocates the output and gathers.
         device: of the output.
         async_op: return before the gather has finished; `result.work` waits for it.
@@ -78,12 +78,12 @@ def foreach_all_gather(
     dtype, numel = dtypes[0], inputs[0].numel()
     if len(inputs) > 1:
         dtype = gather_dtype(dtypes)
-        # What travels as bytes is counted in bytes.
+        # Shards that are sent as bytes are counted in bytes.
         scale = [wanted.itemsize if dtype == torch.uint8 else 1 for wanted in dtypes]
         numel = sum(t.numel() * s for t, s in zip(inputs, scale, strict=True))
     ranks = 1 if group is None else group.size()
-    # An asynchronous gather allocates and copies on the current stream, as its caller prefetches
-    # on purpose and wants no memory that belongs to another stream.
+    # An asynchronous gather allocates and copies on the current stream: its caller prefetches on
+    # purpose and wants no memory that belongs to another stream.
     side = None if async_op else streams
     only = inputs[0]
     in_place = len(inputs) == 1 and only.dtype == dtype and only.device == device
@@ -93,7 +93,7 @@ def foreach_all_gather(
         output = comm.allocate((numel * ranks,), dtype=dtype, device=device)
         work = comm(output_tensor=output, input_tensor=only, group=group, async_op=async_op)
         return AllGatherResult(output, inputs, None, work)
-    # Memory of the stream that writes it first; the result keeps it until others have used it.
+    # Allocated on the stream that writes it first; the result keeps it until other streams have used it.
     with nullcontext() if side is None else side.copy_in:
         output = comm.allocate((numel * ranks,), dtype=dtype, device=device)
         if in_place:
@@ -102,28 +102,28 @@ def foreach_all_gather(
             # This rank's slice of the output, so that the all-gather sends in place.
             shard = output.narrow(0, numel * (0 if group is None else group.rank()), numel)
             if dtype == torch.uint8:
-                # Cast before they are seen as bytes.
+                # Cast before viewing as bytes.
                 inputs = [t.to(device, wanted) for t, wanted in zip(inputs, dtypes, strict=True)]
             if len(inputs) == 1:
                 shard.copy_(only, non_blocking=True)
             else:
                 copy_in(inputs, out=shard)
-    # No gather follows: whoever copies out waits for the copy-in itself.
+    # No gather follows: the copy-out waits for the copy-in itself.
     if group is None or ranks == 1:
         return AllGatherResult(output, inputs, None if side is None else record_event(side.copy_in), None)
     if side is None:
         work = comm(output_tensor=output, input_tensor=shard, group=group, async_op=async_op)
         return AllGatherResult(output, inputs, None, work)
-    # A stream apart, so that the next copy-in need not wait for this gather.
+    # A separate stream, so that the next copy-in need not wait for this gather.
     side.all_gather.wait_stream(side.copy_in)
     with side.all_gather:
         comm(output_tensor=output, input_tensor=shard, group=group, async_op=False)
-        # Right behind this gather: the copy-out waits for no later one.
+        # Directly after this gather: the copy-out waits for no later one.
         return AllGatherResult(output, inputs, record_event(side.all_gather), None)
 
 
 def copy_in(inputs: Sequence[Tensor], *, out: Tensor) -> None:
-    """Lay 1-D tensors end to end in `out`, casting on the way; as bytes if `out` is of bytes."""
+    """Copy 1-D tensors end to end into `out`, with casts; as bytes if `out` holds bytes."""
     if out.dtype == torch.uint8:
         inputs = [t.view(torch.uint8) for t in inputs]
     sizes = [t.numel() for t in inputs]
@@ -138,11 +138,11 @@ def foreach_all_gather_copy_out(
     """Wait for a gather and copy it out, in one batched copy.
 
     Args:
-        result: of `foreach_all_gather`.
-        sizes: how many elements (bytes, if the gather travelled as bytes) of each rank's shard
+        result: the result of `foreach_all_gather`.
+        sizes: the number of elements (bytes, if the gather was sent as bytes) of each rank's shard that
             belong to each tensor of `out`.
         out: tensors of shape [ranks, size], of the dtype of the gather.
-        ranks: how many shards the gather holds.
+        ranks: the number of shards in the gather.
     """
     if result.event is not None or result.work is not None:
         wait_for_gather(result, result.output.device)
@@ -153,9 +153,9 @@ def foreach_all_gather_copy_out(
 
 
 def wait_for_gather(result: AllGatherResult, device: torch.device) -> None:
-    """Let the current stream of `device` (on CPU: the caller) wait until a gather has finished."""
+    """Make the current stream of `device` (on CPU: the caller) wait until a gather has finished."""
     if result.event is not None:
-        # The host goes on; what is issued to this stream from here on waits.
+        # The host does not block; work issued to this stream from here on waits.
         current_stream(device).wait_event(result.event)
     if result.work is not None:
         result.work.wait()
@@ -179,11 +179,11 @@ class Reduction:
         device: of the buffers.
         align_bytes: each rank's slice is padded to a multiple of it.
         all_reduce: False leaves the all-reduce for a later backward and accumulates until then.
-        replicate_scatter: reduce-scatters over the replicate axis where each rank keeps its part only; None
+        replicate_scatter: reduce-scatters over the replicate axis, if each rank keeps only its part; None
             all-reduces.
-        hook: called with the reduced shard, in place of or after the all-reduce.
+        hook: called with the reduced shard, instead of or after the all-reduce.
         streams: where to run on an accelerator.
-        hook_stream: the stream of `hook` where there is no replicate axis.
+        hook_stream: the stream of `hook` if there is no replicate axis.
     """
 
     shard_group: dist.ProcessGroup | None
@@ -202,40 +202,40 @@ class Reduction:
 
     @cached_property
     def shard_ranks(self) -> int:
-        """Ranks of the reduce-scatter; asking a process group each time is slow."""
+        """Ranks of the reduce-scatter; cached, since asking a process group is slow."""
         return 1 if self.shard_group is None else self.shard_group.size()
 
     @cached_property
     def on_current_stream(self) -> Reduction:
-        # Cached: each reduction that enters a stream asks for it.
+        # Cached: each reduction that enters a stream needs it.
         return replace(self, streams=None)
 
     @cached_property
     def ends_with_scatter(self) -> bool:
-        """Whether the reduce-scattered tensor is the final result as it is, on the current stream."""
-        # Then the shard needs no further step, and no result that keeps buffers.
+        """Whether the reduce-scattered tensor is already the final result, on the current stream."""
+        # If so, the shard needs no further step, and no result that keeps buffers.
         more = (self.streams, self.replicate_group, self.hook)
         return more == (None,) * 3 and self.factors.after in (None, 1) and self.dtype == self.result_dtype
 
 
-Input = tuple[Sequence[Tensor], torch.Event]  # what a reduction uses, and when it may be freed
+Input = tuple[Sequence[Tensor], torch.Event]  # tensors that a reduction uses, and the event after that
 
 
 @dataclass(slots=True)
 class ReduceResult:
-    """A reduction's outcome, with what running streams still use."""
+    """A reduction's result, with the tensors that running streams still use."""
 
     shard: Tensor | None  # 1-D sharded gradient in result_dtype; None if only accumulated
     partial: Tensor | None  # reduce-scattered but not yet all-reduced, for the next backward
-    inputs: Sequence[Input]  # accelerator: what it uses of computation's memory
+    inputs: Sequence[Input]  # accelerator: the memory of computation's stream that it uses
     staged: Tensor  # the shard in the reduction's dtype
-    added: Tensor | None  # what an earlier reduction left, and was added to it
-    # On which `shard` was made. Later work on it runs there too, and records an event after that.
+    added: Tensor | None  # the partial result of an earlier reduction, which was added to it
+    # The stream on which `shard` was made. Later work on it runs there too, and records an event afterwards.
     stream: torch.Stream | None
 
 
 def foreach_reduce_scatter_copy_in(grads: Sequence[Tensor], out: Tensor, ranks: int) -> None:
-    """Cut every gradient into `ranks` rows of dim 0, padded, side by side in `out` [ranks, shard]."""
+    """Cut every gradient on dim 0 into `ranks` rows, padded, side by side in `out` [ranks, shard]."""
     filled = list(compress(grads, map(Tensor.numel, grads)))  # torch's kernel refuses empty tensors
     rows, numel = out.view(ranks, -1), out.numel()
     if filled:
@@ -257,7 +257,7 @@ def foreach_reduce(
     partial: Tensor | None = None,
     stays: bool = False,
 ) -> ReduceResult:
-    """Reduce whole gradients to this rank's shard of them.
+    """Reduce whole gradients to this rank's shard.
 
     Collective over `how.shard_group`, then over `how.replicate_group` unless `how.all_reduce` is
     false. Empties `grads`, so that gradients are freed as soon as they are copied.
@@ -265,9 +265,9 @@ def foreach_reduce(
     Args:
         grads: this rank's unsharded gradients; consumed.
         dims: the dim on which each is cut; a dim other than 0 must divide evenly.
-        shard_numel: elements of one rank's padded pieces together, if the caller knows.
-        partial: what an earlier call without all-reduce left.
-        stays: the shard is kept until computation has waited for it, so it may be of its memory.
+        shard_numel: total elements of one rank's padded pieces, if the caller knows it.
+        partial: the partial result of an earlier call without all-reduce.
+        stays: the shard is kept until computation has waited for it, so it may be computation's memory.
 
     Raises:
         ShardingError: a dim that does not divide.
@@ -278,10 +278,10 @@ def foreach_reduce(
             return foreach_reduce(grads, dims, how, shard_numel=shard_numel, partial=partial, stays=stays)
     ranks = how.shard_ranks
     if len({grad.dtype for grad in grads}) > 1:
-        # torch's kernel takes one dtype, and casts that.
+        # torch's kernel takes one dtype only, and casts it.
         grads[:] = [grad.to(how.dtype) for grad in grads]
     rows = _rows_first(grads, dims, ranks)
-    # What moved below another dim is freed here, the rest when `rows` is.
+    # Gradients that `_rows_first` copied are freed here, the rest with `rows`.
     grads.clear()
     numel = _shard_numel(rows, ranks) if shard_numel is None else shard_numel
     padding = -numel % max(1, how.align_bytes // how.dtype.itemsize)
@@ -289,12 +289,12 @@ def foreach_reduce(
         # Zeros: padding is reduced with the rest.
         rows.append(rows[0].new_zeros(ranks, padding))
         numel += padding
-    # Memory of the current stream, which copies gradients in; `used` keeps it until it was reduced.
+    # Memory of the current stream, which copies gradients in; `used` keeps it until it is reduced.
     reduce_input = how.comm.allocate((numel * ranks,), dtype=how.dtype, device=how.device)
     foreach_reduce_scatter_copy_in(rows, reduce_input, ranks)
-    # Gradients go before the collective runs, which reads their copies alone.
+    # Free gradients before the collective runs, which reads only their copies.
     rows.clear()
-    # Here and not on the stream that reduces: gradients that stay take the memory that activations leave.
+    # Here, not on the stream that reduces: gradients that stay reuse the memory that activations free.
     out = shard_memory(how, numel) if stays else None
     shard, event = reduce_scatter(reduce_input, how, out=out)
     used = (reduce_input,) if out is None else (reduce_input, out)
@@ -305,31 +305,31 @@ def foreach_reduce(
 def reduce_scatter(
     reduce_input: Tensor, how: Reduction, *, out: Tensor | None = None
 ) -> tuple[Tensor, torch.Event | None]:
-    """Reduce-scatter what the current stream has written to `reduce_input` (1-D; consumed).
+    """Reduce-scatter `reduce_input` (1-D; consumed), which the current stream has written.
 
     Collective over `how.shard_group`; without one the input itself is the shard.
 
     Args:
-        out: where the shard goes; allocated if None.
+        out: receives the shard; allocated if None.
 
     Returns:
-        The shard, and on an accelerator when the input may be freed.
+        The shard and, on an accelerator, an event after which the input may be freed.
     """
     streams = how.streams
     if streams is not None:
-        # The copies are there when the current stream comes to this point; the host goes on.
+        # At this point of the current stream the copies are complete; the host does not block.
         streams.reduce_scatter.wait_stream(current_stream(how.device))
         with streams.reduce_scatter:
-            # Without `out` the shard is this stream's memory, where all that follows runs.
+            # Without `out` the shard is memory of this stream, on which all later steps run.
             shard, _ = reduce_scatter(reduce_input, how.on_current_stream, out=out)
-            # Here and not behind what follows: the input may be freed once it was read.
+            # Here, not after later steps: the input may be freed once it was read.
             return shard, record_event(streams.reduce_scatter)
     if how.factors.before is not None and how.factors.before != 1:
-        # Before the sum, which else overflows fp16 on many ranks.
+        # Before the sum, which would otherwise overflow fp16 on many ranks.
         reduce_input.div_(how.factors.before)
     group = how.shard_group
     if group is None or how.shard_ranks == 1:
-        # No copy: the input is the shard, and whoever keeps inputs for streams must look at that.
+        # No copy: the input is the shard; code that keeps inputs for streams must take account of that.
         return (reduce_input if out is None else out.copy_(reduce_input)), None
     if out is None:  # `shard_memory`, without its call
         size = (reduce_input.shape[0] // how.shard_ranks,)
@@ -351,11 +351,11 @@ def finish_reduction(
     Collective over `how.replicate_group` unless `how.all_reduce` is false.
     """
     streams = how.streams
-    # On the stream that reduces; undivided, as the sum of all backwards is divided once.
+    # On the stream that reduces; undivided, since the sum of all backwards is divided once.
     if partial is not None or (how.replicate_group is not None and not how.all_reduce):
         with nullcontext() if streams is None else streams.reduce_scatter:
             if partial is not None:
-                # `ReduceResult.added` keeps it: this stream may read memory of computation's.
+                # `ReduceResult.added` keeps it: this stream may read memory of computation's stream.
                 shard += partial
         if how.replicate_group is not None and not how.all_reduce:
             stream = None if streams is None else streams.reduce_scatter
@@ -365,20 +365,20 @@ def finish_reduction(
         reduced, stream = _reduce_over_replicas(shard, how)
     if stream is None:
         return ReduceResult(_divide(reduced, how), None, inputs, shard, partial, None)
-    # Behind what reduced it last, without an event: who tracks the result records one after this.
+    # After its last reduction, without an event: the caller that tracks the result records one after this.
     with stream:
         return ReduceResult(_divide(reduced, how), None, inputs, shard, partial, stream)
 
 
 def _divide(shard: Tensor, how: Reduction) -> Tensor:
     if how.factors.after is not None and how.factors.after != 1:
-        # In place, and behind the hook: so does FSDP2.
+        # In place and after the hook, as in FSDP2.
         shard.div_(how.factors.after)
     return shard if shard.dtype == how.result_dtype else shard.to(how.result_dtype)
 
 
 def _rows_first(grads: Sequence[Tensor], dims: Sequence[int], ranks: int) -> list[Tensor]:
-    """Return the gradients with the dim that is cut moved, piece by piece, to the front."""
+    """Return the gradients with the sharded dim moved, piece by piece, to the front."""
     rows = list(grads)
     if not any(dims) or ranks == 1:
         return rows
@@ -395,27 +395,27 @@ def _rows_first(grads: Sequence[Tensor], dims: Sequence[int], ranks: int) -> lis
 
 
 def _shard_numel(rows: Sequence[Tensor], ranks: int) -> int:
-    """Return the elements of one rank's pieces, padded to equal size."""
+    """Return the number of elements in one rank's pieces, padded to equal size."""
     return sum(-(-row.size(0) // ranks) * row.shape[1:].numel() for row in rows)
 
 
 def _reduce_over_replicas(shard: Tensor, how: Reduction) -> tuple[Tensor, torch.Stream | None]:
-    """Reduce over the replicate axis and run the user's hook; the result, and the stream they ran on."""
+    """Reduce over the replicate axis and run the user's hook; return the result and the stream it is on."""
     streams = how.streams
     stream = None if streams is None else streams.reduce_scatter
     if how.replicate_group is not None:
         if streams is not None:
-            # A stream apart, so that the next reduce-scatter need not wait for this all-reduce.
+            # A separate stream, so that the next reduce-scatter need not wait for this all-reduce.
             streams.all_reduce.wait_stream(streams.reduce_scatter)
             stream = streams.all_reduce
         with nullcontext() if stream is None else stream:
             op = how.factors.all_reduce_op
             if how.replicate_scatter is None:
-                # In place, in memory of another stream: `ReduceResult.staged` keeps it meanwhile.
+                # In place, in memory of another stream, which `ReduceResult.staged` keeps.
                 dist.all_reduce(shard, group=how.replicate_group, op=op)
             elif how.replicate_group.size() > 1:
                 whole, size = shard, (shard.numel() // how.replicate_group.size(),)
-                # Memory of the stream that writes it, the current one here.
+                # Allocated on the stream that writes it, the current one here.
                 shard = how.replicate_scatter.allocate(size, dtype=how.dtype, device=how.device)
                 how.replicate_scatter(
                     output_tensor=shard, input_tensor=whole, group=how.replicate_group, op=op
@@ -424,7 +424,7 @@ def _reduce_over_replicas(shard: Tensor, how: Reduction) -> tuple[Tensor, torch.
         before = stream
         if streams is not None and before is not None:
             stream = how.hook_stream or streams.all_reduce
-            # The hook reads what the reduction, an all-reduce too, has written.
+            # The hook reads what the reduction, or all-reduce, has written.
             stream.wait_stream(before)
         with nullcontext() if stream is None else stream:
             how.hook(shard)

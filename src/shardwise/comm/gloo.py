@@ -1,21 +1,20 @@
-"""All-gather and reduce-scatter over gloo at the least number of bytes, as direct exchanges of slices.
+"""All-gather and reduce-scatter over gloo with the minimum number of bytes, as direct exchanges of slices.
 
-gloo's own reduce-scatter sends what an all-reduce sends, twice the least; its own all-gather costs about
+gloo's own reduce-scatter sends as much as an all-reduce, twice the minimum; its own all-gather costs about
 three times the CPU time of plain messages (benchmarks/gloo_transport.py).
-Here every rank sends each other rank exactly what that rank needs, straight from the caller's buffer, and
-receives straight into it:
+Here every rank sends each other rank exactly the slice that it needs, straight from the caller's buffer, and
+receives straight into the caller's buffer:
 
     all-gather       shard  --> slice r of every rank's output
     reduce-scatter   slice j of the input --> rank j, which adds
 
-Each rank sends (n-1) slices in either, the least any algorithm can, and none passes through a third rank.
-A ring sends the same bytes but waits for its neighbour n-1 times in a row: reducing 33.6 MB on 4 ranks
+In either, each rank sends (n-1) slices, the least that any algorithm can, and none passes through a third
+rank. A ring sends the same bytes but waits for its neighbour n-1 times in a row: reducing 33.6 MB on 4 ranks
 took 18.1 ms of CPU and 39 ms of wall time as a ring, 15.5 and 35 as here; on 2 ranks the two are the same.
 
-Ranks meet message by message: gloo sends nothing before its receiver has made room, so that a rank that
-comes early holds no one's data. Messages have tags of their own, far from those of users' sends and
-receives. A rank that does not come raises on the others, as a c10d collective does, when the group's
-timeout has passed.
+Ranks synchronize per message: gloo sends nothing before the receiver has posted its receive, so an early
+rank buffers no one's data. Messages have their own tags, far from those of users' sends and receives. If a
+rank does not come, the others raise when the group's timeout has passed, as in a c10d collective.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ STAGED_SLICES = 2  # slices that a reduce-scatter receives beside its output
 _GATHER_TAG = 0x7A000000
 _REDUCE_TAGS = range(_GATHER_TAG + 1, _GATHER_TAG + 1 + (1 << 16))
 
-_INPUT_THREAD = "gloo_tcp_loop"  # so named since torch 2.13
+_INPUT_THREAD = "gloo_tcp_loop"  # its name since torch 2.13
 _SEGMENT_BYTES = 1 << 20  # of gloo's ring, at most
-_GROUP_TIMEOUT = timedelta(0)  # what torch takes for "as long as the group says"
+_GROUP_TIMEOUT = timedelta(0)  # to torch, this means the group's own timeout
 
 _Combine = Callable[..., Tensor]
 _COMBINE: dict[Any, _Combine] = {
@@ -81,7 +80,7 @@ class GlooAllGather(DefaultAllGather):
         ranks = group.size()
         _check("all-gather", whole=output_tensor, shard=input_tensor, ranks=ranks)
         works: list[dist.Work] = []
-        # Of equal size on all ranks, so all exchange messages or none does.
+        # Sizes are equal on all ranks, so all exchange messages or none does.
         if input_tensor.numel():
             rank, slices = group.rank(), output_tensor.chunk(ranks)
             own = slices[rank]
@@ -93,11 +92,11 @@ class GlooAllGather(DefaultAllGather):
             # Sends before receives, in an order that `targets` explains.
             for peer in targets(rank, ranks):
                 works.append(group.send(sent, peer, _GATHER_TAG))
-            # Now, not in `wait`: others' sends end once there is room here, however late this rank waits.
+            # Now, not in `wait`: others' sends need receives here to end, however late this rank waits.
             for peer in sources(rank, ranks):
                 works.append(group.recv([slices[peer]], peer, _GATHER_TAG))
             if apart:
-                # While messages are on their way.
+                # While messages are in flight.
                 own.copy_(input_tensor)
         work = _AllGatherWork(works)
         if async_op:
@@ -110,14 +109,14 @@ class GlooReduceScatter(DefaultReduceScatter):
     """Reduce-scatter of CPU buffers by point-to-point messages; for groups of backend gloo.
 
     Rank r's slice is x[r-1] + x[r-2] + ... + x[0] + x[n-1] + ... + x[r], added from left to right in the
-    buffers' dtype, where x[i] is what rank i had there; the order of arrival has no influence. So adds the
-    ring of gloo that is under c10d's reduce-scatter, and the results have the same bits: where it cuts the
-    buffer elsewhere than between slices, too. AVG then divides by n.
+    buffers' dtype, where x[i] is rank i's addend; the order of arrival does not matter. gloo's ring, which
+    c10d's reduce-scatter uses, adds in the same order, so results are equal bit for bit, also where the ring
+    cuts the buffer at other places than between slices. AVG then divides by n.
 
     The first slice arrives in the output and at most `STAGED_SLICES` more beside it; a staged slice's
-    memory is used again for the next. So up to 4 ranks all receives are posted at once. On more, an
-    asynchronous reduce-scatter receives the rest in `wait`, and ranks must wait for theirs before they
-    wait for anything that another rank does only after its own `wait`.
+    memory is reused for the next. So on up to 4 ranks all receives are posted at once. On more ranks, an
+    asynchronous reduce-scatter receives the rest in `wait`, and ranks must wait for it before they wait for
+    anything that another rank does only after its own `wait`.
     """
 
     def __call__(
@@ -135,8 +134,8 @@ class GlooReduceScatter(DefaultReduceScatter):
         sends at once and adds in `wait`.
 
         Raises:
-            ShardingError: buffers that do not fit each other, or an op or dtype other than these; nothing
-                has been sent.
+            ShardingError: buffers that do not fit each other, or another op or dtype; nothing has been
+                sent.
         """
         ranks = group.size()
         _check("reduce-scatter", whole=input_tensor, shard=output_tensor, ranks=ranks)
@@ -157,7 +156,7 @@ class GlooReduceScatter(DefaultReduceScatter):
 
 @lru_cache(64)
 def combination(dtype: torch.dtype, op: Any) -> _Combine | None:
-    """Return how `GlooReduceScatter` combines two addends of this dtype; None if it does not."""
+    """Return how `GlooReduceScatter` combines two addends of this dtype; None if it cannot."""
     known = op in _COMBINE and (dtype in _FLOATS or (dtype in _INTEGERS and op != ReduceOp.AVG))
     return _COMBINE[op] if known else None
 
@@ -168,12 +167,12 @@ class _AllGatherWork(dist.Work):
         self._works = works
 
     def wait(self, timeout: timedelta = _GROUP_TIMEOUT) -> bool:
-        # Sends too: the caller may change the shard next, which gloo reads until they have ended.
+        # Sends too: the caller may change the shard next, which gloo reads until sends have ended.
         _finish(self._works, timeout)
         return True
 
     def is_completed(self) -> bool:
-        """Return whether `wait` has returned; gloo's point-to-point works do not tell before."""
+        """Return whether `wait` has returned; before that, gloo's point-to-point works do not say."""
         return not self._works
 
 
@@ -190,7 +189,7 @@ class _ReduceScatterWork(dist.Work):
         if ranks == 1 or not numel:
             output.copy_(input)
             return
-        # Views: each is sent from where it lies.
+        # Views: each is sent from its own memory.
         slices = input.chunk(ranks)
         # Read last, in `wait`: the view keeps the input's memory until then.
         self._own = slices[rank]
@@ -200,7 +199,7 @@ class _ReduceScatterWork(dist.Work):
         self._added = 0
         for peer in targets(rank, ranks):
             self._sends.append(group.send([slices[peer]], peer, self._tag))
-        # In the order of addition: each slice is added as it comes, and its memory receives a later one.
+        # In the order of addition: a slice is added when it arrives, and its memory receives a later one.
         self._sources = deque(sources(rank, ranks))
         self._receive(output)
         for _ in range(min(STAGED_SLICES, len(self._sources))):
@@ -213,14 +212,14 @@ class _ReduceScatterWork(dist.Work):
     def _add(self, addend: Tensor) -> None:
         output = self._output
         if addend is not output:
-            # From left to right, as gloo's ring adds: the sum has its bits.
+            # From left to right, as gloo's ring adds: the sums are equal bit for bit.
             self._combine(output, addend, out=output)
         for part, later, kept in self._sums:
             if self._added < later:
                 # A copy: the addend's memory receives the next one.
                 kept.append(addend[part].clone())
             elif self._added == later:
-                # The ring starts this part here. What the output has of it so far comes last, and is kept.
+                # The ring starts this part here. The addends so far come last, and were kept.
                 output[part].copy_(addend[part])
         self._added += 1
 
@@ -231,17 +230,17 @@ class _ReduceScatterWork(dist.Work):
                 return self.wait(timeout)
         while self._receives:
             work, arrived = self._receives[0]
-            # Taken off only when it has come: where this raises, the work is not complete.
+            # Removed only after it arrived: if this raises, the work is not complete.
             work.wait(timeout)
             self._receives.popleft()
             self._add(arrived)
-            # Only now that it is added, as the next slice overwrites it; never the output, which has the sum.
+            # Only after it was added, since the next slice overwrites it; never the output, with the sum.
             if self._sources and arrived is not self._output:
                 self._receive(arrived)
             elif not self._receives:
-                # Within the loop, so once: a second wait has nothing left to receive, and must not add again.
+                # Inside the loop, so once: a second `wait` has nothing left to receive, and must not add.
                 self._end()
-        # After this the caller may write or free the input, which gloo reads until its sends have ended.
+        # After this the caller may write or free the input, which gloo reads until sends have ended.
         _finish(self._sends, timeout)
         return True
 
@@ -261,13 +260,13 @@ class _ReduceScatterWork(dist.Work):
 
 @lru_cache(256)
 def _started_elsewhere(rank: int, ranks: int, numel: int, itemsize: int) -> list[tuple[slice, int]]:
-    """Return the parts of slice `rank` whose sum gloo's ring starts elsewhere: first addends come last.
+    """Return the parts of slice `rank` whose sum gloo's ring starts at another rank: first addends come last.
 
-    The ring cuts the whole buffer into equal segments, equally many for each rank, at least two and of at
-    most `_SEGMENT_BYTES`. So a run that starts at one rank can be a few elements longer than a slice.
+    The ring cuts the whole buffer into equal segments of at most `_SEGMENT_BYTES`, at least two and equally
+    many for each rank. So a run that starts at one rank can be a few elements longer than a slice.
 
     Returns:
-        Parts of the slice, and how many addends come last in each.
+        Parts of the slice, each with the number of addends that come last.
     """
     segments = max(math.ceil(ranks * numel / (_SEGMENT_BYTES // itemsize)), 2 * ranks)
     each = math.ceil(segments / ranks)
@@ -283,54 +282,54 @@ def _started_elsewhere(rank: int, ranks: int, numel: int, itemsize: int) -> list
 
 def _finish(works: list[dist.Work], timeout: timedelta) -> None:
     while works:
-        # Taken off only when it has ended: where this raises, the work is not complete.
+        # Removed only after it ended: if this raises, the work is not complete.
         works[-1].wait(timeout)
         works.pop()
 
 
 @cache
 def sources(rank: int, ranks: int) -> tuple[int, ...]:
-    """Return the other ranks, in the order in which one receives from them: backwards round the ring."""
+    """Return the other ranks in the order of receives from them: backwards round the ring."""
     return tuple((rank - step) % ranks for step in range(1, ranks))
 
 
 @cache
 def targets(rank: int, ranks: int) -> tuple[int, ...]:
-    """Return the other ranks, in the order in which one sends to them, before one receives: round the ring.
+    """Return the other ranks in the order of sends to them, which come before receives: round the ring.
 
-    A rank that comes late then writes at once to those who are there, who write nothing to it until it
+    A late rank then writes at once to the ranks that are already there, which write nothing to it until it
     receives: while a caller writes, gloo's input thread can only spin.
     """
     return tuple((rank + step) % ranks for step in range(1, ranks))
 
 
 def let_callers_finish() -> None:
-    """Make gloo's input threads in this process wait for a core that is free, or is given up. Local.
+    """Make gloo's input threads in this process wait for an idle or yielded core. Local.
 
-    Who sends or receives locks the connection for some microseconds, and wakes the other rank's input
-    thread. Where that takes over the core, and cores are busy, the caller keeps the lock for milliseconds,
-    in which this rank's own input thread spins. A thread under SCHED_BATCH has its share of time as before,
-    but takes over no core when it wakes.
+    A send or receive locks the connection for some microseconds, and wakes the other rank's input thread. If
+    that thread preempts the caller while cores are busy, the caller holds the lock for milliseconds, in which
+    this rank's own input thread spins. A thread under SCHED_BATCH keeps its share of time, but preempts no
+    other thread when it wakes.
     """
     if sys.platform != "linux":
         return
     for comm in Path("/proc/self/task").glob("*/comm"):
-        with suppress(OSError):  # it has just ended, or the system does not allow this
+        with suppress(OSError):  # the thread has just ended, or the system does not allow this
             thread = int(comm.parent.name)
             if comm.read_text().strip() == _INPUT_THREAD and os.sched_getscheduler(thread) == os.SCHED_OTHER:
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
-# Weakly, by object: a new group starts at 0 on all its ranks. A count that an old one left on some of them
-# would give equal operations different tags, and their messages would never meet.
+# Weakly, by object: a new group starts at 0 on all its ranks. A count that an old group left on some ranks
+# would give equal operations different tags, and their messages would never match.
 _counters: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDictionary()
 
 
 def issued(group: dist.ProcessGroup) -> itertools.count[int]:
-    """Number what is issued in `group`, equally on all ranks as all issue it in one order."""
+    """Return the counter of operations in `group`, equal on all ranks, which issue them in one order."""
     counter = _counters.get(group)
     if counter is None:
-        # A thread that came in between keeps its counter.
+        # If another thread was faster, its counter is kept.
         counter = _counters.setdefault(group, itertools.count())
     return counter
 

@@ -1,7 +1,7 @@
-"""The process group of compiled graphs over gloo: c10d's interface, and behind it what `comm.auto` chooses.
+"""The process group of compiled graphs over gloo: c10d's interface to the choice of `comm.auto`.
 
-A graph knows a process group by its name: functional collectives look it up and call the group's methods. So
-a group of our own, with a name of its own, moves what graphs gather and reduce as hooks do::
+A graph refers to a process group by name: functional collectives look it up and call the group's methods. So
+our own group, with its own name, gathers and reduces for graphs as eager hooks do::
 
     all_gather_into_tensor(shard, 4, "0/direct:250000") -> GraphGroup -> AutoAllGather -> messages over "0"
 """
@@ -22,15 +22,15 @@ _DIRECT = "/direct:"
 
 
 class GraphGroup(dist.ProcessGroup):
-    """The ranks of `group`; its all-gathers and reduce-scatters are direct exchanges from `min_bytes` on.
+    """A group of the ranks of `group`, with direct exchanges for buffers of at least `min_bytes`.
 
-    torch calls a functional collective of one tensor by the name of coalesced ones, but for some that write
-    to memory they are given. A tracer may be at work where a graph runs node by node; nothing here is for it.
+    torch calls a functional collective of one tensor by the name of the coalesced ones, except some that
+    write to given memory. A tracer may be active where a graph runs node by node; it must trace nothing here.
     """
 
     def __init__(self, group: dist.ProcessGroup, min_bytes: int) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
-        # Weakly: its name, by which graphs find this one, goes with the group.
+        # A weak reference: the name by which graphs find this object is removed with the group.
         self._group = ref(group)
         self._gather = AutoAllGather(min_bytes=min_bytes)
         self._reduce = AutoReduceScatter(min_bytes=min_bytes)
@@ -40,13 +40,13 @@ class GraphGroup(dist.ProcessGroup):
 
     @_compat.runs_eagerly
     def gather_one(self, output: Tensor, input: Tensor, options: object = None) -> dist.Work | None:
-        # A graph waits for the work by an operator of its own.
+        # The graph has its own operator that waits for the work.
         return self._gather(output.view(-1), input.view(-1), self._members(), async_op=True)
 
     @_compat.runs_eagerly
     def reduce_one(self, output: Tensor, input: Tensor, options: Any) -> dist.Work | None:
         op = options.reduceOp.op
-        # Views, never copies: the graph reads `output` itself once it has waited.
+        # Views, never copies: after waiting, the graph reads `output` itself.
         return self._reduce(output.view(-1), input.view(-1), self._members(), op, async_op=True)
 
     @_compat.runs_eagerly
@@ -63,11 +63,11 @@ class GraphGroup(dist.ProcessGroup):
 
     def _members(self) -> dist.ProcessGroup:
         group = self._group()
-        assert group is not None  # its name goes with it
+        assert group is not None  # else its name would be gone too
         return group
 
 
-# What torch calls, and what it calls first from 2.13 on.
+# The methods that torch calls, and those that it calls first from 2.13 on.
 for _names, _method in {
     ("_allgather_base", "all_gather_single"): GraphGroup.gather_one,
     ("_reduce_scatter_base", "reduce_scatter_single"): GraphGroup.reduce_one,
@@ -77,24 +77,24 @@ for _names, _method in {
     for _name in _names:
         setattr(GraphGroup, _name, _method)
 
-# torch finds a group by its name but keeps none: here each lives as long as the group that it stands for.
+# torch finds a group by its name but keeps none alive: here each lives as long as the group it represents.
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[int, GraphGroup]] = WeakKeyDictionary()
 
 
 def name_in_graphs(group: dist.ProcessGroup, transport: object, device: torch.device) -> str:
-    """Return the name by which a graph gathers or reduces over `group` as `transport` does. Local.
+    """Return the group name with which a graph gathers or reduces over `group` as `transport` does. Local.
 
-    `group`'s own, which stands for c10d's collectives, unless the direct exchange may have a part in it.
+    That is `group`'s own name, for c10d's collectives, unless the direct exchange may be used.
     """
     if not isinstance(transport, (AutoAllGather, AutoReduceScatter)):
         return group.group_name
     if device.type != "cpu" or not over_gloo(group):
         return group.group_name
     made, min_bytes = _made.setdefault(group, {}), transport.min_bytes
-    # By threshold: a graph knows the name alone, which must stand for one choice of what is exchanged.
+    # One per threshold: a graph knows only the name, which must determine what is exchanged directly.
     name = f"{group.group_name}{_DIRECT}{min_bytes}"
     if min_bytes not in made:
-        # It was destroyed, and another group may have its name.
+        # If it was destroyed, another group may have its name.
         if not _compat.is_known_by_name(group):
             return group.group_name
         made[min_bytes] = GraphGroup(group, min_bytes)
@@ -103,5 +103,5 @@ def name_in_graphs(group: dist.ProcessGroup, transport: object, device: torch.de
 
 
 def group_of(name: str) -> str:
-    """Return the name of the process group itself."""
+    """Return the name of the underlying process group."""
     return name.partition(_DIRECT)[0]

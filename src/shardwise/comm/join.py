@@ -1,8 +1,8 @@
-"""Batches of ranks that have different numbers of them, joined until all end together.
+"""Loops over batches whose number differs between ranks, so that all ranks end together.
 
-A training step is collective. A rank that has run out goes over its last batch again, with a loss of weight
-zero: what it sends is what the others wait for, and adds nothing. Nothing of the model, the layout or the
-schedule need know.
+A training step is collective. A rank that has run out of batches repeats its last one with loss weight zero:
+the others get the messages they wait for, and nothing is added to gradients. The model, the layout and the
+schedule are not involved.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def join(batches: Iterable[_T]) -> Iterator[tuple[_T, float]]:
         for batch, weight in shardwise.join(loader):
             (loss_of(model, batch) * weight).backward()
 
-    The weight is 1.0 while every rank has a batch. Of a rank that has run out it is 0.0, and its last batch
-    comes again: a dict or list as a new one, its tensors as the loop left them. Of the others it is ranks /
-    ranks with a batch: gradients, which are divided by the number of ranks, are the mean over the ranks that
-    had a batch.
+    The weight is 1.0 while every rank has a batch. After that it is 0.0 on ranks that have run out, which
+    get their last batch again: a dict or list as a new one, its tensors as the loop left them. On the others
+    it is ranks / ranks with a batch. Gradients are divided by the number of ranks, so they are the mean over
+    the ranks that had a batch.
 
-    Collective over the default process group, once a batch: a few bytes over gloo, in a group of its own.
-    Hosts wait for each other there, accelerators do not. Every rank takes every batch, or all leave the loop
-    at the same one. Without a process group this process is alone.
+    Collective over the default process group, once per batch: a few bytes over gloo, in a separate group.
+    Hosts wait for each other there, accelerators do not. Every rank must take every batch, or all must leave
+    the loop at the same one. Without a process group, only this process takes part.
 
     Raises:
         RankMismatchError: on every rank, if one has no batch at all, or fails to make one.
@@ -42,16 +42,16 @@ def join(batches: Iterable[_T]) -> Iterator[tuple[_T, float]]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield from ((batch, 1.0) for batch in batches)
         return
-    # A group of its own: what ranks say here meets no collective of the step.
+    # A separate group: messages here cannot match collectives of the step.
     group = group_of_all("join batches")
-    left: list[Iterator[_T]] = []  # begun where the others hear of it, if that fails
+    left: list[Iterator[_T]] = []  # begun inside `together`, which reports a failure to the others
     held: list[_T] = []  # the last batch
 
     def take() -> bool:
         if not left:
             left.append(iter(batches))
         try:
-            # Replaced only by another: where none is left, the loop gets the last one again.
+            # Replaced only by another batch: if none is left, the loop gets the last one again.
             held[:] = [next(left[0])]
         except StopIteration:
             return False
@@ -65,9 +65,9 @@ def join(batches: Iterable[_T]) -> Iterator[tuple[_T, float]]:
                 missing = {rank: _NONE for rank, has in enumerate(there) if not has}
                 raise_all(_WHAT, missing, kind=RankMismatchError)
             started = True
-            # The loop may take entries out of it, which the next round must find again.
+            # The loop may remove entries, which the next round needs again.
             batch = copy(held[0]) if isinstance(held[0], MutableMapping | MutableSequence) else held[0]
             yield batch, len(there) / sum(there) if there[dist.get_rank()] else 0.0
     finally:
-        # Also where the loop is left early, which closes this generator: else each epoch would leave a group.
+        # Also if the loop ends early, which closes this generator: else each epoch would leave a group.
         dist.destroy_process_group(group)

@@ -1,12 +1,12 @@
 """The kinds of collectives: which operators issue them, and how many bytes each moves.
 
-One table for whoever counts collectives as they are issued (`comm.count`) or finds them in a compiled graph
-or an exported program (`graph.nodes`). Bytes are of the full buffer: all
-shards of a gather or scatter together. What a rank sends of them, at the least, follows from the kind:
+One table serves code that counts collectives as they are issued (`comm.count`) or finds them in a compiled
+graph or an exported program (`graph.nodes`). Bytes are those of the full buffer: all shards of a gather or
+scatter together. The kind determines the fraction that a rank must send at least:
 
     all_gather, reduce_scatter, all_to_all, gather, scatter     (n-1)/n on n ranks
     all_reduce                                                  twice that
-    broadcast, reduce, send                                     all, none on one rank alone
+    broadcast, reduce, send                                     all; nothing if there is only one rank
     recv, barrier                                               nothing
 """
 
@@ -21,7 +21,7 @@ NATIVE = "c10d"
 FUNCTIONAL = "_c10d_functional"
 NAMESPACES = (NATIVE, FUNCTIONAL, "_c10d_functional_autograd", "c10d_functional", "_dtensor")
 WAIT = "wait_tensor"
-# In the same namespaces, but they move nothing: counted, a wait would be its collective's second.
+# In the same namespaces, but they move nothing: a counted wait would count its collective twice.
 _NOT_COLLECTIVE = (WAIT, "_wrap_tensor_autograd", "check_for_nan", "mesh_get_process_group")
 
 
@@ -46,7 +46,7 @@ _NATIVE = {  # operators of torch.ops.c10d
     "reduce_scatter_tensor_coalesced_": Form(SCATTER, 1),
     "broadcast_": Form("broadcast", 0),
     "reduce_": Form("reduce", 0),
-    # One rank alone has the list of all shards. The other argument, a rank's share, is there on each.
+    # Only one rank has the list of all shards. Every rank has the other argument, its own share.
     "gather_": Form("gather", 1, per_rank=True),
     "scatter_": Form("scatter", 0, per_rank=True),
     "alltoall_": Form("all_to_all", 1),
@@ -58,10 +58,10 @@ _NATIVE = {  # operators of torch.ops.c10d
     "monitored_barrier_": Form("barrier", None),
 }
 
-# operators of torch.ops._c10d_functional and its kin, without "_coalesced", "_out" and a last "_"
+# operators of torch.ops._c10d_functional and the like, without "_coalesced", "_out" and a last "_"
 _FUNCTIONAL = {
     "all_reduce": Form(REDUCE, 0),
-    # The full buffer is what it returns: of the arguments only this rank's share tells its size.
+    # The full buffer is the result: among the arguments, only this rank's share gives its size.
     "all_gather_into_tensor": Form(GATHER, 0, per_rank=True),
     "reduce_scatter_tensor": Form(SCATTER, 0),
     "all_to_all_single": Form("all_to_all", 0),
@@ -75,7 +75,7 @@ _FUNCTIONAL = {
 def form_of(namespace: str, name: str) -> Form | None:
     """Return the form of the operator `namespace::name`, without overload; None if it is no collective.
 
-    One that torch adds later has its own name as kind.
+    An unknown collective, which torch may add later, has its own name as kind.
     """
     if namespace not in NAMESPACES or name in _NOT_COLLECTIVE:
         return None
@@ -89,8 +89,8 @@ def form_of(namespace: str, name: str) -> Form | None:
 def sent_bytes(kind: str, full_bytes: int, *, ranks: int) -> int:
     """Return the bytes that each rank sends in the ideal ring algorithm, rounded up.
 
-    The least that any algorithm can (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
-    clusters of workstations", 2009; nccl-tests' PERFORMANCE.md has the factors for the other kinds).
+    No algorithm can send less (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations", 2009; nccl-tests' PERFORMANCE.md has the factors for the other kinds).
     """
     ring = Fraction(ranks - 1, ranks)
     share = {

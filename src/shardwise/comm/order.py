@@ -1,15 +1,15 @@
-"""The order of a process group's collectives: do ranks issue the same ones in the same order?
+"""The order of a process group's collectives: whether ranks issue the same ones in the same order.
 
 Ranks that differ would exchange garbage of equal size, abort, or wait for each other until a timeout. So
 every collective is announced here before it is issued:
 
-    as it followed last time    nothing is sent: one comparison of two references
+    the same as last time       nothing is sent: one comparison of two references
     anything else               all ranks compare what they are about to do, through the store
 
-A pass is a path in a tree of what was agreed before. Ranks whose trees are equal and who follow them agree
-without a word; a rank that leaves its tree asks the others first, and those who went on as last time wait
-in a collective that it does not join. Nobody exchanges data with a rank that means something else. Who
-waits for whom, and why in vain, is found by `comm.watch`.
+A pass is a path in a tree of agreed events. Ranks that follow the same path in equal trees need no messages.
+A rank that leaves its tree first asks the others; those that continued as last time wait in a collective that
+it does not join. So no rank exchanges data with a rank that means something else. `comm.watch` finds out
+which rank waits in vain for which, and why.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from shardwise.comm.differences import differences
 from shardwise.comm.stacks import calls_of
 from shardwise.errors import RankMismatchError, here
 
-_PASSES_KEPT = 64  # how far back a waiting rank may ask where its peers left this one
-_LONGEST_PASS = 100_000  # events; a longer one, without a forward, starts again
-_LARGEST_TREE = 1_000_000  # events; it is forgotten beyond that, on all ranks at the same one
+_PASSES_KEPT = 64  # ended passes that are kept to be compared with peers that still wait in one
+_LONGEST_PASS = 100_000  # events; a longer pass, without a forward, starts again
+_LARGEST_TREE = 1_000_000  # events; a larger tree is dropped, on all ranks at the same event
 _DIGEST = 64  # characters
 TIME_TO_READ = timedelta(seconds=2)
-_HASTE, _PATIENCE = 20e-6, 2e-3  # seconds between looks for the others' words
+_HASTE, _PATIENCE = 20e-6, 2e-3  # shortest and longest time between polls, in seconds
 STORE_GONE = "the store of the process group is gone: the rank that holds it, usually rank 0, has ended"
 _LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 
@@ -49,17 +49,17 @@ Record = dict[str, Any]
 
 
 class Event:
-    """A rank's next operation, in words equal on ranks that do the same. `event_for` makes it."""
+    """A rank's next operation, in words that are equal on ranks that do the same. Made by `event_for`."""
 
     __slots__ = ("__weakref__", "advice", "digest", "text")
 
     def __init__(self, text: str, advice: str) -> None:
         self.text = text
-        self.advice = advice  # for a rank that does something else
+        self.advice = advice  # for the error if ranks differ
         self.digest = hashlib.sha256(text.encode()).digest()
 
 
-# `advance` compares by identity, so equal words are one object; weakly, as models come and go.
+# `advance` compares by identity, so equal words are one object; held weakly, since models come and go.
 _events: WeakValueDictionary[str, Event] = WeakValueDictionary()
 
 
@@ -70,12 +70,12 @@ _ADVICE = (
 
 
 def event_for(text: str, *, advice: str = _ADVICE) -> Event:
-    """Return the event of these words: one object for equal words."""
+    """Return the event with these words; equal words give the same object."""
     return _events.setdefault(text, Event(text, advice))
 
 
 class Node:
-    """An event with all that came before it in its pass."""
+    """An event together with all events before it in its pass."""
 
     # There may be a million of these.
     __slots__ = ("children", "depth", "digest", "event", "likely", "parent")
@@ -85,13 +85,13 @@ class Node:
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
         before = b"" if parent is None else parent.digest
-        # Of the whole way here, so equal digests are equal passes up to this event.
+        # Covers the whole path to here, so equal digests mean equal passes up to this event.
         self.digest: bytes = hashlib.sha256(before + event.digest).digest()
         self.children: dict[Event, Node] = {}
         self.likely: Node | None = None  # what followed last time
 
     def before(self, depth: int) -> Node:
-        """Return the event at `depth` on the way here."""
+        """Return the event at `depth` on the path to this one."""
         node = self
         while node.depth > depth:
             assert node.parent is not None
@@ -100,40 +100,40 @@ class Node:
 
 
 class Backward(NamedTuple):
-    """A backward pass: the thread that began it, and what autograd calls at its end or drops before it."""
+    """A backward pass: its thread, and the callback that autograd calls at its end, or drops if it fails."""
 
     thread: int
     end: ref[Callable[[], None]]
 
 
 class Order:
-    """The sequence of events of one process group, on this rank. `watch.order_of` makes it.
+    """The sequence of events of one process group, on this rank. Made by `watch.order_of`.
 
     Attributes:
         at: the event last announced.
-        passes: how many passes have begun.
-        ended: with what earlier passes ended, by number.
-        left: why this rank will not go on with its pass, once it has left it.
-        abandoned: earlier passes that it has left, the latest of them, before it began another.
-        backward: the one that runs.
-        asking: whether it waits for the others' words, over no connection that could break.
+        passes: the number of passes that have begun.
+        ended: the last events of earlier passes, by number.
+        left: why this rank does not continue its pass, if it has left it.
+        abandoned: the latest of the passes that this rank left before it began another.
+        backward: the running backward.
+        asking: whether this rank waits for the others' words in the store, where no connection can break.
         verdict: what was found wrong; every later announcement raises it.
-        raised: whether one has.
-        waits: whether it may wait in what was not announced.
-        cut_from: ranks of the group that this one has lost its connections to; known after a failure.
-        gone: ranks, counted over all, that were found to give no sign of life.
+        raised: whether an announcement has raised it.
+        waits: whether this rank may wait in something that was not announced.
+        cut_from: ranks of the group to which this one has lost its connections; known after a failure.
+        gone: global ranks that were found to give no sign of life.
         groups: process groups of these ranks, in which this one may be waiting.
     """
 
     def __init__(self, group: dist.ProcessGroup, store: Store) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)
-        # Weakly: `comm.watch` keeps this for as long as the group lives.
+        # Weakly: `comm.watch` keeps this order for as long as the group lives.
         self.groups = WeakSet([group])
         self.timeout = _compat.timeout_of(group).total_seconds()
         self.store = store
         name = f"shardwise/{group.group_name}/{self.ranks[0]}-{self.ranks[-1]}/{self.size}"
-        # A store may outlive its process groups: each life of one has words of its own.
+        # A store may outlive its process groups, so each of them gets its own prefix.
         self.prefix = f"{name}/{store.add(f'{name}/{self.rank}', 1)}/"
         self.root = self.at = Node(event_for(""), None)
         self._nodes = 0
@@ -153,13 +153,13 @@ class Order:
         self._posts = itertools.count()
 
     def advance(self, event: Event) -> None:
-        """Announce what this rank does next. Collective over the group where it differs from last time.
+        """Announce what this rank does next. Collective over the group if it differs from last time.
 
         Raises:
-            RankMismatchError: ranks mean different things, one of them has left, or did not come in time.
+            RankMismatchError: ranks mean different things, or one of them has left, or did not come in time.
         """
         likely = self.at.likely
-        # With a verdict a known event goes the long way too, which raises: its collective would not end.
+        # With a verdict, a known event is asked about too, which raises: its collective would not end.
         if likely is not None and likely.event is event and self.verdict is None:
             self.at = likely
         else:
@@ -169,19 +169,19 @@ class Order:
         """Announce that a root module's forward begins."""
         if self.left is not None or self.backward is not None:
             self._abandon_pass()
-        # In the pass before, at whose place a rank that goes on with it announces another event.
+        # Announced in the previous pass, where a rank that still continues it announces another event.
         self.advance(event)
         self._end_pass()
 
     def begin_backward(self, end: Callable[[], None]) -> None:
         """Note a backward in this thread, which calls `end` when it finishes; only autograd holds `end`."""
         self.backward = Backward(threading.get_ident(), ref(end))
-        # What raised in forward was caught: the others may wait for this rank after all.
+        # The error in forward was caught: the others may wait for this rank after all.
         if self.left is not None:
             self.stay()
 
     def stay(self) -> None:
-        """Go on with this rank's pass after all: what raised was caught."""
+        """Continue this rank's pass after all, since its error was caught."""
         self.left = None
         self.post()
 
@@ -189,12 +189,12 @@ class Order:
         left = self.left or self._left_backward()
         self.left = self.backward = None
         if left is not None:
-            # Peers had the same error and leave it too: `comm.watch` must not take that for a departure.
+            # Peers had the same error and leave too: `comm.watch` must not report them as departed.
             self.abandoned.append(self.passes)
             self.post()
 
     def _end_pass(self) -> None:
-        # Ranks that wait in an earlier pass ask what this one did there.
+        # Ranks that wait in an earlier pass compare with what this one did there.
         self.ended[self.passes] = self.at
         if len(self.ended) > _PASSES_KEPT:
             self.ended.popitem(last=False)
@@ -207,12 +207,12 @@ class Order:
     def _agree(self, event: Event) -> None:
         parent = self.at
         node = parent.children.get(event) or Node(event, parent)
-        # Before it asks: `comm.watch` tells the others that this rank stands here.
+        # Set before asking: `comm.watch` tells the others that this rank is here.
         self.at = node
         place = f"{self.prefix}{self.passes}.{node.depth}/"
         keys = [f"{place}{rank}" for rank in range(self.size)]
         try:
-            # The digest is compared; the text is printed where it differs.
+            # Digests are compared; texts are printed if they differ.
             self.store.set(keys[self.rank], node.digest.hex() + event.text)
             self._wait_for(keys)
             words = [value.decode() for value in self.store.multi_get(keys)]
@@ -227,12 +227,12 @@ class Order:
                 f"{here()}: ranks disagree about what to do next, so their collectives would not match.\n"
                 f"{differences(texts)}\n{event.advice}"
             )
-        # All have posted this word, so all have read the one before.
+        # All have posted this word, so all have read the previous one.
         if self._posted is not None:
             self.store.delete_key(self._posted)
         self._posted = keys[self.rank]
-        # Agreed on: ranks that do the same next time need not ask. Only now is it in the tree, which every
-        # rank must forget in the same pass: one that forgot it alone would ask ranks that do not answer.
+        # Agreed: ranks that do the same next time need not ask. Added to the tree only now: every rank must
+        # drop its tree in the same pass, or it would ask ranks that do not answer.
         if event not in parent.children:
             parent.children[event] = node
             self._nodes += 1
@@ -241,7 +241,7 @@ class Order:
             self._end_pass()
 
     def _let_read(self, place: str) -> None:
-        """Wait a moment until all ranks have read the store, which this rank may end with when it raises."""
+        """Wait briefly until all ranks have read the store, which may end with this rank when it raises."""
         keys = [f"{place}read/{rank}" for rank in range(self.size)]
         with suppress(RuntimeError):
             self.store.set(keys[self.rank], "")
@@ -249,30 +249,30 @@ class Order:
 
     def _wait_for(self, keys: list[str]) -> None:
         started, pause = time.monotonic(), _HASTE
-        # No broken connection ends a wait in the store, so the thread that watches looks at them itself.
+        # A broken connection does not end a wait in the store, so the watch thread checks connections.
         self.asking = True
-        # Polled, so that a verdict of the thread that watches ends it.
+        # Polled, so that a verdict of the watch thread ends the wait.
         while not self.store.check(keys):
             if self.verdict is None and time.monotonic() - started > self.timeout:
                 self.verdict = self.account(f"waited {self.timeout:g} s, its timeout")
             if self.verdict is not None:
                 break
-            # Hasty at first, as ranks come nearly together; patient then, as all of them poll one store.
+            # Short pauses at first, since ranks come nearly together; then longer ones: all poll one store.
             time.sleep(pause)
             pause = min(2 * pause, _PATIENCE)
         self.asking = False
         if self.verdict is not None:
-            # By this the thread that watches knows that the process is not stuck.
+            # This tells the watch thread that the process is not stuck.
             self.raised = True
             raise RankMismatchError(f"{here()}: {self.verdict}")
 
     # Where ranks stand
 
     def post(self) -> None:
-        """Tell the other ranks where this one stands."""
+        """Tell the other ranks where this one is."""
         if self.at is not self._posted_at:  # in full, since errors print it where ranks differ
             self._posted_at = self.at
-            # Before the record: who reads that asks for this text next.
+            # Before the record: a rank that reads the record asks for this text next.
             self.store.set(f"{self.prefix}text/{self.rank}", self.at.event.text)
         record = {
             "passes": self.passes,
@@ -283,7 +283,7 @@ class Order:
             "verdict": self.verdict,
             "cut from": sorted(self.cut_from),
             "frame": _frame(),
-            "posts": next(self._posts),  # by which others see that this rank lives
+            "posts": next(self._posts),  # shows others that this rank is alive
         }
         self.store.set(f"{self.prefix}at/{self.rank}", json.dumps(record))
 
@@ -291,13 +291,13 @@ class Order:
         """Return the latest record of each other rank, by rank in the group."""
         keys = {rank: f"{self.prefix}at/{rank}" for rank in range(self.size) if rank != self.rank}
         if not self.store.check(list(keys.values())):
-            # The store would wait for a key that is not there.
+            # The store would wait for a missing key.
             keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
         said = self.store.multi_get(list(keys.values()))
         return {rank: json.loads(record) for rank, record in zip(keys, said, strict=True)}
 
     def text_of(self, rank: int) -> str:
-        """Return the text of the event that a rank of the group announced last, as of its last post."""
+        """Return the text of the event that a rank of the group had announced last when it last posted."""
         return str(self.store.get(f"{self.prefix}text/{rank}").decode())
 
     def doing(self) -> str:
@@ -305,10 +305,10 @@ class Order:
         return first_line(self.at.event.text) or "begin"
 
     def account(self, what: str) -> str:
-        """Describe where every rank stands, after a failure that nothing explains."""
-        me = f"rank {self.ranks[self.rank]}"  # others hear of it too
+        """Describe where every rank is, after a failure that nothing explains."""
+        me = f"rank {self.ranks[self.rank]}"  # other ranks read this text too
         lines = [f"{me} {what}; it was about to {self.doing()}. The others, when last heard of:"]
-        # The store may have ended with its rank: the error then says where this one stands, at least.
+        # The store may have ended with its rank: the error then says at least where this one is.
         with suppress(RuntimeError):
             records = self.read()
             for rank in range(self.size):
@@ -325,9 +325,9 @@ class Order:
         return "\n".join(lines)
 
     def _left_backward(self) -> str | None:
-        """Return why backward ended early, if it did; autograd calls nothing then, but drops `end`."""
+        """Return why backward ended early, if it did; autograd then drops `end` without calling it."""
         backward = self.backward
-        # The thread that watches asks too, and this one may have begun another backward meanwhile.
+        # The watch thread calls this too, and this rank may have begun another backward meanwhile.
         if backward is None or backward.end() is not None or self.backward is not backward:
             return None
         return f"left its backward before the end, after it had begun to {self.doing()}"
@@ -338,7 +338,7 @@ def first_line(text: str) -> str:
 
 
 def _frame() -> str:
-    """Return the line of the user's that the main thread is at."""
+    """Return the line of user code that the main thread is at."""
     calls = calls_of(threading.main_thread().ident or 0)
     if calls is None:
         return "a compilation"

@@ -1,7 +1,7 @@
-"""Reports of where each rank was when a run stood still: a file a rank, and a verdict from all.
+"""Reports of where each rank was when a run hung: one file per rank, and a verdict from all files.
 
-Nothing is recorded for it while the run goes on: a pass is a path in a tree that `comm.order` keeps anyway,
-so the last events, with modules and sizes, are read off when they are asked for.
+Nothing is recorded for them during the run: a pass is a path in the tree that `comm.order` keeps anyway, from
+which the last events, with modules and sizes, are read when a report is written.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from shardwise.errors import ShardwiseError, here, placed
 from shardwise.files.stores import location
 
 FOLDER = "SHARDWISE_REPORTS"
-_EVENTS = 200  # of the last passes, in a file
-_SHOWN = 5  # in a verdict
+_EVENTS = 200  # events of the last passes in a file
+_SHOWN = 5  # events in a verdict
 _NAME = "rank-{}.json"
 
 Report = dict[str, Any]
-_FIELDS: dict[str, Any] = {  # that a verdict needs
+_FIELDS: dict[str, Any] = {  # the fields that a verdict needs
     **dict.fromkeys(("rank", "pass", "event"), int),
     **dict.fromkeys(("ranks", "record"), list),
     **dict.fromkeys(("doing", "digest"), str),
@@ -39,9 +39,9 @@ _FIELDS: dict[str, Any] = {  # that a verdict needs
 
 
 def write_report(order: Order, why: str) -> None:
-    """Write where this rank stands to the folder that the environment names, if it does. Local.
+    """Write where this rank is to the folder named in the environment, if there is one. Local.
 
-    A rank's file has its latest report. A folder that cannot be written is no further error.
+    A rank's file holds its latest report. A folder that cannot be written raises no further error.
     """
     folder = os.environ.get(FOLDER)
     if not folder:
@@ -49,9 +49,9 @@ def write_report(order: Order, why: str) -> None:
     stacks = {}
     for thread in threading.enumerate():
         calls = calls_of(thread.ident or 0)
-        # None while torch compiles: the report goes without, as waiting might take longer than is left.
+        # None while torch compiles: the report then has no stack, since too little time may be left to wait.
         stacks[thread.name] = [f"{call.file}:{call.line}, in {call.function}" for call in calls or []]
-    # RuntimeError: the thread that watches comes here too, while the main one may change `order.ended`.
+    # RuntimeError: the watch thread runs this too, while the main thread may change `order.ended`.
     with suppress(OSError, RuntimeError):
         Path(folder).mkdir(parents=True, exist_ok=True)
         rank = order.ranks[order.rank]
@@ -60,7 +60,7 @@ def write_report(order: Order, why: str) -> None:
             "at": time.time(),
             "why": why,
             "ranks": order.ranks,
-            # With their places in the mesh, of which a reader of the files does not know.
+            # With their places in the mesh, which a reader of the files cannot know.
             "placed": [placed(each) for each in order.ranks],
             "timeout_s": order.timeout,
         }
@@ -74,7 +74,7 @@ def write_report(order: Order, why: str) -> None:
 
 
 def _record(order: Order) -> Iterator[dict[str, Any]]:
-    """Yield the events that this rank announced, the latest first."""
+    """Yield the events that this rank announced, latest first."""
     paths = [(order.passes, order.at), *reversed(order.ended.items())]
     for number, node in paths:
         while node.parent is not None:
@@ -83,7 +83,7 @@ def _record(order: Order) -> Iterator[dict[str, Any]]:
 
 
 def check_folder() -> None:
-    """Raise for a folder that reports could not be written to when ranks fail."""
+    """Raise for a folder to which failing ranks could not write reports."""
     if "://" in (folder := os.environ.get(FOLDER, "")):
         raise ShardwiseError(
             f"{here()}: expected a folder in {FOLDER}, found {folder}: a store may not answer a rank that"
@@ -92,13 +92,13 @@ def check_folder() -> None:
 
 
 def read_reports(folder: str | os.PathLike[str]) -> tuple[dict[int, Report], dict[str, str]]:
-    """Return the files that ranks wrote to a folder, maybe copied to an `fsspec` URL since.
+    """Read the reports that ranks wrote to a folder, which may have been copied to an `fsspec` URL.
 
     Returns:
-        Reports by rank; and what is wrong with those that cannot be used, by name of the file.
+        Reports by rank; and for those that cannot be used, the reason by file name.
 
     Raises:
-        ShardwiseError: there are none that can be used.
+        ShardwiseError: no report can be used.
     """
     at = location(folder)
     found: dict[int, Report] = {}
@@ -137,7 +137,7 @@ def _wrong(report: Any) -> str:
 def verdict(reports: Mapping[int, Report], damaged: Mapping[str, str] | None = None) -> list[str]:
     """Return lines that say who waits for whom; `damaged` maps unreadable reports to the reason.
 
-    Passes count within a process group: reports are compared with those of the same one.
+    Passes are counted per process group, so only reports of the same group are compared.
     """
     damaged = damaged or {}
     groups: dict[tuple[int, ...], dict[int, Report]] = {}
@@ -148,7 +148,7 @@ def verdict(reports: Mapping[int, Report], damaged: Mapping[str, str] | None = N
         if len(groups) > 1:
             lines.append(f"Of {_named(ranks, own)}:")
         silent = [rank for rank in ranks if rank not in reports and _NAME.format(rank) not in damaged]
-        # Without one of the group's files, it may be that rank for which the others wait.
+        # If one of the group's files is missing, the others may wait for its rank.
         alone = not silent and not damaged and own.keys() >= set(ranks)
         details, waits = _of_group(own, silent, alone=alone)
         lines += details
@@ -170,14 +170,14 @@ def verdict(reports: Mapping[int, Report], damaged: Mapping[str, str] | None = N
 def _of_group(
     reports: Mapping[int, Report], silent: list[int], *, alone: bool
 ) -> tuple[list[str], list[int]]:
-    """Return lines about ranks of one group, and those whose last events say most.
+    """Return lines about ranks of one group, and the ranks whose last events are most informative.
 
     Args:
-        silent: without a report.
-        alone: these are all ranks of the group.
+        silent: ranks without a report.
+        alone: whether `reports` covers all ranks of the group.
     """
     places = {rank: (report["pass"], report["event"]) for rank, report in reports.items()}
-    # Nobody gets past a collective alone, so whoever came furthest waits for the others.
+    # No rank gets past a collective alone, so the ranks that came furthest wait for the others.
     furthest = max(places.values())
     waiting = [rank for rank in reports if places[rank] == furthest]
     behind = [rank for rank in reports if rank not in waiting]
@@ -202,14 +202,14 @@ def _of_group(
 
 
 def _named(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
-    """Return `rank 1 (pp 1)`, or `ranks 0, 2`: with the places that ranks of the group had for each other."""
+    """Return `rank 1 (pp 1)`, or `ranks 0, 2`: with the places in the mesh that the report names."""
     report = next(iter(reports.values()))
     placed = dict(zip(report["ranks"], report.get("placed") or report["ranks"], strict=False))
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(placed[rank]) for rank in ranks)}"
 
 
 def _at(report: Report) -> str:
-    """Return the user's own line, else the innermost, of the main thread."""
+    """Return the innermost line of user code in the main thread, else its innermost line."""
     calls = report["stacks"].get("MainThread") or ["?"]
     return str(
         next((call for call in calls if "site-packages" not in call and "/shardwise/" not in call), calls[0])

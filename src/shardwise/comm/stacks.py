@@ -1,9 +1,9 @@
 """The stack of another thread.
 
 `sys._current_frames` reads the list of threads under its lock. `faulthandler` takes no lock: it can meet a
-thread that C++ code is just adding, and end the process. A frame leads to its caller while both run. Compiled
-code has frames of its own, whose callers may not be known any more once they end, so a stack is read in one
-turn of the interpreter, in which no other thread goes on. While torch compiles, there is no stack.
+thread that C++ code is just adding, and crash the process. A frame leads to its caller while both run.
+Compiled code has its own frames, whose callers may be lost once they end. So a stack is read in one turn of
+the interpreter, in which no other thread runs. While torch compiles, no stack is available.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from shardwise import _compat
 
-_TURN_S = 0.05  # much longer than reading takes, should the system let another process run meanwhile
+_TURN_S = 0.05  # much longer than reading takes, in case the system lets another process run meanwhile
 _reading = threading.Lock()
 
 
@@ -33,14 +33,14 @@ class Call(NamedTuple):
 def calls_of(thread: int) -> list[Call] | None:
     """Return the stack of a thread, innermost call first; None while torch compiles."""
     found = []
-    # Not waited for: a compilation may last longer than other ranks wait for a sign of life.
+    # Do not wait for a compilation: it may last longer than other ranks wait for a sign of life.
     with _compat.no_compilation() as quiet:
         if not quiet:
             return None
         with _one_turn():
             frame = sys._current_frames().get(thread)
             while frame is not None:
-                # No more than must be read in this turn.
+                # Only what must be read in this turn.
                 found.append((frame.f_code, frame.f_lineno))
                 frame = frame.f_back
     return [Call(code.co_filename, line, code.co_name) for code, line in found]
@@ -48,8 +48,8 @@ def calls_of(thread: int) -> list[Call] | None:
 
 @contextmanager
 def _one_turn() -> Iterator[None]:
-    """Stop other threads, also in finalizers that garbage collection would run."""
-    # One at a time: a second reader would take this one's interval for the usual one, and leave it set.
+    """Keep other threads from running, also in finalizers that garbage collection would run."""
+    # One at a time: a second reader would save this one's interval as the usual one, and leave it set.
     with _reading:
         interval, collects = sys.getswitchinterval(), gc.isenabled()
         sys.setswitchinterval(_TURN_S)
@@ -61,4 +61,4 @@ def _one_turn() -> Iterator[None]:
             sys.setswitchinterval(interval)
             if collects:
                 gc.enable()
-    time.sleep(1e-6)  # a thread that waits began with that interval
+    time.sleep(1e-6)  # a waiting thread has started with the long interval

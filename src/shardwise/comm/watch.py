@@ -1,18 +1,17 @@
-"""A thread that finds out who waits for whom in vain, so that no rank waits for a timeout.
+"""A thread that finds out which rank waits in vain for which, so that no rank waits for a timeout.
 
-While a rank gets on with its work, this thread does nothing but look whether it does. Once the rank has
-stood still for a moment, in a collective or anywhere else, the thread posts where it stands and reads where
-the others stand:
+While a rank makes progress, this thread only checks that it does. Once the rank has made none for a moment,
+in a collective or anywhere else, the thread posts where the rank is and reads where each other rank is:
 
     another event at the same place     ranks mean different things
     it left the pass before this place  it raised; it will not come
     it has found one of these           so it will not come either
     at the same place, or before it     it is late, or slow: wait
 
-In all but the last case the rank's pending messages are ended, and the call that waits for them raises what
-was found. A transport's own failure, such as a dead peer, is explained in the same way. A rank that raises
-nothing then waits for none: it is stuck in something else. Where reports are asked for it writes its own, and
-its process ends.
+In all but the last case the thread ends the rank's pending messages, and the call that waits for them raises
+what was found. A transport's own failure, such as a dead peer, is explained in the same way. A rank that then
+raises nothing was not waiting for these messages: it is stuck in something else. If reports are enabled, it
+writes one, and its process ends.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ from shardwise.errors import RankMismatchError, ShardwiseError, here
 
 _TICK = 0.25  # seconds
 _ROLL_CALL = 2.5  # seconds in which a living rank says where it is
-_NEARLY = 0.9  # of the timeout: before ranks that wait give up, and end
-STUCK = 70  # status of a process that is ended because it is stuck
-_TO_RAISE = 2.0  # seconds from a verdict until a rank that waits has raised it
-_LAST_LOOK = 5.0  # seconds that the end of a process may wait for
-# Apart from every tag in use, so that no probe is taken for a message.
+_NEARLY = 0.9  # of the timeout: before waiting ranks give up and end
+STUCK = 70  # exit status of a process that is ended because it is stuck
+_TO_RAISE = 2.0  # seconds from a verdict until a waiting rank must have raised it
+_LAST_LOOK = 5.0  # seconds for which the end of a process may wait for the thread
+# Different from every tag in use, so that no probe matches a message.
 _NOBODYS_TAG = 0x7D000000
 _SOON = timedelta(milliseconds=1)
 _OF_TIME = ("imed out", "imeout")
-_OF_TRANSPORTS = (*_OF_TIME, "gloo", "onnection", "roken pipe", "ocket")  # words of their errors
+_OF_TRANSPORTS = (*_OF_TIME, "gloo", "onnection", "roken pipe", "ocket")  # words in their errors
 
 _PROBE = torch.zeros(1)
 _log = logging.getLogger("shardwise")
@@ -58,10 +57,10 @@ _orders: WeakKeyDictionary[dist.ProcessGroup, Order] = WeakKeyDictionary()
 
 
 def order_of(group: dist.ProcessGroup | None) -> Order | None:
-    """Return the order of `group`'s collectives; None where it is not compared.
+    """Return the order of `group`'s collectives; None if it is not compared.
 
-    It is compared over gloo, and on other backends if the environment sets SHARDWISE_CHECK_ORDER=1; 0 turns
-    it off. A rank alone has nobody to differ from, and plans on fake tensors send nothing.
+    Orders are compared over gloo, and on other backends if the environment sets SHARDWISE_CHECK_ORDER=1; 0
+    turns the comparison off. Groups of one rank, and plans on fake tensors, have nothing to compare.
     """
     if group is None or group.size() == 1 or _compat.is_fake(torch.empty(0)):
         return None
@@ -70,7 +69,7 @@ def order_of(group: dist.ProcessGroup | None) -> Order | None:
         return None
     if group not in _orders:
         check_folder()
-        # First, since an order keeps its group's timeout.
+        # First, since an order stores its group's timeout.
         _compat.follow_timeout(group)
         _orders[group] = Order(group, _compat.default_store())
         _look_after(_orders[group])
@@ -78,7 +77,7 @@ def order_of(group: dist.ProcessGroup | None) -> Order | None:
 
 
 def look_into(group: dist.ProcessGroup) -> None:
-    """End waiting in `group`, which has all ranks, where it is in vain in the default group. Local."""
+    """End waits in `group`, which has all ranks, when the default group's order finds them vain. Local."""
     order = order_of(dist.group.WORLD)
     if order is not None:
         # `_interrupt` ends messages of these groups, in any of which this rank may be waiting.
@@ -86,9 +85,9 @@ def look_into(group: dist.ProcessGroup) -> None:
 
 
 def leave_all(why: str) -> None:
-    """Tell the others that this rank will come to nothing that they wait for. Local."""
+    """Tell the other ranks that this one will join none of their collectives. Local."""
     for order in list(_orders.values()):
-        # The first reason stays: later errors follow from it.
+        # Keep the first reason: later errors follow from it.
         order.left = order.left or why
         with suppress(RuntimeError):
             order.post()
@@ -101,9 +100,9 @@ def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> Runtim
     unchanged.
 
     Args:
-        error: what a collective raised.
-        orders: of the process groups that it may have run in.
-        what: was about to happen.
+        error: the error of a collective.
+        orders: the orders of the process groups in which it may have run.
+        what: what this rank was about to do.
     """
     if isinstance(error, ShardwiseError) or not orders:
         return error
@@ -111,7 +110,7 @@ def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> Runtim
     if verdict is None:
         if not of_transport(error):
             return error
-        # After a timeout all connections may be whole.
+        # After a timeout all connections may be intact.
         closed = not any(word in str(error) for word in _OF_TIME)
         found = (_roll_call(order, closed=closed) for order in orders)
         verdict = next((words for words in found if words is not None), None)
@@ -127,7 +126,7 @@ def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> Runtim
 
 
 def raise_explained(error: RuntimeError, orders: Sequence[Order], what: str) -> NoReturn:
-    """Raise what `explained` returns, from `error` where it is another: an error is no cause of itself."""
+    """Raise what `explained` returns, with `error` as its cause unless it is the same error."""
     found = explained(error, orders, what)
     if found is error:
         raise error
@@ -141,10 +140,10 @@ def of_transport(error: RuntimeError) -> bool:
 
 @contextmanager
 def announced(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
-    """Announce a collective of `group` before it is issued within, and explain its failure.
+    """Announce a collective of `group` that the block issues, and explain its failure.
 
     Args:
-        what: will be done, in words equal on ranks that do the same.
+        what: the collective, in words equal on ranks that do the same.
     """
     order = order_of(group)
     if order is None:
@@ -161,7 +160,7 @@ def group_of_all(what: str) -> dist.ProcessGroup:
     """Make a gloo group of all ranks beside the default group, with its timeout. Collective.
 
     Args:
-        what: is done with it, as `announced` takes it.
+        what: the group's purpose, as for `announced`.
     """
     whole = dist.group.WORLD
     assert whole is not None
@@ -172,12 +171,12 @@ def group_of_all(what: str) -> dist.ProcessGroup:
 
 @contextmanager
 def explaining(group: dist.ProcessGroup, what: str) -> Iterator[None]:
-    """Explain the failure of what ranks of `group` do within, which they have agreed upon or agree there."""
-    order = order_of(group)  # on every rank, as who has none gives no sign of life
+    """Explain failures of the block, in which ranks of `group` do what they have agreed on, or agree."""
+    order = order_of(group)  # on every rank: a rank without an order gives no sign of life
     if order is None:
         yield
         return
-    before, order.waits = order.waits, True  # what is within ends before what is around it
+    before, order.waits = order.waits, True  # blocks may be nested
     try:
         yield
     except RuntimeError as error:
@@ -188,16 +187,16 @@ def explaining(group: dist.ProcessGroup, what: str) -> Iterator[None]:
 
 @contextmanager
 def watched_stages(stages: DeviceMesh) -> Iterator[None]:
-    """Run a step of a pipeline: whoever waits for a stage that raises or ends is told which, in seconds.
+    """Run a pipeline step so that ranks that wait for a stage that raised or ended learn which, in seconds.
 
         with watched_stages(mesh["pp"]):
             schedule.step(inputs, target=targets)
 
-    Collective over the ranks of the stages, over gloo; elsewhere it does nothing, unless the environment sets
-    SHARDWISE_CHECK_ORDER=1.
+    Collective over the ranks of the stages, over gloo; on other backends it does nothing, unless the
+    environment sets SHARDWISE_CHECK_ORDER=1.
 
     Raises:
-        RankMismatchError: in place of a transport's failure; it names the rank.
+        RankMismatchError: instead of a transport's failure; it names the rank.
     """
     order, what = order_of(stages.get_group()), "run a step of the pipeline"
     if order is None:
@@ -212,9 +211,9 @@ def watched_stages(stages: DeviceMesh) -> Iterator[None]:
             root = root.__cause__  # torch wraps what a stage raised
         if isinstance(root, RuntimeError):
             root = explained(root, [order], what)
-        # In all groups: ranks beside this stage wait for it too.
+        # In all groups: other ranks of this stage wait for it too.
         leave_all(f"raised {type(root).__name__} in a step of the pipeline: {first_line(str(root))}")
-        # A verdict, as peers stand at the same event: that it left is seen only by ranks further on.
+        # A verdict, since peers are at the same event: only ranks further on see that this one left.
         order.verdict = order.verdict or f"{here()} {order.left}"
         with suppress(RuntimeError):
             order.post()
@@ -224,7 +223,7 @@ def watched_stages(stages: DeviceMesh) -> Iterator[None]:
 
 
 def conflict(order: Order, records: Mapping[int, Record]) -> str | None:
-    """Return why this rank would wait in vain, or None."""
+    """Return why this rank would wait in vain; None if nothing is wrong."""
     for rank, record in sorted(records.items()):
         # A peer with a verdict has closed its connections.
         found = record["verdict"] or _mismatch(order, rank, record) or _departure(order, rank, record)
@@ -237,7 +236,7 @@ def _mismatch(order: Order, rank: int, record: Record) -> str | None:
     passes, depth = record["passes"], record["depth"]
     end = order.at if passes == order.passes else order.ended.get(passes)
     if end is None or (depth > end.depth and passes == order.passes):
-        return None  # it is ahead, so it compares
+        return None  # the other rank is ahead, so it compares
     if depth > end.depth:
         mine = f"end a pass that began before, to {order.doing()}"
     else:
@@ -251,7 +250,7 @@ def _mismatch(order: Order, rank: int, record: Record) -> str | None:
 
 def _departure(order: Order, rank: int, record: Record) -> str | None:
     earlier = (record["passes"], record["depth"]) < (order.passes, order.at.depth)
-    # Where this rank left the same pass, and began another, its peers will: all had the same error.
+    # If this rank left the same pass and began another, so will its peers: all had the same error.
     if record["left"] is None or not earlier or record["passes"] in order.abandoned:
         return None
     return f"{named([order.ranks[rank]])} will not come to {order.doing()}: it {record['left']}"
@@ -261,13 +260,13 @@ def _roll_call(order: Order, *, closed: bool = False) -> str | None:
     """Return which rank is wrong or gone after a failure. `closed`: the failure was a closed connection."""
     started, silent = time.monotonic(), set(range(order.size)) - {order.rank}
     gone = {rank for each in list(_orders.values()) if each.store is order.store for rank in each.gone}
-    # Found to be gone in another group of this store: not waited for again.
+    # Ranks found to be gone in another group of this store are not waited for again.
     known = {rank for rank in silent if order.ranks[rank] in gone}
     try:
-        # Signs of life are counted, as clocks of hosts differ.
+        # Signs of life are counted, not timed: clocks of hosts differ.
         before = {rank: record["posts"] for rank, record in order.read().items()}
         while (silent | order.cut_from) - known and time.monotonic() - started < _ROLL_CALL:
-            # Of two ranks nobody can say which one was cut off.
+            # With two ranks it is impossible to say which one was cut off.
             if closed and order.size > 2:
                 order.cut_from |= _broken(order)
             order.post()
@@ -281,7 +280,7 @@ def _roll_call(order: Order, *, closed: bool = False) -> str | None:
         return STORE_GONE
     if not silent:
         return None
-    silent = silent & _broken(order) or silent  # one that is only slow to answer still has its connection
+    silent = silent & _broken(order) or silent  # a rank that is only slow still has its connection
     order.gone = [order.ranks[rank] for rank in sorted(silent)]
     return (
         f"no sign of life from {named(order.gone)} for {_ROLL_CALL:g} s,"
@@ -291,7 +290,7 @@ def _roll_call(order: Order, *, closed: bool = False) -> str | None:
 
 
 def _cut_off(order: Order, records: Mapping[int, Record]) -> str | None:
-    """Return the one rank that all others have lost, though it lives. Of two, nobody can say which it is."""
+    """Return which rank all others have lost though it lives; None if no single rank is, as with two."""
     cut = {order.rank: order.cut_from} | {rank: set(record["cut from"]) for rank, record in records.items()}
     lost = [
         rank
@@ -307,9 +306,9 @@ def _cut_off(order: Order, records: Mapping[int, Record]) -> str | None:
 
 
 def _broken(order: Order) -> set[int]:
-    """Return the peers whose connection has ended. gloo says so to whoever sends; nobody receives this."""
+    """Return the peers whose connection has ended, which gloo reports on a send; nobody receives this one."""
     found = set()
-    # A copy: groups may be freed meanwhile.
+    # A copy: groups may be freed during the loop.
     for group in list(order.groups):
         for peer in set(range(group.size())) - {group.rank()}:
             try:
@@ -322,35 +321,35 @@ def _broken(order: Order) -> set[int]:
 def _interrupt(order: Order) -> None:
     """End this rank's pending sends and receives.
 
-    gloo ends all messages of a group when one of them runs out of time.
+    gloo ends all messages of a group when one of them times out.
     """
     for group in list(order.groups):
         with suppress(RuntimeError, ValueError):
             peer = (group.rank() + 1) % group.size()
-            # Nobody sends this: it is there to run out of time, which raises here too.
+            # Nobody sends this: it exists to time out, which also raises here.
             group.recv([_PROBE], peer, _NOBODYS_TAG).wait(_SOON)
 
 
 def _end_if_stuck(order: Order, orders: Sequence[Order]) -> None:
-    """End the process, if it has not raised what was found and reports are asked for."""
+    """End the process if it has not raised what was found, and reports are enabled."""
     if FOLDER not in os.environ or any(each.raised or each.left for each in orders):
         return
     why = f"ended by shardwise, with status {STUCK}: it was stuck, and no other rank waits for it any more"
     write_report(order, why)
     _log.error("%s: %s", here(), why)
-    # Handlers are flushed here, as `os._exit` does not.
+    # Flush log handlers, since `os._exit` does not.
     logging.shutdown()
-    # `sys.exit` would end this thread alone.
+    # `sys.exit` would end only this thread.
     os._exit(STUCK)
 
 
 class _Watch(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="shardwise-watch", daemon=True)
-        # Weakly, as an order goes with its process group.
+        # Weakly, since an order lives as long as its process group.
         self.stood: WeakKeyDictionary[Order, tuple[int, Node]] = WeakKeyDictionary()
-        self.moved: tuple[float, ref[Order]] | None = None  # when and which was last seen to
-        self.judged: WeakKeyDictionary[Order, float] = WeakKeyDictionary()  # when
+        self.moved: tuple[float, ref[Order]] | None = None  # the last progress: when, and which order
+        self.judged: WeakKeyDictionary[Order, float] = WeakKeyDictionary()  # when a verdict was found
         self.lock = threading.Lock()
         self.ended = threading.Event()
 
@@ -359,7 +358,7 @@ class _Watch(threading.Thread):
             self._look()
 
     def end(self) -> None:
-        """End the thread before the interpreter does: inside the store it would abort the process."""
+        """End the thread before the interpreter ends: inside the store it would abort the process."""
         self.ended.set()
         self.join(_LAST_LOOK)
         if any(order.verdict or order.left for order in list(self.stood)):
@@ -373,11 +372,11 @@ class _Watch(threading.Thread):
             if now != stood:
                 self.stood[order] = now
                 self.moved = time.monotonic(), ref(order)
-            # A rank that has announced nothing yet and waits for none has nothing to compare.
+            # A rank that has announced nothing yet and waits for no other has nothing to compare.
             elif order.verdict is None and (
                 order.passes or order.at is not order.root or order.left or order.waits
             ):
-                # At the end of a run the store may go first.
+                # At the end of a run the store may end first.
                 with suppress(RuntimeError, ValueError, KeyError):
                     self._judge(order, stood)
             elif time.monotonic() - self.judged.get(order, math.inf) > _TO_RAISE:
@@ -385,7 +384,7 @@ class _Watch(threading.Thread):
         order_moved = self.moved[1]() if self.moved else None
         if self.moved and order_moved and time.monotonic() - self.moved[0] > _NEARLY * order_moved.timeout:
             write_report(order_moved, f"stood still for {_NEARLY * order_moved.timeout:g} s")
-            # One report for each standstill: it is set again when a rank moves.
+            # One report per standstill: it is set again when this rank makes progress.
             self.moved = None
 
     def _judge(self, order: Order, stood: tuple[int, Node]) -> None:
@@ -393,23 +392,23 @@ class _Watch(threading.Thread):
         records = order.read()
         found = conflict(order, records)
         if found is None and any(record["cut from"] for record in records.values()):
-            order.cut_from |= _broken(order)  # of which it need not hear, where it waits for another
+            order.cut_from |= _broken(order)  # no error tells it, if it waits for another rank
             found = _cut_off(order, records)
-        # No wait in the store ends when a rank does, so connections are looked at.
+        # A wait in the store does not end when a rank does, so check connections.
         if found is None and order.asking and _broken(order):
             found = _roll_call(order)
-        # It has moved meanwhile: what was compared is out of date.
+        # If the rank has moved meanwhile, the comparison is out of date.
         if found is None or stood != (order.passes, order.at):
             return
         order.verdict = found
-        # From here on the rank has a moment to raise, before it is taken for stuck.
+        # From here on the rank has a moment to raise before it counts as stuck.
         self.judged[order] = time.monotonic()
-        # A rank that raised has said why.
+        # A rank that raised has already said why.
         if order.left is None:
             _log.error("%s: %s", here(), found)
         order.post()
         write_report(order, "found that it would wait in vain")
-        # Behind the verdict, for which the call that this ends will look.
+        # After setting the verdict: the call that this ends reads it.
         _interrupt(order)
 
 
@@ -421,6 +420,6 @@ def _look_after(order: Order) -> None:
         _watch[:] = [_Watch()]
         _watch[0].start()
         atexit.register(_watch[0].end)
-    # The thread may be listing them.
+    # The thread may be iterating over them.
     with _watch[0].lock:
         _watch[0].stood[order] = (order.passes, order.at)

@@ -1,4 +1,4 @@
-"""`fully_shard` and what it makes of a module: when parameters are gathered and freed."""
+"""`fully_shard` and the modules it shards: when parameters are gathered and freed."""
 
 from shardwise.fsdp.finalization import GradientReductionHandle
 from shardwise.fsdp.fully_shard import fully_shard

@@ -1,4 +1,4 @@
-"""Hooks that autograd calls in a module's backward: with gradients of its outputs and inputs."""
+"""Hooks that autograd calls in a module's backward, on the gradients of its outputs and inputs."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from shardwise import _compat
 
 
 class _State(Protocol):
-    """A sharded module's, which goes through backward."""
+    """The state of a sharded module, as these hooks use it."""
 
     def post_backward(self) -> None: ...
 
 
 class _EndOfBackward(torch.autograd.Function):
-    """The identity on a module's inputs, whose backward ends the module's."""
+    """The identity on a module's inputs; its backward ends the module's backward."""
 
     @staticmethod
     def forward(ctx: Any, state: _State, *inputs: Tensor) -> tuple[Tensor, ...]:
-        # Strongly: backward may go on after the model was deleted, and still reduces.
+        # A strong reference: backward may go on after the model was deleted, and still reduces.
         ctx.state = state
-        # As they are: autograd makes views of them, with this node for their history.
+        # Returned unchanged: autograd makes views of them, with this node as their history.
         return inputs
 
     @staticmethod
     @_compat.runs_eagerly
     def backward(ctx: Any, *grads: Any) -> Any:
-        # Autograd takes this node after the module's own, as it was made before them: what those give
-        # parameters is there. Gradients go on from here, so the module before gathers once this one is freed.
+        # Autograd runs this node after the module's own nodes, which were made later, so parameters have
+        # their gradients. The previous module's backward comes next, and gathers once this module is freed.
         ctx.state.post_backward()
         return (None, *grads)
 
 
 class _EndOfTransformedBackward(_EndOfBackward):
-    """The form that transforms of `torch.func` want, which costs calls."""
+    """The form that transforms of `torch.func` require; it costs more calls."""
 
     generate_vmap_rule = True
 

@@ -1,14 +1,14 @@
 """Groups in the contiguous layout: the gathered buffer *is* the unsharded parameters.
 
-    shard      this rank's rows, end to end; the sharded parameters are views; the optimizer's placement
-    resident   what lies between steps in the gathered dtype; the shard itself unless the strategy keeps
+    shard      this rank's rows end to end, cut as optimizer state is; sharded parameters are views of it
+    resident   what is kept between steps in the gathered dtype: the shard itself unless the strategy keeps
                more (ZeRO, DDP with low precision, hierarchical FSDP); refreshed after optimizer steps.
-               Where dtype and device are the shard's, the shard is a slice of it
-    full       the whole parameters; the unsharded parameters are views; resized to nothing between uses
-               unless it is resident
+               If it has the shard's dtype and device, the shard is a slice of it
+    full       the whole parameters; unsharded parameters are views of it; its storage is resized to zero
+               between uses unless it is resident
 
-A gather of stored dtype sends the shard from where it lies into `full`; one that casts writes the cast into
-this rank's slice of `full` and gathers in place. There is no copy-in and no copy-out.
+A gather in the stored dtype sends the shard into `full` from its own memory. A gather that casts writes the
+cast into this rank's slice of `full` and gathers in place. There is no copy-in and no copy-out.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Buffer(Buffer):
     shard: Tensor
     resident: Tensor  # the shard, or more in the gathered dtype
     mine: Tensor  # this rank's slice of `full`
-    casts: bool  # does the gather convert the resident memory's dtype or device?
+    casts: bool  # whether the gather converts the resident memory's dtype or device
 
 
 class ContiguousGroup(ParamGroup):
@@ -75,8 +75,8 @@ class ContiguousGroup(ParamGroup):
         strategy = self.strategy
         shard_group, replicate_group = self.info.process_groups
         axes = ((replicate_group, strategy.replicate_axis), (shard_group, strategy.shard_axis))
-        # The axes over which optimizer state is cut, the fastest-varying first, and those of them over which
-        # parameters are gathered once a step and in each use.
+        # The axes over which optimizer state is cut, the fastest-varying first. Parameters are gathered once
+        # per step over `refresh_group`, and at each use over `gather_group`.
         cut = [
             (g, row)
             for g, row in axes
@@ -88,10 +88,10 @@ class ContiguousGroup(ParamGroup):
         self.gathers = self.gather_group is not None
         self.gather_ranks = 1 if self.gather_group is None else self.gather_group.size()
         if self.gather_group is None:
-            self.post_forward_mesh = None  # what is never freed is not resharded
-        self.resident: list[Tensor] = []  # by segment: the shard, or what it is a slice of
+            self.post_forward_mesh = None  # never freed, so never resharded
+        self.resident: list[Tensor] = []  # the resident memory, by segment
         self.refreshed_at: Any = None
-        self._comm: AllGather | None = None  # that gathered last, and whether it can write in place
+        self._comm: AllGather | None = None  # the one used last, and whether it can write in place
         self._in_place = False
         self.offloads = isinstance(self.offload, CPUOffloadPolicy)
         self.pack()
@@ -107,7 +107,7 @@ class ContiguousGroup(ParamGroup):
     # Shard buffers
 
     def pack(self, device: torch.device | None = None) -> None:
-        # Packing may replace the shards, whose values the resident memory must then take over.
+        # Packing may replace the shards: refresh the resident memory from them.
         self.refreshed_at = None
         super().pack(device)
 
@@ -115,7 +115,7 @@ class ContiguousGroup(ParamGroup):
         """Lay parameters out in the buffers; done once, since optimizer state follows the rows."""
         specs = [param.layout_spec() for param in params]
         self.resident, self._changes = [], -1
-        # Once: optimizer state follows these rows, so a converted model keeps them, in other dtypes.
+        # A later call only changes dtypes: a converted model keeps its rows.
         if not self.shards:
             rank, ranks = place_over(self.cut_groups)
             self.layout = ContiguousLayout(specs, ranks=ranks, rank=rank)
@@ -138,7 +138,7 @@ class ContiguousGroup(ParamGroup):
         self.layout.specs = tuple(specs)
 
     def _dtypes(self, specs: Sequence[ParamSpec]) -> list[set[tuple[torch.dtype, torch.dtype]]]:
-        """Return the stored and gathered dtypes in each segment: one, if all was converted alike."""
+        """Return the stored and gathered dtypes in each segment: one pair, if all of it has the same."""
         placed = [[specs[place.index] for place in segment.places] for segment in self.layout.segments]
         return [{(spec.dtype, spec.gather_dtype) for spec in specs} for specs in placed]
 
@@ -165,31 +165,31 @@ class ContiguousGroup(ParamGroup):
             self.resident.append(shard)
             return shard
         size = segment.shard_numel
-        # One memory for both: a refresh gathers in place, and this rank's own rows need no copy.
+        # The shard is a slice of it: a refresh gathers in place, without a copy of this rank's rows.
         self.resident.append(torch.zeros(group.size() * size, dtype=segment.dtype, device=device))
         return self.resident[-1].narrow(0, group.rank() * size, size)
 
     # Unsharded buffers
 
     def _make_unsharded(self, streams: CommStreams | None) -> None:
-        """Make them on the gathers' stream: what gathers do not allocate is first written by this one."""
+        """Make them on the all-gather stream, the first to write the memory that gathers do not allocate."""
         if streams is None:
             super()._make_unsharded(None)
         else:
             with streams.all_gather:
-                # Memory belongs to the stream on which it is allocated, and is given out again in its order.
+                # Memory belongs to the stream that allocates it, and is reused in that stream's order.
                 super()._make_unsharded(streams)
 
     def _whole_memory(self, index: int) -> list[tuple[Tensor, Sequence[ShardedParam]]]:
         segment, shard, group = self.layout.segments[index], self.shards[index], self.refresh_group
         how: Any = {"dtype": segment.gather_dtype, "device": self.device}
         is_same_memory = shard.dtype == segment.gather_dtype and shard.device == self.device
-        # The shard cannot be what is used: it has another dtype or lies on another device.
+        # The shard itself cannot be used: it has another dtype or lies on another device.
         if not is_same_memory and (group is not None or self.gather_group is None):
             times = 1 if group is None else group.size()
             self.resident[index] = torch.empty(times * segment.shard_numel, **how)
         if self.gather_group is None:
-            # Never freed, so the unsharded parameters are views of what stays.
+            # Never freed: the unsharded parameters are views of the resident memory.
             return [(self.resident[index], self.members[index])]
         return [(torch.empty(segment.unsharded_numel, **how), self.members[index])]
 
@@ -210,33 +210,33 @@ class ContiguousGroup(ParamGroup):
     # Changing form
 
     def _make_room(self, streams: CommStreams) -> None:
-        # The latest freed stays: computation that reads it is what this gather is to run beside.
+        # Keep the latest freed: this gather is to run beside the computation that reads it.
         if streams.reclaim(self.buffers, keep=1):
-            # It was not given back since, so it is not allocated again.
+            # This group's memory was not given back, so do not allocate it again.
             self.holds_memory = True
 
     def _start_gather(self, async_op: bool, streams: CommStreams | None) -> AllGatherResult:
         before, self.streams = self.streams, streams
         comm, group = self.settings.all_gather, self.gather_group
         if streams is not None and group is not None:
-            if self.holds_memory and before is None:  # into which a user gathered, beside these streams
+            if self.holds_memory and before is None:  # a user gathered into it, outside these streams
                 streams.all_gather.wait_stream(current_stream(self.device))
-            # None within: the gather below runs on what is the current stream there, the all-gather's.
+            # None during the call below: it runs on its current stream, which is the all-gather's.
             self.streams = None
             with streams.all_gather:
                 result = self._start_gather(async_op, None)
-                # Behind the last segment: one event stands for all casts and gathers of the group.
+                # After the last segment: one event covers all casts and gathers of the group.
                 self.streams, result = streams, replace(result, event=record_event(streams.all_gather))
             return result
         if before is not None and streams is None:
             before.reclaim(keep=0)  # else the next gather frees the memory that this one is to fill
-        # On the stream that reads it next: the all-gather's, or computation's where nothing is gathered.
+        # Refresh on the stream that reads next: the all-gather's, or computation's if nothing is gathered.
         if self.refresh_group is not None or group is None:
             self._refresh(comm)
         if group is None:
             return DONE
         if comm is not self._comm:
-            # Asked again only where the user set another, which spares a call for each gather.
+            # Checked only after the user set another, which saves a call per gather.
             self._comm, self._in_place = comm, allocates_as(comm, DefaultAllGather)
         if self.form is _POST_FORWARD:
             assert self.post_forward_mesh is not None
@@ -245,7 +245,7 @@ class ContiguousGroup(ParamGroup):
         # In the order of the layout, which ranks have compared: each segment is a collective.
         for index, buffer in enumerate(self.buffers):
             if buffer.storage is not None and not self.holds_memory:
-                # From the allocator of the stream that writes it, to which it goes back.
+                # Allocated on the stream that writes it, to which it is also given back.
                 buffer.storage.resize_(buffer.nbytes)
             if self.smaller_shards:
                 source = self.smaller_shards[index]
@@ -271,11 +271,11 @@ class ContiguousGroup(ParamGroup):
 
     @torch.no_grad()
     def _refresh(self, comm: AllGather) -> None:
-        """Bring what is resident between steps up to date with the optimizer's shards, if it is not.
+        """Refresh the resident memory from the optimizer's shards, if it is out of date.
 
         Collective over the axis that replicates parameters but cuts optimizer state.
         """
-        # Versions count what is no step of an optimizer: loading, initialisation.
+        # Versions count changes other than optimizer steps: loading, initialisation.
         state = (seen.steps, sum(param.sharded._version for param in self.params))
         if self.refreshed_at == state:
             return
@@ -284,7 +284,7 @@ class ContiguousGroup(ParamGroup):
         for buffer in self.buffers:
             if buffer.resident is buffer.shard:
                 continue
-            # It may be the whole parameters; autograd must not see a modification where they are refilled.
+            # It may be the whole parameters; autograd must not see refilling them as a modification.
             resident = buffer.resident.data
             group = self.refresh_group
             if group is None or group.size() == 1:
@@ -295,17 +295,17 @@ class ContiguousGroup(ParamGroup):
             if source.dtype != resident.dtype or source.device != resident.device:
                 source = resident.narrow(0, group.rank() * size, size).copy_(source)
             comm(output_tensor=resident, input_tensor=source, group=group, async_op=False)
-        self.refreshed_at = state  # not where one failed: the next pass gathers again
+        self.refreshed_at = state  # not set if a gather failed: the next pass gathers again
 
     def _finish_gather(self, result: AllGatherResult) -> None:
         if result.event is not None:
-            # Computation waits, not the host. Nothing is copied out: parameters are views of what came.
+            # Computation waits, not the host. Nothing is copied out: parameters are views of the result.
             current_stream(self.device).wait_event(result.event)
         if result.work is not None:
             result.work.wait()
 
     def _follow_changes(self) -> None:
-        # Rows count changes of all together, so memory is looked at only where some changed.
+        # One counter covers all rows, so memory is checked only if some changed.
         self._check_memory()
         self._changes = ShardedRows.changes
         super()._follow_changes()
@@ -356,7 +356,7 @@ class ContiguousGroup(ParamGroup):
                 parts[i] = len(sizes)
             sizes.append(numel)
             if numel:
-                # What is frozen has no gradient: zeros take its place, as in padding.
+                # A frozen parameter has no gradient: zeros stand for it, as for padding.
                 reduced.append(i if i >= 0 and trains[i] else -numel)
         shapes = tuple(tuple(param.shape) for param in params)
         return Cut.of(

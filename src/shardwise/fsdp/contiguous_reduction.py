@@ -1,10 +1,10 @@
 """Reducing the gradients of a contiguous group: one batched copy, one reduce-scatter, views.
 
-The reduce-scatter's input is laid out as the gathered parameters are, so each gradient goes to where its
-parameter lies, in one batched copy that casts on the way. Large segments go in slices of bounded size, so
-that backward's peak is not set by the staging of an embedding's gradient.
+The reduce-scatter's input is laid out as the gathered parameters are: one batched copy, which also casts,
+puts each gradient where its parameter lies. Large segments are reduced in slices of bounded size, so that
+staging an embedding's gradient does not set backward's peak memory.
 
-What happens over which axis follows from `strategy.py`: where gradients are cut a reduce-scatter, else an
+`strategy.py` decides the collective of each axis: a reduce-scatter if gradients are cut over it, else an
 all-reduce, of which the rank keeps its part if optimizer state is cut. The shard axis comes first.
 """
 
@@ -41,21 +41,21 @@ from shardwise.fsdp.rows import RowsParam
 from shardwise.layout import ContiguousSegment
 from shardwise.sharded_tensor.rows import ShardedRows
 
-_MANY = 8  # ranks: so many copies of a slice cost the host more than one strided copy
+_MANY = 8  # from this many ranks on, one copy per rank costs the host more than one strided copy
 
 
 @dataclass
 class _Members:
-    """The parameters of one segment, in the order in which they lie."""
+    """The parameters of one segment, in the order in which they lie in its buffers."""
 
     segment: ContiguousSegment
     params: list[RowsParam]
-    count: int  # of them
+    count: int  # of `params`
     kind: Kind
     numel: int  # of the gathered buffer
-    plain: bool  # no tensor-parallel ones
-    used: int  # elements of this rank's shard that are no padding
-    filled: list[RowsParam]  # of which this rank holds rows
+    plain: bool  # no parameter is tensor-parallel
+    used: int  # elements of this rank's shard that are not padding
+    filled: list[RowsParam]  # those with rows on this rank
     empty: list[RowsParam]
     unsharded: list[nn.Parameter]
     staging: _Staging | None = None
@@ -63,17 +63,17 @@ class _Members:
 
 @dataclass
 class _Staging:
-    """The input of a segment's reduction, or memory for slices of it, one after another."""
+    """The input of a segment's reduction, or memory for its slices, used one after another."""
 
-    plan: Reduction  # for which it may be used again
+    plan: Reduction  # the one for which it may be reused
     buffer: Tensor
-    targets: list[Tensor]  # where each gradient goes; of slices none
+    targets: list[Tensor]  # where each gradient goes; empty for slices
     gaps: list[Tensor]  # padding
-    storage: torch.UntypedStorage | None = None  # freed after use, if the buffer is used again
+    storage: torch.UntypedStorage | None = None  # freed after use, if the buffer is reused
 
 
-# A segment's index and gradients, by parameter, None where there is none; and has every parameter one, of the
-# gathered dtype?
+# A segment's index; its gradients by parameter, None where one is missing; whether every parameter has one,
+# of the gathered dtype.
 _Collected = tuple[int, list[Tensor | None], bool]
 _grad_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
@@ -84,9 +84,9 @@ class ContiguousReducer(GradReducer):
 
     group: ContiguousGroup
     _members: list[_Members] = field(default_factory=list)
-    _buffers: list[Any] | None = None  # of the group, when `_members` were found
+    _buffers: list[Any] | None = None  # the group's, when `_members` were found
     _unused: set[frozenset[str]] = field(default_factory=set)
-    _partly: dict[int, list[RowsParam]] = field(default_factory=dict)  # whose gradients are in `partials`
+    _partly: dict[int, list[RowsParam]] = field(default_factory=dict)  # those with gradients in `partials`
 
     def _members_of(self, index: int) -> _Members:
         segment, params = self.group.layout.segments[index], self.group.members[index]
@@ -111,7 +111,7 @@ class ContiguousReducer(GradReducer):
     def collect(self) -> list[_Collected]:
         if not self.group.buffers:
             return []  # never gathered
-        # Packing makes a new list, so identity tells whether the group was packed since.
+        # Packing makes a new list, so another identity means that the group was packed since.
         if self._buffers is not self.group.buffers:
             self._buffers = self.group.buffers
             self._members = [self._members_of(index) for index in range(len(self._buffers))]
@@ -121,13 +121,13 @@ class ContiguousReducer(GradReducer):
                 grads = [self.collect_from(param) for param in members.params]
                 missing, complete = sum(map(is_, grads, repeat(None))), False
             else:
-                # The usual case, in C: no Python runs for a parameter.
+                # The usual case runs in C, without Python code per parameter.
                 grads = list(map(_grad_of, members.unsharded))
                 # `None in grads` would call `==` of each tensor.
                 missing = sum(map(is_, grads, repeat(None)))
                 complete = not missing
                 if missing < members.count:
-                    # `grads` alone holds them from here on, and is emptied as soon as they are copied.
+                    # From here on only `grads` holds them; it is emptied as soon as they are copied.
                     for unsharded in members.unsharded:
                         unsharded.grad = None
             if missing < members.count:
@@ -136,7 +136,7 @@ class ContiguousReducer(GradReducer):
         return collected
 
     def reduce(self, collected: list[_Collected], *, streams: CommStreams | None) -> list[ReduceResult]:
-        """Reduce gradients: one reduction for each segment that has one."""
+        """Reduce gradients, with one reduction for each segment that has any."""
         if is_grad_enabled():
             # The context costs calls, so it is entered only where autograd records (`create_graph=True`).
             with torch.no_grad():
@@ -158,7 +158,7 @@ class ContiguousReducer(GradReducer):
         if not complete:
             pairs = zip(params, grads, strict=True)
             params = [param for param, grad in pairs if grad is not None]
-        # Before anything is sent: where ranks differ it raises.
+        # Announce before anything is sent: it raises where ranks differ.
         if self.group.orders:
             self.announce(plan, params, of=index)
         staging = members.staging
@@ -171,21 +171,21 @@ class ContiguousReducer(GradReducer):
         streams = plan.streams
         if streams is None:
             shard = self._reduce_scatter(members, grads, complete, staging)
-        else:  # beside computation, copies too
-            # Memory of computation's stream, which may give it out again where nothing holds it.
+        else:  # beside computation, including copies
+            # Memory of computation's stream, which may reuse it unless something holds it.
             used = [staging.buffer, *(grad for grad in grads if grad is not None)]
             out = None
             if self.stays(params, plan):
                 out = shard_memory(plan, members.segment.shard_numel)
                 used.append(out)
-            # This stream waits, not the host: gradients are there when computation comes to this point.
+            # The reduce-scatter stream waits, not the host: gradients are ready when computation gets here.
             streams.reduce_scatter.wait_stream(current_stream(plan.device))
             with streams.reduce_scatter:
                 shard = self._reduce_scatter(members, grads, complete, staging, out)
-                # Behind the last slice's collective; what follows reads the shard alone.
+                # After the last slice's collective; what follows reads only the shard.
                 inputs = ((used, record_event(streams.reduce_scatter)),)
-        del staging  # whose memory streams keep in `inputs`
-        # The usual case on CPU: the shard is the gradient, and no stream uses anything any more.
+        del staging  # `inputs` keeps its memory for streams
+        # The usual case on CPU: the shard is the gradient, and no stream still uses anything.
         if plan.ends_with_scatter and not self.partials:
             self._assign(members, params, shard)
             return None
@@ -202,23 +202,23 @@ class ContiguousReducer(GradReducer):
         elif result.stream is None:
             self._assign(members, params, result.shard)
         else:
-            # Additions, hooks and optimizers run where the shard was made: computation need not wait for it.
+            # Additions, hooks and optimizers run on the shard's stream: computation need not wait for it.
             with result.stream:
                 self._assign(members, params, result.shard)
         return result
 
     def _assign(self, members: _Members, params: list[RowsParam], shard: Tensor) -> None:
-        """Make views of the reduced shard gradients, or add them to gradients."""
-        # ZeRO-1: gradients were all-reduced whole, and this rank steps on its part.
+        """Assign views of the reduced shard as gradients, or add them to existing gradients."""
+        # ZeRO-1: gradients were all-reduced whole, and this rank's optimizer updates its part.
         if self.group.refresh_group is not None and shard.numel() != members.segment.shard_numel:
             shard = self._own_part(shard)
         if self.group.offloads:
             shard = self._to_home(params, shard)
-        if self.group.settings.all_reduce_hook is None:  # which may write to padding
-            # Of its elements views are `used` together, and the rest is zero: see `merge_views`.
+        if self.group.settings.all_reduce_hook is None:  # a hook may write to padding
+            # Views cover `used` of its elements, and the rest is zero: see `merge_views`.
             shard.used = members.used  # type: ignore[attr-defined]
         begin, dtype, device = shard.storage_offset(), shard.dtype, shard.device
-        # Both are lists that were made once: usually every parameter has a gradient.
+        # Usually every parameter has a gradient: use the lists that were made once.
         filled, empty = members.filled, members.empty
         if params is not members.params:
             filled, empty = [p for p in filled if p in params], [p for p in empty if p in params]
@@ -229,7 +229,7 @@ class ContiguousReducer(GradReducer):
             for param in sorted(params, key=lambda param: param.place.index):
                 param.assign_grad(param.rows_in(shard))
             return
-        # `assign_grad` without its calls; nor does torch look up `__torch_function__` at each attribute.
+        # As `assign_grad` does, without its calls and without torch's `__torch_function__` look-ups.
         with _compat.plain_attributes():
             for param in empty:
                 param.sharded.grad = param.no_rows
@@ -247,8 +247,8 @@ class ContiguousReducer(GradReducer):
     def _check_unused(self, unused: list[RowsParam], shard: Tensor) -> None:
         """Raise if other ranks have gradients of parameters that this one did not use.
 
-        Their owner would leave them out of its step. Looked for once for each set of parameters, as it waits
-        for the reduction on an accelerator.
+        This rank owns rows of them, and would leave these out of its step. Each set of parameters is checked
+        once, since the check waits for the reduction on an accelerator.
         """
         names = frozenset(param.name for param in unused)
         if names in self._unused or _compat.is_fake(shard):  # a fake one has no values
@@ -268,7 +268,7 @@ class ContiguousReducer(GradReducer):
         group = self.group.refresh_group
         assert group is not None
         size = shard.numel() // group.size()
-        # A copy, as views would keep all of it.
+        # A copy: a view would keep the whole gradient alive.
         return shard.narrow(0, group.rank() * size, size).clone()
 
     def _reduce_scatter(
@@ -281,7 +281,7 @@ class ContiguousReducer(GradReducer):
     ) -> Tensor:
         """Copy gradients to where their parameters lie, in the reduction's dtype, and reduce them to a shard.
 
-        On the current stream. Consumes `grads`. The shard is `out`; allocated if None.
+        Runs on the current stream. Consumes `grads`. The shard is `out`, or allocated if that is None.
         """
         # The caller has entered the stream that reduces.
         plan = staging.plan.on_current_stream
@@ -294,24 +294,24 @@ class ContiguousReducer(GradReducer):
             for gap in staging.gaps:
                 gap.zero_()
         else:
-            # A parameter without a gradient here adds nothing to those of other ranks.
+            # A parameter without a gradient here adds nothing to other ranks' gradients.
             staging.buffer.zero_()
             targets = [t for t, grad in zip(targets, grads, strict=True) if grad is not None]
             found[:] = [grad for grad in grads if grad is not None]
         _compat.foreach_copy(targets, found)
-        # Gradients go before the collective runs; with streams the caller holds them.
+        # Free gradients before the collective runs; with streams the caller still holds them.
         del grads[:]
         shard, _ = reduce_scatter(staging.buffer, plan, out=out)
         if staging.storage is not None:
-            # The collective has ended: storage is kept only where it ends with the call.
+            # The collective has ended: `storage` is set only where collectives end within the call.
             staging.storage.resize_(0)
         return shard
 
     def _staging(self, members: _Members, plan: Reduction) -> _Staging:
-        """Return the reduction's input, and the gradients' places in it; or of a slice of it, if it is large.
+        """Return the reduction's input with each gradient's place in it; if it is large, memory for a slice.
 
-        Kept from step to step, without its memory, where the reduction has ended with the call and its
-        result is another buffer.
+        The input is kept from step to step, without its memory, where the reduction ends within the call and
+        returns another buffer.
         """
         limit, ranks = self.group.settings.staging_bytes // plan.dtype.itemsize, plan.shard_ranks
         if members.numel > max(1, limit) and plan.shard_group is not None:
@@ -322,7 +322,7 @@ class ContiguousReducer(GradReducer):
             buffer.narrow(0, param.place.start, param.numel).view(param.shape) for param in members.params
         ]
         made = _Staging(plan, buffer, targets, [buffer.narrow(0, *gap) for gap in members.segment.gaps])
-        # With one rank the shard is the buffer itself; what a user's communication gives may be for one use.
+        # On one rank the shard is the buffer itself; memory from a user's communication may be for one use.
         if plan.streams is None and ranks > 1 and allocates_as(plan.comm, DefaultReduceScatter):
             made.storage = buffer.untyped_storage()
             members.staging = made
@@ -336,7 +336,7 @@ class ContiguousReducer(GradReducer):
         plan: Reduction,
         out: Tensor | None,
     ) -> Tensor:
-        """Reduce-scatter the same range of every rank's shard at a time."""
+        """Reduce-scatter in slices, each the same range of every rank's shard."""
         ranks = plan.shard_ranks
         width, step = members.numel // ranks, staging.numel() // ranks
         shard = torch.empty(width, dtype=plan.dtype, device=plan.device) if out is None else out
@@ -346,7 +346,7 @@ class ContiguousReducer(GradReducer):
         slices = _split(sources, ranks=ranks, width=width, step=step)
         bounds: list[int] = []
         for parts, out_slice in zip(slices, shard.split(step), strict=True):
-            # The same memory for each: one stream reads a slice before it writes the next.
+            # All slices use the same memory: one stream reads a slice before it writes the next.
             numel = ranks * out_slice.numel()
             found = _bounds(parts, numel)
             if found != bounds:
@@ -357,13 +357,13 @@ class ContiguousReducer(GradReducer):
         return shard
 
 
-# What a slice takes of the gradients: where in the slice, and the elements. A slice has a row for each rank,
-# so what lies `width` apart in a gradient is next to it there: such a part is two-dimensional.
+# The parts of gradients in a slice: offset in the slice, and elements. A slice has a row for each rank, so
+# ranges at a distance of `width` in a gradient are adjacent in it: together they are a two-dimensional part.
 _Parts = list[tuple[int, Tensor]]
 
 
 def _split(sources: dict[int, Tensor], *, ranks: int, width: int, step: int) -> list[_Parts]:
-    """Split gradients, each given by where it begins, over the slices of `step` of a rank's `width` elements.
+    """Split gradients, keyed by their offsets, over the slices of `step` of a rank's `width` elements.
 
     One operation splits a gradient for all slices.
     """
@@ -371,7 +371,7 @@ def _split(sources: dict[int, Tensor], *, ranks: int, width: int, step: int) -> 
     cuts = [rank * width + begin for rank in range(ranks) for begin in range(0, width, step)]
     for start, grad in sources.items():
         end = start + grad.numel()
-        first, last = -(-start // width), end // width  # of the ranks whose range it fills
+        first, last = -(-start // width), end // width  # the ranks whose range it fills
         runs = [(start, grad)]
         if last - first >= _MANY:
             head, whole, tail = _split_at(grad, [start, first * width, last * width, end])
@@ -400,7 +400,7 @@ def _split_at(tensor: Tensor, bounds: Sequence[int]) -> Sequence[Tensor]:
 
 
 def _fill(out: Tensor, targets: dict[int, Tensor], parts: _Parts) -> None:
-    """Copy a slice's parts to their targets in it, and zeros to the gaps.
+    """Copy a slice's parts to their targets, and zero its gaps.
 
     Gaps are padding, or parameters without a gradient.
     """
@@ -414,16 +414,16 @@ def _fill(out: Tensor, targets: dict[int, Tensor], parts: _Parts) -> None:
         _compat.foreach_copy(*zip(*flat, strict=True))
 
 
-# Gradients that lie end to end in one reduced shard, taken as that shard. An operation that is elementwise,
-# or sums over all, then costs one operation in place of one for each:
+# Gradients that lie end to end in one reduced shard can be replaced by that shard. An elementwise operation,
+# or a sum over all, then costs one operation instead of one per gradient:
 #
 #     reduced shard    A A A A B B C C C -     gradients A, B and C are views; padding is zero
 
 
 def merge_views(locals_: Sequence[Tensor]) -> list[Tensor]:
-    """Merge views of a marked shard into it, where all are there, and drop tensors without elements.
+    """Replace views of a marked shard by the shard, if all are there, and drop tensors without elements.
 
-    One of each dtype is left: ranks without rows of it reduce in it all the same.
+    At least one tensor of each dtype stays: ranks without rows of a dtype join its reductions too.
     """
     found: list[Tensor] = []
     views: dict[int, tuple[Tensor, list[Tensor]]] = {}
@@ -434,7 +434,7 @@ def merge_views(locals_: Sequence[Tensor]) -> list[Tensor]:
             if local.numel():
                 found.append(local)
             continue
-        # Gradients come in runs of one shard, so most need no look-up.
+        # Gradients of one shard mostly follow each other, so most need no look-up.
         if base is not latest:
             latest = base
             members = views.setdefault(id(base), (base, []))[1]

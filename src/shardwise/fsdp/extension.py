@@ -1,14 +1,14 @@
-"""Tensor subclasses that choose what is gathered in their place.
+"""Tensor subclasses that choose what is gathered for them.
 
-A sharded parameter whose local tensor has `fsdp_pre_all_gather` and `fsdp_post_all_gather`, as a subclass
-(quantised weights, say) or set on that tensor before the first forward, is not part of its group's flat
-buffer. It hands in its own all-gather inputs, and builds the unsharded tensor from the gathered ones:
+A local tensor may have `fsdp_pre_all_gather` and `fsdp_post_all_gather`, from its class (quantised weights,
+say) or set on it before the first forward. Its parameter is then not part of the group's flat buffer: it
+provides its own all-gather inputs, and builds the unsharded tensor from the gathered outputs:
 
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
     fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (tensor, inner tensors) or None
 
-An older form of the first hook takes only `mesh`. Inputs must have the same size on every rank:
-where a parameter is cut unevenly, that of the padded shard.
+An older form of the first hook takes only `mesh`. Inputs must have the same size on every rank: for a
+parameter that is sharded unevenly, the size of the padded shard.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def stays_out_of_buffer(param: EvenParam) -> bool:
-    """Return whether `param` keeps memory of its own: its local tensor is a subclass, or has the hooks."""
+    """Return whether `param` is gathered apart: its local tensor is a subclass, or has the hooks."""
     local = param.local
     return not _compat.is_plain(type(local)) or hasattr(local, PRE) or hasattr(local, POST)
 
 
 class ExtendedParam:
-    """The gathering of one parameter whose local tensor is a tensor subclass.
+    """Gathers one parameter outside the flat buffer: its local tensor is a subclass or has the hooks.
 
-    A subclass without the hooks is gathered as it is: its padded shard is the one input.
+    Without the hooks, its padded shard is the only input.
     """
 
     def __init__(self, param: EvenParam, *, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class ExtendedParam:
         self.mesh = shard_mesh(param.info)
         self.padded_shape = param.placement.padded_shape(tuple(param.shape), ranks=param.ranks)
         local = param.local
-        # Every rank sends equally much: the piece itself where it is as large as any, else a padded copy.
+        # Every rank sends the same amount: its piece if that has the padded shape, else a padded copy.
         self.padded = local if tuple(local.shape) == self.padded_shape else local.new_zeros(self.padded_shape)
         has_hooks = [hasattr(local, name) for name in (PRE, POST)]
         if has_hooks[0] != has_hooks[1]:
@@ -62,24 +62,24 @@ class ExtendedParam:
         self.has_hooks = has_hooks[0]
         self.metadata: Any = None
         self.shapes: list[torch.Size] = []
-        self.outputs: list[Tensor] = []  # one a gathered input, 1-D
-        self.filled: list[Tensor] = []  # their aliases
+        self.outputs: list[Tensor] = []  # one per gathered input, 1-D
+        self.filled: list[Tensor] = []  # aliases of `outputs`
         self.inner: list[Tensor] = []  # further memory of the unsharded tensor
 
     def _hook(self, name: str, shard: Tensor) -> Callable[..., Any]:
-        """Return a hook of the local tensor, its class's or its own, with `shard` for its `self`."""
+        """Return a hook of the local tensor; if it is a method, bind it to `shard`."""
         local = self.param.local
         hook = getattr(local, name)
         if getattr(hook, "__self__", None) is local:
-            # It is bound to the piece, but what is sent is the padded shard, maybe on another device.
+            # Bound to the piece, though the padded shard is sent, maybe from another device.
             return MethodType(hook.__func__, shard)
         return cast(Callable[..., Any], hook)
 
     def inputs(self) -> list[Tensor]:
-        """Return the 1-D tensors that this rank sends; made on the current stream, which copies them in."""
+        """Return the 1-D tensors that this rank sends, made on the current stream, which copies them in."""
         shard, local = self.padded, self.param.local
         if shard is not local and local.numel():
-            # The optimizer changed the piece, not this copy.
+            # The optimizer changes the piece, not this padded copy.
             shard.narrow(0, 0, local.size(0)).copy_(local)
         if shard.device != self.device:
             shard = shard.to(self.device, non_blocking=True)
@@ -117,7 +117,7 @@ class ExtendedParam:
     def allocate(self, inputs: Sequence[Tensor], ranks: int) -> list[Tensor]:
         """Return memory for the gathered inputs, kept between gathers and refilled.
 
-        As aliases that share no version counter: the unsharded tensor may be a view of this memory.
+        They are aliases without a shared version counter: the unsharded tensor may be a view of this memory.
         """
         if not self.outputs:
             # The first forward may run in inference mode, whose tensors autograd refuses later.
@@ -125,9 +125,9 @@ class ExtendedParam:
                 self.outputs = [
                     torch.empty(ranks * t.numel(), dtype=t.dtype, device=self.device) for t in inputs
                 ]
-                # Filled through these, outputs keep their versions: autograd sees no change of what it saved.
+                # Filling these leaves the versions of `outputs`: autograd sees no change of what it saved.
                 self.filled = [tensor.data for tensor in self.outputs]
-        # The unsharded tensor is built of these, so their memory comes back in the same tensors.
+        # The unsharded tensor is built from these, so the same tensors get their memory back.
         for tensor in self.outputs:
             _resize(tensor, tensor.numel())
         return self.filled
@@ -144,10 +144,10 @@ class ExtendedParam:
         dtype = param.policy.param_dtype or param.sharded.dtype
         hook = self._hook(POST, self.padded)
         if param.unsharded is not None:
-            # Freed with the outputs, and filled by the hook below.
+            # `free` emptied them; the hook below fills them.
             for tensor in self.inner:
                 _resize(tensor, tensor.numel())
-            # The same object: autograd has saved it, and modules show it.
+            # Refill the same object: autograd has saved it, and modules have it registered.
             hook(gathered, self.metadata, dtype, out=param.unsharded)
             return
         with torch.inference_mode(False):
@@ -158,7 +158,7 @@ class ExtendedParam:
         )
 
     def free(self) -> None:
-        # Emptied, not dropped: the unsharded parameter and saved tensors refer to it, and it comes back.
+        # Empty the tensors, but keep them: the unsharded parameter and saved tensors refer to them.
         for tensor in (*self.outputs, *self.inner):
             _resize(tensor, 0)
 
@@ -172,5 +172,5 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _resize(tensor: Tensor, numel: int) -> None:
     storage, size = tensor.untyped_storage(), numel * tensor.element_size()
-    if storage.nbytes() != size:  # else it would move
+    if storage.nbytes() != size:  # a resize to the same size moves it too
         storage.resize_(size)

@@ -1,20 +1,20 @@
-"""Code that only saves host time. Without any of it every number is the same.
+"""Code that only saves host time. Results are the same without it.
 
-Python calls a block in a steady step, with it and without (`benchmarks/host_cost.py`: 8 ranks, blocks of 12
-parameters; forward and backward unless it says otherwise):
+Python calls per block in a steady step, with each function and without it (`benchmarks/host_cost.py`:
+8 ranks, blocks of 12 parameters; forward and backward unless stated otherwise):
 
-    step_locally         optimizers of torch.optim get local memory in place of DTensors: a whole step of 8
+    step_locally         optimizers of torch.optim get local tensors instead of DTensors: a whole step of 8
                          blocks, interleaved, AdamW fused 1,310, not 8,998; foreach 2,752, not 6,205
     skip_empty_params    AdamW steps on rows that lie elsewhere: fused 22, not 132; foreach 40, not 348
-    seen                 counts compared in place of calls, and gradients of the interleaved layout without
+    seen                 counters are compared instead of calls made, and interleaved gradients have no
                          storage of their own: 132 calls fewer
     allocates_as         gathers write where parameters are, and staging is made once: 179, not 201
-    own_code             compilers keep so many graphs for a code object and not more: equal blocks share one
-    own_storage          parts of buffers in place of copies, where torch wants a storage from its beginning
+    own_code             compilers limit the number of graphs per code object: equal blocks share one
+    own_storage          parts of buffers instead of copies, where torch needs a storage from its beginning
 
-Elsewhere: rows count changes of `requires_grad` for all (`ShardedRows.changes`: 179, not 235), and `_compat`
-has functions that torch's tracer skips without a wrapper (`runs_eagerly`: 179, not 203) and hooks without
-handles (`hook_gradient`: 179, not 184).
+Elsewhere: one counter covers all changes of `requires_grad` (`ShardedRows.changes`: 179, not 235), and
+`_compat` has functions that torch's tracer skips without a wrapper (`runs_eagerly`: 179, not 203) and hooks
+without handles (`hook_gradient`: 179, not 184).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from shardwise.sharded_tensor.rows.piece import Piece
 
 
 class _Seen:
-    """Values that groups and parameters read in every step, as attributes, which cost no call.
+    """Values that groups and parameters read in every step; as attributes, they cost no call.
 
     Attributes:
-        steps: how many optimizer steps this process has made since the first `fully_shard`.
-        compiler: a function is compiled, so gradients begin storage of their own. A tracer cannot take
-            DTensors whose wrapper lies at another offset than their memory, and torch does not copy those
-            that lie at the same.
-        computing: an accelerator, and the stream that the latest end of backward let wait for reductions.
+        steps: number of optimizer steps in this process since the first `fully_shard`.
+        compiler: whether a function is compiled; if so, each gradient begins its own storage. A tracer
+            cannot take a DTensor whose wrapper has another storage offset than its local tensor, and
+            torch cannot copy one where both have the same nonzero offset.
+        computing: an accelerator, and its stream that waited for reductions at the latest end of backward.
     """
 
     def __init__(self) -> None:
@@ -58,13 +58,13 @@ seen = _Seen()
 
 
 def own_code(function: Callable[..., Any], *, own_globals: bool = False) -> FunctionType:
-    """Return a copy of a function with a code object of its own, in which compilers keep its graphs.
+    """Return a copy of a function with its own code object, for which compilers keep its graphs.
 
-    They keep so many for one, not more; functions made anew in each call of another share theirs.
+    Compilers limit the number of graphs per code object, and a nested function has one for all its closures.
 
     Args:
-        own_globals: what its graphs refer to is freed with it, and not with the module that it is written
-            in. The function may use cells and builtins then, but no globals.
+        own_globals: free what its graphs refer to with the copy, not with the module that defines the
+            function. The function may then use cells and builtins, but no globals.
     """
     of = cast(FunctionType, function)
     names = {"__name__": of.__module__, "__builtins__": __builtins__} if own_globals else of.__globals__
@@ -72,7 +72,7 @@ def own_code(function: Callable[..., Any], *, own_globals: bool = False) -> Func
 
 
 def allocates_as(comm: object, default: type[Any]) -> bool:
-    """Return whether `comm` leaves allocation to torch, so that buffers may be reused from step to step."""
+    """Return whether `comm` allocates as `default` does, so that buffers may be reused from step to step."""
     allocate: Any = type(comm).allocate  # type: ignore[attr-defined]
     return allocate is default.allocate
 
@@ -86,7 +86,7 @@ def own_storage(piece: Tensor) -> Tensor:
     if piece.is_meta or _compat.is_fake(piece):
         return piece
     start = piece.storage_offset() * piece.element_size()
-    # A slice of a storage is the same memory, which it keeps alive.
+    # A slice of a storage shares its memory and keeps it alive.
     storage = piece.untyped_storage()[start : start + piece.nbytes]
     return torch.empty(0, dtype=piece.dtype, device=piece.device).set_(
         storage, 0, piece.shape, piece.stride()
@@ -100,7 +100,7 @@ traced_by(own_storage)
 ELEMENTWISE = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
-_MORE_THAN_STEPS = ("ASGD", "NAdam")  # whose state counts in other ways than by "step"
+_MORE_THAN_STEPS = ("ASGD", "NAdam")  # their state counts more than "step"
 
 
 def is_elementwise(kind: type[Optimizer]) -> bool:
@@ -114,8 +114,8 @@ class _LocalSteps:
     """Lets a step of one optimizer work on the memory behind its sharded parameters, gradients and state.
 
     Attributes:
-        same_cuts: pairs of descriptions, by identity, of the same cut.
-        moved: of a step that writes its state by parameter: parameters, their local memory, what it was.
+        same_cuts: pairs of sharding descriptions that are known to be equal, by their ids.
+        moved: for a step that stores state by parameter: parameters, their local tensors, earlier momentum.
     """
 
     def __init__(self) -> None:
@@ -124,13 +124,13 @@ class _LocalSteps:
         self.moved: list[tuple[list[Any], list[Any], list[Any]]] = []
 
     def take(self, optimizer: Optimizer, group: dict[str, Any], lists: _compat.StepLists) -> None:
-        """Put local memory in place of all DTensors, if each has its gradient and state cut the same way."""
+        """Replace all DTensors by their local tensors, if gradients and state are cut as parameters are."""
         params = lists[0]
         if not params or group.get("differentiable"):
             return
         # Momentum of SGD is None until a parameter's first gradient, and some get theirs later than others.
         kinds = [*zip(map(type, params), map(type, lists[2] or params), strict=True)]
-        # More than one kind: plain parameters or ShardedTensors beside DTensors, or momentum not yet begun.
+        # More than one kind: plain parameters or ShardedTensors beside DTensors, or momentum not yet made.
         _, *others = {*kinds}
         if not others:
             self._take_kind(optimizer, group, lists)
@@ -147,11 +147,11 @@ class _LocalSteps:
             taken.append((places, own))
         for places, own in taken:
             for values, changed in zip(lists, own, strict=True):
-                for place, value in zip(places, changed, strict=False):  # none in lists without any
+                for place, value in zip(places, changed, strict=False):  # `changed` is empty if `values` is
                     values[place] = value
 
     def _take_kind(self, optimizer: Optimizer, group: dict[str, Any], lists: _compat.StepLists) -> bool:
-        """Take parameters of one kind, all or none with momentum; return False if they are left."""
+        """Replace parameters of one kind (all have momentum, or none); return False if nothing changed."""
         params = lists[0]
         cut = _cuts[isinstance(params[0], ShardedRows)]
         try:
@@ -161,13 +161,13 @@ class _LocalSteps:
                 return False
         except AttributeError:  # some are plain, or sharded in another way
             return False
-        # Local memory has versions of its own: without this nobody would see that parameters changed.
+        # Local tensors have their own version counters: without this, parameters would seem unchanged.
         _compat.increment_versions(tuple(params))
         if type(optimizer) is torch.optim.SGD and group["momentum"]:
-            # It alone writes its state by the parameters of this list, after they were exchanged.
+            # Only SGD stores its state by the parameters of this list, after they were replaced.
             self.moved.append((list(params), params, list(lists[2])))
         for values in sharded:
-            # In place: the step goes on with these very lists.
+            # In place: the step goes on with these list objects.
             values[:] = map(_compat.local_tensor, values)
         return True
 
@@ -189,13 +189,13 @@ class _LocalSteps:
         return True
 
     def rekey(self, optimizer: Optimizer) -> None:
-        """Store under the parameters the state that was written by local memory."""
+        """Move state that a step stored under local tensors to their parameters."""
         for params, locals_, before in self.moved:
             for param, local, old in zip(params, locals_, before, strict=True):
-                made = optimizer.state.pop(local, None)  # None of a step that raised
+                made = optimizer.state.pop(local, None)  # None if the step raised
                 if made and old is None:
                     optimizer.state[param]["momentum_buffer"] = cut_like(param, made["momentum_buffer"])
-        # It holds parameters, which would outlive their model until a next step.
+        # Else the parameters would outlive their model until the next step.
         self.moved.clear()
 
 
@@ -209,7 +209,7 @@ _local_steps: weakref.WeakKeyDictionary[Optimizer, _LocalSteps] = weakref.WeakKe
 
 
 def step_locally(optimizer: Optimizer) -> None:
-    """Let all its steps from now on work on local memory, if each updates every element by itself."""
+    """Make the optimizer's steps work on local tensors from now on, if it updates each element by itself."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     if optimizer in _local_steps or not is_elementwise(type(optimizer)):
         return
@@ -221,33 +221,33 @@ def step_locally(optimizer: Optimizer) -> None:
 
 
 def step_in_graphs(optimizer: Optimizer) -> None:
-    """Leave its steps to a compiler, which trips over what was put in their place."""
+    """Give the optimizer torch's own step back: a compiler cannot handle the replacement."""
     if _local_steps.pop(optimizer, None) is not None:
         _compat.as_torch_made_it(optimizer)
 
 
 def rekey_state(optimizer: Optimizer) -> None:
-    """Write back the state that a step replaced."""
+    """Store under its parameters the state that a local step left under local tensors."""
     if (steps := _local_steps.get(optimizer)) is not None and steps.moved:
         steps.rekey(optimizer)
 
 
 class _EmptyParam(NamedTuple):
-    """A parameter of which this rank holds no rows, and which has state, if any is due, and a gradient."""
+    """A parameter without rows on this rank, which has a gradient, and state if its optimizer keeps any."""
 
     param: ShardedRows
     options: dict[str, Any]
     state: dict[str, Any] | None
-    step: Tensor | None  # its count, which state dicts may hold too
+    step: Tensor | None  # its step count, which state dicts may hold too
 
 
 @dataclass
 class _EmptyParams:
-    """Parameters without rows on this rank, of one optimizer.
+    """The parameters of one optimizer that have no rows on this rank.
 
     Attributes:
-        state: the optimizer's, when these were found; loading replaces it.
-        gradients: theirs, during a step.
+        state: the optimizer's `state` when these were found; loading replaces it.
+        gradients: their gradients, during a step.
     """
 
     state: Any
@@ -259,7 +259,7 @@ _empty_params: weakref.WeakKeyDictionary[Optimizer, _EmptyParams] = weakref.Weak
 
 
 def skip_empty_params(optimizer: Optimizer) -> None:
-    """Take gradients from parameters without rows here before a step, to spare dispatch; count the step."""
+    """Remove gradients of parameters without rows here before a step, to save dispatch; count the step."""
     known = _empty_params.get(optimizer)
     if known is None or known.state is not optimizer.state:
         known = _find_empty_params(optimizer)
@@ -268,13 +268,13 @@ def skip_empty_params(optimizer: Optimizer) -> None:
         grad, found = param.grad, known.state.get(param)
         as_before = found is state and (state.get("step") is step if state else not options.get("momentum"))
         if grad is None or not as_before:  # an unused parameter does not count this step
-            # Something changed its state or left it out: torch's own step shall meet all of them.
+            # Its state was changed, or it has no gradient: leave all parameters to torch's own step.
             restore_gradients(optimizer)
             forget_empty_params(optimizer)
             return
-        # Optimizers pass by what has no gradient.
+        # Optimizers skip parameters without a gradient.
         param.grad = None
-        # Held for the step alone: users find their gradients again after it.
+        # Held only during the step: users get their gradients back after it.
         known.gradients.append((param, grad))
         if step is not None:
             counts.append(step)
@@ -283,7 +283,7 @@ def skip_empty_params(optimizer: Optimizer) -> None:
 
 
 def restore_gradients(optimizer: Optimizer) -> None:
-    """Return the gradients that `skip_empty_params` took, after a step."""
+    """Restore, after a step, the gradients that `skip_empty_params` removed."""
     if (known := _empty_params.get(optimizer)) is not None:
         for param, grad in known.gradients:
             param.grad = grad
@@ -291,12 +291,12 @@ def restore_gradients(optimizer: Optimizer) -> None:
 
 
 def forget_empty_params(optimizer: Optimizer) -> None:
-    """Look for parameters without rows here anew before the next step."""
+    """Forget which parameters have no rows here; the next step finds them anew."""
     _empty_params.pop(optimizer, None)
 
 
 def _find_empty_params(optimizer: Optimizer) -> _EmptyParams:
-    """Find parameters without rows here; remembered once each has its state, made in its first step."""
+    """Find parameters without rows here; remember them once their first step has made all their state."""
     found = _EmptyParams(optimizer.state)
     kind = type(optimizer)
     groups = optimizer.param_groups if is_elementwise(kind) and kind.__name__ not in _MORE_THAN_STEPS else []

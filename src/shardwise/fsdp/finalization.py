@@ -1,8 +1,8 @@
 """Ending backward by hand: `set_manual_backward_finalization` and `finalize_backward`.
 
-Modules that backward reaches reduce their gradients then, as always. What is left to its end, modules that
-autograd skipped and gradients of backwards without synchronisation, waits for `finalize_backward`, and so
-does waiting for the reductions.
+Modules that backward reaches reduce their gradients there, as always. The work of its end is left to
+`finalize_backward`: to reduce the gradients of modules that autograd skipped and of backwards without
+synchronisation, and to wait for all reductions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardwise.errors import LifecycleError, here
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.schedule import Schedule
 
-State = Any  # an `FSDPState`, which asks this file
+State = Any  # an `FSDPState`, which imports this file
 
 
 class GradientReductionHandle:
@@ -26,12 +26,12 @@ class GradientReductionHandle:
         self._root = root
 
     def wait(self) -> None:
-        """Wait for the reductions and free their buffers. Local; the second call does nothing.
+        """Wait for the reductions and free their buffers. Local; a second call does nothing.
 
         Raises:
             LifecycleError: `reset_iter_state()` was called since.
         """
-        # The handle lets go of the model, and waits once.
+        # Drop the reference to the model: a handle waits once.
         root, self._root = self._root, None
         if root is None:
             return
@@ -70,18 +70,18 @@ def finalize(state: State, *, async_op: bool) -> GradientReductionHandle | None:
 
 
 def reduce_what_is_left(state: State) -> GradientReductionHandle:
-    """Reduce what backward left on unsharded parameters, of a root and what is below it."""
-    # Backward does not record what its hooks do; here the user calls.
+    """Reduce gradients that backward left on unsharded parameters, of a root and all modules below it."""
+    # Backward does not record what its hooks do, but here the user calls.
     with torch.no_grad():
         # In one order on all ranks: each reduction is a collective.
         for one in reversed((state, *state.below)):
             one.reduce(state.schedule, what_is_left=True)
-            # Behind the eager ones, module by module: all ranks issue them in this order.
+            # After the eager ones, module by module: all ranks issue them in this order.
             for group, _ in one.in_reverse:
                 _reduce_what_graphs_left(group)
-    # No gather follows that would give it back.
+    # No gather follows that would free this memory.
     state.schedule.free_gathered()
-    # The schedule knows it, so that a next forward or step before the wait is refused.
+    # The schedule keeps the handle, so that a forward or step before the wait raises.
     handle = state.schedule.reducing = GradientReductionHandle(state)
     return handle
 

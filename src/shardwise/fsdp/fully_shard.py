@@ -1,8 +1,8 @@
 """`fully_shard`: check the arguments, group the parameters, shard them, change the modules' class.
 
-Which parameters a call manages: those of the given modules and of everything inside, except modules
-that an earlier call sharded, and `ignored_params`. They form one group, or one for each mesh that
-`shard_placement_fn` names; a parameter registered in several places is managed once.
+A call manages the parameters of the given modules and of all modules inside them, except
+`ignored_params` and modules that an earlier call sharded. These parameters form one group, or one per
+mesh that `shard_placement_fn` names. A parameter registered in several places is managed once.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from shardwise.sharded_tensor.base import ShardedTensorBase
 _LOG = logging.getLogger("shardwise")
 NO_MIXED_PRECISION = MixedPrecisionPolicy()
 NO_OFFLOAD = OffloadPolicy()
-sharded_modules: Counter[LayoutName] = Counter()  # by every call in this process
+sharded_modules: Counter[LayoutName] = Counter()  # over all calls in this process
 
 
 class Options(TypedDict, total=False):
-    """The arguments of `fully_shard` besides modules."""
+    """The keyword arguments of `fully_shard`."""
 
     mesh: DeviceMesh | None
     reshard_after_forward: bool | int | None
@@ -86,48 +86,48 @@ def fully_shard(
 ) -> FSDPModule | list[FSDPModule]:
     """Shard a module's parameters, gradients and optimizer state over data-parallel ranks, in place.
 
-    Outside forward and backward each rank holds its piece of every parameter, as a DTensor (or, in the
-    contiguous layout, as a `ShardedParameter`). Calling the module gathers them in one all-gather;
-    backward gathers them again and ends in one reduce-scatter of the gradients. Apply it to the blocks of
-    a model first and to the model last:
-    each call manages the parameters that no earlier call manages, and the memory needed at a time is
-    that of the largest calls. Build the optimizer afterwards.
+    Outside forward and backward, each rank holds its piece of every parameter as a DTensor (in the
+    contiguous layout, as a `ShardedParameter`). Calling the module gathers its parameters in one
+    all-gather; backward gathers them again and ends in one reduce-scatter of the gradients. Apply it to
+    the blocks of a model first and to the model last: each call manages the parameters that no earlier
+    call manages, and gathered parameters take the memory of the largest calls only. Build the optimizer
+    afterwards.
 
-    Collective over `mesh`, and every rank must make the same calls in the same order; ranks compare
-    what they sharded at the first forward.
+    Collective over `mesh`. Every rank must make the same calls in the same order; at the first forward,
+    ranks compare what they sharded.
 
     Args:
         module: a module, or a list of modules that are gathered and reduced as one group.
         mesh: 1-D: shard over it. 2-D with dim names: replicate over dim 0 and shard over dim 1
             (HSDP). None: shard over all ranks.
         reshard_after_forward: True frees parameters after forward and gathers them again in
-            backward; False keeps them; a number keeps them cut over that many ranks, a divisor of
-            the shard axis. None is True, except for the root module, whose parameters backward needs
-            first; a forward without gradients frees them too.
-        shard_placement_fn: for a parameter, `Shard(dim)` (a dim other than 0 must divide evenly), a
-            `ShardPlacementResult` that names a mesh too, or None for `Shard(0)`. In the contiguous layout
-            `RaggedShard(block)` keeps blocks of rows together and `Owned()` the whole parameter; dims
-            other than 0 cannot be cut.
+            backward; False keeps them gathered; an integer keeps them sharded over that many ranks,
+            which must divide the size of the shard axis. None means True, except for the root module,
+            which keeps them, since backward needs them first, unless forward runs without gradients.
+        shard_placement_fn: maps a parameter to `Shard(dim)` (a dim other than 0 must divide evenly), to
+            a `ShardPlacementResult` that also names a mesh, or to None for `Shard(0)`. In the contiguous
+            layout only dim 0 can be sharded; `RaggedShard(block)` keeps blocks of rows together, and
+            `Owned()` keeps the whole parameter on one rank.
         mp_policy: dtypes of computation, reduction and outputs.
         offload_policy: `CPUOffloadPolicy()` keeps sharded state on CPU.
         ignored_params: parameters to leave as they are.
-        dp_mesh_dims: `mesh` is a larger mesh, on which every parameter is a DTensor already; these
-            are its data-parallel dims.
-        layout: how a group's parameters lie in its buffers. "interleaved" cuts each one evenly and
-            copies it out of every gather, with FSDP2's numbers bit for bit; "contiguous" gathers straight
-            to where parameters are used, at a fraction of the host's time and with less memory.
-        strategy: contiguous layout: "ddp", "zero1", "zero2" or "fsdp" on a 1-D mesh, "hsdp" or
-            "hierarchical_fsdp" on a 2-D one; docs/strategies.md has memory and bytes of each.
-        group_small: of a list of modules, make one group of as many consecutive ones as it takes to
-            gather this many bytes at once; without it the list is one group.
+        dp_mesh_dims: the data-parallel dims of `mesh`, if it has other dims too; every parameter must
+            then be a DTensor on `mesh` already.
+        layout: how a group's parameters lie in its buffers. "interleaved" shards each one evenly and
+            copies it out of every gather; its results equal FSDP2's bit for bit. "contiguous" gathers
+            straight to where parameters are used, with a fraction of the host time and less memory.
+        strategy: contiguous layout only: "ddp", "zero1", "zero2" or "fsdp" on a 1-D mesh, "hsdp" or
+            "hierarchical_fsdp" on a 2-D one; docs/strategies.md lists memory and bytes sent for each.
+        group_small: for a list of modules: put consecutive modules into one group until it gathers at
+            least this many bytes; the last group may be smaller. None makes the list one group.
 
     Returns:
-        The module or list it was given.
+        The given module or list.
 
     Raises:
-        ShardingError: a mesh of another shape, a module sharded before, a container without a
-            forward, a dim that cannot be sharded, a number that does not divide, and so on. The
-            message names the parameter or module, the rank, and the remedy. Nothing is sharded then.
+        ShardingError: a mesh of the wrong shape, a module that is already sharded, a container without
+            a forward, a dim that cannot be sharded, a number of ranks that does not divide, and so on.
+            The message names the parameter or module, the rank, and the remedy. Nothing is sharded then.
     """
     if layout not in LAYOUTS:
         raise ShardingError(f"{here()}: layout must be one of {tuple(LAYOUTS)}, got {layout!r}")
@@ -163,7 +163,7 @@ def fully_shard(
             f"{here()}: group_small groups the modules of a list, got one {type(module).__name__}; pass its"
             " blocks as a list, then shard the module itself without group_small"
         )
-    # Any that it refuses is refused before the first changes.
+    # Refuse bad parameters before any module changes.
     _find_params(_managed_modules(modules), modules, options["ignored"])
     for run in _runs(modules, group_small, mp_policy, options["ignored"]):
         _shard_together(run, **options)
@@ -202,13 +202,13 @@ def _shard_together(
     layout: Layout,
     strategy: StrategyName | None,
 ) -> None:
-    """Let `modules` share their groups."""
+    """Shard `modules` together, with one state and the same groups."""
     device = mesh_device(info.mesh)
     _post_forward_mesh(reshard, info)  # refuse a wrong number before anything changes
     strategy_for(strategy, info)
     managed = _managed_modules(modules)
     found = _find_params(managed, modules, ignored)
-    # Before parameters are wrapped, which keep views of the whole until they are packed.
+    # Before parameters are wrapped: until it is packed, a wrapped parameter views the whole one.
     _move_to_device(managed, found, device)
     sharded = [
         [
@@ -243,7 +243,7 @@ def _shard_together(
     )
     if ignored:
         owned = [_compat.parameters_of(one) for one in managed]
-        # By place, as other parameters may be put there later.
+        # By place, since other parameters may be registered there later.
         state.ignored = {(id(own), name) for own in owned for name, param in own.items() if param in ignored}
     for group in groups:
         _reshard_for_state_dict(group, managed)
@@ -252,16 +252,16 @@ def _shard_together(
     for one in modules:
         become_sharded(one, state)
         _compat.mark_fully_sharded(one)
-    # Modules with a state gather when they are called, also on their own.
+    # Modules with a state gather whenever they are called; only the others need guards.
     if layout.guards_forward and (plain := [one for one in managed if state_of(one) is None]):
         state.guards = guards(plain, groups)
         install(state.guards)
-    # An optimizer that was built before holds these, and would train nothing.
+    # An optimizer built before this call holds the replaced parameters, and would train nothing.
     optimizer_watch.watch_replaced({one.name: one.param for one in found})
 
 
 def _root_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the given modules without those inside others of them."""
+    """Return the given modules, except those inside another given module."""
     if isinstance(module, nn.Module):
         return [module]
     given = list(dict.fromkeys(module))
@@ -287,7 +287,7 @@ def _check_modules(modules: list[nn.Module]) -> None:
 
 
 def _check_program(module: nn.Module) -> None:
-    """Refuse one rank's part of an exported program where parameters do not say that they are parts."""
+    """Refuse one rank's part of an exported program if its parameters do not record that they are parts."""
     if not isinstance(module, fx.GraphModule):
         return
     record = (module.meta.get("custom") or {}).get("shardwise.tensor_parallel") or {"parameters": {}}
@@ -310,7 +310,7 @@ def _managed_modules(roots: list[nn.Module]) -> list[nn.Module]:
 
 
 def _visit(one: nn.Module, ordered: dict[nn.Module, None], entered: set[nn.Module]) -> None:
-    # A function of its own: a nested one would refer to itself and keep the modules alive.
+    # Not nested in its caller: a recursive closure is a reference cycle, which keeps the modules alive.
     if one in ordered or one in entered:
         return
     if (state := state_of(one)) is not None:
@@ -319,13 +319,13 @@ def _visit(one: nn.Module, ordered: dict[nn.Module, None], entered: set[nn.Modul
     entered.add(one)
     for child in one.children():
         _visit(child, ordered, entered)
-    # A dict keeps order: all ranks list parameters alike.
+    # A dict keeps order: all ranks list parameters in the same order.
     ordered[one] = None
 
 
 @dataclass
 class _Found:
-    """A parameter to manage, with a name and every place it is registered in."""
+    """A parameter to manage, its name, and every place where it is registered."""
 
     param: nn.Parameter
     name: str
@@ -344,7 +344,7 @@ def _find_params(
             if param is not None and id(param) not in left_out and id(param) not in by_id:
                 by_id[id(param)] = _Found(param, name, [])
     for root in roots:
-        # All modules, those of earlier calls too: a tied parameter is switched wherever it stands.
+        # All modules, including those of earlier calls: a tied parameter is switched in every place.
         for prefix, one in root.named_modules():
             for name, param in _compat.parameters_of(one).items():
                 if (found := by_id.get(id(param))) is None:
@@ -373,7 +373,7 @@ def _find_params(
 
 
 def _move_to_device(managed: list[nn.Module], found: list[_Found], device: torch.device) -> None:
-    """Move parameters and buffers to the mesh's device; the meta device waits for `to_empty`."""
+    """Move parameters and buffers to the mesh's device, except meta tensors, which wait for `to_empty`."""
     buffers = dict.fromkeys(buffer for one in managed for buffer in one.buffers(recurse=False))
     tensors: Iterable[Tensor] = (*(one.param for one in found), *buffers)
     for tensor in tensors:
@@ -385,9 +385,9 @@ def _move_to_device(managed: list[nn.Module], found: list[_Found], device: torch
                 " distribute it on a mesh of that device"
             )
         if type(tensor) in (Tensor, nn.Parameter):
-            # The object stays, which other modules may hold.
+            # Keep the object: other modules may hold it.
             tensor.data = tensor.to(device)
-        else:  # a subclass cannot take data of another device, but it can trade places
+        else:  # a subclass cannot take data on another device, but can be swapped
             with torch.no_grad():
                 moved = tensor.to(device)
             keep = isinstance(tensor, nn.Parameter)
@@ -401,7 +401,7 @@ Placed = tuple[_Found, ParamPlacement | None, DataParallelMeshInfo]
 def _by_mesh(
     found: list[_Found], placement_fn: ShardPlacementFn | None, info: DataParallelMeshInfo
 ) -> list[list[Placed]]:
-    """Return parameters by the process groups they travel over, in order of first appearance."""
+    """Return parameters by the process groups they communicate over, in order of first appearance."""
     groups: dict[tuple[Any, ...], list[Placed]] = {}
     for one in found:
         answer = None if placement_fn is None else placement_fn(one.param)
@@ -413,7 +413,7 @@ def _by_mesh(
                 f"{here()}: shard_placement_fn must return a Shard, a ShardPlacementResult or None for"
                 f" '{one.name}', got {answer!r}"
             )
-        # In order of first appearance: all ranks make the same groups in the same order.
+        # In order of first appearance, so all ranks make the same groups in the same order.
         members = groups.setdefault(own.process_groups, [])
         if members and members[0][2] is not own:
             raise ShardingError(
@@ -425,7 +425,7 @@ def _by_mesh(
 
 
 def _post_forward_mesh(reshard: bool | int | None, info: DataParallelMeshInfo) -> FSDPMeshInfo | None:
-    """Return the axes over which parameters are cut after forward; None keeps them whole."""
+    """Return the mesh over which parameters are sharded after forward; None keeps them whole."""
     if reshard is False or not isinstance(info, FSDPMeshInfo):
         return None
     if reshard is None or reshard is True:
@@ -441,12 +441,12 @@ def _post_forward_mesh(reshard: bool | int | None, info: DataParallelMeshInfo) -
         )
     if reshard in (1, size):
         return None if reshard == 1 else info
-    # As many ranks as were asked for have all parameters together; other such sets are replicas of theirs.
+    # Each set of `reshard` ranks holds all parameters between them; the sets are replicas of each other.
     return HSDPMeshInfo(smaller_shards(info.mesh, reshard), shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 def _summary(group: ParamGroup, modules: list[nn.Module]) -> str:
-    """Describe what was grouped and how, for the log."""
+    """Describe a group and its modules for the log."""
     classes = dict.fromkeys(type(one).__name__ for one in modules)
     after = "are freed (not the root's, by default)" if group.post_forward_mesh else "stay gathered"
     return (
@@ -457,8 +457,8 @@ def _summary(group: ParamGroup, modules: list[nn.Module]) -> str:
 
 
 def _reshard_for_state_dict(group: ParamGroup, managed: list[nn.Module]) -> None:
-    """Reshard, so that state dicts hold sharded parameters whenever they are taken or loaded."""
-    # Weakly, as hooks belong to modules, which own the group.
+    """Make `group` reshard before state dicts are taken or loaded, so that they hold sharded parameters."""
+    # A weak reference: hooks belong to modules, which own the group.
     ref = _WeakGroup(group)
     owned = {id(owner.parameters) for param in group.params for owner in param.owners}
     for one in managed:
@@ -478,6 +478,6 @@ class _WeakGroup(weakref.ref[ParamGroup]):
         if (alive := self()) is not None:
             alive.pack()
 
-    # `copy` knows weak references, but refuses their subclasses.
+    # `copy` handles weak references, but refuses their subclasses.
     def __deepcopy__(self, memo: Any) -> _WeakGroup:
         return self

@@ -1,12 +1,12 @@
-"""The parameters of one `fully_shard` call that travel together.
+"""The parameters of one `fully_shard` call that are gathered and reduced together.
 
-    shard buffers      this rank's pieces, end to end: what is gathered; the sharded parameters are views
-    unsharded buffers  the whole parameters; their memory exists only while gathered; the unsharded
-                       parameters are views of them, made once
+    shard buffers      this rank's pieces end to end, which gathers send; sharded parameters are views of them
+    unsharded buffers  the whole parameters, which have memory only while gathered; unsharded parameters are
+                       views of them, made once
 
-A group is in one of three forms: SHARDED, UNSHARDED, or (between forward and backward, if
-`reshard_after_forward` is a number) POST_FORWARD, cut over a smaller mesh. Where parameters lie and how a
-gather fills the unsharded buffers a layout says (`interleaved.py`, `contiguous.py`); when, `state.py`.
+A group has one of three forms: SHARDED, UNSHARDED, or (between forward and backward, if
+`reshard_after_forward` is a number) POST_FORWARD, sharded over a smaller mesh. A layout (`interleaved.py`,
+`contiguous.py`) decides where parameters lie and how a gather fills unsharded buffers; `state.py`, when.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Buffer:
     """The unsharded memory of one segment.
 
     Attributes:
-        full: where gathers write: an alias without the version counter that autograd looks at.
+        full: where gathers write: an alias without the version counter that autograd checks.
         storage: of `full`; None if it is never freed.
     """
 
@@ -75,7 +75,7 @@ class Buffer:
 class ParamGroup(ABC):
     """Parameters gathered together and reduced together."""
 
-    # Models have hundreds of groups. What every group has; the rest, and what subclasses add, is in its dict.
+    # Models have hundreds of groups: slots for what each one sets; subclasses' attributes are in its dict.
     __slots__ = (
         "__dict__", "__weakref__", "_has_unsharded", "_placed", "buffers", "device", "form", "forms",
         "gather", "gathered_at", "holds_memory", "info", "layout", "members", "name", "offload", "params",
@@ -87,15 +87,15 @@ class ParamGroup(ABC):
     buffers: list[Any]
     gathers = True  # unsharding communicates
     extended: Mapping[ShardedParam, Any] = MappingProxyType({})  # parameters that keep memory of their own
-    streams: CommStreams | None = None  # on which unsharded buffers are allocated; None: on the current one
-    read_guard: ReadGuard | None = None  # once there is unsharded memory, if it is ever freed
-    smaller_shards: Sequence[Tensor] = ()  # POST_FORWARD: pieces over the smaller mesh, by segment ...
-    smaller_ready: torch.Event | None = None  # ... are written
-    orders: Sequence[Order] = ()  # of all ranks that it communicates with, from its first forward
+    streams: CommStreams | None = None  # allocate unsharded buffers; None: the current stream does
+    read_guard: ReadGuard | None = None  # made with the unsharded memory, if that is ever freed
+    smaller_shards: Sequence[Tensor] = ()  # POST_FORWARD: pieces over the smaller mesh, by segment
+    smaller_ready: torch.Event | None = None  # recorded after `smaller_shards` were written
+    orders: Sequence[Order] = ()  # of the process groups it communicates over, from its first forward
     traced: list[TracedSegment] | str | None = None  # what a compiler reads of it, or why it cannot
-    gather_event: Event | None = None  # in words; None, as `layout_words`, if they changed
+    gather_event: Event | None = None  # the gather in words; None, as `layout_words`, after a change
     layout_words: str | None = None
-    _changes = -1  # of sharded rows, when they were last looked at; DTensors are looked at each time
+    _changes = -1  # `ShardedRows.changes` at the last check; stays -1 for DTensors, checked each time
 
     def __init__(
         self,
@@ -113,16 +113,16 @@ class ParamGroup(ABC):
         self.post_forward_mesh = post_forward_mesh  # None: stay unsharded
         self.device = device  # where parameters compute
         self.policy, self.offload, self.settings = policy, offload, GroupSettings()  # the user's choices
-        self.name = ""  # of the module, from its root's first forward
+        self.name = ""  # of its module; set at the root's first forward
         self.form = _SHARDED
         self.members = []  # the parameters of each segment, in the order in which they lie
         self.shards: list[Tensor] = []  # the shard buffers, by segment
         self.buffers = []  # the unsharded buffers, from the first gather
-        # Modules' parameters by name, the sharded and the unsharded form: for one assignment each.
+        # A module's dict of parameters, a name in it, the sharded and unsharded form to assign there.
         self.forms: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
-        self.gather: AllGatherResult | None = None  # that is on its way
-        self.gathered_at = -1  # the count of optimizer steps then
-        self.holds_memory = False  # though resharded; a storage that is resized moves, to the same size too
+        self.gather: AllGatherResult | None = None  # the one in progress
+        self.gathered_at = -1  # the count of optimizer steps when it began
+        self.holds_memory = False  # even if resharded; resizing a storage moves it, to the same size too
         self._placed: list[Tensor] | None = None  # parts of the shard buffers, by packed parameter
         self._has_unsharded = False
 
@@ -146,7 +146,7 @@ class ParamGroup(ABC):
 
     @abstractmethod
     def _whole_memory(self, index: int) -> list[tuple[Tensor, Sequence[ShardedParam]]]:
-        """Return the unsharded memory of a segment, and whose it is."""
+        """Return the unsharded memory of a segment: tensors, each with its parameters."""
 
     def is_half_converted(self) -> bool:
         return False
@@ -155,18 +155,18 @@ class ParamGroup(ABC):
         return Buffer(full, full.untyped_storage(), full.nbytes)
 
     def _make_room(self, streams: CommStreams) -> None:  # noqa: B027
-        """Prepare memory before a gather: give back what computation is done with, or take it up again."""
+        """Prepare memory before a gather: free what computation has finished with, or reuse it."""
 
     @abstractmethod
     def _start_gather(self, async_op: bool, streams: CommStreams | None) -> AllGatherResult: ...
 
     @abstractmethod
     def _finish_gather(self, result: AllGatherResult) -> AllGatherResult | None:
-        """Return the gather, if its buffer is separate and streams may still read it."""
+        """Finish a gather; return it if its buffer is separate and streams may still read it."""
 
     @abstractmethod
     def _smaller(self, info: FSDPMeshInfo) -> list[Tensor]:
-        """Return this rank's pieces over a smaller mesh, by segment; modules show them."""
+        """Return this rank's pieces over a smaller mesh, by segment, and register them on modules."""
 
     def packed_params(self) -> Sequence[ShardedParam]:
         """List the parameters that lie in the buffers."""
@@ -196,12 +196,12 @@ class ParamGroup(ABC):
         return [one.unsharded_numel * one.gather_dtype.itemsize for one in self.layout.segments]
 
     def transport(self) -> str:
-        """Describe what gathers, and why."""
+        """Describe which transport gathers, and why."""
         largest = max(self.gathered_bytes, default=0)
         return transport(self.settings.all_gather, largest, self.shard_group, self.device)
 
     def check_ready(self) -> None:
-        """Pack, and raise for parameters that cannot be trained where they are."""
+        """Pack the group, and raise for parameters on a device where they cannot be trained."""
         self.check_params()
         wanted = torch.device("cpu") if self.offload.on_host else self.device
         for param in self.params:
@@ -224,7 +224,7 @@ class ParamGroup(ABC):
         self.layout_words = None
 
     def check_params(self) -> None:
-        """Raise for what users did to sharded parameters in vain."""
+        """Raise for a user's changes to sharded parameters that would have no effect."""
         for param in self.params:
             param.check_data()
             if self.forms and self.form is not _UNSHARDED:
@@ -254,14 +254,14 @@ class ParamGroup(ABC):
     # What other ranks must do too
 
     def join_orders(self) -> Sequence[Order]:
-        """Find with whom the group's collectives are compared from now on."""
+        """Find the orders in which the group's collectives are compared from now on."""
         orders: list[Order] = []
         for group in self.info.process_groups:
             order = order_of(group)
             if order is not None:
                 orders.append(order)
                 if self.post_forward_mesh is not None and self.post_forward_mesh is not self.info:
-                    order.groups.add(self.post_forward_mesh.shard_process_group)  # one may wait there
+                    order.groups.add(self.post_forward_mesh.shard_process_group)  # a rank may wait there
                 if self.settings.reduce_scatter_group is not None:
                     order.groups.add(self.settings.reduce_scatter_group)
         self.orders = orders
@@ -286,7 +286,7 @@ class ParamGroup(ABC):
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         if isinstance(self.info, FSDPMeshInfo):
-            if self.form is Form.POST_FORWARD:  # else a gather takes its pieces for all ranks'
+            if self.form is Form.POST_FORWARD:  # else a gather would take its pieces for the full mesh's
                 self.reshard()
             self.post_forward_mesh = self.info if reshard else None
 
@@ -296,9 +296,9 @@ class ParamGroup(ABC):
     def pack(self, device: torch.device | None = None) -> None:
         """Lay the sharded parameters end to end in the shard buffers, unless they lie there already.
 
-        Called when sharding, and again whenever a user may have replaced parameters: after
-        `Module.to` and its like, `to_empty`, `load_state_dict(assign=True)`, before the first forward; with
-        `device` to give parameters on the meta device memory there.
+        Called when sharding, before the first forward, and whenever a user may have replaced parameters:
+        after `Module.to` and the like, `to_empty`, `load_state_dict(assign=True)`. With `device`, parameters
+        on the meta device get memory there.
         """
         for param in self.params:
             param.follow_replacement()
@@ -347,10 +347,10 @@ class ParamGroup(ABC):
         return shard
 
     def _make_unsharded(self, streams: CommStreams | None) -> None:
-        """Make the unsharded parameters, over memory that every gather allocates anew, on the current stream.
+        """Make the unsharded parameters on the current stream, over memory that every gather allocates anew.
 
-        Gathers write through `data` aliases, which share memory but not version counters: refilling a
-        buffer is no modification to autograd, whose saved tensors see the same values again.
+        Gathers write through `data` aliases, which share memory but not version counters. So autograd sees
+        no modification when a buffer is refilled, and its saved tensors have the same values again.
         """
         memory = []
         # The first forward may run in inference mode, whose tensors autograd refuses later.
@@ -358,7 +358,7 @@ class ParamGroup(ABC):
             for index in range(len(self.members)):
                 for full, members in self._whole_memory(index):
                     for param in members:
-                        # What stays may be changed in place, one parameter without the others.
+                        # `data` gives each a version counter: if never freed, it may be changed in place.
                         whole = param.whole_in(full if self.gathers else full.data)
                         param.unsharded = param.wrap_unsharded(whole)
                     memory.append(full)
@@ -375,7 +375,7 @@ class ParamGroup(ABC):
         return self.form is _UNSHARDED
 
     def unshard(self, *, async_op: bool = False, streams: CommStreams | None = None) -> None:
-        """Start gathering, unless the group is gathered or already on its way.
+        """Start gathering, unless the group is gathered or a gather is in progress.
 
         Collective over the shard group (or the smaller one, after a partial reshard).
         """
@@ -394,7 +394,7 @@ class ParamGroup(ABC):
             for buffer in self.buffers:
                 if buffer.storage is not None:
                     buffer.storage.resize_(0)  # the gather allocates it where it writes
-        self.gathered_at = seen.steps  # of the shards that it reads
+        self.gathered_at = seen.steps  # steps that the shards it reads include
         if streams is not None and self.form is Form.POST_FORWARD and self.smaller_ready is not None:
             streams.wait(self.smaller_ready)
         self.gather = self._start_gather(async_op, streams)
@@ -402,25 +402,25 @@ class ParamGroup(ABC):
     def wait_for_unshard(self) -> AllGatherResult | None:
         """Finish a gather and register the unsharded parameters.
 
-        Returns the gather, if its buffer is apart and streams may still read it.
+        Returns the gather, if its buffer is separate and streams may still read it.
         """
         result = self.gather
         if result is None:
             return None
-        still_read = None if result is DONE else self._finish_gather(result)  # by the form it still has
+        still_read = None if result is DONE else self._finish_gather(result)  # reads the form, set below
         self.gather = None
         if self._changes != ShardedRows.changes:
             self._follow_changes()
         for parameters, name, _, unsharded in self.forms or self._list_forms():
             parameters[name] = unsharded
-        self.smaller_shards = ()  # computation has waited for who read them
+        self.smaller_shards = ()  # computation has waited for their readers
         if self.read_guard is not None:
             self.read_guard.open()  # the memory has its values again
         self.form = _UNSHARDED
         return still_read
 
     def _follow_changes(self) -> None:
-        """Let the unsharded parameters be frozen or trained as the sharded ones are."""
+        """Give the unsharded parameters the `requires_grad` of the sharded ones."""
         with _compat.plain_attributes():
             for param in self.params:
                 unsharded, trains = param.unsharded, param.sharded.requires_grad
@@ -445,7 +445,7 @@ class ParamGroup(ABC):
                 param.follow_unsharded()
                 self.gather_event = None
         for parameters, name, sharded, unsharded in self.forms:
-            # What a user put there stays: the next gather looks at it.
+            # What a user put there stays: the next gather checks it.
             if not whole or (name in parameters and parameters[name] is unsharded):
                 parameters[name] = sharded
         self.smaller_shards = ()
@@ -465,7 +465,7 @@ class ParamGroup(ABC):
             storages = [buffer.storage for buffer in self.buffers if buffer.storage is not None]
             self.streams.free_later(self.buffers, storages, current_stream(self.device))  # still read there
             return
-        # At once on CPU, and interleaved: it is computation's memory, given out again in computation's order.
+        # At once on CPU and if interleaved: it is computation's memory, reused in computation's order.
         for buffer in self.buffers:
             if buffer.storage is not None:
                 buffer.storage.resize_(0)
@@ -474,7 +474,7 @@ class ParamGroup(ABC):
                 extended.free()
 
     def drop_stale(self) -> None:
-        """Reshard, or give up a gather, if an optimizer has stepped since it began. Local."""
+        """Reshard, or drop a gather, if an optimizer has stepped since the gather began. Local."""
         if self.gathered_at == seen.steps:
             return
         self.abandon_gather()

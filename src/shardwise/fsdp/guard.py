@@ -1,9 +1,9 @@
 """A clear error for calling a part of a sharded model outside the model's forward.
 
 `model.head(x)` on its own meets a sharded weight and would fail inside DTensor, far from the cause.
-So between passes, the plain submodules that own sharded parameters carry an instance `forward` that
-names the parameter and the remedy; a pass takes it away first and so pays nothing inside. A submodule
-whose parameters happen to be gathered (by `unshard()`, or kept for backward) just runs.
+So between passes, each plain submodule that owns sharded parameters has an instance `forward`, which
+raises an error that names the parameter and the remedy. A pass removes it first, so it costs nothing
+inside. A submodule whose parameters are gathered (by `unshard()`, or kept for backward) runs as usual.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Guard:
     """Stands in for one submodule's `forward` between passes."""
 
     def __init__(self, module: nn.Module, group: ParamGroup, param: ShardedParam) -> None:
-        # Weakly: this stands in the module's own dict.
+        # Weak references: the guard is in the module's own dict.
         self.module = weakref.ref(module)
         self.group = weakref.ref(group)
         self.param = weakref.ref(param)
@@ -46,7 +46,7 @@ class Guard:
 
     def _forward(self) -> Any:
         module = self.module()
-        # The class's, as the module's own is this guard.
+        # The class's forward: the instance's is this guard.
         return MethodType(type(module).forward, module) if module is not None else None
 
     @property
@@ -63,14 +63,14 @@ class Guard:
 
 
 def guards(modules: Iterable[nn.Module], groups: Iterable[ParamGroup]) -> list[Guard]:
-    """Return the guards for those of `modules` that own parameters of `groups`.
+    """Return guards for the `modules` that own parameters of `groups`.
 
-    An instance's own `forward` stays.
+    A module with an instance `forward` gets none.
     """
     owners = {
         id(owner.parameters): (group, param)
         for group in groups
-        # Reversed, so that of a module's parameters the first is named.
+        # Reversed, so that the error names a module's first parameter.
         for param in reversed(group.params)
         for owner in param.owners
     }
@@ -83,14 +83,14 @@ def guards(modules: Iterable[nn.Module], groups: Iterable[ParamGroup]) -> list[G
 
 
 def compiled_in(root: nn.Module) -> set[nn.Module]:
-    """Return the modules that a compiled part of `root` holds, that part too."""
+    """Return the compiled modules of `root` and all modules inside them."""
     return {inner for one in root.modules() if _compat.is_compiled(one) for inner in one.modules()}
 
 
 def outside_of(compiled: set[nn.Module], guards: Iterable[Guard]) -> list[Guard]:
-    """Return the guards of modules that are not in `compiled`, and take away the others.
+    """Return the guards of modules that are not in `compiled`, and lift the others.
 
-    Guards come and go between passes: a recomputation of what is compiled would meet other code.
+    Guards come and go between passes, so recomputing a compiled module would meet other code.
     """
     lift(one for one in guards if one.module() in compiled)
     return [one for one in guards if one.module() not in compiled]
@@ -100,11 +100,11 @@ def install(guards: Iterable[Guard]) -> None:
     """Put guards in place, at the end of a pass."""
     for guard in guards:
         if (module := guard.module()) is not None and "forward" not in module.__dict__:
-            module.__dict__["forward"] = guard  # another `forward` that was set since stays
+            module.__dict__["forward"] = guard  # a `forward` that was set since stays
 
 
 def lift(guards: Iterable[Guard]) -> None:
-    """Take guards away, at the beginning of a pass."""
+    """Remove guards at the beginning of a pass."""
     for guard in guards:
         if (module := guard.module()) is None:
             continue

@@ -1,7 +1,7 @@
 """Groups in the interleaved layout: every parameter cut evenly, gathered, then copied out.
 
 Changing form costs one storage resize per buffer, one collective, one batched copy and one assignment
-per parameter. See `layout/group_layout.py` for where things lie.
+per parameter. See `layout/group_layout.py` for where parameters lie.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Exchange:
 
     layout: InterleavedLayout
     ranks: int
-    group: dist.ProcessGroup | None  # None: a rank alone
+    group: dist.ProcessGroup | None  # None: a single rank
     dtypes: list[torch.dtype]  # of each shard buffer after the gather
     sizes: list[int]  # of each `outs`, within one rank's shard
     outs: list[Tensor]  # [ranks, size]
@@ -46,7 +46,7 @@ class InterleavedGroup(ParamGroup):
     params: list[EvenParam]
     members: list[list[EvenParam]]
     layout: InterleavedLayout
-    together: list[list[EvenParam]]  # those of each unsharded buffer
+    together: list[list[EvenParam]]  # the parameters of each unsharded buffer
 
     def __init__(self, params: list[EvenParam], **how: Any) -> None:
         super().__init__(params, **how)
@@ -55,7 +55,7 @@ class InterleavedGroup(ParamGroup):
         self.smaller: Exchange | None = None  # over the post-forward mesh
         for param in params:
             if stays_out_of_buffer(param):
-                # Packing passes it by: its sharded form is made here.
+                # Packing skips it: its sharded form is made here.
                 self._lay_out_alone(param)
                 param.move(param.local)
         self.extended = self._extend()
@@ -104,18 +104,18 @@ class InterleavedGroup(ParamGroup):
         for param in self.params if self.extended else ():
             if param in self.extended:
                 self._lay_out_alone(param)
-        # Their targets are views of the old buffers, where nobody would read what a gather writes.
+        # Their targets are views of the old buffers, which nothing reads any longer.
         self.main = self.smaller = None
 
     def _lay_out_alone(self, param: EvenParam) -> None:
-        """Give a parameter with memory of its own a layout of its own; it is reduced with the others."""
+        """Give a parameter that is gathered apart its own layout; it is reduced with the others."""
         layout = InterleavedLayout([param.layout_spec()], ranks=self.ranks, rank=self.rank)
         param.assign_slot(layout.segments[0].slots[0])
 
     def _whole_memory(self, index: int) -> list[tuple[Tensor, Sequence[ShardedParam]]]:
-        """Return memory of each large parameter, and of those between together.
+        """Return separate memory for each large parameter, and one for each run of parameters between them.
 
-        When a large one is freed, gradients and activations fit in its place; in a group's they leave holes.
+        Gradients and activations fit where a large parameter was freed; where a group was, they leave holes.
         """
         segment, limit, large = self.layout.segments[index], self.settings.apart_bytes, False
         runs: list[list[EvenParam]] = []
@@ -172,7 +172,7 @@ class InterleavedGroup(ParamGroup):
                 plan.outs.append(target.view(ranks, numel))
             if segment.padding:
                 plan.sizes.append(segment.padding)
-                # torch's kernel wants a place for all that came.
+                # torch's kernel needs a target for all that was received.
                 plan.outs.append(memory[members[0]].new_empty(ranks, segment.padding))
         return plan
 
@@ -185,7 +185,7 @@ class InterleavedGroup(ParamGroup):
         assert plan is not None
         inputs, dtypes = self.smaller_shards or self.shards, plan.dtypes
         if self.extended:
-            # Copies: what is added below is not the group's.
+            # Copies: the group's own lists must not grow.
             inputs, dtypes = list(inputs), list(dtypes)
             # Hooks make their inputs on the stream that copies them in, which then need not wait for them.
             where = nullcontext() if streams is None or async_op else streams.copy_in
@@ -208,7 +208,7 @@ class InterleavedGroup(ParamGroup):
         """Copy the gathered parameters out."""
         plan = self.smaller if self.form is Form.POST_FORWARD else self.main
         assert plan is not None
-        # Allocated by the stream that copies out and computes, and no earlier than it is needed.
+        # Allocated on the stream that copies out and computes, no earlier than needed.
         if not self.holds_memory:
             for buffer in self.buffers:
                 # The same storage: unsharded parameters and the plan's targets are views of it.
@@ -218,7 +218,7 @@ class InterleavedGroup(ParamGroup):
             for extended in self.extended.values():
                 with torch.no_grad():
                     extended.finish()
-        # Its buffer is apart: the caller keeps it until the stream has copied it out.
+        # Its buffer is separate: the caller keeps it until the stream has copied it out.
         return result
 
     def _copy_out(self, result: AllGatherResult, plan: Exchange) -> None:
@@ -235,10 +235,10 @@ class InterleavedGroup(ParamGroup):
         if plan.strided:
             outs = list(outs)
             for index, target, _, _ in plan.strided:
-                # Pieces come to memory of their own first, to be put together along their dim.
+                # Pieces go to separate memory first, and are concatenated along their dim below.
                 outs[index] = torch.empty_like(target).view(plan.ranks, -1)
         typed = outs
-        # Several dtypes travelled as bytes.
+        # Several dtypes were sent as bytes.
         if result.output.dtype == torch.uint8:
             sizes = [size * out.element_size() for size, out in zip(sizes, outs, strict=True)]
             outs = [out.view(torch.uint8) for out in outs]

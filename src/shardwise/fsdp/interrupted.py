@@ -1,9 +1,9 @@
-"""Passes that raised, or of which no hook saw the end: what is forgotten, what is an error in the next pass.
+"""Passes that raised, or whose end no hook saw: what is forgotten, and what is an error in the next pass.
 
 a forward raised      it is forgotten at once, and may be tried again
-a backward raised     the next forward asks for `reset_iter_state()`, which drops what was not reduced
-a backward went       gradients are left that no reduction took, where parameters were still gathered; the
-past the outputs      next optimizer step or forward says whose
+a backward raised     the next forward asks for `reset_iter_state()`, which drops unreduced gradients
+a backward bypassed   if parameters were still gathered, their gradients were not reduced; the next
+the output hooks      optimizer step or forward raises, and names one
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardwise.fsdp.schedule import Schedule
 
 
 def check_entry(state: ModuleState, action: Action) -> None:
-    """Raise if an earlier pass left a state that a forward cannot go on from."""
+    """Raise if an earlier pass left a state from which forward cannot continue."""
     which = None
     if action is Action.JOIN and not state.running and not state.is_list:
         which = "forward"
@@ -52,12 +52,12 @@ NO_EXPORT = "a sharded module cannot be exported; export it before fully_shard"
 
 
 def raise_no_export(state: ModuleState) -> NoReturn:
-    """Raise since torch.export calls the module, whose graph would hold one rank's collectives."""
+    """Raise, since torch.export would put one rank's collectives into the module's graph."""
     raise ShardingError(f"{here()}: {state.name or state.classes}: {NO_EXPORT}")
 
 
 def check_transforms(state: ModuleState) -> None:
-    """Raise within transforms of `torch.func` whose backward would read memory that is freed, unseen."""
+    """Raise within transforms of `torch.func` whose backward would read freed memory unnoticed."""
     if is_grad_enabled() and _compat.differentiates_twice_backward():
         raise LifecycleError(
             f"{here()}: the forward of '{state.name or state.classes}' runs within a transform of torch.func"
@@ -68,7 +68,7 @@ def check_transforms(state: ModuleState) -> None:
 
 
 def check_earlier_backward(root: ModuleState, schedule: Schedule) -> None:
-    """Raise if it did not finish, or went where no hook saw it."""
+    """Raise if an earlier backward did not finish, or bypassed the output hooks."""
     # Autograd drops the callback of a backward that raises, and it stays queued here.
     if schedule.callback_queued:
         check_entry(root, Action.RECOMPUTE)
@@ -116,7 +116,7 @@ def check_eager_gradients(group: ParamGroup) -> None:
 
 
 def leave(orders: Iterable[Order], why: str) -> None:
-    """Let ranks know that this one does not go on with its pass, before its process may end."""
+    """Tell other ranks that this one does not continue its pass, before its process may end."""
     for order in orders:
         order.left = order.left or why
         # The store may be gone already, with the rank that holds it.
@@ -125,7 +125,7 @@ def leave(orders: Iterable[Order], why: str) -> None:
 
 
 def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
-    """Watch every backward from now on: tell other ranks of errors, explained, and lose no gradient."""
+    """Watch every backward from now on: explain errors, tell other ranks of them, and lose no gradient."""
     if _watching:
         return
 
@@ -135,7 +135,7 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
         schedules = {id(found): found for state in states() if (found := state.schedule) is not None}
         for schedule in schedules.values():
             for order in schedule.orders:
-                # Backwards of other threads go on.
+                # Backwards of other threads continue.
                 if order.backward is not None and order.backward.thread == threading.get_ident():
                     leave([order], f"{why}, after it had begun to {order.doing()}: {better or error}")
                 elif order.backward is None and schedule.order:  # it had not reached a sharded module
@@ -155,10 +155,10 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
             if group.gather is not None:
                 # It reads the shards that the step is about to change.
                 wait_for_gather(group.gather, group.device)
-            if pins(group.offload, group.device):  # the optimizer is the host's
+            if pins(group.offload, group.device):  # the optimizer runs on the host
                 torch.accelerator.synchronize(group.device)
         user_gathers.clear()
-        # Every model of the process, as this hook is one for all optimizers.
+        # Every model of the process, since all optimizers share this hook.
         for state in states():
             schedule = state.schedule
             if not state.is_root or schedule is None:
@@ -169,7 +169,7 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
             elif not schedule.had_backward:
                 _check_all_is_reduced(state, holds)
 
-    # Once for all models of the process: a second hook would look at each step again.
+    # Once for all models of the process: a second hook would check each step again.
     _compat.explain_backward_errors(hear)
     _watching.append(register_optimizer_step_pre_hook(_compat.runs_eagerly(check_before_step)))
 
@@ -185,12 +185,12 @@ _watching: list[RemovableHandle] = []
 
 
 def left_gradients(state: ModuleState) -> bool:
-    """Return whether gradients came after the last reduction, as where backward entered a module unseen."""
+    """Return whether gradients came after the last reduction, as when backward bypasses output hooks."""
     return any(param.has_unreduced for group in state.groups for param in group.params)
 
 
 def forget_forward(state: ModuleState) -> None:
-    """Leave no trace of a forward that raised."""
+    """Undo all effects of a forward that raised."""
     schedule = state.schedule
     assert schedule is not None
     if schedule.forward_root is not state.myself:
@@ -201,10 +201,10 @@ def forget_forward(state: ModuleState) -> None:
     for one in (state, *(root.below if root is not None else ())):
         if one.training_state is TrainingState.FORWARD:
             _reset_one(one)
-    # Entries before those are of forwards whose backward may still come.
+    # Earlier entries belong to forwards whose backward may still come.
     del schedule.order[schedule.order_before :]
     schedule.forward_root = schedule.latest_output = None
-    # No gather of this pass follows that would give back what these hold.
+    # No gather of this pass follows that would free the memory that these hold.
     schedule.release_pending()
     schedule.drop_copying_gather()
     schedule.free_gathered()
@@ -215,7 +215,7 @@ def _reset_one(state: ModuleState) -> None:
     state.still_to_run.clear()
     state.training_state = TrainingState.IDLE
     for group in state.groups:
-        # First, as it still writes into the memory that resharding frees.
+        # First, since the gather still writes into the memory that resharding frees.
         group.abandon_gather()
         group.reshard()
 
@@ -225,7 +225,7 @@ def reset(root: ModuleState) -> None:
     schedule = root.schedule
     if schedule is None:
         return
-    # They still read gradients and write the shards that are dropped below.
+    # Reductions still read gradients and write shards that are dropped below.
     schedule.wait_for_reductions()
     schedule.order.clear()
     schedule.forward_root = schedule.pending_release = schedule.latest_output = None

@@ -26,7 +26,7 @@ class Layout:
     reducer: Callable[[Any], GradReducer]  # how their gradients are reduced
     has_strategies: bool  # `group` can keep parameters or gradients whole, as a `Strategy` says
     guards_forward: (
-        bool  # submodules called alone must be stopped; else their parameters refuse by themselves
+        bool  # whether submodules called on their own need guards; else their parameters raise the error
     )
 
 

@@ -3,7 +3,7 @@
 A module is IDLE, in FORWARD, or in backward before (PRE_BACKWARD) or after (POST_BACKWARD) its
 gradients were reduced. Five events move it; `TABLE` says what each does in each state.
 
-join       another module of the same group is running already: the group is gathered, nothing new
+join       another module of the same group is running already: the group is gathered, nothing to do
 recompute  activation checkpointing runs forward again inside backward: backward owns the parameters
 release    free, keep or shrink the parameters, as `reshard_after_forward` says
 skip       leave them to backward
@@ -28,7 +28,7 @@ class TrainingState(Enum):
     PRE_BACKWARD = auto()
     POST_BACKWARD = auto()
 
-    __hash__ = object.__hash__  # Enum's own is Python, at every lookup
+    __hash__ = object.__hash__  # Enum's own runs Python at every lookup
 
 
 class Event(Enum):
@@ -75,7 +75,7 @@ TABLE: dict[Event, dict[TrainingState, tuple[Action, TrainingState]]] = {
         # It ran several times in forward: the backward of one call is over, that of an earlier one begins.
         _POST: (Action.GATHER, _PRE),
     },
-    # In any state: backward may come in past the hooks on outputs.
+    # In any state: backward may enter a module without meeting the hooks on its outputs.
     Event.POST_BACKWARD: dict.fromkeys(TrainingState, (Action.REDUCE, _POST)),
     Event.END_OF_BACKWARD: {
         _IDLE: (Action.REDUCE, _IDLE),

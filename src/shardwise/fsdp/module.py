@@ -1,8 +1,8 @@
-"""The class that `fully_shard` gives a module, and what users may call on it.
+"""The class that `fully_shard` gives a module, and the methods that users may call on it.
 
 `fully_shard(block)` changes the class of `block` from `Block` to `FSDPBlock`, a cached subclass of
-(`FSDPModule`, `Block`): the same object, names and attributes, but calling it gathers its parameters
-first and releases them after. Hooks the user registered run inside, where parameters are whole.
+(`FSDPModule`, `Block`). The object, its names and attributes stay the same, but a call first gathers its
+parameters and afterwards releases them. The user's hooks run in between, where parameters are whole.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _COMPILED = "_shardwise_compiled"
 class FSDPModule(ModuleSettings):
     """A module whose parameters `fully_shard` has sharded.
 
-    Methods that say *collective* must be called on every rank of the module's mesh; the setters
-    must be given the same values on every rank.
+    Methods documented as *collective* must be called on every rank of the module's mesh. Setters must get
+    the same values on every rank.
     """
 
-    # What transformers and compilers look for in a module that FSDP has sharded.
+    # Attributes by which transformers and compilers recognize a module that FSDP has sharded.
     _is_fsdp_managed_module = True
     _fsdp_use_orig_params = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a module of the class that was sharded: slicing an `FSDPSequential` gives a `Sequential`."""
+        """Make a module of the original class: slicing an `FSDPSequential` gives a `Sequential`."""
         original = cls.__bases__[1]
         return original(*args, **kwargs)
 
@@ -55,7 +55,7 @@ class FSDPModule(ModuleSettings):
         return _run(state, self, super().__call__, args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile calls of this module, its gather and its reductions with them, as `torch.compile` would."""
+        """Compile calls of this module as `torch.compile` would, including its gather and reductions."""
         call = _of_equal_modules("_call_traced", self, self._shardwise_state.is_list)
         self.__dict__[_COMPILED] = torch.compile(call, *args, **kwargs)
 
@@ -68,13 +68,13 @@ class FSDPModule(ModuleSettings):
     # Gathering by hand
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's own parameters (not those of sharded modules inside it).
+        """Gather this module's own parameters, but not those of sharded modules inside it.
 
         Collective over the shard axis. They stay gathered until `reshard`, or until forward or
         backward reshards them.
 
         Args:
-            async_op: return a handle at once; forward waits for it too.
+            async_op: return a handle at once; forward also waits for the gather.
         """
         state = self._shardwise_state
         state.unshard(async_op=async_op)
@@ -85,20 +85,20 @@ class FSDPModule(ModuleSettings):
         return None
 
     def reshard(self) -> None:
-        """Free this module's own gathered parameters and show the sharded ones. Local."""
+        """Free this module's own gathered parameters and register the sharded ones. Local."""
         state = self._shardwise_state
         for group in state.groups:
-            # A gather may be on its way still, into the memory that is freed next.
+            # A gather may still write into the memory that is freed next.
             group.abandon_gather()
             group.reshard()
         if state.schedule is not None and state.schedule.streams is not None:
-            state.schedule.follow_computation()  # which waited for a gather that was given up
+            state.schedule.follow_computation()  # which waited for a gather that was dropped
             state.schedule.free_gathered()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients: where parameters are gathered, those that wait for a reduction too. Local."""
+        """Clear gradients, including those of gathered parameters that wait for a reduction. Local."""
         super().zero_grad(set_to_none)
-        # In another form `parameters()` lists no sharded parameter, on which the optimizer's gradients are.
+        # In other forms `parameters()` lists no sharded parameters, which have the optimizer's gradients.
         hidden = [g for s in self._states(recurse=True) for g in s.groups if g.form is not Form.SHARDED]
         for group in hidden:
             for param in group.params:
@@ -110,11 +110,11 @@ class FSDPModule(ModuleSettings):
                     _compat.local_tensor(param.sharded.grad).zero_()
 
     def reset_iter_state(self) -> None:
-        """Forget an iteration in which forward or backward raised, on the root module.
+        """Forget an iteration in which forward or backward raised; call it on the root module.
 
-        Waits for what is in flight, reshards every module, and drops gradients that were not
-        reduced yet (those of `set_requires_gradient_sync(False)` too). Local, but every rank must
-        restart the iteration.
+        Waits for running communication, reshards every module, and drops gradients that were not reduced
+        yet, including those of `set_requires_gradient_sync(False)`. Local, but every rank must restart the
+        iteration.
 
         Raises:
             LifecycleError: this is not the root module.
@@ -125,18 +125,18 @@ class FSDPModule(ModuleSettings):
         interrupted.reset(state)
 
     def host_bound_groups(self, *, bytes_per_second: float, host_seconds: float = 100e-6) -> dict[str, int]:
-        """Return the groups here and inside whose gather takes the network less time than it takes the host.
+        """Return the groups, here and inside, whose gather costs the host more time than the network. Local.
 
-        Their modules wait for the host, whatever the network: shard several in one call, or pass a list of
-        them with `group_small`.
+        Their modules wait for the host, however fast the network is: shard several in one call, or pass a
+        list of them with `group_small`.
 
         Args:
-            bytes_per_second: what a rank receives of an all-gather.
-            host_seconds: what issuing a group's gather costs; `benchmarks/host_cost.py` measures it.
+            bytes_per_second: the rate at which a rank receives an all-gather.
+            host_seconds: the host time to issue a group's gather; `benchmarks/host_cost.py` measures it.
 
         Returns:
-            Bytes gathered, by the names of the groups' modules (the root's class; before the first
-            forward, classes and places). Local.
+            Bytes gathered, by the names of the groups' modules: for the root its class; before the first
+            forward, classes and positions.
         """
         found: dict[str, int] = {}
         for index, state in enumerate(self._states(True)):
@@ -149,11 +149,11 @@ class FSDPModule(ModuleSettings):
         return found
 
     def shard_report(self) -> ShardReport:
-        """Report the groups here and inside: parameters, bytes and placements. Local; prints as a table."""
+        """Report the groups, here and inside: parameters, bytes, placements. Local; prints as a table."""
         return shard_report.report(self._states(True))
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        # `to`, `to_empty`, `half` and their like replace or move parameters: the sharded ones.
+        # `to`, `to_empty`, `half` and the like replace or move parameters: let them see the sharded ones.
         for group in self._groups():
             group.reshard()
         # Gradients whose dtype the user chose keep it.
@@ -162,9 +162,9 @@ class FSDPModule(ModuleSettings):
         for param in chosen:
             param.sharded.grad = None
         result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        # What was replaced or moved goes back to one buffer.
+        # Parameters that were replaced or moved go back to one buffer.
         for group in self._groups():
-            # Of a list, the others are converted next; the first forward looks whether they were.
+            # A list's other modules are converted next; the first forward checks that they were.
             if not (self._shardwise_state.is_list and group.is_half_converted()):
                 group.pack()
         for param, grad in zip(chosen, grads, strict=True):
@@ -176,18 +176,18 @@ class FSDPModule(ModuleSettings):
 
 
 class UnshardHandle:
-    """Waits for an `FSDPModule.unshard(async_op=True)`."""
+    """Handle to wait for `FSDPModule.unshard(async_op=True)`."""
 
     def __init__(self, state: ModuleState) -> None:
-        # Weakly: a handle keeps no model alive.
+        # A weak reference: a handle keeps no model alive.
         self._gathering: weakref.ref[ModuleState] | None = state.myself
 
     def wait(self) -> None:
-        """Wait and show the whole parameters. Local; the second call does nothing."""
+        """Wait for the gather and register the whole parameters. Local; a second call does nothing."""
         state = None if self._gathering is None else self._gathering()
         self._gathering = None
         if state is not None:
-            # The stream waits from here on only: what was issued since the gather began runs beside it.
+            # The stream waits only from here on: work issued since the gather began runs beside it.
             state.wait_for_unshard()
 
 
@@ -195,7 +195,7 @@ _CLASSES: dict[type[nn.Module], type[FSDPModule]] = {}
 
 
 def sharded_class(cls: type[nn.Module]) -> type[FSDPModule]:
-    """Return the subclass of (`FSDPModule`, `cls`), one per class so that equal blocks stay of equal type."""
+    """Return the subclass of (`FSDPModule`, `cls`), one per class, so that equal blocks have equal types."""
     if cls not in _CLASSES:
         call = _compat.only_inlined(own_code(vars(FSDPModule)["__call__"]))
         own = {"__module__": cls.__module__, "__call__": call}
@@ -205,20 +205,20 @@ def sharded_class(cls: type[nn.Module]) -> type[FSDPModule]:
 
 
 def become_sharded(module: nn.Module, state: FSDPState) -> None:
-    """Give a module the class that gathers when it is called, and compilers a frame to begin at.
+    """Give a module the class that gathers on a call, and give compilers a frame to begin at.
 
-    `module(x)` calls what the class has. A compiled function that breaks there calls it again: another frame
-    to compile, which breaks again. So that frame is part of its callers' graphs only; `torch.compile(module)`
-    reads the attribute, and finds what is compiled by itself.
+    `module(x)` calls the class's `__call__`. A compiled function that breaks there would call it again, as
+    another frame to compile, which breaks again; so that frame is only inlined into its callers' graphs.
+    `torch.compile(module)` reads the instance's `__call__`, a frame that is compiled on its own.
     """
     cls = sharded_class(type(module))
-    object.__setattr__(module, "__class__", cls)  # past nn.Module's own, which is slow
-    # Weakly, as it stands in the module's own dict.
+    object.__setattr__(module, "__class__", cls)  # nn.Module's own `__setattr__` is slow
+    # A weak reference, since it is in the module's own dict.
     module.__dict__["__call__"] = MethodType(
         _compiled_call(cast(Any, cls), state.is_list), weakref.ref(module)
     )
     if isinstance(module, nn.MultiheadAttention):
-        # torch's encoder layers evaluate with the weights of one that has no hook, without calling it.
+        # In evaluation, torch's encoder layers read the weights of one without hooks, and do not call it.
         module.register_forward_pre_hook(_look)
 
 
@@ -238,13 +238,13 @@ def _call(module: weakref.ref[nn.Module], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def compile_gathered(module: FSDPModule, **how: Any) -> None:
-    """Compile what a module does with whole parameters; its gather and reductions stay outside, as they are.
+    """Compile what a module does with whole parameters; its gather and reductions stay outside, eager.
 
     Args:
         how: keyword arguments of `torch.compile`.
     """
     state = module._shardwise_state
-    guard.lift(state.guards)  # which come and go between passes: a recomputation would meet other code
+    guard.lift(state.guards)  # they come and go between passes: a recomputation would meet other code
     state.guards = ()
     forward = torch.compile(_of_equal_modules("_call_gathered", module), **how)
     module.__dict__[_COMPILED] = functools.partial(_run_gathered, module, forward)
@@ -256,10 +256,10 @@ def _run_gathered(module: FSDPModule, forward: Callable[..., Any], /, *args: Any
 
 
 def _of_equal_modules(method: str, module: FSDPModule, is_list: bool = False) -> Callable[..., Any]:
-    """Return a method of `module` whose code modules of its class with equal parameters share: one graph.
+    """Return a method of `module` whose code, and so graphs, modules of equal class and parameters share.
 
     Args:
-        is_list: it may leave its graph, of which others that share the code would see no guard.
+        is_list: the module may leave its graph, and modules that share the code would see no guard of that.
     """
     parameters = tuple((name, param.shape, param.dtype) for name, param in module.named_parameters())
     return cast(
@@ -299,7 +299,7 @@ def _run_traced(
         return _run(state, module, forward, args, kwargs)
     if torch.compiler.is_exporting():
         _refuse_export(state)
-    # Before groups are read: the graph then guards what was made of them.
+    # Before groups are read, so that the graph guards what is derived from them here.
     _compat.while_tracing(_prepare, state)
     if all(isinstance(group.traced, list) for group in state.groups) and traced.holds(state):
         return traced.run(state, forward, args, kwargs)
@@ -331,12 +331,12 @@ _NO_LIST = (
 
 @functools.cache
 def _outside_graphs(why: str) -> Callable[..., Any]:
-    """Return the call for which a tracer leaves its graph; the forward inside is compiled again."""
+    """Return a call that makes a tracer leave its graph; the forward inside is compiled again."""
     return _compat.runs_outside_graphs(cast(FunctionType, _run), why)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let `module.method_name(...)` gather and release like a forward.
+    """Make `module.method_name(...)` gather and release parameters as forward does.
 
     Does nothing for a module that is not sharded, so that code runs with and without sharding.
 
@@ -348,7 +348,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     original = getattr(type(module), method_name, None)
     if original is None:
         raise AttributeError(f"{type(module).__name__} has no method '{method_name}'")
-    myself = weakref.ref(module)  # an attribute that led back would keep the module alive
+    myself = weakref.ref(module)  # an attribute that refers back would keep the module alive
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -360,7 +360,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several root modules (pipeline stages, say) use one set of communication streams, between steps."""
+    """Make several root modules (pipeline stages, say) share communication streams; call between steps."""
     states = states_of(modules)
     if not states:
         return
@@ -369,6 +369,6 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         state.shared_streams = streams
         if state.schedule is not None:
             state.schedule.streams = streams
-            # Plans hold the streams that they were made with.
+            # Plans hold the streams with which they were made.
             for _, reducer in state.all_groups:
                 reducer.forget_plans()

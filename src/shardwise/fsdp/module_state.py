@@ -1,6 +1,6 @@
-"""The state that one `fully_shard` call made of modules: groups, names, settings, how they are gathered.
+"""The state of the modules of one `fully_shard` call: groups, names, settings, how they are gathered.
 
-What happens to it in a pass through the model is the business of `state.py`.
+`state.py` decides what happens to it in a pass through the model.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def states_in(modules: Iterable[nn.Module]) -> list[ModuleState]:
 
 
 class ModuleState:
-    """The state that one `fully_shard` call made, and how its groups are gathered; its modules own it.
+    """The state of one `fully_shard` call, and how its groups are gathered; its modules own it.
 
     Args:
-        groups: one per pair of shard and replicate groups.
-        reducers: what reduces the gradients of each.
-        reshard_is_automatic: nobody chose `reshard_after_forward`, so the root keeps its parameters.
+        groups: one per pair of shard and replicate process groups.
+        reducers: one per group.
+        reshard_is_automatic: the user did not choose `reshard_after_forward`: the root keeps its parameters.
     """
 
     # Models have hundreds of these.
@@ -88,28 +88,28 @@ class ModuleState:
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self.name = ""
         self.training_state = TrainingState.IDLE
-        self.running = 0  # forwards entered and not left, as a method may call its own module
+        self.running = 0  # forwards entered and not left; more than one if a method calls its own module
         self.schedule: Schedule | None = None
         self.is_root = False
         self.ignored: Set[tuple[int, str]] = frozenset()  # places of ignored parameters
         self.inside = False  # some module around this one is sharded too
         self.below: Sequence[ModuleState] = ()  # root only: the states of the modules inside it
-        self.all_groups = list(zip(groups, reducers, strict=True))  # of a root: those of all below it too
+        self.all_groups = list(zip(groups, reducers, strict=True))  # root: includes those of all below it
         self.guards: Sequence[guard.Guard] = ()
         self.guards_lifted = False  # in a pass that began here
-        self.to_check: list[ParamGroup] = []  # root only: groups to look at in coming passes
-        self.lists: list[ModuleState] = []  # tracing, root only: the states below of several modules
-        self.runs_outside: Any = None  # tracing, where a group cannot be traced: what runs the module instead
-        self.hidden: Any = None  # tracing, lists only: sharded parameters that gathered ones stand in for
+        self.to_check: list[ParamGroup] = []  # root only: groups to check in coming passes
+        self.lists: list[ModuleState] = []  # tracing, root only: the states below that have several modules
+        self.runs_outside: Any = None  # tracing: the call that runs a module with a group that is untraceable
+        self.hidden: Any = None  # tracing, lists only: sharded parameters that gathered ones replace
         self.root_depth: int | None = None  # tracing, lists only: checkpoints around their root in this graph
-        self.larger_than_most: bool | None = None  # None: not looked at yet
-        self.stays_gathered = False  # after backward, which then may leave gradients after its reduction
+        self.larger_than_most: bool | None = None  # None: not known yet
+        self.stays_gathered = False  # after backward; then gradients may come after the reduction
         self.still_to_run: set[int] = set()  # lists only: modules that have not run in this pass
         self.prefetch_in_forward: list[weakref.ref[ModuleState]] = []
         self.prefetch_in_backward: list[weakref.ref[ModuleState]] = []
         self.shared_streams: CommStreams | None = None
-        self.schedule_settings: dict[str, Any] = {}  # set before there is a schedule
-        # One object, so that whoever refers to this state is compared by identity.
+        self.schedule_settings: dict[str, Any] = {}  # for the schedule, which may not exist yet
+        # One weak reference for all uses, so that they can be compared by identity.
         self.myself = weakref.ref(self)
         for module in modules:
             module.__dict__[_KEY] = self
@@ -126,14 +126,14 @@ class ModuleState:
             )
 
     def set_schedule(self, **settings: Any) -> None:
-        """Set attributes of the schedule, now or when there is one."""
+        """Set attributes of the schedule, now or once it exists."""
         self.schedule_settings.update(settings)
         if self.schedule is not None:
             for name, value in settings.items():
                 setattr(self.schedule, name, value)
 
     def settings_changed(self) -> None:
-        """Drop what was made of the groups' settings; it is made again when needed."""
+        """Drop plans and events that were made from the groups' settings; they are made again when needed."""
         for reducer in self.reducers:
             reducer.forget_plans()
         self.stays_gathered = not all(group.settings.reshard_after_backward for group in self.groups)
@@ -143,7 +143,7 @@ class ModuleState:
     # First forward
 
     def become_root(self) -> Schedule:
-        """Settle names, streams and the schedule of everything under this module.
+        """Set names, streams and the schedule of everything under this module.
 
         Collective over the groups' ranks: compares layouts once.
         """
@@ -193,17 +193,17 @@ class ModuleState:
                 group.check_ready()
                 schedule.max_reduce_inputs = max(schedule.max_reduce_inputs, group.settings.max_input_buffers)
                 _LOG.info("%s: group '%s' is gathered by %s", here(), group.name, group.transport())
-        # Not a set, whose order may differ from rank to rank: ranks wait for each other in each comparison.
+        # Not a set, whose order may differ between ranks: ranks wait for each other in each comparison.
         schedule.orders = list(dict.fromkeys(order for group in groups for order in group.join_orders()))
         return schedule
 
     def _name_parameters(self, root: nn.Module, states: Sequence[ModuleState]) -> None:
-        """Let parameters have the names that `root` gives them; find those tied or added since sharding."""
+        """Give parameters their names in `root`; find parameters tied or added since sharding."""
         params = [param for state in states for group in state.groups for param in group.params]
         by_form = {param.sharded: param for param in params}
         if len(by_form) != len(params):
             raise ShardingError(f"{here()}: one parameter is managed by two fully_shard calls")
-        # By place, as a module may show either form.
+        # By place, since a module may have either form registered.
         owned = {(id(owner.parameters), owner.name): param for param in params for owner in param.owners}
         unnamed, added = set(params), list[str]()
         for prefix, module in root.named_modules():
@@ -231,20 +231,20 @@ class ModuleState:
             )
 
     def announce_pass(self, schedule: Schedule) -> None:
-        """Compare with all ranks what was built and set, if that is not as it was at the last pass."""
+        """Compare groups and settings with all ranks, if they have changed since the last pass."""
         if not schedule.pass_events:
             groups = [group for group, _ in self.all_groups]
             kind = type(self.modules[0]()).__name__.removeprefix("FSDP")
             what = f"run the forward of {kind}"
             for order in schedule.orders:
-                # Ranks of a process group compare what they do in it: they may have other groups beside it.
+                # Ranks of a process group compare only what uses it: their other groups may differ.
                 described = [group.describe() for group in groups if order in group.orders]
                 schedule.pass_events.append(event_for("\n".join([what, *described])))
         for order, begins in zip(schedule.orders, schedule.pass_events, strict=True):
             order.begin_pass(begins)
 
     def check_one_groups_params(self) -> None:
-        """Look for what users did to parameters in vain, each pass in one group, as looking is slow."""
+        """Check one group per pass, since checks are slow, for changes to parameters without effect."""
         if not self.to_check:
             self.to_check = [group for group, _ in self.all_groups]
         if self.to_check:  # some have no group of their own
@@ -285,7 +285,7 @@ class ModuleState:
 
     def release(self) -> None:
         """Free, keep or shrink the parameters after forward. Local."""
-        # What is made within a transform of torch.func is wrapped, and has no storage.
+        # Tensors made within a transform of torch.func are wrapped, and have no storage.
         if self.schedule is not None and self.schedule.transformed and _compat.transforms_run():
             with _compat.outside_transforms():
                 self.release()
@@ -303,7 +303,7 @@ class ModuleState:
         if group.form is _UNSHARDED:
             for parameters, name, sharded, unsharded in group.forms:
                 if name in parameters and parameters[name] is sharded:
-                    parameters[name] = unsharded  # a functional_call put back what it met before the gather
+                    parameters[name] = unsharded  # functional_call restored what it found before the gather
             return
         if schedule.transformed and _compat.transforms_run():
             with _compat.outside_transforms():
@@ -316,7 +316,7 @@ class ModuleState:
             result = group.wait_for_unshard()
         except RuntimeError as error:
             raise_explained(error, group.orders, f"gather '{group.name or 'the root'}'")
-        # Interleaved alone: the gathered buffer is apart from the parameters, and may be given out again.
+        # Interleaved only: the gathered buffer is separate from the parameters, and may be reused.
         if result is not None and schedule.streams is not None:
             schedule.finish_gather(result, forward=forward)
 
@@ -331,10 +331,10 @@ class ModuleState:
         ):  # under a root that has not run, which chooses its streams
             return
         if state.schedule is not schedule:
-            # That root's forward has not begun, which would let its gathers follow the optimizer's step.
+            # That root's forward, which makes its gathers follow the optimizer's step, has not begun.
             schedule = state.schedule
             schedule.follow_computation()
-        if schedule.streams is not None:  # this begins a module earlier: no memory need wait for the next
+        if schedule.streams is not None:  # gathers begin a module earlier: keep no freed memory for them
             schedule.free_gathered()
         for group in state.groups:
             if forward or group.settings.unshard_in_backward:
@@ -347,11 +347,11 @@ class ModuleState:
         for group in self.groups:
             if self.schedule is None:
                 group.check_ready()
-            # Amid a pass the module computes with what it has.
+            # During a pass the module computes with what it has gathered.
             if self.training_state is TrainingState.IDLE:
                 group.drop_stale()
-            group.unshard(async_op=async_op)  # on the user's stream: it follows what the user did there
-            # The step may come before anyone waits: it would change shards that are still read.
+            group.unshard(async_op=async_op)  # on the user's stream, after what the user did there
+            # The optimizer may step before anyone waits, and would change shards that are still read.
             if async_op or pins(group.offload, group.device):
                 user_gathers.append(weakref.ref(group))
 

@@ -1,14 +1,13 @@
 """Watches what optimizers do to sharded models, through torch's global step hooks.
 
-    before a step   an optimizer that was built before `fully_shard` holds the whole parameters that
-                    sharding replaced, and one built between forward and backward may hold gathered
-                    ones; steps of either would train nothing, so the first one raises
+    before a step   an optimizer built before `fully_shard` holds the whole parameters that sharding
+                    replaced; one built between forward and backward may hold gathered parameters.
+                    Their steps would train nothing, so they raise
     after a step    gathered parameters are out of date: modules compare the count of steps with the
                     count when they gathered
 
-Parameters of which this rank holds no rows pass steps by, as `fast.py` says.
-
-Such parameters are held weakly, and an optimizer is looked at once after each change of the models.
+Replaced and gathered parameters are held weakly. An optimizer is checked once after each change of the
+models. Parameters without rows on this rank skip steps, as `fast.py` describes.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _GATHERED = (
 
 
 class Forms(Protocol):
-    """A sharded parameter as it is seen here: its two forms."""
+    """A sharded parameter as this file uses it: its two forms."""
 
     name: str
     sharded: nn.Parameter
@@ -50,7 +49,7 @@ class _Watched:
         self.names: dict[int, str] = {}
 
     def add(self, name: str, param: Tensor) -> None:
-        # Names do not go with their parameters, so they are cleared now and then.
+        # Names outlive their parameters, so clear them now and then.
         if len(self.names) > 2 * len(self.alive) + 1000:
             self.names = {key: self.names[key] for key in self.alive}
         self.alive[id(param)] = param
@@ -63,15 +62,15 @@ class _Watched:
 
 _replaced, _gathered = _Watched(), _Watched()
 _owners: weakref.WeakValueDictionary[int, Forms] = weakref.WeakValueDictionary()  # by gathered form
-_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # at which change
+_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # `_changes` at the check
 _changes = 0
 _watching = False
 
 
 def look_for_compiler(optimizer: Optimizer | None = None) -> None:
-    """Let gradients be such as tracers take, from when a function is compiled.
+    """Make gradients in a form that tracers accept, once any function is compiled.
 
-    Optimizers of other libraries may compile what they do to a parameter, inside their step.
+    Optimizers of other libraries may compile parts of their step.
     """
     foreign = optimizer is not None and not type(optimizer).__module__.startswith(("torch.", "shardwise."))
     seen.compiler = seen.compiler or foreign or _compat.compiler_in_use()
@@ -92,20 +91,20 @@ def watch_replaced(replaced: dict[str, nn.Parameter]) -> None:
 def watch_gathered(param: Forms, whole: nn.Parameter) -> None:
     """Remember the whole form of a sharded parameter."""
     global _changes
-    # An optimizer that was looked at may be given this one: it is looked at again.
+    # An optimizer that was checked may be given this one: check it again.
     _changes += 1
     _gathered.add(param.name, whole)
     _owners[id(whole)] = param
 
 
 def sharded_form(param: Tensor) -> Tensor:
-    """Return the sharded form of a gathered parameter, which has the gradient; another one itself."""
+    """Return the sharded form of a gathered parameter, which has its gradient; else `param` itself."""
     owner = _owners.get(id(param))
     return owner.sharded if owner is not None and owner.unsharded is param else param
 
 
 def was_replaced(param: Tensor) -> bool:
-    """Return whether a sharded parameter has replaced this one."""
+    """Return whether a sharded parameter has replaced `param`."""
     return id(param) in _replaced.alive
 
 
@@ -124,14 +123,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             fast.step_locally(optimizer)
     # The first argument is the optimizer itself.
     closure = any(value is not None for value in (*args[1:], *kwargs.values()))
-    if not (closure or _compat.has_step_hooks(optimizer)):  # which make gradients, or look at them
+    if not (closure or _compat.has_step_hooks(optimizer)):  # these make gradients, or read them
         fast.skip_empty_params(optimizer)
 
 
 def keep_gradients(params: Iterable[Tensor]) -> None:
-    """Let no memory of gradients, once freed, be given out before this stream has read it in a step.
+    """Keep the memory of freed gradients from being reused before this stream has read it in a step.
 
-    It is computation's, which need not wait for that step: `set_post_optim_event`.
+    It belongs to computation's stream, which need not wait for that step (`set_post_optim_event`).
     """
     if seen.computing is None:
         return
@@ -140,10 +139,10 @@ def keep_gradients(params: Iterable[Tensor]) -> None:
     if not grads or grads[0].device != device:
         return
     stream = current_stream(device)
-    # On backward's own stream, what is given this memory next runs after the step anyway.
+    # On backward's own stream, the next user of this memory runs after the step anyway.
     if stream != computing:
         for grad in grads:
-            # When a gradient goes, the allocator waits for what this stream was given until then.
+            # When a gradient is freed, the allocator waits for this stream's work up to then.
             _compat.local_of(grad).record_stream(stream)
 
 
@@ -152,7 +151,7 @@ def _check(optimizer: Optimizer) -> None:
     for watched, why in ((_replaced, _REPLACED), (_gathered, _GATHERED)):
         wrong = watched.in_optimizer(optimizer)
         if wrong:
-            # Each of its steps raises, not the first alone.
+            # Each of its steps raises, not only the first.
             del _checked[optimizer]
             raise ShardingError(
                 f"{here()}: a step of this {type(optimizer).__name__} would train nothing: it holds"
@@ -165,5 +164,5 @@ def _check(optimizer: Optimizer) -> None:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     fast.restore_gradients(optimizer)
     fast.rekey_state(optimizer)
-    # For any optimizer, of any model: to gather in vain costs less than to compute with old parameters.
+    # For any optimizer of any model: a needless gather is better than computing with old parameters.
     seen.steps += 1

@@ -1,11 +1,11 @@
-"""One sharded parameter: its two forms, and the modules that show one of them.
+"""One sharded parameter: its two forms, and the modules in which one of them is registered.
 
-    sharded      an nn.Parameter of global shape, on this rank the piece that the optimizer updates:
+    sharded      an nn.Parameter of global shape that holds this rank's piece, which the optimizer updates:
                  a DTensor (interleaved layout) or a ShardedParameter (contiguous layout)
     unsharded    an nn.Parameter that is the whole parameter while its group is gathered
 
-Whichever form the group is in stands under the parameter's name in every module that owns it (tied
-parameters have several owners). This file knows one parameter; buffers and collectives belong to
+The group's current form is registered under the parameter's name in every module that owns it (tied
+parameters have several owners). This file handles one parameter; buffers and collectives belong to
 the group.
 """
 
@@ -33,21 +33,21 @@ from shardwise.sharded_tensor.rows import ShardedRows
 
 @dataclass
 class ShardPlacementResult:
-    """A `shard_placement_fn`'s answer that names the mesh too."""
+    """A result of `shard_placement_fn` that also names the mesh."""
 
     placement: ParamPlacement | None  # which dim to shard on, or which rows stay together; None: dim 0
     mesh_info: FSDPMeshInfo  # the axes over which this parameter is sharded
 
 
-# What a user may ask for one parameter: a dim to cut, or whole blocks of rows (contiguous layout).
+# Placements that a user may choose for a parameter: a dim to shard, or whole blocks of rows (contiguous).
 ParamPlacement = Shard | RaggedShard | Owned
 ShardPlacementFn = Callable[[nn.Parameter], "ParamPlacement | ShardPlacementResult | None"]
 
 
 class Owner(NamedTuple):
-    """A module's dict of parameters and the name under which it holds this one.
+    """A module's dict of parameters, and the name under which it holds this one.
 
-    The dict, not the module, which owns the group that owns this: a reference back would keep it alive.
+    Not the module itself, which owns the group that owns this: a reference back would keep it alive.
     """
 
     parameters: dict[str, nn.Parameter | None]
@@ -63,17 +63,17 @@ class ShardedParam(ABC):
         module: the first of the modules that own it.
     """
 
-    # Models have thousands of these. (What subclasses add stands in their dicts.)
+    # Models have thousands of these. (Attributes that subclasses add are in their dicts.)
     __slots__ = (
         "__weakref__", "accumulated", "accumulates", "chosen_grad_dtype", "global_shape",
         "grads_have_stored_dtype", "info", "is_packed", "module", "name", "owners", "placement", "policy",
         "shape", "sharded", "smaller", "tp_spec", "trainable", "unsharded", "whole",
     )  # fmt: skip
-    sharded: nn.Parameter  # once packed
+    sharded: nn.Parameter  # set when packed
     placement: EvenShard | RaggedShard | Owned
     replaced_if: str
-    grads_have_stored_dtype: bool  # of the stored dtype
-    whole: Tensor  # or what of it this rank holds; until packed
+    grads_have_stored_dtype: bool  # whether sharded gradients have it
+    whole: Tensor  # until packed: the whole parameter, or this rank's part of it
 
     def __init__(
         self,
@@ -87,11 +87,11 @@ class ShardedParam(ABC):
     ) -> None:
         self.name = name
         self.owners = owners
-        self.module = weakref.ref(module)  # hooks for the all-gather are given it
+        self.module = weakref.ref(module)  # passed to hooks for the all-gather
         self.info = info
         self.policy = policy
         self.chosen_grad_dtype = _compat.chosen_grad_dtype(param)
-        self.trainable = param.requires_grad  # both forms, unless the user changed one since
+        self.trainable = param.requires_grad  # of both forms, unless the user changed one since
         self.is_packed = False
         if isinstance(param, ShardedRows):
             raise ShardingError(
@@ -117,7 +117,7 @@ class ShardedParam(ABC):
         self.unsharded: nn.Parameter | None = None
         self.smaller: weakref.ref[nn.Parameter] | None = None
         self.accumulates = False  # the next gradients are not reduced
-        # The sum of earlier backwards, where FSDP2 keeps it apart from the leaf's gradient.
+        # The sum of earlier backwards, where FSDP2 keeps it separate from the leaf's gradient.
         self.accumulated: Tensor | None = None
 
     @property
@@ -130,19 +130,19 @@ class ShardedParam(ABC):
 
     @property
     def local(self) -> Tensor:
-        """This rank's piece, unpadded; before packing maybe all."""
+        """This rank's piece, unpadded; before packing, maybe the whole parameter."""
         return _compat.local_tensor(self.sharded) if self.is_packed else self.whole
 
     def check_data(self) -> None:  # noqa: B027
-        """Raise if the user assigned to the sharded form's `data` in vain."""
+        """Raise if the user assigned to the sharded form's `data`, which has no effect."""
 
     def check_registered(self, *, smaller: bool) -> None:
-        """Raise if the user put another parameter in the place of the form that the group is in.
+        """Raise if the user replaced the registered form by another parameter.
 
-        `functional_call` puts back what it met, which may be another form.
+        Restores the right form where `functional_call` has put back another one.
 
         Args:
-            smaller: the form is a piece over a smaller mesh.
+            smaller: the right form is a piece over a smaller mesh.
         """
         piece = None if self.smaller is None else self.smaller()
         form = piece if smaller and piece is not None else self.sharded
@@ -169,25 +169,25 @@ class ShardedParam(ABC):
 
     @abstractmethod
     def move(self, piece: Tensor) -> None:
-        """Let the sharded form be `piece`, equal memory elsewhere; the parameter object stays if it can."""
+        """Make `piece`, equal values in other memory, the sharded form; keep the object if possible."""
 
     @abstractmethod
     def _replacement(self, current: nn.Parameter | None) -> nn.Parameter | None:
-        """Return what replaced the sharded form, as a sharded form; None if it cannot be one."""
+        """Return `current`, which replaced the sharded form, as a sharded form; None if it cannot be one."""
 
     def follow_replacement(self) -> None:
-        """Take over a sharded parameter that replaced ours (`load_state_dict(assign=True)`)."""
+        """Adopt a sharded parameter that replaced ours (`load_state_dict(assign=True)`)."""
         if not self.is_packed:
             return
         owner = self.owners[0]
         current = owner.parameters.get(owner.name)
         if current is None or (current is not self.sharded and current is not self.unsharded):
-            is_parameter = isinstance(current, nn.Parameter)  # what functional_call puts there is none
+            is_parameter = isinstance(current, nn.Parameter)  # functional_call registers other tensors
             found, current = current, self._replacement(current) if is_parameter else None
             if current is None:
                 raise self.replaced_by(found)
             self.sharded, self.unsharded = current, None  # the whole form was made for the other
-        self.register(current)  # `load_state_dict(assign=True)` gives each owner of a tie one of its own
+        self.register(current)  # `load_state_dict(assign=True)` gives each owner of a tie another one
         self.refresh_form()
 
     def replaced_by(self, found: nn.Parameter | None) -> ShardingError:
@@ -213,7 +213,7 @@ class ShardedParam(ABC):
 
     @property
     def gather_dtype(self) -> torch.dtype:
-        """The dtype in which the parameter computes."""
+        """The dtype in which the parameter is gathered and used."""
         dtype, computed = self.dtype, self.policy.param_dtype
         return computed if computed is not None and dtype.is_floating_point else dtype
 
@@ -232,35 +232,35 @@ class ShardedParam(ABC):
         return made
 
     def follow_unsharded(self) -> None:
-        """Let the sharded form be frozen or trained as the user made the unsharded one while it was shown."""
+        """Copy to the sharded form the `requires_grad` that the user set on the unsharded form."""
         assert self.unsharded is not None
         self.trainable = self.unsharded.requires_grad
         self.sharded.requires_grad_(self.trainable)
 
     def rename(self, name: str) -> None:
         """Take the name that the root module gives the parameter."""
-        # On the tensor for optimizers: a weak table of tensors would keep torch from swapping them.
+        # Also on the tensor, for optimizers: a weak table of tensors would keep torch from swapping them.
         self.name = self.sharded.shardwise_name = name  # type: ignore[attr-defined]
 
     # Gradients
 
     @property
     def sum_dtype(self) -> torch.dtype | None:
-        """The dtype in which gradients are accumulated and reduced; None: in whatever they come."""
+        """The dtype in which gradients are accumulated and reduced; None: the dtype in which they come."""
         if self.policy.reduce_dtype is None and self.chosen_grad_dtype:
             return self.chosen_grad_dtype[0]
         return self.policy.sum_dtype(stored=self.dtype, computed=self.gather_dtype)
 
     @property
     def sharded_grad_dtype(self) -> torch.dtype | None:
-        """The dtype of the sharded gradient; None: of the reduction."""
+        """The dtype of the sharded gradient; None: the reduction's dtype."""
         return self.chosen_grad_dtype[0] if self.chosen_grad_dtype else self.dtype
 
     def refresh_form(self, *, made: bool = False) -> None:
-        """Learn what the user made of the sharded form: its `grad_dtype`, which conversions forget.
+        """Read the `grad_dtype` that the user set on the sharded form, or restore it after a conversion.
 
         Args:
-            made: just now, so that no user has seen it.
+            made: the form is new, so the user cannot have changed it.
         """
         found = () if made else _compat.chosen_grad_dtype(self.sharded)
         if found or not self.chosen_grad_dtype:
@@ -270,10 +270,10 @@ class ShardedParam(ABC):
         self.grads_have_stored_dtype = self.sharded_grad_dtype == self.dtype
 
     def set_leaf_grad_dtype(self, leaf: nn.Parameter) -> None:
-        """Let autograd leave gradients on the unsharded form in the dtype in which they are summed.
+        """Make autograd leave gradients on the unsharded form in the dtype in which they are summed.
 
-        It would make a copy of each to widen it. So gradients that are reduced next stay as they come, and
-        the reduction's copy widens them; those added to a wider sum need no copy either.
+        To widen a gradient, autograd would copy it. So gradients that are reduced next stay as they come, and
+        the reduction's copy widens them; gradients added to a wider sum need no copy either.
         """
         wanted = self.sum_dtype
         if wanted == leaf.dtype or not leaf.is_floating_point():
@@ -286,7 +286,7 @@ class ShardedParam(ABC):
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether there is an unsharded gradient."""
+        """Whether there is an unsharded gradient, which was not reduced."""
         leaf = self.unsharded
         return self.accumulated is not None or (leaf is not None and leaf.grad is not None)
 
@@ -296,10 +296,10 @@ class ShardedParam(ABC):
         return bool(_compat.grad_hooks(self.sharded) or _compat.post_accumulate_grad_hooks(self.sharded))
 
     def plain_grad(self, grad: Tensor) -> Tensor:
-        """Return the local tensor of an unsharded gradient; brings a tensor-parallel one to its placements.
+        """Return the local tensor of an unsharded gradient, in the parameter's tensor-parallel placements.
 
         Collective over the tensor-parallel mesh where the gradient's placements differ (partial
-        sums of sequence-parallel norms, say). Data-parallel dims stay for the reduce-scatter.
+        sums of sequence-parallel norms, say). Data-parallel dims are left to the reduce-scatter.
         """
         if self.tp_spec is None:
             return grad
@@ -312,17 +312,17 @@ class ShardedParam(ABC):
                 wanted[names.index(name)] = grad.placements[names.index(name)]
         if tuple(wanted) != tuple(grad.placements):
             grad = grad.redistribute(placements=wanted)
-        return _compat.local_tensor(grad)  # its reader waits for it, if it is under way
+        return _compat.local_tensor(grad)  # if it is still being redistributed, its reader waits
 
     @abstractmethod
     def as_grad(self, piece: Tensor) -> Tensor:
         """Return a part of a reduced buffer as a gradient of the sharded form."""
 
     def assign_grad(self, piece: Tensor) -> None:
-        """Set the sharded gradient, or add to it, with all that torch does for a leaf's.
+        """Set the sharded gradient, or add to it, with all that torch does for a leaf's gradient.
 
-        It is cast to the dtype that the user chose; hooks of `register_hook` may change it, those of
-        `register_post_accumulate_grad_hook` run when it is there.
+        Casts it to the dtype that the user chose, lets hooks of `register_hook` change it, and then runs
+        those of `register_post_accumulate_grad_hook`.
         """
         grad = self.as_grad(piece.to(self.sharded_grad_dtype or piece.dtype))
         for change in list((_compat.grad_hooks(self.sharded) or {}).values()):  # a hook may remove itself
@@ -344,7 +344,7 @@ class EvenParam(ShardedParam):
 
     placement: EvenShard
     slot: Slot
-    memory_begin: int = 0  # of the unsharded buffer that has it, among its segment's elements
+    memory_begin: int = 0  # offset of its unsharded buffer among its segment's elements
     replaced_if = "cut evenly"
 
     def __init__(self, param: nn.Parameter, *, placement: ParamPlacement | None, **where: Any) -> None:
@@ -353,7 +353,7 @@ class EvenParam(ShardedParam):
         self.spec = self._sharding_spec(param)
 
     def assign_slot(self, slot: Slot) -> None:
-        """Say which piece this rank holds; `move` gives it memory."""
+        """Set which piece this rank holds; `move` gives it memory."""
         self.slot = slot
         if not self.is_packed:
             dim = self.placement.dim
@@ -405,7 +405,7 @@ class EvenParam(ShardedParam):
         return [*replicate, shard] if isinstance(self.info, FSDPMeshInfo) else replicate
 
     def _outer_shard(self, inner: _compat.DTensorSpec, axes: Iterable[int]) -> Placement:
-        """Return the placement of pieces that inner `axes` cut: strided, seen from the whole tensor."""
+        """Return the outer placement of pieces that inner `axes` cut: strided if they cut the same dim."""
         dim, splits = self.placement.dim, 1
         for axis in axes:
             placement = inner.placements[axis]
@@ -414,7 +414,7 @@ class EvenParam(ShardedParam):
         return Shard(dim) if splits == 1 else _compat.StridedShard(dim, split_factor=splits)
 
     def _spmd_spec(self, whole: _compat.DTensorSpec) -> _compat.DTensorSpec:
-        """Return the spec of data parallelism over named dims of the mesh that the parameter lives on."""
+        """Return the spec of data parallelism over named dims of the parameter's own mesh."""
         dims, mesh, names = self.info.dp_mesh_dims, whole.mesh, whole.mesh.mesh_dim_names
         assert dims is not None
         if mesh != self.info.spmd_mesh or names is None:
@@ -435,7 +435,7 @@ class EvenParam(ShardedParam):
             placements[axis] = self._outer_shard(whole, range(axis + 1, mesh.ndim))
         if len(dims.shard_names) < 2:
             return _compat.shared_spec(mesh, placements, whole.tensor_meta)
-        # Several shard dims count as one: show them as the flattened data-parallel mesh.
+        # Several shard dims count as one: represent them by the flattened data-parallel mesh.
         data_parallel = {*dims.shard_names, *dims.replicate_names}
         others = [a for a in range(mesh.ndim) if names[a] not in data_parallel]
         outer = self._data_parallel(placements[names.index(dims.shard_names[0])])
@@ -452,7 +452,7 @@ class EvenParam(ShardedParam):
     def refresh_form(self, *, made: bool = False) -> None:
         super().refresh_form(made=made)
         self.spec = _compat.spec_of(self.sharded)  # gradients share it: DTensor hashes each object once
-        self._known = self.local, _compat.storage_id(self.sharded)  # by which to see that it was changed
+        self._known = self.local, _compat.storage_id(self.sharded)  # to detect changes by
 
     def check_data(self) -> None:
         local, storage = self._known

@@ -19,13 +19,13 @@ MaybeDtype = torch.dtype | None
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of a module's computation, apart from the dtype its optimizer updates.
+    """Dtypes of a module's computation, independent of the dtype that its optimizer updates.
 
     Attributes:
         param_dtype: dtype of gathered parameters, and so of computation; None keeps the stored one.
         reduce_dtype: dtype of gradient reduction, and of accumulation without synchronisation;
-            None takes a parameter's `grad_dtype` if that is set, else its stored dtype; before torch 2.15,
-            whose FSDP2 did so, that of the computation.
+            None takes a parameter's `grad_dtype` if that is set, else its stored dtype (before torch 2.15,
+            as in FSDP2, its dtype of computation).
         output_dtype: floating-point outputs of forward are cast to it; None leaves them.
         cast_forward_inputs: cast floating-point inputs of forward to `param_dtype`.
         param_dtype_override_fn: called with each parameter that `fully_shard` manages; returns the stored
@@ -41,7 +41,7 @@ class MixedPrecisionPolicy:
     )
 
     def for_param(self, param: nn.Parameter, *, name: str) -> MixedPrecisionPolicy:
-        """Return the policy of one parameter, which has its `param_dtype` and no more function."""
+        """Return the policy of one parameter, with `param_dtype_override_fn` applied and removed."""
         if self.param_dtype_override_fn is None:
             return self
         dtype = self.param_dtype_override_fn(param)
@@ -78,7 +78,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 def pins(offload: OffloadPolicy, device: torch.device) -> bool:
-    """Tell whether shards lie in pinned memory, from which gathers copy while the host goes on."""
+    """Return whether shards lie in pinned memory, from which gathers copy without blocking the host."""
     return isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and device.type != "cpu"
 
 
@@ -102,7 +102,7 @@ class GroupSettings:
     unshard_async_op: bool = False
     max_input_buffers: int = 1
     staging_bytes: int = 128 << 20  # contiguous: reduce larger groups in slices of this size
-    apart_bytes: int = 8 << 20  # interleaved: a whole parameter of this size is gathered to memory of its own
+    apart_bytes: int = 8 << 20  # interleaved: gather whole parameters from this size on to separate memory
     all_reduce_hook: Callable[[Tensor], None] | None = None
     all_reduce_hook_stream: torch.Stream | None = None
     reduce_scatter_group: dist.ProcessGroup | None = None  # to overlap with gathers; None: the shard group

@@ -1,7 +1,7 @@
 """Named ranges in profiles: each module's gather, wait, forward and reduce, while a profiler runs.
 
-A pass asks once whether one runs. If so, wrappers stand in front of its states', groups' and reducers'
-methods until a pass finds none running; without a profiler nothing is paid.
+Each pass checks once whether a profiler runs. If so, the methods of its states, groups and reducers are
+wrapped until a pass finds none running; without a profiler there is no cost.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ _FORWARD = ("pre_forward", "post_forward", "abandon_forward")
 
 
 def begin(states: Sequence[ModuleState]) -> None:
-    """Let what these states do show in profiles from now on; the first one's forward has begun."""
+    """Record ranges of these states in profiles from now on; the forward of the first has begun."""
     for state in states:
         name = state.name or "the root module"
         for owner, method in _ranged_methods(state):
             _put(owner, method, _ranged(f"shardwise: {_RANGED[method]} {name}"))
-        # A list, as a forward may call its own module: ranges end innermost first.
+        # A list, since a forward may call its own module: ranges end innermost first.
         opened: list[record_function] = []
         forward = _forward(f"shardwise: forward {name}", opened)
         for method in _FORWARD:
             _put(state, method, forward)
-        # Its `pre_forward` was called before there were wrappers, and opens nothing.
+        # Its `pre_forward` was called before it was wrapped, and opened no range.
         if state is states[0]:
             _open(f"shardwise: forward {name}", opened)
 
 
 def end(states: Sequence[ModuleState]) -> None:
-    """Take the wrappers away."""
+    """Remove the wrappers."""
     for state in states:
         for owner, method in (*_ranged_methods(state), *((state, method) for method in _FORWARD)):
             vars(owner).pop(method, None)
 
 
 def _ranged_methods(state: ModuleState) -> Iterator[tuple[Any, str]]:
-    """Yield groups and reducers, with their methods that are one range each."""
+    """Yield groups and reducers with their methods that become one range each."""
     for owner in (*state.groups, *state.reducers):
         for method in _RANGED:
             if hasattr(owner, method):
                 yield owner, method
 
 
-Wrapper = Callable[[Callable[..., Any], Any, Any], Any]  # calls a method that is bound already
+Wrapper = Callable[[Callable[..., Any], Any, Any], Any]  # calls a bound method
 
 
 def _put(owner: Any, name: str, wrapper: Wrapper) -> None:
-    myself = weakref.ref(owner)  # an attribute that led back would keep the owner alive
+    myself = weakref.ref(owner)  # an attribute that refers back would keep the owner alive
     method = getattr(type(owner), name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ def _ranged(title: str) -> Wrapper:
 
 
 def _forward(title: str, opened: list[record_function]) -> Wrapper:
-    """Wrap calls from the end of `pre_forward` to the beginning of what comes after the forward."""
+    """Wrap methods so that a range lasts from the end of `pre_forward` to the next of `_FORWARD`."""
 
     def call(method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         begins = method.__name__ == "pre_forward"

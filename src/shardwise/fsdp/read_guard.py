@@ -1,15 +1,15 @@
-"""Keeping autograd from reading gathered memory that is not there.
+"""Keeping autograd from reading gathered memory that is freed or not yet filled.
 
-What backward needs of a parameter is a view of the group's unsharded memory, which is freed after forward
-and filled again before the module's backward. Backward learns that it has reached a module from the hooks
-on what its forward returned. A tensor that left forward in another way (kept as an attribute, say) leads
-backward inside past these hooks; it would read memory that is freed, or that a gather still writes to.
+Autograd saves parameters as views of the group's unsharded memory, which is freed after forward and filled
+again before the module's backward. Hooks on what a forward returned show that backward has reached the
+module. A tensor that left forward in another way (kept as an attribute, say) leads backward into the module
+past these hooks; it would read memory that is freed, or that a gather still writes to.
 
-    version of the memory    while gathered, a number that only this group has; while not, a greater one
+    version of the memory    while gathered, a number that only this group has; else, a greater one
 
 Saved tensors remember the version that they saw, and autograd compares. So such a backward stops before it
-reads anything, and the number in torch's message says whose parameters it wanted. So does one that needs
-parameters as they were before somebody changed one of the group in place.
+reads anything, and the number in torch's message identifies the group. A backward also stops if it needs
+parameters as they were before one of the group was changed in place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwise.errors import LifecycleError, here
 
 
 class Gathers(Protocol):
-    """A group as the guard sees it: its module in words, and whether its memory may be read."""
+    """A group as the guard uses it: its module in words, and whether its memory may be read."""
 
     @property
     def title(self) -> str: ...
@@ -40,7 +40,7 @@ class Gathers(Protocol):
 _FIRST = 1 << 30  # more in-place changes than any tensor sees
 _APART = 1 << 8  # more in-place changes than one pass makes of a group's parameters
 _numbers = itertools.count(_FIRST, _APART)
-# Weakly, as saved tensors may know a number for longer than its group lives.
+# Weak references: saved tensors may keep a number longer than its group lives.
 _groups: weakref.WeakValueDictionary[int, Gathers] = weakref.WeakValueDictionary()
 _VERSION = re.compile(r"is at version \d+; expected version (\d+)")
 _CHANGED = (
@@ -51,26 +51,26 @@ _CHANGED = (
 
 
 class ReadGuard:
-    """Lets saved tensors of a group's memory be read, or not; `explain` says what went wrong.
+    """Allows or forbids reading saved tensors of a group's memory; `explain` says what went wrong.
 
     Args:
-        tensors: what autograd sees of it, one for each version counter.
+        tensors: the tensors that autograd sees of it, one per version counter.
     """
 
     def __init__(self, group: Gathers, tensors: Iterable[Tensor]) -> None:
         number = next(_numbers)
         _groups[number] = group
         behind = tuple(tensors)
-        # The same at each gather: what forward saved before memory was freed is read after it was refilled.
+        # The same at each gather: tensors saved before memory was freed are read after it was refilled.
         self.open = partial(_compat.set_versions, behind, (number,) * len(behind))  # no Python runs in these
-        # Any other version will do, and counting up costs a sixth of setting.
+        # Any other version will do, and incrementing costs a sixth of setting.
         self.close = partial(_compat.increment_versions, behind)
 
 
 def explain(error: Exception) -> Exception | None:
-    """Return the error to raise in place of one of autograd; None if that has another reason."""
+    """Return the error to raise instead of autograd's; None if that has another reason."""
     found = _VERSION.search(str(error))
-    # The number that the saved tensor expects is its group's, or one of changes before it was saved.
+    # The saved tensor expects its group's number, plus the changes before it was saved.
     group = _groups.get(int(found.group(1)) // _APART * _APART) if found is not None else None
     if group is None:
         return None

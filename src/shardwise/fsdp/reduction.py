@@ -1,9 +1,9 @@
 """Reduction of a parameter group's unsharded gradients to sharded gradients.
 
-collect   what autograd left on the unsharded parameters; without synchronisation it stays there,
-          an accumulated gradient, for a later backward
-reduce    one reduction for all gradients of one dtype (`comm.foreach_reduce`)
-assign    views of the reduced shard become, or add to, the sharded parameters' gradients
+collect   take the gradients that autograd left on the unsharded parameters; without synchronisation
+          they stay there, accumulated, for a later backward
+reduce    run one reduction for all gradients of one dtype (`comm.foreach_reduce`)
+assign    make views of the reduced shard the sharded parameters' gradients, or add them to those
 """
 
 from __future__ import annotations
@@ -33,38 +33,38 @@ from shardwise.fsdp.parameter import EvenParam, ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy
 from shardwise.fsdp.strategy import StatePlacement
 
-# Through `map` no Python runs for a parameter.
+# With `map`, no Python code runs per parameter.
 _HAS_STORED_DTYPE, _UNSHARDED = attrgetter("grads_have_stored_dtype"), attrgetter("unsharded")
 _DIM, _SHARD_NUMEL = attrgetter("placement.dim"), attrgetter("slot.padded_shard_numel")
 Collected = list[tuple[ShardedParam, Tensor]]
-Kind = tuple[torch.dtype, torch.dtype | None]  # of the reduction and its result; None: by parameter
+Kind = tuple[torch.dtype, torch.dtype | None]  # dtypes of the reduction and its result; None: by parameter
 
 
 @dataclass
 class GradReducer(ABC):
-    """A group's reductions, and what they keep from one backward to the next.
+    """A group's reductions, and the state they keep from one backward to the next.
 
     Attributes:
-        partials: HSDP gradients that were reduce-scattered but not yet all-reduced, by what was
-            reduced together.
-        offload_events: copies of gradients to CPU that the optimizer must wait for.
+        partials: HSDP gradients that were reduce-scattered but not yet all-reduced; the key says which
+            were reduced together.
+        offload_events: events of copies of gradients to CPU, for which the optimizer must wait.
     """
 
     group: ParamGroup
     partials: dict[Any, Tensor] = field(default_factory=dict)
     offload_events: list[torch.Event] = field(default_factory=list)
-    unsynced: bool = False  # did the latest backward leave its gradients where they were?
+    unsynced: bool = False  # whether the latest backward left its gradients unreduced
     _plans: dict[Kind, Reduction] = field(default_factory=dict)
     _events: dict[Any, Event] = field(default_factory=dict)
-    _synced: bool = True  # do leaves expect to be reduced?
-    keeps_apart: bool = False  # are there accumulated gradients beside the leaves'?
+    _synced: bool = True  # whether leaves are set up for a reduction in every backward
+    keeps_apart: bool = False  # whether accumulated gradients exist beside the leaves'
 
     def forget_plans(self) -> None:
         """Drop plans and events, since the group's settings or streams changed."""
-        # Plans hold streams, factors and process groups, and an event's words come of its plan.
+        # Plans hold streams, factors and process groups; an event's words are made from its plan.
         self._plans.clear()
         self._events.clear()
-        # Sums over backwards may be of a wider dtype, which leaves must know before gradients come.
+        # Sums over backwards may have a wider dtype, to be set on leaves before gradients come.
         if self._synced is not self.group.settings.reduce_grads:
             self._synced = self.group.settings.reduce_grads
             for param in self.group.params:
@@ -75,7 +75,7 @@ class GradReducer(ABC):
     def announce(self, plan: Reduction, params: Sequence[ShardedParam], *, of: Any) -> None:
         """Announce a reduction of gradients of `params`, which share a segment or dtypes (`of`)."""
         complete = len(params) == len(self.group.params)
-        # Names only where some are missing, as making the usual key costs little then.
+        # Names only where some are missing: then the usual key is cheap to make.
         key = (of, None if complete else tuple([param.name for param in params]))
         found = self._events.get(key)
         if found is None:
@@ -91,7 +91,7 @@ class GradReducer(ABC):
         self.group.announce(found)
 
     def store_unreduced(self) -> None:
-        """Keep gradients unsharded, in the dtype of their sums: no synchronisation this time."""
+        """Keep gradients unsharded, in the dtype of their sums, for a backward without synchronisation."""
         for param in self.group.params:
             leaf, wanted = param.unsharded, param.sum_dtype
             if leaf is None or leaf.grad is None or wanted == leaf.dtype:
@@ -99,14 +99,14 @@ class GradReducer(ABC):
             if not _compat.SUMS_AS_KEPT:
                 self._store_apart(param, leaf)
             elif wanted is not None and leaf.grad.dtype != wanted:
-                # torch refuses a `grad_dtype` other than that of the gradient which is there.
+                # torch refuses a `grad_dtype` other than the dtype of the existing gradient.
                 grad, leaf.grad = leaf.grad.to(wanted), None
                 leaf.grad_dtype = wanted
                 leaf.grad = grad
             param.set_leaf_grad_dtype(leaf)
 
     def _store_apart(self, param: ShardedParam, leaf: nn.Parameter) -> None:
-        """Add up a leaf's gradients first, as autograd may add to it several times in one backward."""
+        """Add a leaf's gradient, to which autograd may add several times per backward, to `accumulated`."""
         assert leaf.grad is not None
         if param.accumulated is None:
             param.accumulated = leaf.grad.to(param.sum_dtype or leaf.grad.dtype)
@@ -116,7 +116,7 @@ class GradReducer(ABC):
         self.keeps_apart = True
 
     def collect_from(self, param: ShardedParam) -> Tensor | None:
-        """Return the gradient of one parameter, which is left without."""
+        """Return one parameter's gradient, and remove it from the parameter."""
         unsharded = param.unsharded
         if unsharded is None:
             return None
@@ -129,12 +129,12 @@ class GradReducer(ABC):
             unsharded.grad = None
             return found if param.tp_spec is None else param.plain_grad(found)
         if self.group.settings.reduce_unused and unsharded.requires_grad:
-            # Ranks that use other parameters have a reduction of the same size.
+            # Zeros, so that reductions have equal sizes on ranks that use other parameters.
             return torch.zeros(param.shape, dtype=unsharded.dtype, device=unsharded.device)
         return None
 
     def plan_for(self, stored: torch.dtype, computed: torch.dtype) -> Reduction:
-        """Plan how gradients of these dtypes are reduced, without streams."""
+        """Return the plan to reduce gradients of these dtypes, without streams."""
         kind = (self.group.policy.sum_dtype(stored=stored, computed=computed), stored)
         return self._plans.get(kind) or self._plan(kind, None)
 
@@ -144,29 +144,29 @@ class GradReducer(ABC):
 
     @abstractmethod
     def collect(self) -> Any:
-        """Return the gradients of this backward and of those before it that were not synchronised.
+        """Return the gradients of this backward and of earlier unsynchronised ones, as `reduce` takes them.
 
-        For `reduce`; false if there are none.
+        The result is false if there are none.
         """
 
     @abstractmethod
     def reduce(self, collected: Any, *, streams: CommStreams | None) -> list[ReduceResult]:
         """Reduce gradients and assign them to the sharded parameters.
 
-        Collective over the group's shard and replicate ranks. Consumes `collected`; returns what running
-        streams still use.
+        Collective over the group's shard and replicate ranks. Consumes `collected`. Returns the results
+        whose memory streams still use.
         """
 
     def _plan(self, kind: Kind, streams: CommStreams | None) -> Reduction:
         group, settings, info = self.group, self.group.settings, self.group.info
-        # Over which ranks to reduce-scatter, and over which to all-reduce.
+        # The ranks to reduce-scatter over, and the ranks to all-reduce over.
         shard_group, replicate_group = info.process_groups
         inner, outer = group.strategy.shard_axis, group.strategy.replicate_axis
-        # DDP and ZeRO-1 all-reduce over the axis that else scatters.
+        # DDP and ZeRO-1 all-reduce over the axis that others reduce-scatter over.
         if inner is not None and inner.gradient is StatePlacement.REPLICATE:
             shard_group, replicate_group = None, shard_group
         if shard_group is not None:
-            # The same ranks in a process group of their own, beside whose collectives gathers may run.
+            # A separate process group of the same ranks lets gathers overlap with reductions.
             shard_group = settings.reduce_scatter_group or shard_group
         scatters_twice = outer is not None and outer.gradient is StatePlacement.SHARD
         dtype, result_dtype = kind
@@ -199,9 +199,9 @@ class GradReducer(ABC):
         return plan
 
     def stays(self, params: Sequence[ShardedParam], plan: Reduction) -> bool:
-        """Return whether the shard that a reduce-scatter leaves becomes the gradients as it is.
+        """Return whether the shard that a reduce-scatter leaves becomes the gradients unchanged.
 
-        Then it is memory of the computing stream: gradients come when logits and activations go. A shard
+        Such a shard is memory of computation's stream, to reuse what logits and activations free. A shard
         that is freed before computation has waited for it is memory of the stream that reduces.
         """
         return (
@@ -213,20 +213,20 @@ class GradReducer(ABC):
         )
 
     def _to_home(self, params: Sequence[ShardedParam], shard: Tensor) -> Tensor:
-        """Return the reduced shard where the sharded parameters live."""
+        """Return the reduced shard on the device of the sharded parameters."""
         offload = self.group.offload
         if not isinstance(offload, CPUOffloadPolicy) or shard.device.type == "cpu":
             return shard
-        # The copy may run behind the CPU only if nothing on the CPU reads it before the end.
+        # The copy may run asynchronously only if nothing on the CPU reads it before backward ends.
         waits = any(p.sharded.grad is not None or p.has_grad_hooks for p in params)
         shard = shard.to("cpu", non_blocking=offload.pin_memory and not waits)
         if offload.pin_memory and not waits:
-            # The stream that reduced, which is the current one here, copies too.
+            # The stream that reduced, the current one here, also copies.
             self.offload_events.append(current_stream(self.group.device).record_event())
         return shard
 
     def wait_for_offload(self) -> None:
-        """Wait for gradients on their way to CPU, at the end of the last backward."""
+        """Wait for gradients that are copied to CPU, at the end of the last backward."""
         for event in self.offload_events:
             # The host itself must wait: the optimizer that reads these gradients runs there.
             event.synchronize()
@@ -243,7 +243,7 @@ class GradReducer(ABC):
 
 
 def check_grad_dtypes(group: ParamGroup) -> None:
-    """Raise if the user changed one too late for gradients that are on their way."""
+    """Raise if the user changed a `grad_dtype` too late for gradients that are being reduced."""
     for param in group.params:
         now, known = _compat.chosen_grad_dtype(param.sharded), param.chosen_grad_dtype
         if now != known:
@@ -254,7 +254,7 @@ def check_grad_dtypes(group: ParamGroup) -> None:
 
 
 def kind_of(params: Sequence[ShardedParam]) -> Kind:
-    """Return the dtypes of one reduction of these parameters' gradients: of sums, and stored."""
+    """Return the dtypes of one reduction of these parameters' gradients: of the sums and of the result."""
     sums = {param.sum_dtype or param.gather_dtype for param in params}
     kept = {param.sharded_grad_dtype for param in params}
     return functools.reduce(torch.promote_types, sums), kept.pop() if len(kept) == 1 else None
@@ -262,12 +262,12 @@ def kind_of(params: Sequence[ShardedParam]) -> Kind:
 
 @dataclass
 class InterleavedReducer(GradReducer):
-    """Gradients cut into rows by rank, side by side in the reduce-scatter's input."""
+    """Reduces gradients that are cut into rows by rank, side by side in the reduce-scatter's input."""
 
     _kinds: dict[ShardedParam, Kind] = field(default_factory=dict)
     _one_kind: Kind | None = None  # if all parameters have the same
-    _plain: bool = False  # no tensor-parallel ones
-    _layout: Any = None  # of the group, when `_kinds` were found
+    _plain: bool = False  # no parameter is tensor-parallel
+    _layout: Any = None  # the group's, when `_kinds` were found
 
     def _find_kinds(self) -> None:
         self._layout = self.group.layout
@@ -286,7 +286,7 @@ class InterleavedReducer(GradReducer):
         params = self.group.params
         if self._layout is not self.group.layout:
             self._find_kinds()
-        # Else no Python runs for a parameter but what is here.
+        # The usual case avoids a Python call per parameter.
         if self.keeps_apart or not self._plain or self.group.settings.reduce_unused:
             grads = list(map(self.collect_from, params))
             self.keeps_apart = False
@@ -299,20 +299,20 @@ class InterleavedReducer(GradReducer):
         return [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
 
     def reduce(self, collected: Collected, *, streams: CommStreams | None) -> list[ReduceResult]:
-        """Reduce gradients: one reduction for each stored dtype and dtype of sums, as they first appear."""
+        """Reduce gradients: one reduction per pair of stored and sum dtype, in order of appearance."""
         batches: dict[Kind, Collected] = {}
         if self._one_kind is not None:
-            # The list itself, which is emptied with its batch: gradients are freed once they are copied.
+            # The list itself, emptied as a batch: gradients are freed once they are copied.
             batches[self._one_kind] = collected
         else:
             kinds = dict.fromkeys(self._kinds[param] for param, _ in collected)
-            # No name here outlives its batch: each list alone holds its gradients.
+            # No name here outlives its batch: only each list holds its gradients.
             batches = {kind: [one for one in collected if self._kinds[one[0]] == kind] for kind in kinds}
             collected.clear()
         results = []
         for kind, batch in batches.items():
             plan = self._plans[kind] if kind in self._plans else self._plan(kind, streams)
-            if kind[1] is None:  # those of one stored dtype side by side, as in FSDP2
+            if kind[1] is None:  # gradients of one stored dtype side by side, as in FSDP2
                 kept = list(dict.fromkeys(param.sharded_grad_dtype for param, _ in batch))
                 batch.sort(key=lambda pair: kept.index(pair[0].sharded_grad_dtype))
             results.append(self._reduce_batch(batch, plan))
@@ -321,14 +321,14 @@ class InterleavedReducer(GradReducer):
     def _reduce_batch(self, batch: Collected, plan: Reduction) -> ReduceResult:
         params: list[Any] = list(map(itemgetter(0), batch))
         grads = list(map(itemgetter(1), batch))
-        # `grads` alone holds them now, and `foreach_reduce` empties it.
+        # Now only `grads` holds them, and `foreach_reduce` empties it.
         batch.clear()
         if self.group.orders:
             self.announce(plan, params, of=(plan.result_dtype, plan.dtype))
         key: tuple[str, ...] = ()
         partial = None
         if self.partials or not plan.all_reduce:
-            # By names, as partial sums are of these parameters only.
+            # By names, since partial sums cover exactly these parameters.
             key = tuple(param.name for param in params)
             partial = self._partial(key)
         result = foreach_reduce(
@@ -345,7 +345,7 @@ class InterleavedReducer(GradReducer):
             if result.stream is None:
                 self._view_out(params, result.shard)
             else:
-                # Additions, hooks and optimizers follow the reduction there; computation need not wait.
+                # Additions, hooks and optimizers run on the reduction's stream; computation need not wait.
                 with result.stream:
                     self._view_out(params, result.shard)
         return result
@@ -367,11 +367,11 @@ class InterleavedReducer(GradReducer):
         return partial
 
     def _view_out(self, params: list[EvenParam], shard: Tensor) -> None:
-        # One copy of the shard, not one of each gradient.
+        # One copy of the shard, not one per gradient.
         shard = self._to_home(params, shard)
         offset = shard.storage_offset()  # a compiled graph may return a part of a larger buffer
         forms = [param.sharded for param in params]
-        # torch looks up no `__torch_function__` at attributes meanwhile.
+        # Attribute access skips torch's `__torch_function__` look-up here.
         with _compat.plain_attributes():
             one_by_one = (
                 not all(map(_HAS_STORED_DTYPE, params))

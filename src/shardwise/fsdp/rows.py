@@ -1,4 +1,4 @@
-"""A parameter of the contiguous layout: whole rows of it on each rank."""
+"""A parameter of the contiguous layout: each rank holds whole rows of it."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ class RowsParam(ShardedParam):
         )
 
     def assign_rows(self, layout: ContiguousLayout, place: Place, groups: tuple[ProcessGroup, ...]) -> None:
-        """Say which rows this rank holds; `move` gives them memory."""
+        """Set which rows this rank holds; `move` gives them memory."""
         self.place = place
         rows = place.box
-        # A view of the whole parameter, which packing copies from and then lets go.
+        # A view of the whole parameter, from which packing copies before it drops the view.
         self.whole = self.whole.narrow(0, rows.offsets[0], rows.sizes[0])
         box_of = partial(layout.box, place.index)
         cuts, mesh = even_cuts_of(self.tp_spec), self._mesh_of_dtensor()
@@ -89,7 +89,7 @@ class RowsParam(ShardedParam):
         self.piece = Piece(self.global_shape, groups, box_of, cuts, self.name, mesh, axes)
 
     def _mesh_of_dtensor(self) -> DeviceMesh:
-        """Return the mesh of the DTensor that the sharded form is to others."""
+        """Return the mesh of the sharded form, seen as a DTensor."""
         if self.tp_spec is None:
             return self.info.mesh
         mesh, dims = self.tp_spec.mesh, self.info.dp_mesh_dims
@@ -110,9 +110,9 @@ class RowsParam(ShardedParam):
     def rows_in(self, shard: Tensor) -> Tensor:
         """Return this rank's rows in a reduced shard, which may be a part of a larger buffer."""
         place = self.place
-        # `as_strided` counts from where the storage begins, and the shard may begin later.
+        # `as_strided` counts from the start of the storage; the shard may begin later.
         begin = shard.storage_offset() + place.shard_offset
-        # One operation, where slicing and viewing are two.
+        # One operation; slicing and viewing would be two.
         return shard.as_strided(place.box.sizes, place.rows_stride, begin)
 
     def as_grad(self, piece: Tensor) -> Tensor:
@@ -121,26 +121,26 @@ class RowsParam(ShardedParam):
     def move(self, piece: Tensor) -> None:
         fits = self.is_packed and (self.sharded.dtype, self.sharded.device) == (piece.dtype, piece.device)
         if fits:
-            # The object stays, as optimizers may hold it.
+            # Keep the object: optimizers may hold it.
             self.sharded._local_tensor, self.sharded.piece = piece, self.piece
         else:
             requires_grad = self.sharded.requires_grad if self.is_packed else self.trainable
             self.sharded = ShardedParameter.wrap(piece, self.piece, requires_grad=requires_grad)
             self.register(self.sharded)
         if not self.is_packed:
-            # A view of the whole parameter, all of whose memory would stay as long as this.
+            # A view that would keep all memory of the whole parameter.
             del self.whole
             self.is_packed = True
         self.refresh_form(made=not fits)
 
     def refresh_form(self, *, made: bool = False) -> None:
         super().refresh_form(made=made)
-        # It may be of another dtype or device now.
+        # Dtype or device may have changed.
         vars(self).pop("no_rows", None)
 
     @cached_property
     def no_rows(self) -> ShardedRows | None:
-        """The gradient, the same in every step, where this rank holds no rows."""
+        """The gradient if this rank holds no rows, the same in every step; else None."""
         local = self.sharded._local_tensor
         if local.numel():
             return None
@@ -150,7 +150,7 @@ class RowsParam(ShardedParam):
     def rename(self, name: str) -> None:
         super().rename(name)
         self.piece = self.sharded.piece = replace(self.piece, name=name)
-        # It has the piece with the old name.
+        # It has a piece with the old name.
         vars(self).pop("no_rows", None)
 
     def _replacement(self, current: nn.Parameter | None) -> nn.Parameter | None:
@@ -160,11 +160,11 @@ class RowsParam(ShardedParam):
 
     @torch.no_grad()
     def _our_rows(self, other: DTensor) -> ShardedParameter:
-        """Turn `other`, in place, into this rank's rows. Collective where it was cut otherwise."""
+        """Turn `other`, in place, into this rank's rows. Collective if it was cut differently."""
         if isinstance(other, ShardedParameter) and other.piece == self.piece:
             return other
         rows = ShardedRows.from_dtensor(cast(DTensor, other.detach()), self.piece)
         made = ShardedParameter.wrap(rows.local, self.piece, requires_grad=other.requires_grad)
-        # In place: the module, and who loaded, hold this object.
+        # In place: the module and the caller that loaded it hold this object.
         torch.utils.swap_tensors(other, made)
         return cast(ShardedParameter, other)

@@ -1,10 +1,10 @@
 """The schedule that sharded modules under one root share during an iteration.
 
-The first module to run forward is the root. Its schedule knows in which order modules ran, so that
-backward can gather one module ahead; which module's release is put off, because it may be the last
-of forward and so the first of backward; and what accelerator streams still use.
+The first module to run forward is the root. Its schedule records the order in which modules ran, so that
+backward can prefetch the next module; the module whose release is deferred, because it may be the last of
+forward and so the first of backward; and the memory that accelerator streams still use.
 
-References to modules' states are weak: the schedule belongs to them, not the reverse.
+References to modules' states are weak: they own the schedule.
 """
 
 from __future__ import annotations
@@ -26,50 +26,50 @@ State = Any  # a `ModuleState`, which has a schedule
 
 @dataclass
 class Schedule:
-    """One iteration's bookkeeping, shared by all states under a root."""
+    """The bookkeeping of one iteration, shared by all states under a root."""
 
     device: torch.device
     streams: CommStreams | None
     root: weakref.ref[State]
     forward_root: weakref.ref[State] | None = None  # first to enter forward in this pass; None outside
-    order: list[weakref.ref[State]] = field(default_factory=list)  # in which forwards ended, once a call
-    order_before: int = 0  # how many they were when this pass began
+    order: list[weakref.ref[State]] = field(default_factory=list)  # in which forwards ended, once per call
+    order_before: int = 0  # length of `order` when this pass began
     pending_release: weakref.ref[State] | None = None  # last to end forward, not released yet
     left_on: torch.Stream | None = None  # the current stream when it ended
-    # What that returned, if that is one tensor, and whose backward its hook ends before it begins another,
-    # with the stream, none on CPU, that they ran on.
+    # The latest module's output, if that is one tensor, and the states whose backward the hook on it ends
+    # first, each with the stream it ran on (None on CPU).
     latest_output: tuple[weakref.ref[torch.Tensor], list[tuple[State, torch.Stream | None]]] | None = None
-    callback_queued: bool = False  # the end of this backward is awaited
+    callback_queued: bool = False  # autograd will call the end of this backward
     had_backward: bool = False  # since forward last began
-    unfinished: bool = False  # a backward has begun since the iteration was last ended
-    manual: bool = False  # the user says when backward has ended
-    reducing: Any = None  # what waits for reductions that the user ended backward with
+    unfinished: bool = False  # a backward has begun since the iteration last ended
+    manual: bool = False  # the user ends backward, by `finalize_backward`
+    reducing: Any = None  # the handle of `finalize_backward`, until it is waited for
     is_last_backward: bool = True  # before the optimizer step
     post_optim_event: torch.Event | None = None  # the next gathers wait for it, not for the current stream
-    # A gather whose buffer the copy-out may still read: kept until the next copy-out, so that the next
+    # A gather whose buffer the copy-out may still read, kept until the next copy-out, so that the next
     # gather can run meanwhile.
     copying_gather: tuple[AllGatherResult, torch.Event] | None = None
     reduce_inputs: list[Input] = field(default_factory=list)  # in flight, some with the shard
     max_reduce_inputs: int = 1
     # Reduced shards that a stream may still use, though another one allocated them.
     reduce_shards: list[torch.Tensor] = field(default_factory=list)
-    reduced: dict[torch.Stream, torch.Event] = field(default_factory=dict)  # when the latest will have ended
-    orders: list[Order] = field(default_factory=list)  # of the ranks that communicate, each once
-    pass_events: list[Event] = field(default_factory=list)  # what begins a pass, for each of them
-    profiled: bool = False  # passes show in profiles
+    reduced: dict[torch.Stream, torch.Event] = field(default_factory=dict)  # the end of its latest reduction
+    orders: list[Order] = field(default_factory=list)  # of all groups' process groups, each once
+    pass_events: list[Event] = field(default_factory=list)  # announces a pass, one per order
+    profiled: bool = False  # passes are recorded in profiles
     transformed: bool = False  # passes have run within transforms of torch.func, and may again
 
     def release_pending(self, *, unless: State | None = None) -> None:
-        """Release the state whose release was put off, unless it is the one that runs next, where it ran."""
+        """Release the state whose release was deferred, unless it runs next, on the same stream."""
         kept = None if self.pending_release is None else self.pending_release()
         self.pending_release = None
         if kept is None:
             return
         stream = self.left_on
         if stream is not None and stream != current_stream(self.device):
-            with stream:  # which reads what was gathered, and has no order with what runs next
+            with stream:  # it reads what was gathered, and is not ordered with what runs next
                 kept.release()
-            for group in kept.groups:  # smaller shards are cut there, from what is the current stream's
+            for group in kept.groups:  # smaller shards are cut there, from the current stream's memory
                 if group.smaller_shards and group.smaller_ready is not None:
                     current_stream(self.device).wait_event(group.smaller_ready)
         elif kept is not unless:
@@ -82,17 +82,17 @@ class Schedule:
     # Accelerator streams only
 
     def begin_forward(self) -> None:
-        """Let gathers start only after the optimizer step that came before."""
+        """Make gathers start only after the previous optimizer step."""
         if self.streams is None:
             return
-        # Used once: the event of one step says nothing of the next.
+        # Used once: the event of one step does not cover the next.
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None:
             wait_for(event, self.streams.copy_in)
             wait_for(event, self.streams.all_gather)
-            if not all(group.gathers for group in self._groups()):  # some are brought up to date here
+            if not all(group.gathers for group in self._groups()):  # some are refreshed on this stream
                 wait_for(event, current_stream(self.device))
-        # Reductions that the end of backward did not wait for, with hooks that may be optimizers.
+        # Reductions for which the end of backward did not wait; their hooks may be optimizers.
         pending = self.reduced and any(p.has_grad_hooks for group in self._groups() for p in group.params)
         for reduced in self.reduced.values() if pending else ():
             current_stream(self.device).wait_event(reduced)
@@ -100,7 +100,7 @@ class Schedule:
             self.follow_computation()
 
     def follow_computation(self) -> None:
-        """Let gathers start only after what the current stream was given so far."""
+        """Make gathers start only after all work on the current stream so far."""
         if self.streams is not None:
             self.streams.wait(record_event(current_stream(self.device)))
 
@@ -108,24 +108,24 @@ class Schedule:
         """Keep a gather's buffer from being reused before it was copied out."""
         if self.streams is None:
             return
-        # Right behind the copy-out, before the module's computation is issued to the same stream.
+        # Directly after the copy-out, before the module's computation is issued to the same stream.
         copied_out = record_event(current_stream(self.device))
         if forward and result.work is None:
             # Two buffers: the next gather may fill one while the other is copied out.
             self.drop_copying_gather()
             self.copying_gather = (result, copied_out)
         else:
-            # Backward gathers a module ahead: its next gather may wait, and one buffer is enough.
+            # Backward prefetches a module: its next gather may wait, and one buffer is enough.
             self.streams.wait(copied_out)
 
     def drop_copying_gather(self) -> None:
         if self.copying_gather is not None and self.streams is not None:
-            # The next gather may be given its buffer, and must not write there before it was copied out.
+            # The next gather may reuse its buffer, and must not write there before it was copied out.
             self.streams.wait(self.copying_gather[1])
         self.copying_gather = None
 
     def free_gathered(self) -> None:
-        """Free all gathered memory that no parameter shows: no later gather would."""
+        """Free all gathered memory of resharded groups, which no later gather would free."""
         if self.streams is not None:
             self.streams.reclaim(keep=0)
 
@@ -133,7 +133,7 @@ class Schedule:
         """Wait for the oldest reduce-scatter inputs until one more may be in flight."""
         while len(self.reduce_inputs) >= self.max_reduce_inputs:
             _, event = self.reduce_inputs.pop(0)
-            # Computation waits, whose memory the input is: where that is given out again it was read before.
+            # The input is computation's memory, so computation waits: reuse comes after the last read.
             current_stream(self.device).wait_event(event)
 
     def track_reductions(self, results: list[ReduceResult]) -> None:
@@ -141,18 +141,18 @@ class Schedule:
         assert self.streams is not None
         for result in results:
             self.reduce_inputs += result.inputs
-            # Of computation's memory is a shard that stays, or is the input, as the shard axis has one rank.
+            # Computation's memory: a shard that stays, or one that is the input (a shard axis of one rank).
             of_computation = any(one is result.staged for used, _ in result.inputs for one in used)
             if of_computation or result.stream is not self.streams.reduce_scatter:
                 self.reduce_shards.append(result.staged)
             if of_computation and result.added is not None:
                 self.reduce_shards.append(result.added)
             if result.stream is not None:
-                # After all that was done with the result there: gradients added, hooks, an optimizer's step.
+                # After all uses of the result there: gradients added, hooks, an optimizer's step.
                 self.reduced[result.stream] = record_event(result.stream)
 
     def wait_for_reductions(self) -> None:
-        """Let the current stream wait for every reduction, and free their buffers."""
+        """Make the current stream wait for every reduction, and free their buffers."""
         if self.streams is None:
             return
         stream = current_stream(self.device)
@@ -161,5 +161,5 @@ class Schedule:
         # Gradients are memory of this stream: a step on another one must keep them (`keep_gradients`).
         seen.computing = (self.device, stream)
         self.reduced.clear()
-        self.reduce_inputs.clear()  # which were read before
+        self.reduce_inputs.clear()  # reductions have read them
         self.reduce_shards.clear()

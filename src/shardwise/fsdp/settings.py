@@ -1,4 +1,4 @@
-"""The settings that users may change on a sharded module between steps; every rank must set the same."""
+"""Settings that users may change on a sharded module between steps; every rank must set the same values."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ModuleSettings(nn.Module):
             for group in state.groups:
                 for name, value in settings.items():
                     setattr(group.settings, name, value)
-        # Plans, graphs and the words that ranks compare were made of the old values.
+        # Plans, graphs and the words that ranks compare were made from the old values.
         self._forget_plans(recurse)
 
     def _forget_plans(self, recurse: bool) -> None:
@@ -70,32 +70,33 @@ class ModuleSettings(nn.Module):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last before the optimizer step.
 
-        Only the last one waits for reductions. Set it on the root.
+        Only the last one waits for reductions. Set it on the root module.
         """
         self._shardwise_state.set_schedule(is_last_backward=is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Set whether `finalize_backward()` ends backward, in place of autograd and `set_is_last_backward`.
+        """Set whether `finalize_backward()` ends backward, instead of autograd and `set_is_last_backward`.
 
         Set it on the root, before backward begins.
 
         Raises:
-            LifecycleError: not the root, or a backward has begun and was not ended.
+            LifecycleError: this is not the root, or a backward has begun and was not ended.
         """
         finalization.set_manual(self._shardwise_state, enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """End the backwards since the last call: reduce what they left, reshard, and wait for reductions.
+        """End all backwards since the last call: reduce gradients they left, reshard, wait for reductions.
 
-        Collective. For the root, with `set_manual_backward_finalization(True)`. Several backwards before one
-        call keep their gradients by `set_requires_gradient_sync(False)`; set it True again before the call.
+        Collective. Call it on the root, after `set_manual_backward_finalization(True)`. To accumulate
+        several backwards before a call, use `set_requires_gradient_sync(False)`; set it to True again before
+        the call.
 
         Args:
             async_op: return a handle at once. Wait for it before using gradients or the next forward.
 
         Raises:
-            LifecycleError: not the root, not set, inside a backward, an earlier handle was not waited for, or
-                gradients whose all-reduce over replicas was left out.
+            LifecycleError: this is not the root, manual finalization is not set, a backward is running, an
+                earlier handle was not waited for, or gradients were not all-reduced over replicas.
         """
         return finalization.finalize(self._shardwise_state, async_op=async_op)
 
@@ -104,7 +105,7 @@ class ModuleSettings(nn.Module):
         self._set(recurse, reduce_grads=requires_gradient_sync, all_reduce_grads=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backward all-reduces over the replicate axis (HSDP). False accumulates shards."""
+        """Set whether backward all-reduces over the replicate axis (HSDP). False accumulates sharded sums."""
         self._set(recurse, all_reduce_grads=requires_all_reduce)
 
     def set_reduce_scatter_unused_params(
@@ -112,21 +113,21 @@ class ModuleSettings(nn.Module):
     ) -> None:
         """Set whether parameters without a gradient join the reduction, as zeros.
 
-        Needed where ranks use different parameters, whose reductions would not match.
+        Needed where ranks use different parameters: their reductions would not match otherwise.
         """
         self._set(recurse, reduce_unused=reduce_scatter_unused_params)
 
     # When parameters are freed and gathered
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether forward frees the parameters, from now on."""
+        """Set whether forward frees the parameters from now on."""
         if not isinstance(reshard_after_forward, bool):
             raise ShardingError(
                 f"{here()}: set_reshard_after_forward takes a bool, got {reshard_after_forward!r}; sizes are"
                 " given to fully_shard"
             )
         for state in self._states(recurse):
-            # The user has chosen: a root is no exception any more.
+            # The user has chosen, so the root is no longer an exception.
             state.reshard_is_automatic = False
             for group in state.groups:
                 group.set_reshard_after_forward(reshard_after_forward)
@@ -138,9 +139,9 @@ class ModuleSettings(nn.Module):
         self._set(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Set whether resharding leaves the memory of whole parameters allocated, for the next gather.
+        """Set whether resharding keeps the memory of whole parameters allocated for the next gather.
 
-        Their addresses then stay the same from step to step, as CUDA graphs need. Costs that memory.
+        Their addresses then stay the same from step to step, as CUDA graphs need, at the cost of that memory.
         """
         self._set(recurse, keep_unsharded_storage=keep)
 
@@ -157,10 +158,10 @@ class ModuleSettings(nn.Module):
         self._shardwise_state.prefetch_in_backward = [state.myself for state in states_of(modules)]
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Set an event that the next forward's gathers wait for, not all work on the current stream.
+        """Set an event that the next forward's gathers wait for, instead of all work on the current stream.
 
-        It is used once: set a new one after each optimizer step, on the root. It may be torch's or the
-        device's own, as `torch.cuda.Event` is.
+        The event is used once: set a new one after each optimizer step, on the root. It may be a
+        `torch.Event` or of the device's own kind, such as `torch.cuda.Event`.
         """
         self._shardwise_state.set_schedule(post_optim_event=event)
 
@@ -181,13 +182,13 @@ class ModuleSettings(nn.Module):
 
         Args:
             hook: runs after the reduce-scatter, and after HSDP's all-reduce if there is one.
-            stream: where it runs; only without HSDP.
+            stream: the stream on which it runs; only without HSDP.
         """
         if stream is not None and any(group.replicates for group in self._groups()):
             raise ShardingError(
                 f"{here()}: with HSDP the all-reduce hook runs on the all-reduce's own stream"
             )
-        # As one of torch's: other streams here would not wait for events of a device's own kind.
+        # As a `torch.Stream`: other streams here would not wait for events of a device's own kind.
         own = None if stream is None else plain(stream)
         self._set(False, all_reduce_hook=hook, all_reduce_hook_stream=own)
 
@@ -196,11 +197,11 @@ class ModuleSettings(nn.Module):
         self._set(False, divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Call `set_gradient_divide_factor`, of which this is the older name."""
+        """Call `set_gradient_divide_factor`; this is its older name."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set whether to reduce by SUM only, dividing apart from the collective."""
+        """Set whether to reduce by SUM only, and to divide outside the collective."""
         self._set(False, force_sum=enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -210,20 +211,20 @@ class ModuleSettings(nn.Module):
         self._set(recurse, max_input_buffers=max_input_buffers)
         for state in self._states(recurse):
             if state.schedule is not None:
-                # Inputs of all groups are counted together, so the largest setting holds.
+                # Inputs of all groups are counted together, so the largest setting applies.
                 state.schedule.max_reduce_inputs = max(state.schedule.max_reduce_inputs, max_input_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Set whether reductions use a process group of their own, to overlap with gathers.
+        """Set whether reductions use a separate process group, to overlap with gathers.
 
-        Collective over each shard group: creates one group per set of shard ranks.
+        Collective over each shard group: creates one process group per set of shard ranks.
         """
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for state in self._states(recurse):
             for group in state.groups:
                 if isinstance(group.info, FSDPMeshInfo):
                     group.settings.reduce_scatter_group = _separate_group(group, made) if enable else None
-                    if group.orders:  # after a first forward, from which on ranks that wait in vain are ended
+                    if group.orders:  # after a first forward: ranks that wait here in vain must be ended too
                         group.join_orders()
         self._forget_plans(recurse)
 
@@ -275,9 +276,9 @@ def states_of(modules: Sequence[ModuleSettings]) -> list[FSDPState]:
 def _separate_group(group: ParamGroup, made: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup:
     assert group.shard_group is not None
     ranks = tuple(dist.get_process_group_ranks(group.shard_group))
-    # One for all groups of the same ranks: a process group costs connections.
+    # One for all groups over the same ranks: a process group costs connections.
     if ranks not in made:
-        # Collective over these ranks alone: others may make theirs at another time, or none.
+        # Collective over these ranks only: others may make theirs at another time, or none.
         made[ranks] = group.settings.reduce_scatter_group or dist.new_group(
             list(ranks), use_local_synchronization=True, group_desc="shardwise_reduce_scatter"
         )

@@ -17,26 +17,26 @@ from shardwise.fsdp.module_state import ModuleState
 class GroupReport:
     """One group of parameters that are gathered and reduced together; bytes include padding."""
 
-    module: str  # its name, of several the names; the class where no forward has run yet
+    module: str  # its name, or the names of several; the class before the first forward
     parameters: tuple[str, ...]  # name, shape, dtype and placement of each, in words
     shard_bytes: int  # what this rank keeps
     gathered_bytes: int  # the whole parameters in the dtype of computation
-    padding_bytes: int  # of `gathered_bytes`
+    padding_bytes: int  # the part of `gathered_bytes` that is padding
     ranks: int  # over which parameters are gathered
     strategy: str  # what is cut and what is replicated over each axis of the mesh
-    after_forward: str  # whether forward frees the parameters; which module is the root shows at the first
-    transport: str  # who gathers, and why
+    after_forward: str  # whether forward frees the parameters; the first forward shows which module is root
+    transport: str  # which transport gathers, and why
 
 
 @dataclass(frozen=True)
 class ShardReport:
-    """The groups of a model, in the order of its modules; printed, a table."""
+    """The groups of a model, in the order of its modules; prints as a table."""
 
     groups: tuple[GroupReport, ...]
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes that this rank keeps of all parameters."""
+        """Bytes of all parameters that this rank keeps."""
         return sum(group.shard_bytes for group in self.groups)
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 """The order of events: one sharded module (or list of modules) going through its iterations.
 
-Which event does what in which state is `lifecycle.TABLE`. How parameters change form is the group's
-business, how gradients are reduced the reducer's.
+`lifecycle.TABLE` defines what each event does in each state. Groups change the form of parameters, and
+reducers reduce gradients.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _END_OF_PASS = event_for("end the backward pass")
 
 
 class FSDPState(ModuleState):
-    """A sharded module's way through its iterations."""
+    """The state of a sharded module as it goes through its iterations."""
 
     below: Sequence[FSDPState]
 
@@ -55,7 +55,7 @@ class FSDPState(ModuleState):
 
     @_compat.runs_eagerly
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Prepare `module`'s forward; return its arguments, cast and marked."""
+        """Prepare `module`'s forward; return its arguments, cast and hooked for backward."""
         schedule = self.schedule or self.become_root()
         action, after = _PRE_FORWARD[self.training_state]
         if action is not _GATHER:
@@ -63,7 +63,7 @@ class FSDPState(ModuleState):
         self.training_state = after
         self.running += 1
         if action is _RECOMPUTE:
-            # The forward's own hooks end this backward: recomputed inputs and outputs need no mark.
+            # The original forward's hooks end this backward: recomputed inputs and outputs need none.
             for group in self.groups:
                 self.gather(group, schedule, forward=False)
             return self.cast_inputs(args, kwargs)
@@ -76,8 +76,8 @@ class FSDPState(ModuleState):
                 schedule.transformed = True
             if schedule.forward_root is None:
                 args, kwargs = self._begin_pass(schedule, args, kwargs)
-            # Put off until another module follows, as backward would need the last of forward first. Inside
-            # backward a forward is a recomputation, and backward decides who frees.
+            # Deferred until another module follows, since backward needs the last module of forward first.
+            # Inside backward a forward is a recomputation, and backward decides what to free.
             if schedule.pending_release is not None and _compat.backward_pass() == -1:
                 schedule.release_pending(unless=self)
         if self.input_dtype is not None:
@@ -85,21 +85,21 @@ class FSDPState(ModuleState):
         for group in self.groups:
             if group.traced is not None and is_grad_enabled():
                 interrupted.check_compiled_gradients(group)
-            # Asked here as well as in `drop_stale`, to spare a call. A module that joins may not drop what
-            # another one of its list computes with.
+            # Checked here as well as in `drop_stale`, to save a call. A module that joins may not drop
+            # parameters with which another module of its list computes.
             holds = group.form is _UNSHARDED or group.gather is not None
             if holds and group.gathered_at != seen.steps and action is _GATHER:
                 group.drop_stale()
             self.gather(group, schedule, forward=True)
         if action is _GATHER:
-            if self.groups and is_grad_enabled():  # else its backward ends nothing
+            if self.groups and is_grad_enabled():  # else the end of its backward has nothing to do
                 latest = None if kwargs or args[1:] else schedule.latest_output
                 if latest is not None and args and args[0] is latest[0]() is not None:
                     stream = None if schedule.streams is None else current_stream(self.device)
                     latest[1].append((self, stream))  # the hook on it ends this backward, which saves a node
                 else:
                     args, kwargs = self._mark_inputs(args, kwargs)
-            # Behind this module's own gather, for which computation waits.
+            # After this module's own gather, for which computation waits.
             for ref in self.prefetch_in_forward:
                 self.prefetch(ref(), schedule, forward=True)
         return args, kwargs
@@ -108,13 +108,13 @@ class FSDPState(ModuleState):
         if torch.compiler.is_exporting():  # with strict=False, else the tracer has refused
             interrupted.raise_no_export(self)
         finalization.check_waited_for(schedule, "the next forward")
-        # A checkpoint around the root recomputes it amid a backward, which is no earlier one.
+        # A checkpoint around the root recomputes it during a backward, which is not an earlier one.
         if not _compat.in_backward():
             interrupted.check_earlier_backward(self, schedule)
         if schedule.orders:
             self.announce_pass(schedule)
         schedule.forward_root = self.myself
-        # Earlier forwards may still wait for their backward: one that raises forgets its own part alone.
+        # Earlier forwards may still wait for their backward: one that raises forgets only its own part.
         schedule.order_before = len(schedule.order)
         self.lift_guards()
         # Before the first gather, which reads what the optimizer's step writes.
@@ -126,12 +126,12 @@ class FSDPState(ModuleState):
         self.check_one_groups_params()
         if self.device.type == "cpu":
             return args, kwargs
-        # On computation's stream, so in front of what reads them; the host goes on.
+        # On computation's stream, so before what reads them, and without blocking the host.
         args, kwargs = map_tensors(lambda t: t.to(self.device, non_blocking=True), (args, kwargs))
         return args, kwargs
 
     def _mark_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Let autograd call `post_backward` when it has every input's gradient."""
+        """Make autograd call `post_backward` when it has every input's gradient."""
         tensors = grad_tensors((args, kwargs))
         if not tensors:
             return args, kwargs
@@ -143,7 +143,7 @@ class FSDPState(ModuleState):
 
     @_compat.runs_eagerly
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Finish `module`'s forward; return its output, marked and cast."""
+        """Finish `module`'s forward; return its output, hooked and cast."""
         schedule = self.schedule
         assert schedule is not None
         self.running -= 1
@@ -152,8 +152,8 @@ class FSDPState(ModuleState):
                 self.still_to_run.discard(id(module))
                 if not self.running and schedule.forward_root is self.myself:
                     self.still_to_run.clear()  # called on its own: nothing else would end the list's forward
-            if self.running or self.still_to_run:  # an outer call, or the list's other modules, goes on
-                if not self.running and is_grad_enabled():  # which the last of them may not be
+            if self.running or self.still_to_run:  # an outer call, or the list's other modules, continue
+                if not self.running and is_grad_enabled():  # the last of them may run without gradients
                     self._mark_outputs(schedule, output)
                 return self.cast_output(output)
         state = self.training_state
@@ -164,23 +164,24 @@ class FSDPState(ModuleState):
             output = self._leave(schedule, output)
             if schedule.forward_root is self.myself:
                 output = self._end_pass(schedule, output)
-        # Cast behind the hooks, which so see gradients in the dtype of computation.
+        # Cast after hooking, so that hooks see gradients in the dtype of computation.
         return output if self.policy.output_dtype is None else self.cast_output(output)
 
     @_compat.runs_eagerly
     def abandon_forward(self) -> None:
-        """Leave no trace of a forward that raised, so that it may be tried again.
+        """Undo all effects of a forward that raised, so that it may be tried again.
 
-        Recomputation inside backward raises on purpose, when it has what it needs; backward goes on.
+        Inside backward the state stays: recomputation raises on purpose once it has what it needs, and
+        backward continues.
         """
         self.running -= 1
         if not self.running and self.training_state is _FORWARD and not _compat.in_backward():
             interrupted.forget_forward(self)
 
     def report_failure(self, error: Exception) -> None:
-        """Report that a forward or its gather raised: ranks need not wait for this one in the same pass."""
+        """Tell other ranks that a forward or its gather raised, so that none waits for it in this pass."""
         schedule = self.schedule
-        # Whoever is around this module may catch the error yet; the root reports what nobody caught.
+        # An outer module may still catch the error; the root reports what nobody caught.
         inside = schedule is not None and schedule.forward_root not in (None, self.myself)
         if inside or _compat.in_backward():
             return
@@ -189,20 +190,20 @@ class FSDPState(ModuleState):
         interrupted.leave(orders if schedule is None else schedule.orders, why)
 
     def _leave(self, schedule: Schedule, output: Any) -> Any:
-        """Put off this module's release until the next module runs, and mark its output.
+        """Defer this module's release until the next module runs, and hook its output.
 
-        What is larger than most, as a head over a large vocabulary, is released at once: kept for backward,
-        it would be there beside the loss's own memory.
+        A module larger than most, such as a head over a large vocabulary, is released at once: kept for
+        backward, it would take memory beside the loss's own.
         """
         grad_enabled = is_grad_enabled()
-        # A recomputation neither frees, as its backward follows, nor is part of forward's order.
+        # A recomputation frees nothing, since its backward follows, and is not part of forward's order.
         if _compat.backward_pass() == -1:
             for group in self.groups:
                 if group.post_forward_mesh is not None:
-                    # The last module inside this one, behind which none has run.
+                    # Release the last module inside this one, after which no other has run.
                     if schedule.pending_release is not None:
                         schedule.release_pending(unless=self)
-                    # The attribute spares a call for each module that was found to be no larger.
+                    # The attribute saves a call for each module that is known to be no larger.
                     if self.larger_than_most is not False and self.is_larger_than_most(schedule):
                         self.release()
                     else:
@@ -217,14 +218,15 @@ class FSDPState(ModuleState):
         return output
 
     def _end_pass(self, schedule: Schedule, output: Any) -> Any:
-        """End a pass when its first module has: complete unfinished lists; keep what backward needs first.
+        """End a pass when its first module ends: complete unfinished lists; keep what backward needs first.
 
-        Whoever lets the root reshard wants the memory between forward and backward, and without
-        gradients there is no backward; then nothing is kept, the root's parameters neither unless it was
-        told to keep them: what users ask for next, to clip or to load, is the sharded ones.
+        Nothing is kept if the root reshards, since the user then wants the memory between forward and
+        backward, or if forward ran without gradients, since no backward follows. Without gradients the root's
+        parameters are freed too, unless the user chose to keep them: clipping and loading, which may come
+        next, need the sharded ones.
         """
         schedule.forward_root = schedule.latest_output = None
-        # Lists of which some module did not run in this pass: nothing else would release them.
+        # Lists with a module that did not run in this pass: nothing else would release them.
         root = self if self.is_root else schedule.root()
         for state in reversed(root.below if root is not None else ()):
             if state.still_to_run:
@@ -236,7 +238,7 @@ class FSDPState(ModuleState):
                 group.reshard()
         if not is_grad_enabled() or any(group.post_forward_mesh is not None for group in self.groups):
             schedule.release_pending()
-        # No gather of this forward follows to take the latest freed memory, which would lie beside the loss.
+        # No gather of this forward follows to reuse the latest freed memory: free it before the loss.
         if schedule.streams is not None:
             schedule.free_gathered()
         schedule.drop_copying_gather()
@@ -244,7 +246,7 @@ class FSDPState(ModuleState):
         return output
 
     def _mark_outputs(self, schedule: Schedule, output: Any) -> None:
-        """Let autograd call `pre_backward` when the first of the outputs' gradients arrives."""
+        """Make autograd call `pre_backward` when the first of the outputs' gradients arrives."""
         # The usual output is one tensor, which needs no walk.
         plain = type(output) is Tensor or (
             isinstance(output, Tensor) and not isinstance(output, ShardedTensor)
@@ -255,10 +257,10 @@ class FSDPState(ModuleState):
             ending: list[tuple[FSDPState, torch.Stream | None]] = []
             _compat.hook_gradient(tensor, partial(self.pre_backward, ending))
             if (base := _compat.base_of(tensor)) is not None:
-                # A view that is changed in place gets another history, past the hook, from its base.
+                # A view that is changed in place gets another history from its base, which bypasses the hook.
                 if base.grad_fn is not None:
                     _compat.hook_gradient(base, self.enter_by_base)
-            # Weakly: the schedule must keep no activation. Not of a view, whose hook may be passed by.
+            # A weak reference: the schedule must keep no activation. Not for views, which may bypass hooks.
             elif plain:
                 schedule.latest_output = weakref.ref(tensor), ending
 
@@ -274,7 +276,7 @@ class FSDPState(ModuleState):
         """Gather for this module's backward; called with the gradient of each of its outputs.
 
         Args:
-            ending: the modules whose one input that output was, and the streams that they ran on; their
+            ending: the modules whose only input was that output, each with the stream it ran on; their
                 backward ends first.
         """
         # Free before gathering: the module that took this output ends before this one gathers.
@@ -282,10 +284,10 @@ class FSDPState(ModuleState):
             if ran_on is None or ran_on == (here := current_stream(self.device)):
                 state.post_backward()
                 continue
-            # This is the stream that the output was made on, which has waited for its gradient alone.
+            # The current stream, on which the output was made, has waited only for its gradient.
             here.wait_stream(ran_on)
             state.post_backward()
-            ran_on.wait_stream(here)  # which reads what goes back to that one
+            ran_on.wait_stream(here)  # which reads memory that goes back to `ran_on`
         schedule = self.schedule
         assert schedule is not None
         action, self.training_state = _PRE_BACKWARD[self.training_state]
@@ -298,8 +300,8 @@ class FSDPState(ModuleState):
             if group.settings.unshard_in_backward:
                 self.gather(group, schedule, forward=False)
             elif group.read_guard is not None:
-                group.read_guard.open()  # backward reads nothing, but torch may look
-        ahead = self._next_in_backward(schedule)  # which takes this one out of the order
+                group.read_guard.open()  # backward reads no parameter, but torch may check its version
+        ahead = self._next_in_backward(schedule)  # also removes this state from the order
         if self.prefetch_in_backward:
             for ref in self.prefetch_in_backward:
                 self.prefetch(ref(), schedule, forward=False)
@@ -309,7 +311,7 @@ class FSDPState(ModuleState):
 
     def _await_end(self, schedule: Schedule) -> None:
         root = schedule.root()
-        # The model was deleted, and backward of what it computed runs on.
+        # The model was deleted, but backward of its outputs still runs.
         if root is None:
             return
         if _compat.in_compiled_autograd():
@@ -318,14 +320,14 @@ class FSDPState(ModuleState):
                 " autograd accumulates gradients late; set torch._dynamo.config.compiled_autograd = False"
             )
         schedule.callback_queued = schedule.had_backward = schedule.unfinished = True
-        # One object for orders, which refer to it weakly, and autograd, which drops it where backward raises.
+        # One object for orders, which hold it weakly, and autograd, which drops it if backward raises.
         end = root.end_of_backward
         for order in schedule.orders:
             order.begin_backward(end)
         _compat.queue_backward_callback(end)
 
     def _next_in_backward(self, schedule: Schedule) -> FSDPState | None:
-        """Return the state whose forward ended before this one's latest: the one backward reaches next."""
+        """Return the state whose forward ended before this one's latest: backward reaches it next."""
         order = schedule.order
         # The usual case: backward takes modules in the reverse order of forward.
         if order and order[-1] is self.myself:
@@ -341,7 +343,7 @@ class FSDPState(ModuleState):
         """Free the parameters and reduce their gradients."""
         schedule = self.schedule
         assert schedule is not None
-        if not schedule.callback_queued:  # backward came in past the outputs' hooks
+        if not schedule.callback_queued:  # backward bypassed the outputs' hooks
             self._await_end(schedule)
         _, self.training_state = _POST_BACKWARD[self.training_state]
         self.reduce(schedule)
@@ -350,7 +352,7 @@ class FSDPState(ModuleState):
         """Reduce gradients, or keep them for a later reduction, and reshard.
 
         Args:
-            what_is_left: only those that were kept.
+            what_is_left: reduce only gradients that were kept.
         """
         for group, reducer in self.in_reverse:
             settings = group.settings
@@ -366,13 +368,13 @@ class FSDPState(ModuleState):
                 reducer.store_unreduced()
                 continue
             collected = reducer.collect()
-            # Parameters go before the reduction's buffers come.
+            # Free parameters before the reduction's buffers are allocated.
             if settings.reshard_after_backward:
                 group.reshard()
             if not collected:
                 continue
             if schedule.streams is not None:
-                # Before the next input is allocated, which may have the memory of one that was waited for.
+                # Before the next input is allocated: it may reuse the memory of one that was waited for.
                 schedule.make_room_for_reduction()
             try:
                 results = reducer.reduce(collected, streams=schedule.streams)
@@ -384,13 +386,13 @@ class FSDPState(ModuleState):
 
     @_compat.runs_eagerly
     def end_of_backward(self) -> None:
-        """Reduce what autograd skipped, when it has finished, and rest. Root only."""
+        """Reduce what autograd skipped, once backward has finished, and return to rest. Root only."""
         schedule = self.schedule
         assert schedule is not None
         schedule.callback_queued = False
         schedule.forward_root = None
         schedule.pending_release = None
-        unseen = [ref() for ref in schedule.order]  # with a forward more than backwards entered
+        unseen = [ref() for ref in schedule.order]  # entered more forwards than backwards
         for state in (self, *self.below):
             if state.still_to_run:
                 state.still_to_run.clear()
@@ -403,7 +405,7 @@ class FSDPState(ModuleState):
                     state.reduce(schedule)
         if schedule.is_last_backward and not schedule.manual:
             self.end_iteration(schedule)
-        # No gather follows that would give it back.
+        # No gather follows that would free this memory.
         schedule.free_gathered()
         self.install_guards()
         # A rank with fewer reductions than others is found here, before its optimizer steps.
@@ -412,7 +414,7 @@ class FSDPState(ModuleState):
             order.advance(_END_OF_PASS)
 
     def leave_to_finalization(self) -> None:
-        """Leave this module, which autograd passed by, until the user says that backward has ended."""
+        """Leave this module, which autograd skipped, to `finalize_backward`."""
         for group, reducer in self.in_reverse:
             reducer.unsynced = True
             if not group.settings.reduce_grads:
@@ -421,14 +423,14 @@ class FSDPState(ModuleState):
                     group.reshard()
 
     def end_iteration(self, schedule: Schedule) -> None:
-        """Wait for what the last backward began. Root only."""
+        """Wait for the communication that the last backward began. Root only."""
         schedule.unfinished = False
         schedule.order.clear()
         schedule.wait_for_reductions()
         for group, reducer in self.all_groups:
-            # Gathered ahead for a backward that did not come.
+            # Prefetched for a backward that did not come.
             if group.gather is not None:
                 group.abandon_gather()
-            # The optimizer is the host's, which waits for no stream.
+            # The optimizer runs on the host, which waits for no stream.
             if reducer.offload_events:
                 reducer.wait_for_offload()

@@ -1,18 +1,18 @@
-"""The table of what data parallelism cuts over a mesh axis, from which the collectives follow.
+"""The table of what data parallelism shards over a mesh axis, which determines the collectives.
 
-    row      parameters   gradients   optimizer state    communication on that axis, a step
+    row      parameters   gradients   optimizer state    communication on that axis, per step
     ddp      replicate    replicate   replicate          all-reduce gradients
     zero1    replicate    replicate   shard              all-reduce gradients, all-gather parameters once
     zero2    replicate    shard       shard              reduce-scatter gradients, all-gather once
     fsdp     shard        shard       shard              reduce-scatter, all-gather in forward and backward
 
-Gradients in the table are those of a reduction; where one is replicated but optimizer state is cut, a rank
-keeps its part.
+Gradients in the table are the results of reductions. Where gradients are replicated but optimizer state is
+sharded, a rank keeps its part.
 
 A 1-D mesh takes one row. On a 2-D mesh (replicate, shard) the inner axis is `fsdp` and the outer takes one
 of the others: `hsdp` is (ddp, fsdp), `hierarchical_fsdp` is (zero2, fsdp).
 
-ZeRO's stages are those of Rajbhandari et al., 2020 (arXiv 1910.02054).
+ZeRO's stages are described in Rajbhandari et al., 2020 (arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp", "hierarchical_fs
 
 
 class StatePlacement(Enum):
-    """The part of a state that each rank of an axis holds."""
+    """The part of a state that each rank of an axis holds: all of it or a shard."""
 
     REPLICATE = "replicate"
     SHARD = "shard"
@@ -40,7 +40,7 @@ _R, _S = StatePlacement.REPLICATE, StatePlacement.SHARD
 
 @dataclass(frozen=True)
 class AxisPlacement:
-    """One row of the table: how each state lies over one mesh axis, between its uses."""
+    """One row of the table: how each state is placed over one mesh axis, between its uses."""
 
     parameter: StatePlacement
     gradient: StatePlacement
@@ -82,7 +82,7 @@ def strategy_for(name: StrategyName | None, info: DataParallelMeshInfo) -> Strat
     """Return the named strategy on the axes of `info`; None: FSDP on a shard axis, DDP on a replicate one.
 
     Raises:
-        ShardingError: an unknown name, or one for a mesh of other dims.
+        ShardingError: an unknown name, or a strategy for a mesh with another number of dims.
     """
     if name is None:
         return _usual(isinstance(info, DDPMeshInfo), isinstance(info, FSDPMeshInfo))
@@ -92,7 +92,7 @@ def strategy_for(name: StrategyName | None, info: DataParallelMeshInfo) -> Strat
     if (outer is None) == isinstance(info, HSDPMeshInfo):
         wanted = "1-D" if outer is None else "2-D (replicate, shard)"
         raise ShardingError(f"{here()}: strategy={name!r} needs a {wanted} mesh, got {info.mesh}")
-    # A mesh of replicas alone has no shard axis: its one axis takes the row.
+    # A mesh of replicas only has no shard axis: its one axis takes the row.
     if outer is None and not isinstance(info, FSDPMeshInfo):
         return Strategy(inner, None)
     return Strategy(outer, inner)

@@ -2,9 +2,8 @@
 
 Plain tensors, tuples and dicts of tensors are the usual case and cost no recursion; nested lists,
 named tuples, sets, dicts and dataclasses are walked. Containers are rebuilt only if a tensor changed.
-Objects of other classes are looked into, but never copied: blocks may pass on what they write to one, a
-`UserDict` say. Of a `ShardedTensor` autograd knows this rank's
-shards.
+Objects of other classes are searched, but never copied: a block may write to one, such as a `UserDict`,
+for other blocks to read. For a `ShardedTensor`, autograd tracks this rank's shards.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
             return value
         if kind is dict:
             return new
-        if dataclasses.is_dataclass(value):  # of transformers, whose fields are its items
+        if dataclasses.is_dataclass(value):  # an output of transformers, whose fields are its items
             return kind(**new)
-        # Its class may take other arguments, or have a default.
+        # Copied, since its class may take other arguments, or have a default.
         copied = copy.copy(value)
         for key, item in new.items():
             copied[key] = item
@@ -60,7 +59,7 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def _unchanged(items: Iterable[Any], value: Iterable[Any]) -> bool:
-    # Tracers compare tensors by identity but no containers.
+    # Tracers can compare tensors by identity, but not containers.
     return not torch.compiler.is_dynamo_compiling() and all(map(is_, items, value))
 
 
@@ -92,9 +91,9 @@ def with_grad_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
         if not tensor.requires_grad:
             return tensor
         if type(tensor) is Tensor or not isinstance(tensor, ShardedTensor):
-            # By the same walk as `grad_tensors`: in another order tensors would trade places.
+            # By the same walk as `grad_tensors`: another order would swap tensors.
             return next(tensors)
-        # A rank without shards has an anchor in the graph in their place.
+        # A rank without shards has an anchor in the graph instead.
         new = [next(tensors) if shard.requires_grad else shard for shard in tensor.tensors]
         return tensor.with_tensors(new, anchor=None if new else next(tensors))
 
@@ -102,12 +101,12 @@ def with_grad_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _shards(sharded: ShardedTensor) -> list[Tensor]:
-    """List the shards that require grad on this rank, or the anchor where there are none."""
+    """List the shards that require grad on this rank, or the anchor if it has no shards."""
     return [tensor for tensor in sharded.tensors or [sharded.anchor] if tensor.requires_grad]
 
 
 def reachable_grad_tensors(value: Any) -> list[Tensor]:
-    """List tensors as `grad_tensors` does, with those in attributes of any objects but modules; each once."""
+    """List tensors as `grad_tensors` does, and those in attributes of any object but modules; each once."""
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
     left = [value]
@@ -116,12 +115,12 @@ def reachable_grad_tensors(value: Any) -> list[Tensor]:
         if isinstance(one, Tensor):
             if one.requires_grad:
                 for tensor in _shards(one) if isinstance(one, ShardedTensor) else (one,):
-                    # Each once, as each is hooked. Held, so that no other gets its id meanwhile.
+                    # Each once, since each is hooked. Held, so that no other tensor gets its id meanwhile.
                     found.setdefault(id(tensor), tensor)
         elif id(one) not in seen and not isinstance(one, _OPAQUE):
-            # Objects may lead back to themselves.
+            # Objects may refer back to themselves.
             seen.add(id(one))
-            # A stack gives them back in order of appearance.
+            # Reversed, so that the stack returns them in order of appearance.
             left.extend(reversed(_parts(one)))
     return list(found.values())
 
@@ -134,7 +133,7 @@ def _parts(value: Any) -> list[Any]:
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         attributes += [getattr(value, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
-    # Leaves are not of this forward; an object may lead to all parameters there are.
+    # This forward made no leaves, and an object may lead to all parameters of the model.
     parts = [one for one in attributes if not (isinstance(one, Tensor) and one.is_leaf)]
     if isinstance(value, Mapping):
         parts += value.values()

@@ -1,12 +1,12 @@
 """The part of a sharded module that a tracer may read, made when the first graph is traced.
 
-A tracer reads attributes one by one and guards each: a graph is used again where it finds the same values.
-So everything that differs from block to block, process groups and layouts with their names, stays here, and
-what `traced.py` reads are constants and buffers (`Segment`), made for all sharded modules of the process at
-once: equal blocks then meet equal guards, and share one graph.
+A tracer guards each attribute that it reads: a graph is reused where it finds the same values. So everything
+that differs between blocks (process groups, layouts with their names) stays here, and `traced.py` reads only
+constants and buffers (`Segment`). They are made for all sharded modules of the process at once, so that equal
+blocks meet equal guards and share one graph.
 
-The other direction goes by hooks: compiled backwards leave reduced shards on the segments' leaves, and these
-hand views of them to the sharded parameters.
+Hooks work in the other direction: compiled backwards leave reduced shards on the segments' leaves, whose
+hooks hand views of them to the sharded parameters.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _LOG = logging.getLogger("shardwise")
 _OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg"}
 
 
-# Segments in graphs of which nothing trained when they were traced, with their parameters.
+# Segments in which nothing trained when their graphs were traced, with their parameters.
 _frozen: weakref.WeakKeyDictionary[Segment, tuple[ShardedParam, ...]] = weakref.WeakKeyDictionary()
 
 
 class _Unfrozen:
-    looked_at = -1  # the count of optimizer steps when the frozen ones were looked at
+    looked_at = -1  # the count of optimizer steps when the frozen ones were last checked
 
 
 def prepare(state: ModuleState) -> None:
@@ -68,12 +68,12 @@ def prepare(state: ModuleState) -> None:
 
 
 def _prepare(state: ModuleState) -> None:
-    guard.lift(state.guards)  # code of their own, which each graph would depend on
+    guard.lift(state.guards)  # each graph would depend on their code
     state.guards = []
     for group, reducer in zip(state.groups, state.reducers, strict=True):
         if group.traced is None or _trains_otherwise(group):
             for old in group.traced if isinstance(group.traced, list) else ():
-                # An old graph may keep it, and its parameters would be reported that were unfrozen since.
+                # An old graph may keep it alive, and parameters unfrozen since would be reported.
                 _frozen.pop(old, None)
             group.traced = _refusal(group, reducer) or [
                 _segment(state, group, reducer, index) for index in range(len(group.members))
@@ -91,7 +91,7 @@ def _trains_otherwise(group: ParamGroup) -> bool:
 
 
 def refresh(state: ModuleState) -> None:
-    """Let graphs see changed settings; their guards hold where constants are what they were."""
+    """Update what graphs read to changed settings; guards hold where constants stay the same."""
     for group, reducer in zip(state.groups, state.reducers, strict=True):
         refusal = None if group.traced is None else _refusal(group, reducer)
         if group.traced is None or isinstance(group.traced, str) or refusal is not None:
@@ -132,7 +132,7 @@ def _segment(state: ModuleState, group: ParamGroup, reducer: GradReducer, index:
         cut,
         how,
         reshard=_reshards(state, group),
-        # An alias: optimizers change it in place, and each graph's run reads what is there.
+        # An alias: optimizers change it in place, and each run of a graph reads the current values.
         shard=group.shards[index].detach(),
         route=_leaf(reduced // int(how.scatter_ranks), how.stored, how.device, trains),
         whole=_leaf(reduced, how.dtype, how.device, trains),
@@ -141,7 +141,7 @@ def _segment(state: ModuleState, group: ParamGroup, reducer: GradReducer, index:
         wraps=wraps if any(wraps) else None,
     )
     if trains:
-        # Weakly: hooks belong to the segment's leaves, and would keep it with the model.
+        # Weak references: hooks belong to the segment's leaves, and would keep it and the model alive.
         myself = weakref.ref(segment)
         trained = [param for param, trains in zip(params, cut.trains, strict=True) if trains]
         assign = reducer.assigner(index, trained)
@@ -153,12 +153,12 @@ def _segment(state: ModuleState, group: ParamGroup, reducer: GradReducer, index:
 
 
 def _reshards(state: ModuleState, group: ParamGroup) -> bool:
-    """Return whether forward frees the parameters; the nesting of modules tells, before the root is known."""
+    """Return whether forward frees the parameters; before the root is known, the nesting decides."""
     return group.post_forward_mesh is not None and (state.inside or not state.reshard_is_automatic)
 
 
 def _leaf(numel: int, dtype: torch.dtype, device: torch.device, trains: bool) -> Tensor:
-    # One element, expanded: autograd looks at its shape, and nobody at its values.
+    # One element, expanded: autograd checks its shape, and nothing reads its values.
     return torch.zeros((), dtype=dtype, device=device).expand(numel).requires_grad_(trains)
 
 
@@ -180,14 +180,14 @@ def _assign(
     params: Sequence[ShardedParam],
     grad: Tensor,
 ) -> None:
-    """Hand a reduced shard to the parameters, which from now on are what modules show."""
+    """Hand a reduced shard to the sharded parameters; reshard first if whole ones are registered."""
     alive, owner = segment(), group()
     assert alive is not None  # it calls this
-    assert owner is not None  # which has it
-    # It is part of what was reduced.
+    assert owner is not None  # it has the segment
+    # The reduction included it.
     alive.earlier = None
     interrupted.check_eager_gradients(owner)
-    if owner.is_unsharded:  # by an eager forward before, whose backward never came
+    if owner.is_unsharded:  # by an earlier eager forward, whose backward never came
         # Its whole parameters would hide the sharded ones, which get gradients here.
         owner.reshard()
     trains = zip(params, alive.cut.trains, strict=True)
@@ -214,14 +214,14 @@ def _keep(
     group: weakref.ref[ParamGroup],
     leaf: Tensor,
 ) -> None:
-    """Keep the sum of unsynchronised backwards; reduce it with the first that synchronises again."""
+    """Keep the sum of unsynchronised backwards; reduce it in the first backward that synchronises again."""
     _note_backward(state())
     alive, owner, grad = segment(), group(), leaf.grad
     leaf.grad = None
     if alive is None or owner is None or alive.assign is None or grad is None:
         return
     interrupted.check_eager_gradients(owner)
-    # Sums of several backwards are made here, as the leaf keeps nothing to which autograd could add.
+    # Sums of several backwards are made here: the leaf keeps nothing to which autograd could add.
     total = grad if alive.earlier is None else alive.earlier + grad
     if owner.settings.reduce_grads:
         alive.assign(alive.how.reduce(total))
@@ -230,7 +230,7 @@ def _keep(
 
 
 def _note_backward(state: ModuleState | None) -> None:
-    """Let `finalize_backward` be asked for where the user ends backwards."""
+    """Record that a backward has begun, if the user ends backwards with `finalize_backward`."""
     if state is not None and state.schedule is not None and state.schedule.manual:
         state.schedule.unfinished = True
 
@@ -242,7 +242,7 @@ def _name(group: ProcessGroup | None, transport: object, device: torch.device) -
 def _collectives(group: ParamGroup, reducer: GradReducer, segment: Gathered) -> Collectives:
     plan = reducer.plan_for(segment.dtype, segment.gather_dtype)
     settings, device, factors = group.settings, group.device, plan.factors
-    if factors.reduce_scatter_op not in _OPS:  # it multiplies, which no collective in a graph does
+    if factors.reduce_scatter_op not in _OPS:  # it multiplies, which no collective in graphs can
         factors = replace(factors, reduce_scatter_op=ReduceOp.SUM, after=settings.divide_factor)
     return Collectives(
         gather_group=_name(group.shard_group, settings.all_gather, device),

@@ -2,15 +2,15 @@
 
 Under `torch.compile` a sharded module's call is traced like any other code. Each segment of its groups adds::
 
-    shard -> cast -> all-gather -> wait -> views             in front of the module's forward
-    gradients -> staging buffer -> reduce-scatter -> wait -> divide    behind its backward
+    shard -> cast -> all-gather -> wait -> views             before the module's forward
+    gradients -> staging buffer -> reduce-scatter -> wait -> divide    after its backward
 
 Both are one `autograd.Function`, so a graph has one pair of collectives per segment. Where parameters are
-freed after forward, the gather *and the views* are checkpointed: they come again in backward.
+freed after forward, the gather *and the views* are checkpointed: backward recomputes them.
 
 A graph's inputs are the shard buffers and, for each segment, a leaf without memory whose gradient is the
-reduced shard; a hook on the leaf hands it to the sharded parameters (`trace_plan.py`, which makes what is
-read here). Sharded parameters are no inputs of a graph, and all ranks have equal graphs.
+reduced shard. A hook on the leaf hands it to the sharded parameters; `trace_plan.py` makes that hook and all
+that this file reads. Sharded parameters are not inputs of a graph, and all ranks have equal graphs.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from shardwise import _compat
 from shardwise.fsdp.tensors import cast, map_tensors
 
 _Param = tuple[int, int, list[int], list[int]]  # part, dim, piece, shape
-Shown = tuple[dict[str, Any], str, Any]  # where a whole parameter stands, and the sharded one in its place
+Shown = tuple[dict[str, Any], str, Any]  # where a whole parameter is registered; the sharded one it replaced
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The position of parameters in a gathered buffer, one after another or in pieces row by row.
+    """The positions of parameters in a gathered buffer, one after another or in pieces row by row.
 
-    A compiler that meets other numbers at the same place later, in another block, makes symbols of them, and
-    fails over some. Text it takes as it is, and compares at once where it would look at each item of a list
-    before each step, so `numbers` holds them as text.
+    A compiler that later finds other numbers in the same place, in another block, makes symbols of them, and
+    fails on some. It takes text as a constant, and compares it at once, where it would compare each item of a
+    list before each step. So `numbers` holds them as text.
     """
 
     numbers: str
@@ -68,13 +68,13 @@ class Cut:
 
         Args:
             ranks: rows of the buffer, each from one rank; 1 where parameters lie whole one after another.
-            sizes: of the parts of a row, in elements: a part of a parameter or padding.
-            parts: by parameter, which part.
+            sizes: of the parts of a row, in elements: pieces of parameters, or padding.
+            parts: by parameter, the index of its part.
             pieces: by parameter, the shape of its part, padded equally on all ranks.
             shapes: by parameter, its whole shape.
-            dims: by parameter, along which pieces follow each other.
-            trains: by parameter, does it?
-            reduced: what the rows of a reduction are made of: parameters, or -n: n of padding.
+            dims: by parameter, the dim along which its pieces follow each other.
+            trains: by parameter, whether it trains.
+            reduced: the contents of a reduction's rows: a parameter's index, or -n for n of padding.
         """
         tables = [[ranks], sizes, parts, dims, reduced, *pieces, *shapes]
         return cls(
@@ -84,7 +84,7 @@ class Cut:
 
     @property
     def reduced_numel(self) -> int:
-        """Elements that go into a reduction."""
+        """The number of elements that enter a reduction."""
         ranks, _, params, reduced = _read(self.numbers)
         return ranks * sum(-item if item < 0 else math.prod(params[item][2]) for item in reduced)
 
@@ -111,7 +111,7 @@ class Cut:
 
 
 def _read(numbers: str) -> tuple[int, list[int], list[_Param], list[int]]:
-    """Return ranks, sizes, each parameter's part, dim, piece and shape, and what is reduced."""
+    """Parse ranks, sizes, each parameter's part, dim, piece and shape, and the contents of a reduction."""
     tables = [[int(number) for number in table.split()] for table in numbers.split("/")]
     (ranks,), sizes, parts, dims, reduced = tables[:5]
     middle = 5 + len(parts)
@@ -123,7 +123,7 @@ def _staged(grads: list[Tensor], numbers: str, dtype: torch.dtype) -> Tensor:
     """Copy gradients into a new staging buffer; `numbers` are those of their `Cut`."""
     ranks, _, params, reduced = _read_once(numbers)
     left, rows = iter(grads), []
-    # One call that flattens and concatenates; it takes one dtype, and returns a lone gradient itself.
+    # One call flattens and concatenates, but takes only one dtype, and returns a single gradient itself.
     if ranks == 1 and len(reduced) > 1 and grads[0].dtype is dtype:
         return _compat.flatten([next(left) if item >= 0 else grads[0].new_zeros(-item) for item in reduced])
     for item in reduced:
@@ -153,10 +153,10 @@ def _reduced_numel(numbers: str) -> int:
     return Cut(numbers, "").reduced_numel
 
 
-_read_once = cache(_read)  # a tracer passes caches by
+_read_once = cache(_read)  # not in traced code: tracers bypass caches
 
-# One operator to compilers. Inductor takes a concatenation apart: it computes the first small gradient in
-# place, so allocates the whole buffer then, long before the gradients of the matrices are there.
+# One operator to compilers. Inductor splits a concatenation: it computes the first small gradient in place,
+# and so allocates the whole buffer then, long before the gradients of the matrices exist.
 STAGED = "shardwise::staged"
 _library = torch.library.Library("shardwise", "FRAGMENT")
 _library.define(
@@ -170,7 +170,7 @@ torch.library.register_fake(STAGED, _staging_buffer, lib=_library)
 class Collectives:
     """A segment's collectives, as constants of a graph; a group of None has no other ranks.
 
-    Numbers are text, as those of `Cut`.
+    Numbers are text, as in `Cut`.
     """
 
     gather_group: str | None
@@ -188,7 +188,7 @@ class Collectives:
     device: torch.device
 
     def gather(self, shard: Tensor) -> Tensor:
-        # First, so that the lower dtype is what travels.
+        # First, so that the lower dtype is sent.
         shard = shard.to(self.gather_dtype)
         if self.gather_group is None:
             return shard
@@ -196,7 +196,7 @@ class Collectives:
 
     def reduce(self, grads: Tensor) -> Tensor:
         if self.before is not None:
-            # Not in place, as a graph's operators are functional.
+            # Not in place, since a graph's operators are functional.
             grads = grads / float(self.before)
         if self.scatter_group is not None:
             grads = _compat.traced_reduce_scatter(
@@ -218,24 +218,22 @@ class Segment:
     reshard: bool  # forward frees the parameters
     shard: Tensor  # this rank's part, the memory that the optimizer updates
     route: Tensor  # a leaf without memory; its gradient is the reduced shard
-    whole: Tensor  # another; its gradient is what a backward leaves that does not reduce in its graph
+    whole: Tensor  # another; its gradient is the staging buffer of a backward whose graph does not reduce
     owners: list[dict[str, Any]]  # where modules hold their parameters
-    names: (
-        str  # of parameters there: "parameter.owner.name" of each, behind one another, as names have no dots
-    )
+    names: str  # of parameters there: "parameter.owner.name" of each, joined by dots, which names do not have
     wraps: list[dict[str, Any] | None] | None  # by parameter, the arguments of its tensor-parallel form
-    earlier: Tensor | None = None  # the sum of what such backwards left, for the next reduction
+    earlier: Tensor | None = None  # the sum of gradients of such backwards, for the next reduction
     assign: Callable[[Tensor], None] | None = None  # hands a reduced shard to sharded parameters that train
 
 
 class _Gather(torch.autograd.Function):
-    """A segment's parameters from its shard; backward reduces their gradients to the leaf's."""
+    """Gathers a segment's parameters from its shard; backward reduces their gradients to the leaf's."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, shard: Tensor, segment: Segment, reduces: bool) -> tuple[Tensor, ...]:
         ctx.segment, ctx.reduces = segment, reduces
         views = segment.cut.views(segment.how.gather(shard))
-        # What is frozen requires no gradient, though it comes of a leaf that does.
+        # Frozen parameters require no gradient, though they come from a leaf that does.
         ctx.mark_non_differentiable(*[v for v, t in zip(views, segment.cut.trains, strict=True) if not t])
         return tuple(views)
 
@@ -243,7 +241,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         how = ctx.segment.how
         staged = ctx.segment.cut.staged(grads, how.dtype)
-        # The leaf's gradient, which has the shape of what this leaves: a reduced shard or a whole buffer.
+        # The leaf's gradient, which has the leaf's shape: a reduced shard or a whole buffer.
         return how.reduce(staged) if ctx.reduces else staged, None, None, None
 
 
@@ -252,7 +250,7 @@ def _gather(leaf: Tensor, shard: Tensor, segment: Segment, reduces: bool) -> Any
 
 
 def _unshard(segment: Segment, sync: bool) -> Any:
-    # What earlier backwards left must go into one reduction only, however often the module runs.
+    # Gradients of earlier backwards must enter only one reduction, however often the module runs.
     reduces = sync and segment.earlier is None
     leaf = segment.route if reduces else segment.whole
     if segment.reshard and torch.is_grad_enabled():
@@ -264,8 +262,8 @@ def _unshard(segment: Segment, sync: bool) -> Any:
 def holds(state: Any) -> bool:
     """Return whether the graph that is being traced can hold this call's gather.
 
-    The first of a list to run gathers for all, until their root ends; what is gathered inside a checkpoint
-    cannot be used outside of it.
+    The first module of a list to run gathers for all of them, until their root ends. What is gathered inside
+    a checkpoint cannot be used outside it.
     """
     if not state.is_list or state.hidden is not None:
         return True
@@ -273,7 +271,7 @@ def holds(state: Any) -> bool:
 
 
 def run(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a sharded module's `forward`, while a compiler traces; its groups have their segments."""
+    """Call a sharded module's `forward` while a compiler traces it; its groups must have segments."""
     if state.is_root and state.device.type != "cpu":
         args, kwargs = map_tensors(lambda t: t.to(state.device, non_blocking=True), (args, kwargs))
     if state.input_dtype is not None:
@@ -283,7 +281,7 @@ def run(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             _compat.traced_side_effect(setattr, state, "hidden", _show(state))
         output = forward(*args, **kwargs)
     else:
-        # Unless the root calls itself: then the outer call ends them.
+        # If the root calls itself, the outer call ends the lists.
         lists = [below for below in state.lists if below.root_depth is None]
         for below in lists:
             _compat.traced_side_effect(setattr, below, "root_depth", _compat.depth_in_graph())
@@ -299,7 +297,7 @@ def run(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _show(state: Any) -> list[Shown]:
-    """Gather, and put whole parameters where modules look for theirs; returns what was there."""
+    """Gather, and register whole parameters on the modules; return what they replaced."""
     hidden = []
     for group in state.groups:
         sync = group.settings.reduce_grads

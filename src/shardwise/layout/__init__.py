@@ -8,8 +8,8 @@ from shardwise.layout.messages import Message, transfer
 from shardwise.layout.packing import Packing, least_shard_numel, pack
 from shardwise.layout.placement import EvenShard, Owned, Placement, RaggedShard
 
-GroupLayout = InterleavedLayout | ContiguousLayout  # what a parameter group asks where its parameters lie
-Gathered = Segment | ContiguousSegment  # and of each buffer that it gathers into
+GroupLayout = InterleavedLayout | ContiguousLayout  # where a group's parameters lie
+Gathered = Segment | ContiguousSegment  # the same for one buffer into which it gathers
 
 __all__ = [
     "Box",

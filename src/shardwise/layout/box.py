@@ -1,13 +1,13 @@
 """Boxes: hyper-rectangles of a logical tensor.
 
-A box is the unit in which this library says who holds what. Every placement of a tensor over
-ranks is a list of boxes, one or more per rank, and a right placement is an exact, disjoint
+A box is the unit in which this library describes which rank holds what. Every placement of a tensor
+over ranks is a list of boxes, one or more per rank, and a valid placement is an exact, disjoint
 cover of the tensor's shape::
 
     shape (4, 6) over two ranks     rank 0: Box((0, 0), (2, 6))     rank 1: Box((2, 0), (2, 6))
 
-Scalars are the box with no dims (one element); a box with a zero size is empty and may lie
-anywhere inside the shape.
+A scalar is a box with no dims (one element). A box with a zero size is empty, and may lie anywhere
+inside the shape.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Box:
         return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def shifted(self, by: Sequence[int]) -> Box:
-        """Return the box that lies `by` so many elements further in every dim."""
+        """Return the box moved by `by[d]` elements in every dim `d`."""
         return Box(tuple(o + more for o, more in zip(self.offsets, by, strict=True)), self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the elements in both boxes, or None where there is none."""
+        """Return the box of elements in both boxes, or None if there are none."""
         starts = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(min(a, b) - s for a, b, s in zip(self.ends, other.ends, starts, strict=True))
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None

@@ -1,4 +1,4 @@
-"""The contiguous layout: what an all-gather receives *is* the whole parameters, end to end.
+"""The contiguous layout: the output of an all-gather *is* the whole parameters, end to end.
 
 Two parameters A and B over two ranks::
 
@@ -6,10 +6,10 @@ Two parameters A and B over two ranks::
     shard buffer, rank 1      A3 B0 B1 -
     gathered = unsharded      A0 A1 A2 | A3 B0 B1 -       one all-gather, no copy
 
-Rank `r` holds whatever lies between elements `r * S` and `(r + 1) * S`: rows of some parameters, and none of
-most others when ranks are many. `shardwise.layout.packing` orders the parameters so that these boundaries
-fall between blocks of rows. Parameters that differ in dtype or in whether they are trained lie in buffers of
-their own (segments), so that a frozen parameter costs no gradient.
+Rank `r` holds the elements from `r * S` to `(r + 1) * S`: rows of some parameters, and with many ranks none
+of most others. `shardwise.layout.packing` orders the parameters so that these boundaries fall between blocks
+of rows. Parameters that differ in dtype, or in whether they are trained, lie in separate buffers (segments),
+so that a frozen parameter costs no gradient.
 
 The arithmetic depends on shapes, not on names, and is done once for all equal modules.
 """
@@ -42,7 +42,7 @@ class Place:
     index: int  # of the parameter in the group
     start: int  # of the whole parameter, in the gathered buffer
     numel: int  # of the whole parameter
-    box: Box  # this rank's rows, in the parameter's own coordinates; zero rows where it holds none
+    box: Box  # this rank's rows, in the parameter's own coordinates; maybe zero rows
     shard_offset: int  # where this rank's rows begin in its shard buffer; 0 for an empty box
 
     @cached_property
@@ -63,12 +63,12 @@ class ContiguousSegment:
 
     @property
     def unsharded_numel(self) -> int:
-        """Elements of the gathered buffer."""
+        """The number of elements of the gathered buffer."""
         return self.ranks * self.shard_numel
 
     @cached_property
     def padding(self) -> int:
-        """Elements of the gathered buffer that no parameter uses."""
+        """The number of elements of the gathered buffer that no parameter uses."""
         return sum(size for _, size in self.gaps)
 
     @property
@@ -85,17 +85,19 @@ class ContiguousSegment:
 
 
 class ContiguousLayout:
-    """Every parameter a contiguous view of the gathered buffer, cut between blocks of rows or not at all.
+    """A layout in which every parameter is a contiguous view of the gathered buffer.
+
+    Parameters are cut between blocks of rows or not at all.
 
     Args:
         specs: the group's parameters in registration order, of at least one dim each. `EvenShard(0)` is
             taken as `RaggedShard(1)`.
         ranks: size of the shard axis.
         rank: this process's index on it.
-        align_bytes: every parameter and every shard begins at a multiple of it in all dtypes it has.
+        align_bytes: every parameter and every shard begins at a multiple of it, in all its dtypes.
 
     Raises:
-        ShardingError: a parameter is to be cut on a dim other than 0, or owned by a rank that is not there.
+        ShardingError: a parameter is to be cut on a dim other than 0, or owned by a rank that does not exist.
     """
 
     def __init__(self, specs: Sequence[ParamSpec], *, ranks: int, rank: int, align_bytes: int = 16) -> None:
@@ -109,7 +111,7 @@ class ContiguousLayout:
         self.segments = _segments(shaped, ranks, rank, align_bytes)
 
     def box(self, index: int, rank: int) -> Box:
-        """Return the rows of parameter `index` that `rank` holds; zero rows where it holds none."""
+        """Return the rows of parameter `index` that `rank` holds; maybe zero rows."""
         start, size = self._found[index]
         return rows_between(self.specs[index].shape, start, rank * size, (rank + 1) * size)
 
@@ -134,7 +136,7 @@ class ContiguousLayout:
 
     @cached_property
     def _found(self) -> dict[int, tuple[int, int]]:
-        """Start of each parameter and shard size of its segment, by the parameter's index."""
+        """The start of each parameter and the shard size of its segment, by the parameter's index."""
         return {
             place.index: (place.start, segment.shard_numel)
             for segment in self.segments
@@ -143,7 +145,7 @@ class ContiguousLayout:
 
 
 def _cut(spec: ParamSpec, ranks: int) -> _Cut:
-    """Return the placement of `spec` where only rows of dim 0 can be cut."""
+    """Return the placement of `spec` in a layout that can cut only rows of dim 0."""
     placement = spec.placement
     if isinstance(placement, EvenShard):
         if placement.dim != 0:
@@ -194,7 +196,7 @@ def _segment(
 
 
 def _block_numel(shape: tuple[int, ...], cut: _Cut) -> int:
-    """Return the elements that no rank boundary divides; 1 at least, also for parameters without elements."""
+    """Return the number of elements that no rank boundary divides; at least 1, even without elements."""
     return max(1, math.prod(shape) if isinstance(cut, Owned) else cut.block * math.prod(shape[1:]))
 
 

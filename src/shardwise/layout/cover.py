@@ -1,14 +1,14 @@
 """The check that boxes cover a tensor exactly once.
 
-A box is a sum of signed quadrants, one from each of its corners on. Quadrants from different points are
-linearly independent functions. So boxes count every element of a whole once, and none else, exactly if
-their signed corners add up to the corners of the whole:
+A box is a sum of signed quadrants, one starting at each of its corners. Quadrants that start at different
+points are linearly independent functions. So boxes count every element of a whole once, and no other, if and
+only if their signed corners add up to the corners of the whole:
 
-    +1    -1+1    -1         two boxes side by side: what they share cancels
+    +1    -1+1    -1         two boxes side by side: shared corners cancel
     -1    +1-1    +1
 
-That is a sort of all corners, whatever the boxes. Only where they do not add up are boxes compared, to name
-two that overlap.
+The check sorts all corners, whatever the boxes. Only if they do not add up are boxes compared, to name two
+that overlap.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from shardwise.errors import ShardingError
 from shardwise.layout.box import Box
 from shardwise.layout.index import Index, Ints, corners
 
-_CORNERS = 1 << 24  # more are not counted: boxes of that many dims are compared
+_CORNERS = 1 << 24  # more corners are not counted: then the boxes are compared
 _NUMBERS = 1 << 62
 
 
 def disjoint(boxes: Sequence[Box]) -> None:
     """Check that no two of `boxes`, of equally many dims, have an element in common.
 
-    Raises ShardingError naming two that do.
+    Raises a ShardingError that names two that do.
     """
     filled = [box for box in boxes if not box.is_empty]
     if len(filled) < 2:
@@ -50,8 +50,8 @@ def disjoint(boxes: Sequence[Box]) -> None:
 def cover(boxes: Sequence[Box], shape: Sequence[int]) -> None:
     """Check that `boxes` cover a tensor of `shape` exactly once.
 
-    Raises ShardingError naming the box that leaves the shape, the two boxes that overlap, or how many
-    elements no box holds.
+    Raises a ShardingError that names the box that leaves the shape, the two boxes that overlap, or the number
+    of elements that no box holds.
     """
     for box in boxes:
         if len(box.sizes) != len(shape) or any(end > size for end, size in zip(box.ends, shape, strict=True)):
@@ -67,7 +67,7 @@ def cover(boxes: Sequence[Box], shape: Sequence[int]) -> None:
 def _add_up(starts: Ints, ends: Ints) -> bool:
     """Return whether boxes, columns of [dims, boxes] and none empty, fill the box around them exactly once.
 
-    False too where they have too many corners to count, or those lie at too many points to number.
+    Also returns False if there are too many corners to count, or too many points to number.
     """
     low, high = starts.min(axis=1, keepdims=True), ends.max(axis=1, keepdims=True)
     cut = [d for d in range(len(starts)) if (starts[d] > low[d]).any() or (ends[d] < high[d]).any()]
@@ -75,8 +75,8 @@ def _add_up(starts: Ints, ends: Ints) -> bool:
         return False
     starts, ends = np.append(starts, low, axis=1), np.append(ends, high, axis=1)
     signs = np.ones((1, starts.shape[1]), np.int64)  # of a corner of each box
-    signs[0, -1] = -1  # of the box around them the opposite
-    places, points = np.zeros_like(signs), 1  # that corner's point as a number, so many are possible
+    signs[0, -1] = -1  # the opposite sign for the box around them
+    places, points = np.zeros_like(signs), 1  # that corner's point as a number; the count of numbers
     for d in cut:
         values, edges = np.unique(np.stack([starts[d], ends[d]]), return_inverse=True)
         if points > _NUMBERS // len(values):

@@ -1,8 +1,8 @@
 """The position of each parameter of a group in the group's buffers.
 
-A group's parameters travel together. Each rank keeps its pieces end to end in one *shard buffer*
-per stored dtype (a segment); gathering gives the shard buffers of all ranks, one after another;
-and the *unsharded buffer* holds the whole parameters. Two parameters A and B over two ranks::
+A group's parameters are gathered together. Each rank keeps its pieces end to end in one *shard buffer*
+per stored dtype (a segment). A gather returns the shard buffers of all ranks, one after another. The
+*unsharded buffer* holds the whole parameters. Two parameters A and B over two ranks::
 
     shard buffer, rank 0      A0 B0
     shard buffer, rank 1      A1 B1
@@ -12,7 +12,7 @@ and the *unsharded buffer* holds the whole parameters. Two parameters A and B ov
 That is the interleaved layout: every parameter is an even chunk of dim 0 (or another dim) and can
 be a DTensor. `shardwise.layout.contiguous` makes `gathered` equal `unsharded` and needs no copy-out.
 
-This file knows shapes, dtypes and offsets only: no processes, no tensors. The arithmetic depends on shapes,
+This file handles only shapes, dtypes and offsets: no processes, no tensors. The arithmetic depends on shapes,
 not on names, and is done once for all equal groups.
 """
 
@@ -30,16 +30,16 @@ from shardwise._compat import contiguous_stride
 from shardwise.errors import ShardingError
 from shardwise.layout.placement import EvenShard, Placement
 
-_WHOLE_ALIGN_BYTES = 16  # matmuls of one row round otherwise where a weight lies otherwise
+_WHOLE_ALIGN_BYTES = 16  # matmuls of one row round differently if a weight has another alignment
 
 
 class ParamSpec(NamedTuple):
-    """A parameter as the layout sees it; its position depends on everything here but the name."""
+    """A parameter as the layout sees it; its position depends on all fields except the name."""
 
     name: str
     shape: tuple[int, ...]  # of the unsharded parameter
     dtype: torch.dtype  # stored and optimised
-    gather_dtype: torch.dtype  # computed with
+    gather_dtype: torch.dtype  # used in computation
     placement: Placement
     trainable: bool = True
 
@@ -50,12 +50,12 @@ class Slot:
 
     index: int  # of the parameter in the group
     shard_shape: tuple[int, ...]  # this rank's piece
-    padded_shard_shape: tuple[int, ...]  # what every rank stores and sends
+    padded_shard_shape: tuple[int, ...]  # the piece that every rank stores and sends
     begin: int  # of this rank's piece in the parameter, on the dim that is cut
     shard_offset: int  # in a rank's shard buffer
     unsharded_offset: int  # in the unsharded buffer
 
-    # Read for every parameter in every step, where a property that is cached costs ten times an attribute.
+    # Attributes: they are read for every parameter in every step, and a cached property costs ten times that.
     padded_shard_numel: int = field(init=False, repr=False)
     shard_stride: tuple[int, ...] = field(init=False, repr=False)
 
@@ -64,7 +64,7 @@ class Slot:
         object.__setattr__(self, "shard_stride", contiguous_stride(self.shard_shape))
 
     def of(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return this rank's piece in a shard buffer; padding follows it, as only dim 0 is cut unevenly."""
+        """Return this rank's piece in a shard buffer. Padding follows it: only dim 0 is cut unevenly."""
         return shard.as_strided(self.shard_shape, self.shard_stride, self.shard_offset)
 
 
@@ -89,7 +89,7 @@ class Segment:
 
 
 class InterleavedLayout:
-    """Every parameter cut evenly over all ranks, as DTensor's `Shard(dim)` cuts it.
+    """A layout that cuts every parameter evenly over all ranks, as DTensor's `Shard(dim)` does.
 
     Args:
         specs: the group's parameters in registration order.

@@ -1,15 +1,15 @@
-"""An index of boxes, by which to find those that meet others.
+"""An index of boxes, which finds the boxes that overlap given ones.
 
-Boxes are columns of two integer arrays [dims, boxes]: their first elements and their ends. They are put in
-the order of a curve through space (Morton's, over the ranks of their middles), in which neighbours mostly
-follow each other. Every 8 neighbours have a box around them, every 8 of those another, up to one:
+Boxes are columns of two integer arrays [dims, boxes]: their first elements and their ends. They are sorted
+along a space-filling curve (Morton's, over the ranks of their midpoints), so that neighbours are mostly
+adjacent. Every 8 neighbours have a bounding box, every 8 of those another, up to a single one:
 
     level 2    one box around all
-    level 1    a box around every 8 of those below        what a box meets is searched from the top,
-    level 0    the boxes, in the order of the curve       within what it meets there
+    level 1    a box around every 8 of those below        overlaps are searched from the top, only
+    level 0    the boxes, in the order of the curve       below boxes that overlap
 
-So for tiles of any number of dims the time grows with their number and the number of meetings, but for a
-logarithm. Columns are compared in portions: memory grows with the meetings.
+So for tiles of any number of dims, time grows with their number and the number of overlaps, up to a
+logarithm. Columns are compared in portions: memory grows with the overlaps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Ints = npt.NDArray[np.int64]
 
 _AROUND = 8  # boxes with one box around them
 _PORTION = 1 << 16  # pairs of boxes compared at a time
-_KEY_BITS = 62  # of a place on the curve
+_KEY_BITS = 62  # of a position on the curve
 
 
 def corners(boxes: Sequence[Box], ndim: int) -> tuple[Ints, Ints]:
@@ -38,7 +38,7 @@ def corners(boxes: Sequence[Box], ndim: int) -> tuple[Ints, Ints]:
 
 
 class Index:
-    """Finds which of some boxes, none of them empty and of at least one dim, meet others."""
+    """Finds which of its boxes, none of them empty and all of at least one dim, overlap given ones."""
 
     def __init__(self, starts: Ints, ends: Ints) -> None:
         self._order = _along_curve(starts + ends)
@@ -52,8 +52,8 @@ class Index:
     def meeting(self, starts: Ints, ends: Ints) -> Iterator[tuple[Ints, Ints]]:
         """Yield pairs (column of `starts` and `ends`, column of this index) of boxes that overlap.
 
-        Column by column, in portions; one column's pairs are all in the same portion, in an order of the
-        index's own.
+        Column by column, in portions. One column's pairs are all in the same portion, in the index's own
+        order.
         """
         if not len(self._order):
             return
@@ -77,7 +77,7 @@ class Index:
 
 
 def _meets(starts: Ints, ends: Ints, asked: Ints, low: Ints, high: Ints, found: Ints) -> Ints:
-    """Return those pairs of columns (asked, found) that have elements in common."""
+    """Return which pairs of columns (asked, found) have elements in common."""
     left = np.arange(len(asked))
     for dim in range(len(starts)):
         one, other = asked[left], found[left]
@@ -86,7 +86,7 @@ def _meets(starts: Ints, ends: Ints, asked: Ints, low: Ints, high: Ints, found: 
 
 
 def _between_columns(asked: Ints) -> int:
-    """Return where to divide too many pairs, between two columns; 0 where they are to stay together."""
+    """Return where to divide too many pairs, between two columns; 0 to keep them together."""
     if len(asked) <= _PORTION:
         return 0
     middle = asked[len(asked) // 2]

@@ -1,16 +1,16 @@
-"""Messages of boxes between ranks, from what the ranks hold to what they want.
+"""Messages of boxes between ranks, from the boxes that ranks hold to the boxes that they want.
 
 Both sides are boxes of one tensor, any number per rank. Every element of a wanted box comes once: from the
-receiver itself where it holds the element, otherwise from the nearest rank that does (least distance of
-rank numbers, the lower rank of two). Replicas therefore share the work, and what a rank holds never
-crosses the wire.
+receiver itself if it holds the element, otherwise from the nearest rank that does (least distance of rank
+numbers, the lower of two equally near ranks). So replicas share the work, and elements that a rank already
+holds are never sent.
 
-What a held and a wanted box exchange depends on the two and on nearer boxes that meet both, on nothing else.
-So a rank can work out its own messages without those of others and still agree with them. Where held
-boxes overlap in part, the farther one sends what remains of it after subtracting the nearer ones.
+The message between a held and a wanted box depends only on the two, and on nearer boxes that overlap both. So
+a rank can compute its own messages without those of others and still agree with them. If held boxes overlap
+in part, the farther one sends what remains of it after subtracting the nearer ones.
 
-Boxes are compared as columns of integer arrays, with those near them (`layout.index`): time and memory grow
-with the messages. Every row to every column is n^2 messages, which only `rank=` keeps small.
+Boxes, as columns of integer arrays, are compared only with those near them (`layout.index`): time and memory
+grow with the number of messages. Every row to every column is n^2 messages, which only `rank=` keeps small.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ _Bools = npt.NDArray[np.bool_]
 class Message:
     """One box that moves from a rank that holds it to a rank that wants it.
 
-    Where `sender == receiver` it is a local copy.
+    If `sender == receiver`, it is a local copy.
     """
 
     sender: int
     receiver: int
     box: Box  # in coordinates of the global tensor, never empty
-    source: int  # the sender's box `source` holds all of it
-    target: int  # it is part of the receiver's box `target`
+    source: int  # index of the sender's box that holds all of it
+    target: int  # index of the receiver's box that it is a part of
 
 
 def transfer(
     source: Sequence[Sequence[Box]], target: Sequence[Sequence[Box]], *, rank: int | None = None
 ) -> list[Message]:
-    """List the messages that bring each rank r the boxes `target[r]` when it holds `source[r]`.
+    """List the messages that bring each rank r, which holds the boxes `source[r]`, the boxes `target[r]`.
 
-    Boxes have one number of dims; a rank may have none, and empty boxes move nothing. Those of `source` may
-    overlap between ranks and within one. Those of `target` may too: each box is filled on its own, so that
-    an element in two boxes of one rank is sent to it twice.
+    All boxes have the same number of dims. A rank may have no boxes; empty boxes move nothing. Boxes of
+    `source` may overlap, between ranks and within one. So may boxes of `target`: each is filled separately,
+    so an element in two boxes of one rank is sent to it twice.
 
-    With `rank`, only the messages which that rank sends or receives, for about the cost of those (and of
-    reading the boxes). In either case they are in order of sender, receiver, target and box offsets, so that
-    two ranks list the messages between them in one order.
+    With `rank`, lists only the messages that this rank sends or receives, for about their cost (and that of
+    reading the boxes). Messages are ordered by sender, receiver, target and box offsets, so that two ranks
+    list the messages between them in the same order.
 
     Raises:
         ShardingError: boxes of different numbers of dims, lists for different numbers of ranks, no such
-            `rank`, or a box of `target` with elements that nobody holds. With `rank`, only that rank's own
-            boxes are checked for the latter.
+            `rank`, or a box of `target` with elements that no rank holds. With `rank`, only that rank's own
+            boxes are checked for the last.
     """
     ranks = len(source)
     if len(target) != ranks:
@@ -82,7 +82,7 @@ def transfer(
 
 
 def subtract(box: Box, other: Box) -> list[Box]:
-    """Return the part of `box` outside `other`, as disjoint boxes: at most two for each dim."""
+    """Return the part of `box` outside `other` as disjoint boxes, at most two per dim."""
     common = box.intersect(other)
     if common is None:
         return [] if box.is_empty else [box]
@@ -103,12 +103,12 @@ def subtract(box: Box, other: Box) -> list[Box]:
 
 @dataclass(frozen=True, slots=True)
 class _Boxes:
-    """Boxes that are not empty: a column each in `starts` and `ends` [dims, boxes]."""
+    """Non-empty boxes, each a column in `starts` and `ends` [dims, boxes]."""
 
     starts: Ints
     ends: Ints
-    rank: Ints  # [boxes] whose it is
-    place: Ints  # [boxes] its place in that rank's list
+    rank: Ints  # [boxes] the rank that has it
+    place: Ints  # [boxes] its position in that rank's list
 
     def __len__(self) -> int:
         return len(self.rank)
@@ -134,7 +134,7 @@ def _common_ndim(source: Sequence[Sequence[Box]], target: Sequence[Sequence[Box]
 
 
 def _boxes(side: Sequence[Sequence[Box]], ndim: int) -> _Boxes:
-    """Join all ranks' boxes in order. Scalars become vectors of one element, to have a dim to sort by."""
+    """Join all ranks' boxes in order. Scalars become vectors of one element, which have a dim to sort by."""
     boxes = [box for own in side for box in own]
     rank = np.repeat(np.arange(len(side)), np.array([len(own) for own in side], np.int64))
     place = np.fromiter(itertools.chain.from_iterable(range(len(own)) for own in side), np.int64, len(boxes))
@@ -154,7 +154,7 @@ def _as_boxes(starts: Ints, ends: Ints) -> list[Box]:
 
 
 class _Held:
-    """The different boxes of `source`, a column each in `starts` and `ends`, and who holds each."""
+    """The distinct boxes of `source`, each a column in `starts` and `ends`, and the ranks that hold each."""
 
     def __init__(self, boxes: _Boxes, ranks: int) -> None:
         self.ranks = ranks
@@ -164,7 +164,7 @@ class _Held:
         new[1:] = (corners[:, 1:] != corners[:, :-1]).any(axis=0)
         self.starts, self.ends = ordered.starts[:, new], ordered.ends[:, new]
         self.index = Index(self.starts, self.ends)
-        # A copy is one rank that holds one of the boxes, in order of boxes and of ranks.
+        # A copy is one rank that holds one of the boxes; ordered by box, then by rank.
         number: Ints = np.cumsum(new) - 1
         keys = number * ranks + ordered.rank
         self._keys, kept = np.unique(keys, return_index=True)  # the first of a rank's equal boxes
@@ -177,7 +177,7 @@ class _Held:
         return self._box[np.flatnonzero(self.rank == rank)]
 
     def nearest(self, box: Ints, receiver: Ints) -> Ints:
-        """Return the copy (into `rank` and `place`) of each box that is nearest to its receiver."""
+        """Return the copy (an index into `rank` and `place`) of each box that is nearest to its receiver."""
         after = np.searchsorted(self._keys, box * self.ranks + receiver)
         before = after - 1
         last = len(self.rank) - 1
@@ -189,7 +189,7 @@ class _Held:
         return copy
 
     def distance(self, copy: Ints, receiver: Ints) -> Ints:
-        """Order copies of different boxes by nearness: ranks apart, then lower rank, then place."""
+        """Return keys that order copies of different boxes: distance in ranks, lower rank, place."""
         rank, places = self.rank[copy], int(self.place.max(initial=0)) + 1
         distance: Ints = (np.abs(rank - receiver) * self.ranks + rank) * places + self.place[copy]
         return distance
@@ -198,12 +198,12 @@ class _Held:
         return _as_boxes(self.starts[:, columns], self.ends[:, columns])
 
 
-# Pairs of a held box and a wanted one that have elements in common, and what of them moves
+# Pairs of a held and a wanted box that have elements in common, and the parts of them that move
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Boxes to move: `copy` of the held ones sends `starts` to `ends` [dims, parts] to `wanted`."""
+    """Boxes to move: the held `copy` sends the part from `starts` to `ends` [dims, parts] to `wanted`."""
 
     copy: Ints
     wanted: Ints
@@ -212,7 +212,7 @@ class _Parts:
 
 
 def _joined(portions: Sequence[Ints]) -> Ints:
-    """Join portions of pairs [2, any] one after another; maybe none."""
+    """Concatenate portions of pairs [2, any]; there may be none."""
     return np.concatenate([np.empty((2, 0), np.int64), *portions], axis=1)
 
 
@@ -224,7 +224,7 @@ def _pairs_of_receivers(held: _Held, wanted: _Boxes, chosen: Ints) -> Ints:
 
 
 def _pairs_of_sender(held: _Held, wanted: _Boxes, rank: int) -> Ints:
-    """Return the pairs (held, wanted) [2, pairs] in which other ranks have `rank` nearest."""
+    """Return the pairs (held, wanted) [2, pairs] for which `rank` is nearest to another rank."""
     own = held.of(rank)
     portions = []
     index = Index(wanted.starts, wanted.ends)
@@ -236,7 +236,7 @@ def _pairs_of_sender(held: _Held, wanted: _Boxes, rank: int) -> Ints:
 
 
 def _parts(held: _Held, wanted: _Boxes, pairs: Ints) -> _Parts:
-    """Return what each pair moves: its overlap, less what boxes nearer to the receiver have too."""
+    """Return what each pair moves: its overlap, without the parts that boxes nearer to the receiver have."""
     box, want = pairs
     receiver = wanted.rank[want]
     copy = held.nearest(box, receiver)
@@ -266,7 +266,7 @@ def _parts(held: _Held, wanted: _Boxes, pairs: Ints) -> _Parts:
 def _remainders(pairs: list[int], common: list[Box], taken: list[Box]) -> Iterator[tuple[int, Box]]:
     """Yield what remains of each pair's overlap after subtracting every box in `taken`.
 
-    The cuts depend on the order of `taken`: the index's, so that sender and receiver cut the same way.
+    The cuts depend on the order of `taken`, which is the index's, so that sender and receiver cut alike.
     """
     for pair, rows in itertools.groupby(zip(pairs, common, taken, strict=True), key=lambda row: row[0]):
         rest: list[Box] | None = None
@@ -276,7 +276,7 @@ def _remainders(pairs: list[int], common: list[Box], taken: list[Box]) -> Iterat
 
 
 def _meets_another(held: _Held, box: Ints) -> _Bools:
-    """Return which held boxes meet a different one; computed for those in `box` only."""
+    """Return which held boxes overlap a different one; computed only for those in `box`."""
     asked_for = np.flatnonzero(np.bincount(box, minlength=held.starts.shape[1]))
     met = np.zeros(held.starts.shape[1], np.int64)
     for asked, _ in held.index.meeting(held.starts[:, asked_for], held.ends[:, asked_for]):
@@ -286,7 +286,7 @@ def _meets_another(held: _Held, box: Ints) -> _Bools:
 
 
 def _check_filled(held: _Held, wanted: _Boxes, parts: _Parts, checked: Ints, ndim: int) -> None:
-    """Raise unless parts fill each box: they are disjoint, so their elements add up to the box's."""
+    """Raise unless parts fill each box: they are disjoint, so their elements must add up to the box's."""
     missing = (wanted.ends - wanted.starts).prod(axis=0)
     np.subtract.at(missing, parts.wanted, (parts.ends - parts.starts).prod(axis=0))
     for number in checked[missing[checked] != 0].tolist():

@@ -1,18 +1,18 @@
 """Packing parameters end to end so that rank boundaries fall between their blocks.
 
 The gathered buffer of a group has `ranks` shards of S elements. A parameter of `numel` elements lies in it
-whole, from its start on, and may be cut by a rank boundary only between two of its blocks::
+in one piece, and a rank boundary may cut it only between two of its blocks::
 
     rank boundaries    |0         |S         |2S        |3S
     parameters         [AA AA AA AA AA][BBB BBB BBB].[c]
 
-Packing finds starts, and an S near the least possible: the gathered buffer is what an all-gather moves, so
+Packing finds starts, and an S near the least possible: an all-gather moves the whole gathered buffer, so
 padding costs bandwidth and memory. Starts and S are multiples of an alignment; inside this file they are
 counted in units of it.
 
-What S may be is arithmetic. A parameter with `numel > 2 S` contains two boundaries wherever it starts, so S
-is a multiple of its block. One with `S < numel <= 2 S` contains at least one boundary; one alone needs a
-multiple of the block between `numel - S` and S. The least S that passes this for every parameter is
+Arithmetic limits S. A parameter with `numel > 2 S` contains two boundaries wherever it starts, so S must be a
+multiple of its block. One with `S < numel <= 2 S` contains at least one boundary; for exactly one, a multiple
+of the block must lie between `numel - S` and S. The least S that passes for every parameter is
 `least_shard_numel`. From there on, S grows until a greedy placement succeeds.
 """
 
@@ -30,7 +30,7 @@ _REFINEMENTS = 10  # bisections between the last S that failed and the first tha
 
 @dataclass(frozen=True)
 class Packing:
-    """The start of each parameter in the gathered buffer, and the elements of each rank's shard of that."""
+    """The start of each parameter in the gathered buffer, and the number of elements of a rank's shard."""
 
     starts: tuple[int, ...]
     shard_numel: int
@@ -40,7 +40,7 @@ class Packing:
 class _Item:
     index: int
     size: int  # units of the alignment
-    step: int  # units between the places where a boundary may fall, from the start on
+    step: int  # units between positions where a boundary may fall, counted from the start
     owner: int | None
 
 
@@ -63,7 +63,7 @@ def pack(
         owners: for each parameter, the rank that must hold all of it, or None.
 
     Returns:
-        a packing that depends on nothing but the arguments, so all ranks find the same one.
+        A packing that depends only on the arguments, so all ranks find the same one.
     """
     items = _items(numels, blocks, align, owners)
     if not items:
@@ -83,7 +83,7 @@ def least_shard_numel(
     align: int,
     owners: tuple[int | None, ...] | None = None,
 ) -> int:
-    """Return a lower bound of shard sizes over all packings, in elements; arguments as for `pack`."""
+    """Return a lower bound on shard sizes over all packings, in elements; arguments as for `pack`."""
     items = _items(numels, blocks, align, owners)
     return _least(items, ranks) * align if items else 0
 
@@ -106,7 +106,7 @@ def _kinds(items: Iterable[_Item]) -> list[tuple[int, int]]:
     return sorted({(item.size, item.step) for item in items}, reverse=True)
 
 
-# ---------------------------------------------------------------- what the shard's size may be
+# ---------------------------------------------------------------- limits of the shard's size
 
 
 def _least(items: Sequence[_Item], ranks: int) -> int:
@@ -116,7 +116,7 @@ def _least(items: Sequence[_Item], ranks: int) -> int:
         if item.owner is not None:
             pinned[item.owner] = pinned.get(item.owner, 0) + item.size
     least = max(least, *pinned.values(), 1)
-    # Of j * ranks + 1 parameters that are not cut, some rank holds j + 1.
+    # Given j * ranks + 1 parameters that are not cut, some rank holds j + 1 of them.
     whole = sorted((item.size for item in items if item.step >= item.size), reverse=True)
     for j in range(1, (len(whole) - 1) // ranks + 1):
         least = max(least, sum(whole[j * ranks - j : j * ranks + 1]))
@@ -180,8 +180,8 @@ def _search(items: Sequence[_Item], ranks: int) -> tuple[int, dict[int, int]]:
 def _candidates(least: int, kinds: Sequence[tuple[int, int]]) -> Iterator[int]:
     """Yield the possible sizes in ascending order, without end.
 
-    Any size, and besides those the multiples of what the largest parameters have in common: at such a size
-    they are cut without loss. Either series takes strides of 0.1% at least, longer as failures mount.
+    One series has any size; others have multiples of common multiples of the largest parameters' steps, at
+    which these are cut without loss. All series take strides of at least 0.1%, longer as failures mount.
     """
     common = accumulate((step for _, step in kinds), math.lcm, initial=1)
     multiples = list(dict.fromkeys(takewhile(lambda multiple: multiple <= kinds[0][0], common)))
@@ -203,7 +203,7 @@ def _candidates(least: int, kinds: Sequence[tuple[int, int]]) -> Iterator[int]:
 
 
 def _place(items: Sequence[_Item], shard: int, ranks: int) -> dict[int, int] | None:
-    """Return the starts by index, by the first strategy that succeeds."""
+    """Return the starts by index, from the first strategy that succeeds."""
     for strategy in _STRATEGIES:
         starts = strategy(items, shard, ranks)
         if starts is not None:
@@ -212,7 +212,7 @@ def _place(items: Sequence[_Item], shard: int, ranks: int) -> dict[int, int] | N
 
 
 class _Space:
-    """The gathered buffer while it is filled: a cursor, everything after it, and gaps before it."""
+    """The gathered buffer while it is filled: a cursor, free space after it, and gaps before it."""
 
     def __init__(self, shard: int, ranks: int) -> None:
         self.shard = shard
@@ -223,7 +223,7 @@ class _Space:
         self.starts: dict[int, int] = {}
 
     def first_start(self, at: int, size: int, step: int) -> int:
-        """Return the first place from `at` on where a parameter may begin."""
+        """Return the first position from `at` on where a parameter may begin."""
         shard = self.shard
         while True:
             room = shard - at % shard
@@ -267,10 +267,10 @@ class _Space:
 
 
 def _space(items: Sequence[_Item], shard: int, ranks: int) -> tuple[_Space, list[_Item]] | None:
-    """Return the buffer with the parameters that name their rank in place, and those still to be placed.
+    """Return the buffer with all parameters placed that name their rank, and the parameters left to place.
 
-    On even ranks they lie at the shard's start, on odd ranks at its end, so that the space between is as
-    long as can be.
+    The former lie at the shard's start on even ranks and at its end on odd ranks, so that the space in
+    between is as long as possible.
     """
     space = _Space(shard, ranks)
     pinned: dict[int, list[_Item]] = {}
@@ -291,7 +291,7 @@ def _space(items: Sequence[_Item], shard: int, ranks: int) -> tuple[_Space, list
 
 
 def _in_order(key: Callable[[_Item], tuple[int, ...]]) -> Callable[..., dict[int, int] | None]:
-    """Return the strategy that places parameters by `key`, those with equal keys in registration order."""
+    """Return the strategy that places parameters in order of `key`, and then of registration."""
 
     def place(items: Sequence[_Item], shard: int, ranks: int) -> dict[int, int] | None:
         found = _space(items, shard, ranks)
@@ -304,7 +304,7 @@ def _in_order(key: Callable[[_Item], tuple[int, ...]]) -> Callable[..., dict[int
 
 
 def _least_push(items: Sequence[_Item], shard: int, ranks: int) -> dict[int, int] | None:
-    """Place next whichever parameter leaves the smallest gap; those cut anywhere fill gaps at the end."""
+    """Place next the parameter that leaves the smallest gap; those that can be cut anywhere come last."""
     found = _space(items, shard, ranks)
     if found is None:
         return None

@@ -13,10 +13,10 @@ or empty. Five rows over four ranks::
 
     rank 0: rows 0-1    rank 1: rows 2-3    rank 2: row 4    rank 3: none
 
-Each rank stores its chunk padded to the first rank's size, so that all ranks send equally much.
+Each rank stores its chunk padded to the first rank's size, so that all ranks send the same amount.
 
-With the other two, which rank holds what follows from how the parameters of a group are packed together
-(`shardwise.layout.packing`); the placement says only where a parameter may be cut.
+For the other two, packing the parameters of a group (`shardwise.layout.packing`) decides which rank holds
+what; the placement says only where a parameter may be cut.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from shardwise.layout.box import Box
 
 
 def even_intervals(size: int, ranks: int) -> list[tuple[int, int]]:
-    """Return [begin, end) of each rank, as even as can be; as of `tensor_split`, the first have one more."""
+    """Return [begin, end) for each rank, as even as possible; as in `tensor_split`, the first are larger."""
     least, more = divmod(size, ranks)
     return list(pairwise(rank * least + min(rank, more) for rank in range(ranks + 1)))
 
 
 @dataclass(frozen=True)
 class EvenShard:
-    """Chunks of `ceil(size / ranks)` along `dim`, empty where the rows run out."""
+    """Chunks of `ceil(size / ranks)` along `dim`, the last ones short or empty."""
 
     dim: int = 0
 
@@ -64,8 +64,8 @@ class EvenShard:
 class RaggedShard:
     """A cut into whole blocks of `block` rows of dim 0, any number on a rank; the last block may be short.
 
-    For optimizers and quantisation that work on tiles: a 2-D tile aligned to rows is a block of the
-    tile's rows, so 128 x 128 tiles are kept whole by `RaggedShard(128)`.
+    For optimizers and quantisation that work on tiles: `RaggedShard(128)` keeps 128 x 128 tiles whole, since
+    each lies in one block of 128 rows.
     """
 
     block: int = 1
@@ -77,7 +77,7 @@ class RaggedShard:
 
 @dataclass(frozen=True)
 class Owned:
-    """A placement whole on one rank, `rank` of the shard axis or any: for optimizers of matrices."""
+    """A placement on a single rank: `rank` of the shard axis, or any. For optimizers of whole matrices."""
 
     rank: int | None = None
 

@@ -1,18 +1,18 @@
-"""Dims that hold the same elements before and after a reshape, and boxes after it, an index or an expansion.
+"""Groups of dims with the same elements before and after a reshape; boxes after reshape, index, expansion.
 
-A reshape falls into groups of dims that hold each other's elements, as few at a time as possible:
+A reshape splits into the smallest groups of old and new dims that hold the same elements:
 
     (4, 6, 5) to (2, 2, 30)     4 to (2, 2), and (6, 5) to 30
     (4, 1) to (4,)              4 to 4, and 1 to nothing
 
-A box stays a box if it does in every group. Strides within a group agree nowhere but at its ends, so there a
-box must be one range of the flattened group, and that range a box of the new dims:
+A box stays a box if it does in every group. Strides within a group agree only at its ends, so the box must be
+one range of the flattened group, and that range must be a box of the new dims:
 
     (4, 6) to 24      rows 1 to 2 are the range 6 to 17; columns 1 to 2 are no range
     24 to (4, 6)      6 to 17 are rows 1 to 2; 6 to 14 are no box
 
-Dims of size 1 are in no group then: an empty box stays empty where it was. An index with steps keeps boxes:
-in each dim, what is left of a range of elements is a range of the result's.
+Dims of size 1 are then in no group: an empty box stays empty where it was. An index with steps keeps boxes:
+in each dim, the elements left of a range are a range of the result.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def regrouped(
     """Group dims of `old` and of `new`; without elements, only equal dims at the ends are separate.
 
     Args:
-        old, new: sizes, numbers or symbols; as many elements each.
-        same: are two sizes equal?
-        hint: a size as a number, to tell which of two is the smaller.
+        old, new: sizes, numbers or symbols, with the same number of elements.
+        same: returns whether two sizes are equal.
+        hint: returns a size as a number, to find the smaller of two.
     """
     if any(isinstance(size, int) and size == 0 for size in old):
         return _without_elements(old, new, same)
@@ -75,14 +75,14 @@ def _without_elements(old: Sequence[Any], new: Sequence[Any], same: Callable[[An
     return [*(([d], [d]) for d in range(first)), *([middle] if any(middle) else []), *ends]
 
 
-Pick = int | range | None  # of a dim: one element, or several; None is a new dim of size 1
+Pick = int | range | None  # for a dim: one element, or several; None is a new dim of size 1
 _Extent = tuple[int, int]  # offset and size
 
 
 def reshape_boxes(boxes: Sequence[Box], *, old: Sequence[int], new: Sequence[int]) -> list[Box | None]:
-    """Reshape each box of a tensor of shape `old` to `new`, which has as many elements.
+    """Reshape each box of a tensor of shape `old` to `new`, which has the same number of elements.
 
-    None where the elements of a box make no box of `new`; of an empty box, where `new` is a scalar.
+    Returns None for a box whose elements are no box of `new`, or for an empty box if `new` is a scalar.
     """
     ours, theirs = ([dim for dim, size in enumerate(sizes) if size != 1] for sizes in (old, new))
     groups = [
@@ -113,7 +113,7 @@ def _reshape_box(box: Box, old: Sequence[int], new: Sequence[int], groups: Group
 
 
 def _span(extents: Sequence[_Extent], sizes: Sequence[int]) -> _Extent | None:
-    """Return the first element and number of elements in the flattened dims; None where they are no range."""
+    """Return the first element and number of elements in the flattened dims; None if they are no range."""
     start, count, whole = 0, 1, True
     for (offset, length), size in zip(extents, sizes, strict=True):
         start = start * size + offset
@@ -124,7 +124,7 @@ def _span(extents: Sequence[_Extent], sizes: Sequence[int]) -> _Extent | None:
 
 
 def _split(start: int, count: int, sizes: Sequence[int]) -> list[_Extent] | None:
-    """Return the range of `count` elements from `start` on as a box of `sizes`; None where it is none."""
+    """Return the range of `count` elements from `start` on as a box of `sizes`; None if it is no box."""
     extents: list[_Extent] = []
     stride = math.prod(sizes)
     if not stride or not (count or sizes):
@@ -146,8 +146,8 @@ def _split(start: int, count: int, sizes: Sequence[int]) -> list[_Extent] | None
 def pick_box(box: Box, picks: Sequence[Pick]) -> tuple[Box, tuple[int | slice | None, ...]] | None:
     """Apply `picks`, by dim, to a box: return its place in the result, and an index into its tensor.
 
-    None where they leave nothing of it, unless they leave nothing of the whole tensor either or the box
-    was empty before.
+    Returns None if nothing of the box is left, unless nothing of the whole tensor is left either or the box
+    was already empty.
     """
     offsets: list[int] = []
     sizes: list[int] = []
@@ -177,7 +177,7 @@ def pick_box(box: Box, picks: Sequence[Pick]) -> tuple[Box, tuple[int | slice | 
 
 
 def _steps(pick: range, before: int) -> int:
-    """Count the elements picked that lie before one."""
+    """Count the picked elements that lie before the element `before`."""
     return min(max(-(-(before - pick.start) // pick.step), 0), len(pick))
 
 

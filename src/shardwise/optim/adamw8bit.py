@@ -1,16 +1,16 @@
-"""AdamW whose moments take 8 bits an element, the same however parameters are cut into rows.
+"""AdamW with moments of 8 bits per element, the same however parameters are cut into rows.
 
     exp_avg, exp_avg_sq               uint8 codes, of the parameter's shape
     exp_avg_scale, exp_avg_sq_scale   fp32, of shape (rows, blocks in a row): the largest magnitude of each
-                                      block of `block` elements, cut inside a row
+                                      block of `block` elements inside a row
 
-A step decodes one parameter's moments to fp32, updates them as AdamW does, steps, and encodes them again.
-A block never leaves its row, so wherever rows are cut every rank holds whole blocks.
+A step decodes one parameter's moments to fp32, updates them as AdamW does, updates the parameter, and encodes
+them again. A block never leaves its row, so every rank holds whole blocks wherever rows are cut.
 
 Sources. Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, arXiv 1711.05101; Dettmers
 et al., "8-bit optimizers via block-wise quantization", 2022, arXiv 2110.02861 (blocks, code books, small
 parameters in fp32); Li et al., "Memory efficient optimizers with 4-bit states", 2023, arXiv 2309.01507 (the
-second moment must not round to zero: the step would divide by nearly nothing).
+second moment must not round to zero: the step would divide by almost zero).
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from shardwise.sharded_tensor.rows import cut_like
 
 SMALL_NUMEL = 4096  # parameters of fewer elements keep fp32 moments
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-ELEMENTS_AT_ONCE = {"cpu": 1 << 17}  # whose fp32 copies fit its caches
+ELEMENTS_AT_ONCE = {"cpu": 1 << 17}  # fp32 copies fit its caches
 ELSEWHERE_AT_ONCE = 1 << 24  # enough to fill an accelerator
 
 
 class AdamW8bit(Optimizer):
-    """AdamW with moments in 8 bits: 2 + 8 / block bytes of state an element, where AdamW has 8.
+    """AdamW with moments in 8 bits: 2 + 8 / block bytes of state per element, where AdamW has 8.
 
     For plain tensors, DTensors and parameters of `fully_shard(layout="contiguous")`. Never communicates.
-    Updates are bit for bit those of one process: encoding looks at nothing but a block, and a block lies in
-    one row on one rank.
+    Updates equal those of one process bit for bit: encoding depends only on a block, which lies in one row on
+    one rank.
 
     Parameters keep fp32 moments, and the arithmetic of `torch.optim.AdamW`, if they have one dim, a single
-    column or fewer than 4096 elements; also if ranks hold parts of rows (cut along another dim than the
-    first, as by row-wise tensor parallelism), where blocks would depend on the number of ranks, and if they
-    are `ShardedTensor`s, of boxes of any shape.
+    column or fewer than 4096 elements. So do parameters whose rows are split between ranks (cut along another
+    dim than the first, as in row-wise tensor parallelism), since blocks would depend on the number of ranks,
+    and `ShardedTensor`s, whose boxes have any shape.
 
     Args:
-        params: parameters, named or not, or dicts of them with options of their own.
+        params: parameters, named or not, or dicts of them with their own options.
         lr: learning rate.
-        betas: how much of the first and of the second moment is kept in a step.
+        betas: the fraction of the first and of the second moment that a step keeps.
         eps: added to the root of the second moment.
         weight_decay: decoupled, times `lr`.
-        block: elements that share a scale.
+        block: the number of elements that share a scale.
 
     Raises:
         ShardingError: an option out of range, or a loaded state that does not fit its parameter.
@@ -100,10 +100,10 @@ class AdamW8bit(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; the tensors are copied.
+        """Load a `state_dict`; its tensors are copied.
 
-        `Optimizer.load_state_dict` casts state to the dtype of its parameter, and codes and scales are
-        neither: so it loads the options, and the state is put beside them before any hook sees it.
+        `Optimizer.load_state_dict` would cast state to the parameter's dtype, which codes and scales do not
+        have. So it loads only the options; the state is added before any hook sees it.
         """
         given: dict[str, Any] = {}
 
@@ -118,7 +118,7 @@ class AdamW8bit(Optimizer):
                 if key in given["state"]:
                     self.state[param] = _loaded(given["state"][key], param, key, block=options["block"])
 
-        before = self.register_load_state_dict_pre_hook(hold_state)  # the last: sees what others made of it
+        before = self.register_load_state_dict_pre_hook(hold_state)  # the last: sees other hooks' changes
         after = self.register_load_state_dict_post_hook(restore_state, prepend=True)
         try:
             super().load_state_dict(state_dict)
@@ -131,10 +131,10 @@ class AdamW8bit(Optimizer):
 
 
 class CodeBook(NamedTuple):
-    """The numbers that codes 0 to 255 stand for, and a table that finds the nearest code.
+    """The numbers that codes 0 to 255 represent, and a table that finds the nearest code.
 
-    A table replaces the binary search: the upper 16 bits of an fp32 number name an interval that holds at
-    most one midpoint between neighbouring numbers, so the code is the interval's first or the one after it.
+    The table replaces a binary search. The upper 16 bits of an fp32 number select an interval that holds at
+    most one midpoint between neighbouring numbers, so the code is the interval's first or the next one.
     """
 
     numbers: Tensor  # (256,) fp32, ascending
@@ -150,12 +150,12 @@ class CodeBook(NamedTuple):
 
 @functools.cache
 def code_book(*, signed: bool, device: torch.device) -> CodeBook:
-    """Return the codes of signed numbers, or of numbers that are not negative.
+    """Return the code book of signed numbers, or of non-negative numbers.
 
     Dynamic tree quantisation (Dettmers et al., section 1.3): after the sign, the number of leading zero bits
-    is a negative power of ten, a one ends it, and the bits left divide [0.1, 1] times that power into equal
-    cells, whose centres are the numbers. Magnitudes are thus exact to few bits over seven decades. Zero and
-    one are added. Without a sign, its bit halves the cells.
+    gives a negative power of ten, and a one bit ends it. The remaining bits divide [0.1, 1] times that power
+    into equal cells, whose centres are the numbers. So magnitudes are exact to a few bits over seven decades.
+    Zero and one are added. Without a sign, its bit halves the cells.
     """
     bits = 6 if signed else 7  # of the fraction in the largest decade
     magnitudes = []
@@ -179,9 +179,9 @@ def quantise(values: Tensor, *, block: int, signed: bool) -> tuple[Tensor, Tenso
         values: fp32, of shape (rows, columns); none negative unless `signed`.
 
     Returns:
-        Codes: uint8, of the same shape, each the nearest of its code book. Without a sign only zeros get
-        the code for zero. Scales: fp32, of shape (rows, ceil(columns / block)), the largest magnitude of
-        each block.
+        Codes: uint8, of the same shape, each the nearest in its code book; without a sign, only zeros get
+        the code of zero. Scales: fp32, of shape (rows, ceil(columns / block)), the largest magnitude of each
+        block.
     """
     rows, columns = values.shape
     blocks = -(-columns // block)
@@ -195,7 +195,7 @@ def quantise(values: Tensor, *, block: int, signed: bool) -> tuple[Tensor, Tenso
 
 
 def dequantise(codes: Tensor, scales: Tensor, *, block: int, signed: bool) -> Tensor:
-    """Return the fp32 values (rows, columns) of `codes` and `scales`, as `quantise` returns them."""
+    """Return the fp32 values (rows, columns) of `codes` and `scales` from `quantise`."""
     rows, columns = codes.shape
     numbers = code_book(signed=signed, device=codes.device).numbers
     values = numbers.index_select(0, codes.reshape(-1).int()).view(rows, columns)
@@ -209,12 +209,12 @@ def dequantise(codes: Tensor, scales: Tensor, *, block: int, signed: bool) -> Te
 
 
 def _initial_state(param: Tensor, *, block: int) -> dict[str, Tensor]:
-    """Zero moments in the form of `param`: plain, DTensor or sharded rows."""
+    """Return zero moments in the form of `param`: plain, DTensor or sharded rows."""
     state = {"step": torch.tensor(0.0)}
     if not has_8_bits(param):
         return state | {moment: torch.zeros_like(_wide(param)) for moment in _MOMENTS}
     local = _compat.local_of(param)
-    for moment in _MOMENTS:  # all codes stand for zero where the scale is zero
+    for moment in _MOMENTS:  # all codes represent zero if the scale is zero
         scales = torch.zeros(_scale_shape(local.shape, block), device=local.device)
         codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
         state[moment] = cut_like(param, codes, tuple(param.shape))
@@ -251,7 +251,7 @@ def has_8_bits(param: Tensor) -> bool:
 
 
 def _step_quantised(param: Tensor, state: dict[str, Tensor], options: dict[str, Any]) -> None:
-    """Update a quantised parameter in runs of rows, so that the fp32 values of a run need little memory."""
+    """Update a quantised parameter in runs of rows, so that a run's fp32 values need little memory."""
     local, grad = _compat.local_of(param), _compat.local_of(cast(Tensor, param.grad))
     rows, columns = local.shape[0], math.prod(local.shape[1:])
     at_once = max(1, ELEMENTS_AT_ONCE.get(local.device.type, ELSEWHERE_AT_ONCE) // columns)
@@ -259,7 +259,7 @@ def _step_quantised(param: Tensor, state: dict[str, Tensor], options: dict[str, 
     step = state["step"].item()
     codes = [_compat.local_of(state[moment]).view(rows, columns) for moment in _MOMENTS]
     scales = [_compat.local_of(state[f"{moment}_scale"]) for moment in _MOMENTS]
-    param_rows = local.reshape(rows, columns)  # a copy where the memory is in another order
+    param_rows = local.reshape(rows, columns)  # a copy if the memory has another order
     whole = [param_rows, grad.reshape(rows, columns), *codes, *scales]
     for first in range(0, rows, at_once):
         run = [tensor[first : first + at_once] for tensor in whole]
@@ -317,7 +317,7 @@ def _step_in_fp32(params: list[Tensor], states: list[dict[str, Tensor]], options
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return `tensor` in fp32, or itself if that loses bits or nothing changes."""
+    """Return `tensor` in fp32, or itself if fp32 would lose bits or change nothing."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 

@@ -1,10 +1,10 @@
-"""Common parts of optimizers over parts of parameters: which may be, and state by parameter name.
+"""Common code of optimizers over parts of parameters: which optimizers may, and state by parameter name.
 
     {"state": {"weight": {"exp_avg": tensor, "step": tensor(3.)}, ...},
      "param_groups": [{"params": ["weight", ...], "lr": 0.1, ...}]}
 
-as torch's `get_optimizer_state_dict` has it. State with an element for each of a parameter's is as the
-parameter: whole for whoever reads it, cut in memory.
+as in torch's `get_optimizer_state_dict`. State with one element per element of a parameter is cut in memory
+like the parameter, and whole to readers.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _WHY_NOT = {
     "Muon": "it multiplies whole matrices; use shardwise.optim.Muon",
     "SparseAdam": "it needs sparse gradients",
 }
-# State that is one number for a whole parameter, also where the parameter is one number.
+# State that is one number per parameter, even if the parameter is a single number.
 _NUMBERS = ("step", "eta", "mu", "mu_product")
-# What a step changes also where gradients are zero, as it is before the first; a name is an option's.
+# State that a step changes even if gradients are zero, with its first value; a name is that of an option.
 _BEFORE_A_STEP = {"step": 0.0, "mu_product": 1.0, "mu": 1.0, "eta": "lr", "step_size": "lr"}
 
 
 def check_elementwise(kind: type[Optimizer], *, over: str, advice: str) -> None:
-    """Raise ShardingError unless `kind` treats every element alone.
+    """Raise ShardingError unless `kind` treats every element independently.
 
     Args:
-        over: what it would step on: "shards".
-        advice: for optimizers that nothing is known of.
+        over: what it would update, for the error: "shards".
+        advice: for optimizers of which nothing is known.
     """
     if is_elementwise(kind):
         return
@@ -51,7 +51,7 @@ def check_elementwise(kind: type[Optimizer], *, over: str, advice: str) -> None:
 def named_state(
     state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """Return the state dict of groups whose parameters have `names`; its state is in their order."""
+    """Return the state dict of groups whose parameters have `names`, with state in their order."""
     ordered = [name for own in names for name in own if name in state]
     return {
         "state": {name: state[name] for name in ordered},
@@ -62,10 +62,10 @@ def named_state(
 
 
 def loaded_options(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """Return the options that a loaded state has for each group of parameters, by their `names`.
+    """Return a loaded state's options for each group of parameters, given by `names`.
 
     Raises:
-        ShardingError: other names, or names that are several groups there but one here.
+        ShardingError: names differ, or names of one group here are in several groups there.
     """
     groups = state_dict["param_groups"]
     where = {name: number for number, group in enumerate(groups) for name in group["params"]}
@@ -93,7 +93,7 @@ def loaded_options(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]
 
 
 def check_shapes(name: str, shape: Sequence[int], values: Mapping[str, Any]) -> None:
-    """Raise ShardingError for state that is neither of the parameter's `shape` nor a number."""
+    """Raise ShardingError for state that is neither a number nor of the parameter's `shape`."""
     for key, value in values.items():
         if isinstance(value, Tensor) and value.numel() != 1 and tuple(value.shape) != tuple(shape):
             raise ShardingError(
@@ -103,12 +103,12 @@ def check_shapes(name: str, shape: Sequence[int], values: Mapping[str, Any]) -> 
 
 
 def is_elements(key: str, value: Any, shape: Sequence[int]) -> bool:
-    """Return whether a state has one element for each of a parameter of `shape`."""
+    """Return whether a state has one element per element of a parameter of `shape`."""
     return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and key not in _NUMBERS
 
 
 def kind_of(values: Mapping[str, Any] | None) -> Any:
-    """Return a key that is equal for parameters that can share a state."""
+    """Return a key that is equal for parameters whose state can be shared."""
     return tuple(
         (key, None if value.ndim else value.item()) if isinstance(value, Tensor) else (key, value)
         for key, value in sorted((values or {}).items())
@@ -118,11 +118,11 @@ def kind_of(values: Mapping[str, Any] | None) -> Any:
 def allocate_state(
     optimizer: Optimizer, make: Callable[[list[dict[str, Any]]], Optimizer], *, frozen: Collection[Tensor]
 ) -> None:
-    """Give tensors without state what they have as their first step begins; they do not change.
+    """Give tensors without state the state that their first step begins with; the tensors do not change.
 
     Args:
-        make: an optimizer of the same kind over other groups of parameters.
-        frozen: tensors that no step gives state.
+        make: makes an optimizer of the same kind over other groups of parameters.
+        frozen: tensors that get no state in a step.
     """
     for group in optimizer.param_groups:
         for tensor in group["params"]:
@@ -138,11 +138,11 @@ def allocate_state(
 
 
 def undo_step(kind: type[Optimizer], values: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Make the state that a step with gradients of zero left, in place, what it was as that step began.
+    """Undo, in place, the change to the state by a step with zero gradients.
 
     Args:
-        kind: of optimizers that are not torch's, or not elementwise, only the number of steps is known.
-        options: of the parameter's group.
+        kind: the optimizer's class; only "step" is undone unless it is torch's and elementwise.
+        options: the options of the parameter's group.
     """
     for key in values.keys() & (_BEFORE_A_STEP.keys() if is_elementwise(kind) else {"step"}):
         before: Any = _BEFORE_A_STEP[key]

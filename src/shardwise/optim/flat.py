@@ -1,16 +1,15 @@
-"""An optimizer over the memory in which sharded parameters lie, in place of over the parameters.
+"""An optimizer over the memory of sharded parameters, instead of over the parameters.
 
 In the contiguous layout a rank's rows of a group of parameters lie end to end in one shard buffer, and after
-backward so do their gradients. An elementwise optimizer does not care where one parameter ends and the next
-begins, so it may step on the buffer as one tensor::
+backward so do their gradients. An elementwise optimizer need not know where one parameter ends and the next
+begins, so it can step on the buffer as one tensor::
 
     shard buffer    A A A A A B B C C C C -     parameters A, B, C and padding
     hyper-params    0 0 0 0 0 1 1 0 0 0 0       B without weight decay, say
     flat tensors    [   a   ] [b] [  c  ]       three runs; one, if all are equal
 
-Each run has one state. That is right as long as its parameters have gradients at the same steps; the first
-time they do not, the run is split for good. To users and checkpoints all state is that of parameters, by
-name.
+Each run has one state. That is correct as long as its parameters have gradients in the same steps; the first
+time they do not, the run is split permanently. Users and checkpoints see state per parameter, by name.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from shardwise.optim.by_name import (
 )
 from shardwise.sharded_tensor.rows import ShardedRows
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # no part of a name, to torch's checkpoints too
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # not part of a name, as in torch's checkpoints
 
 
 def flat(
@@ -53,21 +52,21 @@ def flat(
 ) -> FlatOptimizer:
     """Make `optimizer` for a model sharded with `layout="contiguous"`: one tensor per group and options.
 
-    The numbers are those of `optimizer(model.parameters(), **options)`, at the host cost of a few tensors.
-    (Fused on CPU, to 1 ulp: its kernel rounds otherwise in the last elements of a tensor, which lie
-    elsewhere.) Local, except that loading a state that is cut otherwise is collective.
+    Results equal those of `optimizer(model.parameters(), **options)`, at the host cost of a few tensors.
+    (Fused on CPU, they agree to 1 ulp: the kernel rounds differently in a tensor's last elements, which are
+    other ones here.) Local, except that loading a state that is cut differently is collective.
 
     Args:
-        optimizer: of `torch.optim`, and elementwise: Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam,
+        optimizer: an elementwise class of `torch.optim`: Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam,
             RAdam, RMSprop, Rprop or SGD.
-        model: after `fully_shard`. Parameters that no group manages are optimized as they are.
-        params: what to optimize, as `torch.optim` takes it: parameters of the model, pairs of a name, which
-            is not used, and a parameter, or dicts of "params" and their own options. None is all. Parameters
-            that differ in options and lie alternately in their group make many tensors.
-        options: of the optimizer.
+        model: the model after `fully_shard`. Parameters that no group manages are optimized as usual.
+        params: the parameters to optimize, as for `torch.optim`: parameters of the model, pairs of a name
+            (unused) and a parameter, or dicts of "params" and their own options. None means all. Parameters
+            that differ in options and alternate in their group make many tensors.
+        options: the optimizer's options.
 
     Returns:
-        a `torch.optim.Optimizer` whose state dict is by parameter name.
+        A `torch.optim.Optimizer` whose state dict is by parameter name.
 
     Raises:
         ShardingError: an optimizer that is not elementwise; parameters that are not sharded with
@@ -87,7 +86,7 @@ def flat(
 
 
 def _managed(model: nn.Module) -> dict[ContiguousGroup, None]:
-    """Return the groups of the model, showing their sharded parameters."""
+    """Return the groups of the model, resharded."""
     found: dict[ContiguousGroup, None] = {}
     for name, module in model.named_modules():
         state = state_of(module)
@@ -112,7 +111,7 @@ def _managed(model: nn.Module) -> dict[ContiguousGroup, None]:
 
 
 def _names(model: nn.Module, managed: dict[ContiguousGroup, None]) -> dict[nn.Parameter, str]:
-    """Return the model's parameters and what they are called."""
+    """Return the model's parameters and their names."""
     named = {}
     for name, param in model.named_parameters():
         for wrapper in _WRAPPERS:
@@ -147,7 +146,7 @@ def _check_params(given: Sequence[nn.Parameter], named: dict[nn.Parameter, str])
 
 @dataclass(eq=False)
 class _Run:
-    """Neighbours in a shard buffer that are optimized as one tensor."""
+    """Adjacent parameters in a shard buffer that are optimized as one tensor."""
 
     group: ContiguousGroup
     segment: int
@@ -156,7 +155,7 @@ class _Run:
     members: list[RowsParam] = field(default_factory=list)
 
     def lay(self) -> None:
-        """Take hold of the buffer as it is now."""
+        """Make the flat tensor over the current shard buffer."""
         self.shard = self.group.shards[self.segment]
         self.size = self.shard.numel()
         self.tensor = nn.Parameter(self.shard.narrow(0, self.begin, self.end - self.begin))
@@ -168,9 +167,9 @@ class _Run:
         return self.group.shards[self.segment] is self.shard
 
     def gradient(self) -> Tensor | list[bool]:
-        """Return the gradient of the whole run, without a copy where all are views of one reduced shard.
+        """Return the gradient of the whole run, without a copy if all are views of one reduced shard.
 
-        If only some members have gradients, return which.
+        If only some members have gradients, return which ones do.
         """
         try:
             locals_ = [param.grad._local_tensor for param in self.params]  # type: ignore[union-attr]
@@ -196,7 +195,7 @@ class _Run:
         return made
 
     def rows_of(self, tensor: Tensor, member: RowsParam) -> ShardedRows:
-        """Return a member's rows of a tensor that lies as this run does."""
+        """Return a member's rows of a tensor that is laid out like this run."""
         rows = member.place.box
         begin = member.place.shard_offset - self.begin
         return ShardedRows.wrap(tensor.narrow(0, begin, rows.numel).view(rows.sizes), member.piece)
@@ -224,7 +223,7 @@ class _Run:
 
 
 class FlatOptimizer(Optimizer):
-    """An optimizer over flat memory, as `flat` returns it: of this class and of the optimizer's.
+    """An optimizer over flat memory, made by `flat`; also an instance of the optimizer's own class.
 
     `param_groups` hold the options, which schedulers may change, and flat tensors.
     """
@@ -240,7 +239,7 @@ class FlatOptimizer(Optimizer):
         set_of = {id(param): i for i, one in enumerate(sets) for param in one["params"]}
         tensors: list[list[nn.Parameter]] = [[] for _ in sets]
         self._runs: dict[nn.Parameter, _Run] = {}
-        self._managed: dict[str, RowsParam] = {}  # also those without rows on this rank, which no run has
+        self._managed: dict[str, RowsParam] = {}  # includes those without rows here, which are in no run
         sharded: set[int] = set()
         for group in managed:
             for index, segment in enumerate(group.layout.segments):
@@ -292,9 +291,9 @@ class FlatOptimizer(Optimizer):
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Let each flat tensor's gradient be that of its parameters, until the step ends. Local.
+        """Give each flat tensor the gradient of its parameters, until the step ends. Local.
 
-        A step does it first (with a closure, after each evaluation).
+        A step begins with this call (with a closure, it follows each evaluation).
         """
         keep_gradients(param for run in self._runs.values() for param in run.params)
         for tensor, run in list(self._runs.items()):
@@ -311,7 +310,7 @@ class FlatOptimizer(Optimizer):
                 tensor.grad = None
 
     def _moved(self, tensor: nn.Parameter, run: _Run) -> tuple[nn.Parameter, _Run]:
-        """Return whether the model has other memory now: `to_empty`, `load_state_dict(assign=True)`, ..."""
+        """Return tensor and run over the model's new memory, after `to_empty` or loading by assignment."""
         shard = run.group.shards[run.segment]
         if self.state.get(tensor) and (shard.dtype, shard.device) != (tensor.dtype, tensor.device):
             raise ShardingError(
@@ -323,7 +322,7 @@ class FlatOptimizer(Optimizer):
         return moved.tensor, moved
 
     def _split(self, tensor: nn.Parameter, cut: list[tuple[Any, _Run]]) -> list[_Run]:
-        """Put other runs over the same range in place of one, each with its part of the state."""
+        """Replace a run by other runs over the same range, each with its part of the state."""
         whole = self._runs.pop(tensor)
         state = self.state.pop(tensor, {})
         parts = [run for _, run in cut]
@@ -460,7 +459,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_state(value: Any, tensor: Tensor) -> bool:
-    """Return whether `value` has one element for each of `tensor`."""
+    """Return whether `value` has one element per element of `tensor`."""
     return isinstance(value, Tensor) and value.shape == tensor.shape
 
 
@@ -469,7 +468,7 @@ def _copied(value: Any) -> Any:
 
 
 def _local_state(name: str, values: dict[str, Any], member: RowsParam) -> dict[str, Any]:
-    """Return one parameter's state with local rows in place of tensors of its shape."""
+    """Return one parameter's state with tensors of its shape replaced by local rows."""
     check_shapes(name, member.piece.shape, values)
     found = {}
     for key, value in values.items():
@@ -485,7 +484,7 @@ def _local_state(name: str, values: dict[str, Any], member: RowsParam) -> dict[s
 
 
 def _joined(run: _Run, each: list[dict[str, Any] | None]) -> dict[str, Any]:
-    """Return the state of a run from those of its members."""
+    """Return the state of a run from the states of its members."""
     joined: dict[str, Any] = {}
     for key, first in (each[0] or {}).items():
         if not isinstance(first, Tensor) or first.ndim == 0:

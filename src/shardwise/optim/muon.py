@@ -1,12 +1,12 @@
-"""Muon for matrices that are cut over ranks: each is orthogonalised whole, by one of its holders.
+"""Muon for matrices that are cut over ranks: one of its holders orthogonalises each whole matrix.
 
     momentum          every rank, on its own rows
     to the worker     the other holders' rows of a cut matrix              one all-to-all for all matrices
-    orthogonalise     the worker alone; whole matrices meanwhile
+    orthogonalise     the worker only; whole matrices during the first all-to-all
     from the worker   the rows back to their holders                       one all-to-all for all matrices
 
-A matrix that one rank holds whole (`Owned`, or a plain tensor) is never sent. Rows travel in the dtype of
-the Newton-Schulz iteration, which begins by rounding to it: sending them so loses nothing.
+A matrix that one rank holds whole (`Owned`, or a plain tensor) is never sent. Rows are sent in the dtype of
+the Newton-Schulz iteration, which begins by rounding to it, so sending them loses nothing.
 
 Sources. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024,
 https://kellerjordan.github.io/posts/muon/ (momentum, iteration, coefficients, "original" learning rate);
@@ -41,28 +41,28 @@ LR_FACTORS: dict[str, Callable[[int, int], float]] = {
 
 
 class Muon(Optimizer):
-    """Momentum, orthogonalised: for the matrices of hidden layers. The same numbers however they are cut.
+    """Orthogonalised momentum, for the matrices of hidden layers; results do not depend on how they are cut.
 
-    Takes what `torch.optim.Muon` takes and does the same arithmetic, on plain tensors, DTensors and
-    parameters of `fully_shard(layout="contiguous")`. Embeddings, heads, biases and norms belong to AdamW.
+    Takes the arguments of `torch.optim.Muon` and does the same arithmetic, on plain tensors, DTensors and
+    parameters of `fully_shard(layout="contiguous")`. Use AdamW for embeddings, heads, biases and norms.
 
-    `step` is collective over each process group that cuts a matrix over two ranks or more: ranks must hold
-    the same parameters in the same order, with gradients for the same of them. It issues two all-to-alls
-    for each such group, none where every matrix has one holder. A cut matrix is worked on by the rank that
-    holds most of it, among equals by the one with the least work so far.
+    `step` is collective over each process group that cuts a matrix over two or more ranks: ranks must hold
+    the same parameters in the same order, and have gradients for the same ones. It issues two all-to-alls for
+    each such group, and none if every matrix has one holder. The rank that holds most of a cut matrix works
+    on it; among equals, the one with the least work so far.
 
     Args:
-        params: matrices, named or not, or dicts of them with options of their own.
-        lr: learning rate, before the factor that `adjust_lr_fn` names.
+        params: matrices, named or not, or dicts of them with their own options.
+        lr: learning rate, before the factor that `adjust_lr_fn` selects.
         weight_decay: decoupled, as in AdamW: times `lr`, without that factor.
-        momentum: share of the old momentum kept in a step.
+        momentum: the fraction of the old momentum that a step keeps.
         nesterov: look ahead by one step of momentum.
         ns_coefficients: a, b, c of the iteration X <- aX + (bA + cA^2)X, where A = XX^T.
         ns_steps: number of iterations.
-        eps: added to the norm by which a matrix is divided before the first.
+        eps: added to the norm by which a matrix is divided before the first iteration.
         adjust_lr_fn: "original" (also None), sqrt(max(1, rows / columns)); or "match_rms_adamw",
-            0.2 sqrt(max(rows, columns)), with which AdamW's learning rates fit.
-        ns_dtype: of the iteration and of what is sent. Momentum has the parameter's dtype.
+            0.2 sqrt(max(rows, columns)), which suits AdamW's learning rates.
+        ns_dtype: the dtype of the iteration and of messages. Momentum has the parameter's dtype.
 
     Raises:
         ShardingError: a parameter that is not a matrix, or that is cut over several mesh axes; an option
@@ -111,7 +111,7 @@ class Muon(Optimizer):
         self._forget_cuts()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add matrices with options of their own. Raises ShardingError as the constructor does."""
+        """Add matrices with their own options. Raises ShardingError as the constructor does."""
         super().add_param_group(param_group)
         added = self.param_groups[-1]
         names = added.get("param_names", range(len(added["params"])))
@@ -161,7 +161,7 @@ class Muon(Optimizer):
         self._plans: dict[Any, tuple[list[_Cut], _Plan]] = {}
 
     def _cut(self, param: Tensor, name: object = "?") -> _Cut:
-        """Return how `param` is cut; computed again only if it has become another."""
+        """Return how `param` is cut; recomputed only if the cut has changed."""
         form = sharding_of(param)
         known = self._cuts.get(param)
         if known is None or known[0] is not form:
@@ -169,7 +169,7 @@ class Muon(Optimizer):
         return known[1]
 
     def _plan(self, key: Any, matrices: list[_Matrix]) -> _Plan:
-        """Return who works on what; made again only if other matrices have gradients than last time."""
+        """Return which rank works on what; made anew only if other matrices have gradients than last time."""
         cuts = [matrix.cut for matrix in matrices]
         known = self._plans.get(key)
         if known is None or known[0] != cuts:
@@ -186,16 +186,16 @@ def newton_schulz(
     eps: float = 1e-7,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Approximate the closest semi-orthogonal matrix: the same singular vectors, values near 1.
+    """Approximate the closest semi-orthogonal matrix: the same singular vectors, singular values near 1.
 
-    Works on the wide side, where the products are smallest.
+    A tall matrix is transposed first, so that products are smallest.
 
     Args:
         matrix: of shape (rows, columns), any floating dtype.
 
     Returns:
-        Of the same shape, in `dtype`. Singular values of at least 0.01 of the norm end between 0.68 and 1.14
-        with the default coefficients in exact arithmetic.
+        A matrix of the same shape, in `dtype`. With the default coefficients, in exact arithmetic, singular
+        values of at least 0.01 of the norm end between 0.68 and 1.14.
     """
     a, b, c = coefficients
     tall = matrix.shape[0] > matrix.shape[1]
@@ -217,7 +217,7 @@ class _Cut:
     holders: Mapping[int, Box]  # by rank of `group`; ranks without elements are left out
     group: dist.ProcessGroup | None = None
     rank: int = 0  # this process's in `group`
-    name: str = "?"  # by which the optimizer was given it
+    name: str = "?"  # under which the optimizer got it
 
     @property
     def is_whole_here(self) -> bool:
@@ -248,10 +248,10 @@ def _cut_of(param: Tensor, name: object) -> _Cut:
 
 
 def assign(cuts: Sequence[_Cut]) -> list[int]:
-    """Choose the rank that works on each matrix: of those that hold most of it, the one with least work.
+    """Choose the rank that works on each matrix: among those that hold most of it, the one with least work.
 
-    Depends on nothing but the cuts, so that all ranks agree. Matrices with one holder are counted first,
-    then the most expensive are placed first. -1 for matrices without elements.
+    Depends only on the cuts, so all ranks agree. Matrices with one holder are counted first; the others are
+    assigned from the most expensive on. Matrices without elements get -1.
     """
     work: dict[int, int] = defaultdict(int)  # multiplications of one Newton-Schulz step
     workers = [-1] * len(cuts)
@@ -273,9 +273,9 @@ def assign(cuts: Sequence[_Cut]) -> list[int]:
 class _Plan:
     """The rows that go to each worker, and back."""
 
-    messages: list[Message]  # that this rank sends or gets; source and target are the matrix
+    messages: list[Message]  # those that this rank sends or gets; source and target are the matrix
     mine: list[int]  # the cut matrices that this rank works on
-    is_needed: bool  # does any rank send anything?
+    is_needed: bool  # whether any rank sends anything
     what: str  # in words, equal on ranks that do the same
 
     @classmethod
@@ -299,9 +299,9 @@ class _Matrix:
 
     param: Tensor
     cut: _Cut
-    local: Tensor  # this rank's part of the parameter, updated in place; so are the gradient's ...
-    grad: Tensor
-    buffer: Tensor  # ... and the momentum's
+    local: Tensor  # this rank's part of the parameter, updated in place
+    grad: Tensor  # this rank's part of the gradient
+    buffer: Tensor  # this rank's part of the momentum, updated in place
     options: dict[str, Any]
 
     def direction(self) -> Tensor:
@@ -321,7 +321,7 @@ class _Matrix:
         )
 
     def apply(self, result: Tensor) -> None:
-        """Decay and update this rank's part by its part of the orthogonalised matrix."""
+        """Decay this rank's part, and update it by its part of the orthogonalised matrix."""
         lr = float(self.options["lr"])
         factor = LR_FACTORS[self.options["adjust_lr_fn"] or "original"](*self.cut.shape)
         self.local.mul_(1 - lr * self.options["weight_decay"])
@@ -329,9 +329,9 @@ class _Matrix:
 
 
 class _Exchange:
-    """The cut matrices of one process group and step. Making it sends; `finish` works and sends back.
+    """The cut matrices of one process group and step. Making it sends rows; `finish` works and sends back.
 
-    Both ways use the same memory: what came is overwritten by what it became.
+    Both directions use the same memory: results overwrite the rows that came.
     """
 
     def __init__(self, matrices: list[_Matrix], plan: _Plan, *, dtype: torch.dtype) -> None:

@@ -4,14 +4,14 @@ Local memory first, then one all-reduce for each mesh axis that any gradient is 
 
     total^p = all-reduce(SUM over sharding axes) of  sum over gradients of |g|^p
 
-Gradients of the contiguous layout that fill their group's reduced shard are taken as that shard, one tensor.
+Contiguous gradients that fill their group's reduced shard are replaced by that shard, one tensor.
 
-A gradient takes part in the all-reduces of its own axes only. A replicated axis holds equal copies,
-which must count once: it is left out. Models with parameters on several meshes (tensor parallel and
-not, experts and not) thus get one right norm. A parameter without its gradient takes part with nothing:
-ranks that lack it meet those that have it, and say so. Stages of a pipeline have other parameters each:
-their sums are added last; what two stages both have counts half on each. The infinity norm takes MAX in
-place of SUM.
+A gradient takes part only in the all-reduces of its own axes. A replicated axis holds equal copies, which
+must count once, so it is left out. So models with parameters on several meshes (tensor-parallel or not,
+experts or not) get one correct norm. A parameter without a gradient joins the all-reduces with nothing, so
+that ranks with and without its gradient find the difference. Pipeline stages have different parameters: their
+sums are added last, and parameters that two stages share count half on each. The infinity norm uses MAX
+instead of SUM.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from shardwise.sharded_tensor.holding import Groups
 from shardwise.sharded_tensor.kinds import by_axes
 
 _OF_A_STAGE = "_shardwise_of_a_stage"
-PART = 1 << 16  # elements that a CPU's fp32 sum of squares adds up without losing digits
+PART = 1 << 16  # elements whose squares a CPU can sum in fp32 without losing digits
 
 
 @torch.no_grad()
 def get_total_norm(
     tensors: Iterable[Tensor], norm_type: float = 2.0, *, stages: DeviceMesh | None = None
 ) -> Tensor:
-    """Return the norm of all elements of `tensors` taken together, as if each were whole.
+    """Return the norm of all elements of `tensors` together, as if each tensor were whole.
 
     Collective over every mesh of a sharded tensor in `tensors`; all ranks must pass the same tensors in
     the same order.
@@ -52,10 +52,10 @@ def get_total_norm(
     Args:
         tensors: plain tensors (equal on all ranks), `ShardedRows`, `ShardedTensor`s, and DTensors.
         norm_type: the p of the p-norm, positive or infinite.
-        stages: ranks that have other tensors each, a pipeline's stages; all of them must call.
+        stages: the ranks of a pipeline's stages, which have different tensors; all of them must call.
 
     Returns:
-        A scalar on the device of the first tensor, fp32 or wider, equal on all ranks; zero for no
+        A scalar on the device of the first tensor, fp32 or wider, equal on all ranks; zero without
         tensors.
 
     Raises:
@@ -73,7 +73,7 @@ def _norm(
     stages: DeviceMesh | None,
     halves: Mapping[Groups, list[Tensor]],
 ) -> Tensor:
-    """Return the norm of everything, `halves` counted half. Collective over all axes and the stages."""
+    """Return the norm of all tensors; `halves` count half. Collective over all axes and the stages."""
     norm_type = float(norm_type)  # "inf", as torch takes it
     if not norm_type > 0:
         raise ShardingError(f"{here()}: norm_type must be positive, got {norm_type}")
@@ -84,7 +84,7 @@ def _norm(
     for axes, locals_ in halves.items():
         half = _local_power_sum(locals_, norm_type) * (1.0 if infinite else 0.5)
         pending[axes] = half if axes not in pending else _add(pending[axes], half, infinite=infinite)
-    all_count = sum(counts.values())  # a gradient that a rank lacks shows in every group
+    all_count = sum(counts.values())  # in every group's words, to show a missing gradient everywhere
     for group in _in_order(dict.fromkeys(group for axes in pending for group in axes)):
         cut = [axes for axes in pending if group in axes]
         count = sum(counts[axes] for axes in counts if group in axes)
@@ -99,7 +99,7 @@ def _norm(
     total = next(iter(pending.values()), torch.zeros(()))  # a stage may have no gradients
     if stages is not None:
         what = f"reduce the {norm_type}-norm of all stages{purpose}"
-        # In float64 to the end, as a stage without gradients has no dtype.
+        # In float64 from here on, since a stage without gradients has no dtype.
         wide = total.reshape(1).to(stages.device_type, torch.float64)
         (total,) = _all_reduce(wide, stages.get_group(), what, infinite=infinite)
     return total if infinite else total.pow(1 / norm_type)
@@ -116,26 +116,27 @@ def clip_grad_norm_(
     stages: DeviceMesh | None = None,
     tied: Iterable[Tensor] = (),
 ) -> Tensor:
-    """Scale gradients in place so that their norm, taken together, is at most `max_norm`.
+    """Scale gradients in place so that their total norm is at most `max_norm`.
 
-    Takes what `torch.nn.utils.clip_grad_norm_` takes, in any mixture of plain parameters, sharded ones of
-    either layout on any meshes, and `ShardedTensor`s, in one all-reduce for each axis or group that cuts any.
+    Takes the arguments of `torch.nn.utils.clip_grad_norm_`, for any mixture of plain parameters, sharded ones
+    of either layout on any meshes, and `ShardedTensor`s, with one all-reduce per axis or group that cuts any.
 
-    Collective over every mesh of a parameter; ranks must pass the same parameters, and equal gradients of
-    plain ones, which they do not exchange.
+    Collective over every mesh of a parameter. Ranks must pass the same parameters; gradients of plain
+    parameters, which are not exchanged, must be equal.
 
     Args:
         stages: the ranks of a pipeline's stages, `mesh["pp"]`: each passes its own stages' parameters, and
-            all are scaled by the norm of the whole model's gradients. Without it each has a norm of its own.
-        tied: those parameters that one other stage has too, with equal gradients: see `add_tied_gradients`.
+            all are scaled by the norm of the whole model's gradients. Without it, each rank's stages have
+            their own norm.
+        tied: parameters that one other stage also has, with equal gradients: see `add_tied_gradients`.
 
     Returns:
         The norm before clipping: a scalar, equal on all ranks.
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; on every rank.
-        RankMismatchError: ranks differ in the norm's type, its bound or how many gradients they have; on
-            every rank of a process group of theirs (over gloo).
+        RankMismatchError: ranks differ in the norm's type, its bound or their number of gradients; on every
+            rank of their process group (over gloo).
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if stages is None and parameters and getattr(parameters[0], _OF_A_STAGE, False):
@@ -148,7 +149,7 @@ def clip_grad_norm_(
         grads = [p.grad for p in parameters]
     for index, grad in enumerate(grads):
         if grad is None:
-            # An evaluation may have left it gathered. Those of a ShardedTensor its attribute puts together.
+            # An evaluation may have left it gathered: the sharded form has the gradient.
             parameters[index] = sharded_form(parameters[index])
             grads[index] = parameters[index].grad
     shared = {id(form) for param in tied for form in (param, sharded_form(param))}
@@ -165,7 +166,7 @@ def clip_grad_norm_(
     lacking = [p for p, grad in zip(parameters, grads, strict=True) if grad is None and p.requires_grad]
     for axes, locals_ in by_axes(lacking, groups, merge_views)[0].items():  # other ranks may have theirs
         local.setdefault(axes, []).append(locals_[0].new_empty(0))
-    # A bound that is a tensor is not read: that would wait for its device.
+    # A bound that is a tensor is not read, since that would wait for its device.
     bound = "" if isinstance(max_norm, Tensor) else f" of {float(max_norm):.6g}"
     total = _norm(local, counts, norm_type, f", to clip them by a bound{bound}", stages, halves)
     if error_if_nonfinite and not bool(total.isfinite()):
@@ -184,7 +185,7 @@ def clip_grad_norm_(
 
 
 def of_a_stage(parameters: Iterable[Tensor]) -> None:
-    """Mark parameters as those of a pipeline's stage, which has not all of the model. Local."""
+    """Mark parameters as those of a pipeline stage, which has only a part of the model. Local."""
     for param in parameters:
         if _OF_A_STAGE in vars(param):
             return
@@ -192,7 +193,7 @@ def of_a_stage(parameters: Iterable[Tensor]) -> None:
 
 
 def _in_order(groups: Iterable[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
-    """Sort groups by how their ranks lie to each other: by mesh axis, whichever tensor comes first."""
+    """Sort groups by the offsets between their ranks, so by mesh axis, whichever tensor comes first."""
     found = list(groups)
     if len(found) > 1:
         of = {group: dist.get_process_group_ranks(group) for group in found}
@@ -222,7 +223,7 @@ def _in_place(totals: Tensor, op: Any, group: dist.ProcessGroup, what: str) -> T
 
 
 def _local_power_sum(tensors: list[Tensor], norm_type: float) -> Tensor:
-    """Sum of |x|^p over all elements (their maximum for infinity), in fp32 or wider."""
+    """Return the sum of |x|^p over all elements (their maximum for infinity), in fp32 or wider."""
     filled: list[Tensor] = []
     for tensor, size in zip(tensors, map(Tensor.numel, tensors), strict=True):
         if size >= 2 * PART and tensor.is_cpu and tensor.is_contiguous():

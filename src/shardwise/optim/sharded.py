@@ -1,13 +1,13 @@
-"""An ordinary optimizer over the local shards of sharded tensors, and plain tensors beside them.
+"""An ordinary optimizer over the local shards of sharded tensors, and over plain tensors.
 
-An optimizer that treats every element alone does not care which shard it lies in. So it gets this rank's
-shards as its parameters; on a rank without any, the empty tensor that stands for them in the autograd graph,
-for its counts of steps to go on. To users and checkpoints all state is that of whole parameters, by name:
+An optimizer that treats every element independently need not know its shard. So it gets this rank's shards as
+its parameters. On a rank without shards, it gets the empty tensor that represents them in the autograd graph,
+so that steps are still counted. Users and checkpoints see the state of whole parameters, by name:
 
     inside    AdamW over [shard, shard, bias, ...]        state of each shard
     outside   {"weight": {"exp_avg": ShardedTensor cut as the weight, "step": tensor(3.)}, "bias": ...}
 
-Gradients of plain (replicated) parameters are taken as they are, equal on every rank.
+Gradients of plain (replicated) parameters are used unchanged; they must be equal on every rank.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ class ShardedOptimizer(Optimizer):
     """`optimizer_class` over sharded and plain parameters, as a `torch.optim.Optimizer`.
 
     `param_groups` hold the options, which schedulers may change, the parameters' "names" and local tensors.
-    A `torch.amp.GradScaler` would look for infinities on this rank alone; train in bfloat16.
+    A `torch.amp.GradScaler` would look for infinities only on this rank; train in bfloat16.
 
     Args:
-        named_params: parameters by name, or pairs of both: `named_params_with_sharded_tensor(module)`, or
-            `module.named_parameters()`; the same names on every rank, in one order.
+        named_params: a mapping or pairs of names and parameters: `named_params_with_sharded_tensor(module)`,
+            or `module.named_parameters()`; the same names on every rank, in the same order.
         optimizer_class: Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop or SGD of
-            `torch.optim`, or any class that treats every element alone and says so by an attribute
-            `elementwise = True`.
-        args: of the optimizer, after its parameters.
+            `torch.optim`, or any class that treats every element independently and declares it by an
+            attribute `elementwise = True`.
+        args: arguments of the optimizer after its parameters.
         param_groups: dicts of "names" and options for those parameters; all others have the options in
             `kwargs`, and come first.
-        kwargs: of the optimizer.
+        kwargs: keyword arguments of the optimizer.
 
     Raises:
-        ShardingError: an optimizer that needs whole parameters; unknown, repeated or non-leaf ones.
+        ShardingError: an optimizer that needs whole parameters; unknown, repeated or non-leaf parameters.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the local shards and plain parameters. Local, unless `closure` is not.
 
-        Where one of this rank's shards of a parameter has a gradient and another has none, that is zero. All
-        ranks have gradients of the same parameters, as after a backward that all of them took part in.
+        If only some of this rank's shards of a parameter have gradients, the others' count as zero. All ranks
+        must have gradients of the same parameters, as after a backward in which all took part.
 
         Args:
             closure: evaluates the model and returns the loss, which `step` then returns.
 
         Raises:
-            ShardingError: a parameter holds other shards than when this optimizer was made.
+            ShardingError: a parameter's shards have changed since this optimizer was made.
         """
         assert self._inner is not None
         if closure is None:
@@ -117,7 +117,7 @@ class ShardedOptimizer(Optimizer):
         """Optimize more parameters: `{"params": {name: tensor, ...}, option: value, ...}`. Local.
 
         Raises:
-            ShardingError: "params" is no mapping from names, or has a name or tensor already known.
+            ShardingError: "params" is no mapping from names, or has a name or tensor that is already known.
         """
         if self._inner is None:  # the base class passes on the groups of the optimizer inside
             super().add_param_group(param_group)
@@ -141,9 +141,9 @@ class ShardedOptimizer(Optimizer):
         """Return the state by parameter name. Local.
 
         `{"state": {name: {"exp_avg": tensor, "step": number, ...}}, "param_groups": [{"params": [name, ...],
-        "lr": ..., ...}]}`. State with an element for each of a sharded parameter's is a `ShardedTensor` of
-        the same cut, which shares memory with the optimizer: `torch.distributed.checkpoint` saves it, and
-        loads it into another cut or number of ranks. None exists before the first step; see
+        "lr": ..., ...}]}`. State with one element per element of a sharded parameter is a `ShardedTensor` of
+        the same cut, which shares memory with the optimizer. `torch.distributed.checkpoint` saves it, and
+        loads it into another cut or number of ranks. Before the first step there is no state; see
         `allocate_state`.
         """
         found = {}
@@ -154,7 +154,7 @@ class ShardedOptimizer(Optimizer):
         return named_state(found, self.param_groups, [group["names"] for group in self.param_groups])
 
     def allocate_state(self) -> None:
-        """Give trainable parameters without state some, for `state_dict` to name what is to be filled. Local.
+        """Make state for trainable parameters that have none, so that `state_dict` can be loaded into. Local.
 
         The values are those with which the first step begins (`step` is 0); parameters do not change.
         """
@@ -173,13 +173,13 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state by parameter name, as `state_dict()` gives it, in memory of its own.
+        """Load a copy of a state by parameter name, as `state_dict()` returns it.
 
-        Local for sharded tensors cut as the parameter and for whole tensors, equal on every rank, which are
-        cut; collective for sharded ones that are cut otherwise.
+        Local for sharded tensors cut like the parameter, and for whole tensors (equal on every rank), which
+        are cut; collective for sharded tensors that are cut differently.
 
         Raises:
-            ShardingError: names, groups or shapes that are not those of this optimizer.
+            ShardingError: names, groups or shapes differ from this optimizer's.
         """
         options = loaded_options(state_dict, [group["names"] for group in self.param_groups])
         state: dict[str, Any] = state_dict["state"]
@@ -231,7 +231,7 @@ def _check_params(named: Mapping[str, Tensor]) -> None:
 
 
 def _grouped(names: list[str], groups: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield one group for the names that have none, then `groups`."""
+    """Yield one group for the names that are in no group, then `groups`."""
     taken: dict[str, None] = {}
     for group in groups:
         for name in group["names"]:
@@ -254,7 +254,7 @@ def _grouped(names: list[str], groups: Sequence[Mapping[str, Any]]) -> Iterator[
 def _whole_state(
     name: str, param: Tensor, tensors: Sequence[Tensor], states: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return one parameter's state from those of its shards on this rank."""
+    """Return one parameter's state from the states of its shards on this rank."""
     if not isinstance(param, ShardedTensor):
         return dict(states[0])
     found: dict[str, Any] = {}
@@ -290,7 +290,7 @@ def _local_state(param: Tensor, tensors: Sequence[Tensor], values: Mapping[str, 
 
 
 def _placed(values: dict[str, Any], tensor: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Put counts on the device where the step reads them."""
+    """Move counts to the device where the step reads them."""
     if group.get("fused") or group.get("capturable"):
         return {k: v.to(tensor.device) if isinstance(v, Tensor) else v for k, v in values.items()}
     return values

@@ -1,7 +1,7 @@
-"""Parameters that two stages of a pipeline both have, such as an embedding that is the output head too.
+"""Parameters that two pipeline stages share, such as an embedding that is also the output head.
 
-Each stage has a copy, and gradients of its own uses of it. Where both add up the two gradients after
-backward, before clipping and the optimizer's step, copies that begin equal stay equal.
+Each stage has a copy, with the gradients of its own uses. If both add up the two gradients after backward,
+before clipping and the optimizer's step, copies that begin equal stay equal.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from shardwise.errors import ShardingError, here
 
 @torch.no_grad()
 def add_tied_gradients(parameters: Iterable[Tensor], stages: DeviceMesh, *, other: int) -> None:
-    """Add to gradients those that rank `other` of the pipeline has of the same parameters, as it adds ours.
+    """Add the gradients that rank `other` of the pipeline has for the same parameters; it adds ours.
 
-    Both ranks call it, with the same parameters in one order, once a step: after `schedule.step`, before
-    clipping (`clip_grad_norm_(..., stages=stages, tied=parameters)`) and the optimizer. The two stages shard
-    such a parameter alike if a `fully_shard` of its own takes it, over data-parallel meshes of one size.
+    Both ranks must call it once per step, with the same parameters in the same order: after `schedule.step`,
+    before clipping (`clip_grad_norm_(..., stages=stages, tied=parameters)`) and the optimizer. Two stages
+    shard such a parameter alike if each gives it its own `fully_shard`, over data-parallel meshes of one
+    size.
 
     Args:
-        parameters: with gradients, whole or sharded in either layout.
+        parameters: parameters with gradients, whole or sharded in either layout.
         stages: the ranks of the pipeline, `mesh["pp"]`.
-        other: rank in it that has the other copies.
+        other: the rank in it that has the other copies.
 
     Raises:
-        ShardingError: no gradient, or another number of elements or dtype there; on both ranks.
+        ShardingError: on both ranks, for a missing gradient, or another number of elements or dtype there.
     """
     group = stages.get_group()
     peer = dist.get_global_rank(group, other)

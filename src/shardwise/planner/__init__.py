@@ -1,13 +1,13 @@
-"""Will it fit, and how fast? Memory, communication and time of a training step, before it is run.
+"""Predict memory, communication and time of a training step, before it is run.
 
-What is predicted is what this library does: it is run on fake tensors, as one rank of a process group of
-any size that does nothing (`record`). A few blocks stand for many, exactly (`unroll`). Memory alive and
-bytes sent follow from that (`measure`), reserved memory by a model of a caching allocator (`allocator`),
-time by a model of the hardware (`timing`). `page`, `picture` and `trace` show it; `search` compares
-settings, and `code` is the Python of one; `calibrate` measures the machine at hand.
+The prediction follows what this library does: it runs on fake tensors, as one rank of a process group of any
+size that does nothing (`record`). A few blocks represent many, exactly (`unroll`). The recording gives live
+memory and bytes sent (`measure`), a model of a caching allocator gives reserved memory (`allocator`), and a
+model of the hardware gives time (`timing`). `page`, `picture` and `trace` show a plan; `search` compares
+settings, and `code` writes the Python for one; `calibrate` measures this machine.
 
-All of it is imported when some of it is first asked for: the command checks its arguments by `setup`,
-`devices` and `shapes`, which need no torch.
+Everything is imported on first use: the command checks its arguments by `setup`, `devices` and `shapes`,
+which need no torch.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _HOMES = {
 
 
 class _Package(types.ModuleType):
-    """Has functions by names that some of its modules have too, which importing these does not replace."""
+    """Keeps functions whose names some submodules share: importing a submodule does not replace them."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in __all__ and isinstance(value, types.ModuleType)):

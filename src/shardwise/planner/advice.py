@@ -1,4 +1,4 @@
-"""What to change in a setup that does not fit."""
+"""Changes to a setup that does not fit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.planner.tensor import cuts
 
 
 def lines(model: str | Model | Factory, made: Plan, hardware: str | Hardware) -> Iterator[str]:
-    """Yield what most of a plan's memory is, then each change as it is planned."""
+    """Yield the largest part of a plan's memory, then each change as it is planned."""
     yield cause(made)
     best = made
     for words, changed in advise(model, made.setup, hardware=hardware, planned=made):
@@ -30,12 +30,12 @@ def lines(model: str | Model | Factory, made: Plan, hardware: str | Hardware) ->
 def advise(
     model: str | Model | Factory, setup: Setup, *, hardware: str | Hardware, planned: Plan | None = None
 ) -> Iterator[tuple[str, Plan]]:
-    """Changes to a setup that does not fit, one after another, cheapest in time first, until it fits.
+    """Yield changes to a setup that does not fit, one after another, cheapest in time first, until it fits.
 
-    A change that leaves no less to lack is not made for those after it.
+    A change that gains no memory is not kept for the next ones.
 
     Args:
-        planned: the setup's plan, where it is there already.
+        planned: the setup's plan, if it was made already.
     """
     model = model_of(model, sequence=setup.sequence)
     best = planned or plan(model, setup, hardware=hardware)
@@ -51,7 +51,7 @@ def advise(
 
 
 def cause(made: Plan) -> str:
-    """Say what most of the memory is at its peak, and why where tensor parallelism's plan is why."""
+    """Name the largest part of peak memory, and the cause if that is tensor parallelism's plan."""
     category, size = max(made.peak.alive.items(), key=lambda item: item[1])
     words = f"Most at the peak: {category}, {sized(size)} of {sized(made.peak_bytes)}"
     logits, setup = made.peak.alive.get(LOGITS, 0), made.setup

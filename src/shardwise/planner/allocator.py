@@ -1,11 +1,11 @@
-"""What a caching allocator reserves for a sequence of allocations: a model of CUDA's in PyTorch.
+"""A model of PyTorch's caching allocator for CUDA: the memory that it reserves for a sequence of allocations.
 
-Sizes are rounded to 512 bytes. Up to 1 MiB comes from segments of 2 MiB, up to 10 MiB from segments of 20
-MiB, more from a segment of its own, rounded to 2 MiB. A request takes the smallest free piece that is large
-enough, of its own stream, and of equal ones the first in memory; what is left over stays a piece where it is
-worth it; neighbours that are free become one. With expandable segments there is one segment for each stream
-and kind, which grows; its end counts as the largest piece. Before it takes more than `limit`, the allocator
-gives back all that is free in whole segments, or whole pages of expandable ones.
+Sizes are rounded to 512 bytes. Requests of up to 1 MiB come from segments of 2 MiB, up to 10 MiB from
+segments of 20 MiB, and larger ones from their own segment, rounded to 2 MiB. A request takes the smallest
+free piece of its stream that is large enough, and among equal ones the first in memory. A remainder that is
+large enough stays a piece; adjacent free pieces are merged. With expandable segments there is one growing
+segment per stream and kind, whose end counts as the largest piece. Before the allocator reserves more than
+`limit`, it gives back all free whole segments, or free whole pages of expandable ones.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Pool:
 
 
 class Allocator:
-    """`reserved` bytes now and at most (`peak`), which is above `limit` only where there is not enough."""
+    """The allocator: bytes `reserved` now and at most (`peak`), above `limit` only if memory is too small."""
 
     def __init__(self, *, expandable: bool = False, limit: int | None = None) -> None:
         self.reserved = self.peak = 0
         self.expandable, self.limit = expandable, limit
-        self.given_back = 0  # times; the device waits for all of its work each time
+        self.given_back = 0  # number of times; each time the device waits for all of its work
         self._addresses = 0
         self._pools: dict[tuple[str, bool], Pool] = {}
 
@@ -88,7 +88,7 @@ class Allocator:
         self._put(piece)
 
     def _missing(self, pool: Pool, size: int) -> int:
-        """Return the bytes to reserve for a request of `size` that no piece is large enough for."""
+        """Return the bytes to reserve for a request of `size` for which no piece is large enough."""
         if self.expandable:
             page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
             there = pool.last.size if pool.last is not None and pool.last.free else 0
@@ -98,7 +98,7 @@ class Allocator:
         return LARGE_SEGMENT if size < MEDIUM else -(-size // LARGE_ROUND) * LARGE_ROUND
 
     def _grow(self, pool: Pool, size: int) -> Piece:
-        """Add a segment, or pages at the end of the pool's, joined with what is free there."""
+        """Add a segment, or pages at the end of the pool's segment, merged with free memory there."""
         whole = self._missing(pool, size)
         piece = Piece(whole, pool, self._addresses)
         self._addresses += whole

@@ -1,13 +1,13 @@
-"""A profile of the machine at hand, from measurements: the file that `hardware_of` reads.
+"""A profile of this machine, from measurements: the file that `hardware_of` reads.
 
-    matmuls of growing size      seconds = (operations + half) / rate: the rate, the size of half
-    attention, one size          its operations a second
-    copies and sums              bytes a second
-    a tiny operator, often       what the host takes to issue one
+    matmuls of growing size      seconds = (operations + half) / rate: the rate, and the size of half
+    attention, one size          operations per second
+    copies and sums              bytes per second
+    a tiny operator, repeated    host time to issue one
     gathers and reductions       seconds = latency + bytes sent / rate, over a host's ranks and over all
 
-All ranks measure at once, as they train; rank 0's times are written. What is taken for the peak is the best
-that was measured, or what a data sheet says: that of the profile which this one is to be like.
+All ranks measure at once, as in training; rank 0's times are written. The peak is the best measured rate, or
+that of a data sheet: the profile given as `like`.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ SMALL = Sizes((64, 128, 256, 512), 1 << 24, (1 << 12, 1 << 16, 1 << 20), 128, 5)
 
 
 def calibrate(*, like: Hardware | None = None, sizes: Sizes | None = None, name: str = "") -> Hardware:
-    """Measure this machine; of torchrun's ranks, each must call it.
+    """Measure this machine; every rank of a torchrun must call it.
 
     Args:
-        like: a profile with the peaks of the data sheet, and the links that there are no ranks for.
-        sizes: by default large ones on an accelerator, small ones on a CPU.
+        like: a profile that has the data sheet's peaks, and the links that these ranks cannot measure.
+        sizes: by default, large ones on an accelerator and small ones on a CPU.
     """
     with _group() as device:
         sizes = sizes or (SMALL if device.type == "cpu" else Sizes())
@@ -100,7 +100,7 @@ def to_toml(hardware: Hardware) -> str:
 
 @contextmanager
 def _group() -> Iterator[torch.device]:
-    """Join the ranks that a launcher started, or this process alone; yields the rank's device."""
+    """Join the ranks that a launcher started, or only this process; yields the rank's device."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     device = (
         torch.device("cpu") if kind is None else torch.device(kind.type, int(os.environ.get("LOCAL_RANK", 0)))
@@ -121,7 +121,7 @@ def _group() -> Iterator[torch.device]:
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the median seconds of one call, once warm."""
+    """Return the median seconds of one call, after warm-up."""
     taken = []
     for turn in range(repeats + 2):
         _wait(device)
@@ -156,7 +156,7 @@ def _matmuls(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> tuple[_R
 
 
 def line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit the seconds at nothing, and for one more, nearest in proportion; neither is negative."""
+    """Fit a line in relative error; return seconds at zero and seconds per unit, neither negative."""
     weights = 1 / np.asarray(seconds)
     slope, begin = np.polyfit(np.asarray(amounts), np.asarray(seconds), 1, w=weights)
     if begin < 0 or slope <= 0:
@@ -165,7 +165,7 @@ def line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, flo
 
 
 def _memory(device: torch.device, sizes: Sizes) -> tuple[float, float]:
-    """Measure the bytes a second of a copy and of a sum, read and written."""
+    """Measure the bytes per second, read and written, of a copy and of a sum."""
     a = torch.zeros(sizes.copied_bytes // 4, device=device)
     b = torch.zeros_like(a)
     copied = 2 * a.nbytes / _seconds(lambda: b.copy_(a), device, sizes.repeats)
@@ -206,7 +206,7 @@ def _host_seconds(device: torch.device) -> float:
 
 
 def _links(hardware: Hardware, device: torch.device, sizes: Sizes) -> Hardware:
-    """Return `hardware` with latency and rate of a host's ranks, and of all where there are several hosts."""
+    """Return `hardware` with latency and rate between a host's ranks and, with several hosts, between all."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return hardware
     world, local = dist.get_world_size(), _local_ranks()
@@ -250,7 +250,7 @@ def _collectives(group: dist.ProcessGroup, device: torch.device, sizes: Sizes) -
     return line(amounts, seconds)
 
 
-# ---------------------------------------------------------------- what the machine says of itself
+# ---------------------------------------------------------------- properties of the machine
 
 
 def _local_ranks() -> int:

@@ -1,4 +1,4 @@
-"""The Python that builds what was planned."""
+"""Python code that builds what was planned."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.planner.tensor import STYLES, UNCUT, counts_positions, heads_by_r
 
 @exits_told()
 def python(model: str | Model | Factory, setup: Setup) -> str:
-    """Source of `build(model)`, which shards the model and returns its optimizer; for every rank to call."""
+    """Return the source of `build(model)`, which shards the model and returns its optimizer, on each rank."""
     asked = model_of(model, sequence=setup.sequence)
     body = list(_build(chunked(asked) if setup.loss == "chunked" else asked, setup))
     return "\n".join([*_imports(setup, "\n".join(body)), "", "", *body, ""])
@@ -197,7 +197,7 @@ def _tensor_parallel(model: Model, setup: Setup, axis: str) -> Iterator[str]:
 
 
 def _parts(model: Model, setup: Setup) -> tuple[str, list[str], bool]:
-    """How to get at the blocks, the names of the modules at the ends, whether parameters are converted."""
+    """Return code for the blocks, names of the modules at the ends, and whether parameters are converted."""
     with torch.device("meta"):
         module = model.build(2)
     names = {id(one): name for name, one in module.named_modules()}

@@ -1,26 +1,26 @@
-"""What compiling the blocks changes in a recording: `shardwise.compile(mode="regional")`.
+"""The changes that compiling the blocks makes to a recording: `shardwise.compile(mode="regional")`.
 
-A compiler sees a block between its gather and its reductions, forward and backward. From what each operator
-there reads and writes it follows
+A compiler sees a block between its gather and its reductions, forward and backward. The reads and writes of
+each operator there determine what is
 
-    dead      what nobody reads is not computed, and not kept for backward either
-    fused     operators without matmuls, one after another, are one kernel: it reads each input once and
-              writes what is read after it; what lies between is never in memory
+    dead      results that nothing reads are neither computed nor kept for backward
+    fused     consecutive operators without matmuls are one kernel, which reads each input once and writes
+              what is read after it; intermediate results are never in memory
     freed     memory is free after its last reader
 
-Operators on complex numbers are not fused: inductor calls torch's own for them. What is cheap, and computed
-again instead of kept where nothing is checkpointed, `partition` has cut out before.
+Operators on complex numbers are not fused: inductor calls torch's own for them. `partition` has already
+removed cheap results that, without checkpointing, are recomputed instead of kept.
 
-With float8 the matmuls of blocks run at that rate. What they take of activations is cast first: read, and
-written at one byte. Its largest magnitude is found by the kernel that made it. Weights are cast before they
-are gathered. With a scale for each row, along what a matmul adds up, both factors are cast after: each way
-that they are multiplied by itself, with 4 bytes a row. Copies are freed after their last matmul in the block.
-The two factors of a weight's gradient are added up along their columns. That cast reads them twice, for the
-largest and for the values, and writes them transposed, at a fifth of the rate of memory: as published runs of
-Llama 3 8B have it, with which those of 70B agree.
+With float8 the matmuls of blocks run at that rate. Their activations are cast first: read, and written at one
+byte per element; the kernel that made them finds their largest magnitude. Weights are cast before they are
+gathered. With one scale per row, along the dim that a matmul sums, both factors are cast after the gather,
+once for each direction in which they are multiplied, with 4 bytes per row. Copies are freed after their last
+matmul in the block. The two factors of a weight's gradient are summed along their columns. That cast reads
+them twice, for the largest magnitude and for the values, and writes them transposed, at a fifth of the memory
+rate; this fits published runs of Llama 3 8B, and those of 70B agree.
 
-With NVFP4 all three matmuls of a linear layer take both factors in 4 bits, with a scale of a byte for 16
-values (arXiv 2509.25149). They are cast as with a scale for each row, but read once either way.
+With NVFP4, all three matmuls of a linear layer take both factors in 4 bits, with a one-byte scale per 16
+values (arXiv 2509.25149). They are cast as with one scale per row, but read once in either direction.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from shardwise.planner.devices import FLOAT8, NVFP4
 from shardwise.planner.events import GATHERED, Allocate, Compute, Event, Free, Memory, Segment, Send
 
 _MATMULS = ("aten.mm", "aten.addmm")
-_TRANSPOSED = 5  # times as long as a copy of the same bytes
+_TRANSPOSED = 5  # times the duration of a copy of the same bytes
 
 
 class Touched(NamedTuple):
-    """Memory that an event reads and writes, each with how many bytes."""
+    """Memory that an event reads and writes, each with the number of bytes."""
 
     reads: list[tuple[Memory, int]]
     writes: list[tuple[Memory, int]]
-    own: bool  # a block's forward or backward asked for it, not the library
+    own: bool  # whether it belongs to a block's forward or backward, not to the library
 
 
 Touches = dict[int, Touched]  # by the event's id
@@ -59,14 +59,14 @@ def compiled(segments: list[Segment], touches: Touches, *, narrow: str | None) -
 
 
 class _Compiler:
-    """Knows events and memory by their ids."""
+    """Rewrites segments; events and memory are identified by their ids."""
 
     def __init__(self, segments: list[Segment], touches: Touches) -> None:
         self.touches = touches
-        self.kernel: dict[int, int] = {}  # of an event that is fused: its kernel's number
-        self.maker: dict[int, int] = {}  # of memory: the event that writes it first
-        self.last: dict[int, int] = {}  # of memory: the last event that has a use for it
-        self.live: set[int] = set()  # events that make something that is used
+        self.kernel: dict[int, int] = {}  # by fused event: its kernel's number
+        self.maker: dict[int, int] = {}  # by memory: the event that writes it first
+        self.last: dict[int, int] = {}  # by memory: the last event that uses it
+        self.live: set[int] = set()  # events whose results are used
         events = [event for segment in segments for event in segment.events]
         self._number_kernels(segments)
         self._find_uses(events)
@@ -179,7 +179,7 @@ def _in_float8(segment: Segment, touches: Touches) -> Iterator[Event]:
 def _cast_for_each(segment: Segment, touches: Touches, narrow: str) -> Iterator[Event]:
     dtype = FLOAT8 if narrow == "row" else NVFP4
     uses: list[dict[tuple[int, int, int], int]] = []  # by event: bytes of each factor, by its rows
-    columns: list[bool] = []  # by event: does it add up along the columns of both?
+    columns: list[bool] = []  # by event: whether it sums along the columns of both
     for number, event in enumerate(segment.events):
         touched = touches.get(id(event))
         uses.append({})

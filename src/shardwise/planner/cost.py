@@ -1,7 +1,7 @@
-"""What an operator takes: floating-point operations, and bytes read and written.
+"""The cost of an operator: floating-point operations, and bytes read and written.
 
-Operations are counted as torch's own counter counts them: a multiply-add is two, and attention is not halved
-where it is causal. Bytes are of each tensor once; a view takes nothing.
+Operations are counted as in torch's own counter: a multiply-add is two, and causal attention is not halved.
+The bytes of each tensor count once; a view costs nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.comm.kinds import NAMESPACES
 
 aten = torch.ops.aten
 _CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
-_NOTHING = {  # in memory; those that return what they are given are no views by their schema
+_NOTHING = {  # touch no memory; those that return their argument are not views by their schema
     f"aten::{name}"
     for name in ("detach", "alias", "lift_fresh", "empty", "empty_like", "_unsafe_view", "_reshape_alias")
 }
@@ -37,7 +37,7 @@ def cost_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int, s
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Count the bytes of a tensor, once where it is expanded."""
+    """Count the bytes of a tensor; expanded elements count once."""
     return tensor.untyped_storage().nbytes() if 0 in tensor.stride() else tensor.nbytes
 
 
@@ -60,7 +60,7 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _grouped(a: Tensor, b: Tensor) -> int:
-    """Count matmuls of groups; where one side has no dim of them, it is shared out."""
+    """Count operations of grouped matmuls; a side without a group dim is split between groups."""
     groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
     return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
 

@@ -1,4 +1,4 @@
-"""Language models by their published shapes: one decoder that is Llama, GPT-2 or MPT as its shape says."""
+"""Language models by their published shapes: one decoder, which is Llama, GPT-2 or MPT by its shape."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _mixed(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # (batch, 
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float) -> Tensor:
-    """Compute attention in the kernels from before it was one: scale and mask are the softmax's."""
+    """Compute attention in several kernels, as before it was one; softmax includes scale and mask."""
     weights = torch.softmax(q @ k.mT, dim=-1)
     return F.dropout(weights, dropout) @ v
 
@@ -141,7 +141,7 @@ class Decoder(nn.Module):
         return [] if self.tied else [one for one in (self.embedding, self.head) if one is not None]
 
     def cut_sequences(self, cut: SequenceCut) -> None:
-        """Take and compute this rank's piece of each sequence from now on."""
+        """Make the model take and compute only this rank's piece of each sequence from now on."""
         self.cut = cut
         for block in self.blocks:
             attention: Any = block.attention

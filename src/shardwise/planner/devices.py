@@ -1,4 +1,4 @@
-"""Profiles of hardware: what devices reach, and how they are connected. Read without torch."""
+"""Profiles of hardware: the rates that devices reach, and their connections. Imported without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.errors import ShardingError
 
-SLOWEST = 1e6  # a second
+SLOWEST = 1e6  # per second
 LEAST_EFFICIENCY = 1e-6
 _MAY_BE_ZERO = (
     "host_latency_s",
@@ -25,18 +25,18 @@ _MAY_BE_ZERO = (
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device and how devices are connected; rates are of one device, in one direction.
+    """A device and its connections; rates are those of one device, in one direction.
 
     Attributes:
-        matmul_efficiency: share of the peak that a large matmul reaches.
+        matmul_efficiency: fraction of the peak that a large matmul reaches.
         matmul_half_flops: operations of a matmul that reaches half of that.
-        attention_efficiency: share of the peak that attention of long sequences reaches, all of it
-            counted: up to 2 where a causal kernel leaves out half.
-        attention_half: operations for each byte of an attention that reaches half of that: half its length.
-        bandwidth_efficiency: share of the memory's bandwidth that an elementwise operator reaches.
-        host_seconds: of the host, to issue one operator.
-        host_link_bytes_per_s: between devices of one host, as collectives reach it.
-        network_bytes_per_s: of a host's connection to others, over its devices, likewise.
+        attention_efficiency: fraction of the peak that attention over long sequences reaches, with all
+            operations counted: up to 2 if a causal kernel skips half of them.
+        attention_half: operations per byte of an attention that reaches half of that: half its length.
+        bandwidth_efficiency: fraction of the memory bandwidth that an elementwise operator reaches.
+        host_seconds: host time to issue one operator.
+        host_link_bytes_per_s: rate between devices of one host, as collectives reach it.
+        network_bytes_per_s: rate of a host's connection to others, divided by its devices, likewise.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that the allocator can use."""
+        """The number of bytes that the allocator can use."""
         return self.memory_bytes - self.context_bytes
 
 
@@ -68,7 +68,7 @@ _DTYPES = (NVFP4, FLOAT8, "bfloat16", "float16", "float32", "float64")
 
 
 def check_narrow(device: Hardware | None, narrow: str | None) -> None:
-    """Raises ShardingError for a device that does not multiply in the narrow dtype that is planned."""
+    """Raises ShardingError for a device that cannot multiply in the planned narrow dtype."""
     name, dtype = ("nvfp4", NVFP4) if narrow == "nvfp4" else ("float8", FLOAT8)
     if narrow is not None and device is not None and dtype not in device.peak_flops:
         raise ShardingError(
@@ -87,7 +87,7 @@ def check_rate(device: Hardware, dtype: str) -> None:
 
 
 def hardware_of(name: str) -> Hardware:
-    """Return the profile of that name, or of that file (TOML)."""
+    """Return the profile with this name, or from this file (TOML)."""
     folder = resources.files("shardwise.planner") / "hardware"
     own = sorted(one.name.removesuffix(".toml") for one in folder.iterdir() if one.name.endswith(".toml"))
     if name in own:
@@ -136,7 +136,7 @@ def hardware_of(name: str) -> Hardware:
 
 
 def _check_unit(name: str, key: str, value: float) -> None:
-    """Raise for a number that no device has, but in another unit."""
+    """Raise for a number that no device can have and that is probably in another unit."""
     is_operations = key.startswith("peak_flops.")
     if (is_operations or key.endswith("_per_s")) and value < SLOWEST:
         unit = "operations" if is_operations else "bytes"

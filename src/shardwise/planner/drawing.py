@@ -1,4 +1,4 @@
-"""Where things lie in a drawing of a plan, whatever draws it: `page` in HTML, `picture` as PNG."""
+"""The geometry of a plan's drawing, for `page` (HTML) and `picture` (PNG)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from shardwise.planner.measure import Moment
 from shardwise.planner.plan import GIB, Plan
 from shardwise.planner.timing import Span
 
-AHEAD = 3  # spans that a moment may be ahead of, as some blocks compute nothing in a phase
+AHEAD = 3  # spans that a moment may skip, since some blocks compute nothing in a phase
 
 
 @dataclass(frozen=True)
 class Window:
-    """A moment, from and to a time of the step: seconds, or a number where there are none."""
+    """A moment and its begin and end in the step: in seconds, or by number if there are no times."""
 
     begin: float
     end: float
@@ -37,7 +37,7 @@ def windows(made: Plan) -> list[Window]:
             found.append((spans[place - 1].begin if found else 0.0, moment))
         elif not found:
             found.append((0.0, moment))
-        elif moment.alive_bytes > found[-1][1].alive_bytes:  # computes nothing: it is over at once
+        elif moment.alive_bytes > found[-1][1].alive_bytes:  # computes nothing, so it takes no time
             found[-1] = (found[-1][0], moment)
     ends = [*(begin for begin, _ in found[1:]), made.times.step]
     return [Window(begin, end, moment) for (begin, moment), end in zip(found, ends, strict=True)]
@@ -48,7 +48,7 @@ def categories(made: Plan) -> list[str]:
 
 
 def top_bytes(made: Plan) -> int:
-    """Return the top of the memory's axis: the device's memory, unless that would flatten all there is."""
+    """Return the top of the memory axis: the device's memory, unless that would flatten the plan's."""
     most = int(1.1 * max(made.peak_bytes, made.reserved_bytes))
     device = 0 if made.hardware is None else made.hardware.usable_bytes
     return int(1.05 * device) if most < 1.05 * device < 2 * most else most
@@ -61,7 +61,7 @@ def levels(made: Plan) -> Iterator[tuple[int, str]]:
 
 
 def ticks(top: int) -> list[int]:
-    """Round numbers of GiB up to there, four to eight."""
+    """Return four to eight round numbers of GiB up to `top`."""
     step = next(
         one * 10.0**power
         for power in range(-6, 6)
@@ -77,12 +77,12 @@ def streams(made: Plan) -> list[str]:
 
 
 def colour_of(span: Span) -> str:
-    """Return a span's colour: its phase's, or that of collectives which computation waits for at once."""
+    """Return a span's colour: its phase's, or that of collectives for which computation waits at once."""
     return span.stream if span.stream in LANES else span.phase
 
 
 def held(made: Plan) -> list[tuple[str, int]]:
-    """List what the device's memory holds at the peak, by name."""
+    """List the parts of the device's memory at the peak, by name."""
     parts = [(name, made.peak.alive[name]) for name in CATEGORIES if name in made.peak.alive]
     parts.append(("reserved, not in use", max(0, made.reserved_bytes - made.peak_bytes)))
     if made.hardware is not None:

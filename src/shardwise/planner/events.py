@@ -1,4 +1,4 @@
-"""What happens in a training step, as data: events in segments, each of one block in one phase."""
+"""The events of a training step, as data: in segments, each of one block in one phase."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GATHERED, ACTIVATIONS, LOGITS, STAGING, TEMPORARY = (
 CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, LOGITS, STAGING, TEMPORARY)
 COMPUTATION = "computation"
 TENSOR_PARALLEL, ULYSSES, EXPERTS, PIPELINE = "tensor parallel", "sequences", "experts", "pipeline"
-LANES = (TENSOR_PARALLEL, ULYSSES, EXPERTS, PIPELINE)  # of what is sent while computation waits for it
+LANES = (TENSOR_PARALLEL, ULYSSES, EXPERTS, PIPELINE)  # of messages for which computation waits
 STREAMS = ("copy-in", "all-gather", "reduce-scatter", "all-reduce")  # in the order of `CommStreams`
 
 
@@ -38,7 +38,7 @@ def name_of_place(phase: str, layer: int | None) -> str:
 
 @dataclass(slots=True, eq=False)
 class Memory:
-    """An allocation, from when it is made to when it is freed."""
+    """An allocation, from its creation until it is freed."""
 
     nbytes: int
     stream: str
@@ -47,7 +47,7 @@ class Memory:
 
 @dataclass(slots=True, eq=False)
 class Mark:
-    """A moment on a stream, which a block was about, or none."""
+    """A point on a stream; it may belong to a block."""
 
     layer: int | None = None
 
@@ -58,7 +58,7 @@ class Allocate(NamedTuple):
 
 class Free(NamedTuple):
     memory: Memory
-    mark: Mark | None = None  # that the device passes first, where the allocator waits for a collective
+    mark: Mark | None = None  # which the device must pass first, if the allocator waits for a collective
 
 
 class Compute(NamedTuple):
@@ -103,8 +103,8 @@ class Recording:
     segments: list[Segment]
     parameters: int
     block_parameters: int  # of the middle one
-    gathered_parameters: tuple[int, ...]  # of each block, by a rank: its part of what tensor parallelism cuts
-    converted: tuple[str, ...] = ()  # dtypes that the model makes parameters in, and that are not stored
-    whole_logits: bool = False  # on each rank, of those that tensor parallelism cuts the model over
+    gathered_parameters: tuple[int, ...]  # of each block, on a rank: with tensor parallelism, its part
+    converted: tuple[str, ...] = ()  # dtypes in which the model makes parameters, but which are not stored
+    whole_logits: bool = False  # whether each tensor-parallel rank has all logits
     as_kernels: tuple[str, ...] = ()  # functions of transformers that ran as their kernels do
-    by_reference: tuple[str, ...] = ()  # that ran without the kernels that they have elsewhere
+    by_reference: tuple[str, ...] = ()  # functions that ran without kernels that exist elsewhere

@@ -1,7 +1,7 @@
-"""Experts over ranks on fake tensors, which have no values: tokens are shared out evenly, or nearly so.
+"""Experts over ranks on fake tensors, which have no values: tokens are distributed evenly, or nearly so.
 
-The library's own mixture runs. Of it only what it reads of the routing is given: each rank sends every rank
-as many tokens, and as many come back, times what the busiest rank has beside an even share.
+The library's own mixture runs; only the routing counts that it reads are replaced. Each rank sends an even
+share of tokens to every rank, and receives that share times the load of the busiest rank.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from shardwise.nn import ExpertCut
 
 @contextmanager
 def routed(load: float) -> Iterator[None]:
-    """Let `ExpertCut` share tokens out, `load` times an even share to this rank."""
+    """Make `ExpertCut` distribute tokens so that this rank gets `load` times an even share."""
     lists: list[list[int]] = []  # tokens to each rank, and from each
-    rows = 0  # that come
+    rows = 0  # that arrive
 
     def counts(cut: ExpertCut, wanted: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         nonlocal lists, rows
@@ -45,7 +45,7 @@ def routed(load: float) -> Iterator[None]:
             kwargs["output_size"] = rows
         return repeat(tensor, repeats, *args, **kwargs)
 
-    # Methods, as a mode of torch functions is off while backward computes again.
+    # Patches methods, since a torch-function mode is off while backward recomputes.
     patched = mock.patch.object
     with (
         patched(ExpertCut, "_counts", counts),

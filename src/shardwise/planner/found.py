@@ -1,4 +1,4 @@
-"""What a search found: plans, why each is there, and a table of them in words."""
+"""The results of a search: plans, the reason for each, and a table of them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from shardwise.planner.plan import GIB, Plan, sized
 from shardwise.planner.setup import Setup
 
-SMALLER = 0.85  # of another's memory, at most, for a point of its own
-Figures = dict[Setup, tuple[float, float]]  # seconds a token of a device, bytes reserved
+SMALLER = 0.85  # a separate point has at most this fraction of another's memory
+Figures = dict[Setup, tuple[float, float]]  # seconds per token of a device, bytes reserved
 
 
 def precision(setup: Setup) -> tuple[str, str, str]:
@@ -18,7 +18,7 @@ def precision(setup: Setup) -> tuple[str, str, str]:
 
 @dataclass(frozen=True)
 class Point:
-    """A plan that no other of the same precision beats in both time and memory, and why it is there."""
+    """A plan that no other of the same precision beats in both time and memory, and the reason to list it."""
 
     plan: Plan
     why: str
@@ -29,11 +29,11 @@ class Search:
     """The result of a search.
 
     Attributes:
-        points: fastest first; then those of other precisions that beat them.
-        settings: how many were compared.
-        planned: how many of them from recordings; others were estimated, and looked worse.
-        recordings: how many were made.
-        code: Python that builds what was chosen.
+        points: fastest first; then points of other precisions that beat them.
+        settings: the number of settings compared.
+        planned: the number planned from recordings; others were estimated to be worse.
+        recordings: the number of recordings made.
+        code: Python that builds the chosen setting.
     """
 
     points: list[Point]
@@ -44,7 +44,7 @@ class Search:
 
     @property
     def chosen(self) -> Plan:
-        """The fastest that fits, in the precision asked for; the smallest if none fits."""
+        """The fastest plan that fits, in the requested precision; the smallest if none fits."""
         return self.points[0].plan
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ def why(figures: Figures, before: Setup, here: Setup) -> str:
 
 
 def gain(figures: Figures, front: list[Setup], setup: Setup) -> str:
-    """Beside the smallest that takes no less memory."""
+    """Compare a setting of another precision with the smallest on the front that takes as much memory."""
     like = [one for one in front if figures[one][1] >= SMALLER * figures[setup][1]]
     beside = like[-1] if like else front[0]
     faster = figures[beside][0] / figures[setup][0] - 1

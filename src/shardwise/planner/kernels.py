@@ -1,4 +1,4 @@
-"""Kernels that an accelerator has and the CPU does not, as a plan sees them: torch's own, and scans."""
+"""Stand-ins in a plan for kernels that an accelerator has and the CPU does not: torch's own, and scans."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Ran:
 
 @contextmanager
 def kernels(setup: Setup) -> Iterator[Ran]:
-    """Let models compute on fake tensors what they would on the setup's device."""
+    """Make models compute on fake tensors as they would on the setup's device."""
     ran = Ran()
     with ExitStack() as stack:
         stack.enter_context(_listening(ran.by_reference))
@@ -59,8 +59,8 @@ def _named(name: str, kernel: Callable[..., Any], names: set[str]) -> Callable[.
 
 @contextmanager
 def _listening(found: set[str]) -> Iterator[None]:
-    """Collect what transformers computes by reference code, where no kernels for it are installed."""
-    warn: Any = getattr(logging.Logger, "warning_once", None)  # transformers' own: this is how it says so
+    """Collect functions that transformers computes by reference code, for lack of installed kernels."""
+    warn: Any = getattr(logging.Logger, "warning_once", None)  # transformers reports it by this method
     if warn is None:
         yield
         return
@@ -76,12 +76,12 @@ def _listening(found: set[str]) -> Iterator[None]:
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """RMSNorm in one kernel, as on CUDA: LayerNorm's stands in, which keeps one number a token more."""
+    """Compute RMSNorm in one kernel, as on CUDA, by LayerNorm's, which keeps one more number per token."""
     return F.layer_norm(x, shape, weight, None, eps or 1e-6)
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """Dropout in one kernel, as on CUDA, which keeps a byte of each element."""
+    """Compute dropout in one kernel, as on CUDA, which keeps one byte per element."""
     if not train or not 0 < p < 1:
         made: Tensor = torch.ops.aten.dropout.default.decompose(x, p, train)
         return made
@@ -99,9 +99,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention as CUDA has it: in one kernel with dropout too, a learned mask, or values of another width.
+    """Compute attention as on CUDA: in one kernel, also with dropout, a learned mask or wider values.
 
-    The CPU has no such kernels, and would have all scores in memory.
+    The CPU has no such kernels, and would hold all scores in memory.
     """
     alike = query.ndim == 4 and (enable_gqa or query.shape[:2] == key.shape[:2])
     one_kernel = alike and query.dtype != torch.float64 and any(enabled() for enabled in _ENABLED)

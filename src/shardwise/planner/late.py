@@ -1,8 +1,8 @@
-"""Memory that the allocator gets back late: the device is not past the collective that uses it.
+"""Memory that the allocator gets back late, since the device has not passed the collective that uses it.
 
-Of what a collective uses on a stream of its own, the allocator may keep a record, and give it out again only
-when the device is past that. The host runs ahead of the device, so that what many blocks freed is kept at a
-time. How far ahead is bounded by the queue of commands between the two.
+The allocator may record the memory that a collective uses on its own stream, and reuse it only when the
+device has passed the collective. The host runs ahead of the device, so freed memory of many blocks is kept at
+the same time. The queue of commands between the two limits how far the host runs ahead.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from shardwise.planner.devices import Hardware
 from shardwise.planner.events import Allocate, Compute, Free, Mark, Record, Recording, Segment, Send, Wait
 from shardwise.planner.timing import seconds_of
 
-QUEUED = 1024  # commands that CUDA takes ahead of the device, as often measured; it is not documented
+QUEUED = 1024  # commands that CUDA queues ahead of the device, as often measured; not documented
 
 
 def freed_late(recording: Recording, hardware: Hardware) -> Recording:
-    """Return the recording with each `Free` that has a mark where an allocation finds the device past it.
+    """Return the recording with each marked `Free` moved to the first allocation after the device passes it.
 
-    Commands are operators, collectives, marks and waits, and the mark that such a free makes.
+    Commands are operators, collectives, marks (including those of these frees) and waits.
     """
-    host, ends = 0.0, dict[str, float]()  # now; when the last command of each stream ends
+    host, ends = 0.0, dict[str, float]()  # the host's time; the end of the last command of each stream
     marks = dict[Mark, float]()
     queue, waiting = deque[float](maxlen=QUEUED), deque[tuple[float, Free]]()
     segments = [Segment(segment.place) for segment in recording.segments]
@@ -50,7 +50,7 @@ def _end(
     marks: dict[Mark, float],
     hardware: Hardware,
 ) -> float:
-    """Return when the device is done with a command that the host issues now."""
+    """Return when the device finishes a command that the host issues now."""
     if isinstance(event, Free):
         assert event.mark is not None
         return marks[event.mark]

@@ -1,4 +1,4 @@
-"""What a recording adds up to: bytes alive and reserved, bytes sent, operations; of its last step."""
+"""Totals of a recording's last step: bytes alive and reserved, bytes sent, operations."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shardwise.planner.allocator import Allocator, Piece
 from shardwise.planner.events import Allocate, Compute, Event, Free, Memory, Place, Recording, Send
 
 _MULTIPLIES = re.compile(r"mm\b|mm_|matmul|conv|attention|linear|lstm|gru")
-NEAR = 0.2  # of a device's memory: more than twice what memory errs by
-RECORDED_MICRO_BATCHES = 3  # a first, one that stands for all in the middle, a last
+NEAR = 0.2  # of a device's memory: more than twice the memory error
+RECORDED_MICRO_BATCHES = 3  # the first, one that represents all in the middle, the last
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Sent:
-    """Collectives that are alike: `nbytes` is one's full buffer, `wire_bytes` what a rank sends for all."""
+    """Equal collectives: `nbytes` is the full buffer of one, `wire_bytes` a rank's messages for all."""
 
     kind: str
     nbytes: int
@@ -43,14 +43,14 @@ class Sent:
 
 @dataclass(frozen=True)
 class GroupSent:
-    """The bytes that equal groups of parameters send in a step, each.
+    """The bytes that each of some equal groups of parameters sends in a step.
 
     Attributes:
         name: "blocks 0 to 30", or a module's name.
-        groups: how many.
-        gathered_bytes: of one gather's full buffer; 0 if it is never gathered.
-        shard_bytes: of one rank's part of it.
-        padding: share of the buffer that is no parameter's; None where that is not known.
+        groups: the number of groups.
+        gathered_bytes: size of one gather's full buffer; 0 if the group is never gathered.
+        shard_bytes: size of one rank's part of it.
+        padding: fraction of the buffer that is padding; None if it is not known.
     """
 
     name: str
@@ -64,7 +64,7 @@ class GroupSent:
 
 
 def groups(recording: Recording, accumulation: int) -> list[GroupSent]:
-    """List the last step's groups, in the order in which they come first; equal blocks are one."""
+    """List the last step's groups, in order of first appearance; equal blocks are one entry."""
     gathers: dict[int | str, Counter[tuple[int, int, int]]] = {}
     reductions: Counter[int | str] = Counter()
     wire_bytes: Counter[int | str] = Counter()
@@ -125,7 +125,7 @@ def moments(recording: Recording) -> list[Moment]:
 
 
 def allocated(recording: Recording, *, expandable: bool, limit: int | None = None) -> Allocator:
-    """Return a caching allocator after all of the recording went through it."""
+    """Return a caching allocator after it has processed the whole recording."""
     allocator = Allocator(expandable=expandable, limit=limit)
     pieces: dict[int, Piece] = {}
     for segment in recording.segments:
@@ -139,9 +139,10 @@ def allocated(recording: Recording, *, expandable: bool, limit: int | None = Non
 
 
 def needed(recording: Recording, *, expandable: bool, limit: int) -> int:
-    """The least memory with which the allocator serves all, giving back what is free where it must.
+    """Return the least memory with which the allocator can serve all requests, giving back free memory.
 
-    Within 0.5% of `limit` near it (`NEAR`), and 2% above that; far below it, what it reserves if never short.
+    The result is exact to 0.5% of `limit` near it (`NEAR`), and to 2% above that. Far below `limit` it is
+    what the allocator reserves without a limit.
     """
     low = max(moment.alive_bytes for moment in moments(recording))
     high = allocated(recording, expandable=expandable).peak
@@ -154,7 +155,7 @@ def needed(recording: Recording, *, expandable: bool, limit: int) -> int:
 
 
 def last_step(recording: Recording, accumulation: int) -> Iterator[tuple[Place, Event, int]]:
-    """Yield the events of the last step, each with how often it happens."""
+    """Yield the events of the last step, each with its number of occurrences."""
     last = recording.segments[-1].place.step
     more = max(1, accumulation - RECORDED_MICRO_BATCHES + 1)
     for segment in recording.segments:
@@ -165,7 +166,7 @@ def last_step(recording: Recording, accumulation: int) -> Iterator[tuple[Place, 
 
 
 def sent(recording: Recording, accumulation: int) -> list[Sent]:
-    """Return the last step's collectives, in the order in which kinds and sizes come first."""
+    """Return the last step's collectives, in order of first appearance of kinds and sizes."""
     counts: Counter[tuple[str, int, str, int, int]] = Counter()
     for _, event, times in last_step(recording, accumulation):
         if isinstance(event, Send):
@@ -176,7 +177,7 @@ def sent(recording: Recording, accumulation: int) -> list[Sent]:
 
 
 def unknown_operators(recording: Recording) -> list[str]:
-    """List operators without a formula: neither torch's nor ours, but for what looks like a matmul."""
+    """List operators without a formula: those of other libraries, and any that look like matmuls."""
     events = (event for segment in recording.segments for event in segment.events)
     silent = {event.name for event in events if isinstance(event, Compute) and not event.flops}
     names = {name for name in silent if not name.startswith("shardwise.")}
@@ -185,9 +186,9 @@ def unknown_operators(recording: Recording) -> list[str]:
 
 
 def flops(recording: Recording, accumulation: int) -> tuple[int, int]:
-    """Count a rank's operations in a step: the model's, three times forward's or all; and all computed.
+    """Count a rank's operations in a step: the model's (three times forward's, or all if fewer), and all.
 
-    Where parameters are frozen, backward computes less than twice what forward does.
+    With frozen parameters, backward computes less than twice as much as forward.
     """
     forward = computed = 0
     for place, event, times in last_step(recording, accumulation):

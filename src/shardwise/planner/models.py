@@ -1,8 +1,8 @@
-"""The models that can be planned for: published shapes, transformers' configs, and anyone's factory.
+"""The models that can be planned: published shapes, transformers' configs, and users' factories.
 
-A `Model` says how to make a module with so many blocks, which modules are its blocks, and its loss. Equal
-blocks are what makes plans of large models cheap, so a factory without an argument is asked for its whole
-model, which is then cut short: its forward must go through a `ModuleList` of blocks.
+A `Model` defines how to make a module with a given number of blocks, which modules are its blocks, and its
+loss. Equal blocks make plans of large models cheap, so the whole model of a factory without an argument is
+shortened: its forward must iterate over a `ModuleList` of blocks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Stage:
-    """A rank of a pipeline, of how many; micro-batches of a step, and stages that the rank has."""
+    """A rank of a pipeline and its size; micro-batches per step, and stages per rank."""
 
     number: int
     count: int
@@ -61,18 +61,18 @@ class Model:
     """A model to plan for.
 
     Attributes:
-        name: for people.
-        layers: how many blocks it has.
-        build: makes it with so many blocks.
-        blocks: a module's blocks, in the order of forward: those of `build(n)` are n.
-        ends: its first and last modules, which may be groups of their own.
-        loss: of the module, of inputs and of the tokens that follow them (int64, micro-batch x sequence).
-        assumed: of it, for people.
-        stage: makes so many blocks, with what comes before them if it is the first stage, and after them if
-            it is the last; others take and return hidden states.
-        cut_sequences: lets a module compute a piece of each sequence, over a mesh of one dimension; returns
-            the loss to take then, of whole sequences, whose mean over these ranks is the batch's.
-        at: of which stage this is.
+        name: for display.
+        layers: the number of blocks.
+        build: makes the model with a given number of blocks.
+        blocks: returns a module's blocks, in the order of forward; `build(n)` has n.
+        ends: returns its first and last modules, which may have their own groups.
+        loss: computes the loss from module, inputs and next tokens (int64, micro-batch x sequence).
+        assumed: assumptions about the model, for display.
+        stage: makes a number of blocks, including the modules before them for the first stage and those after
+            them for the last; other stages take and return hidden states.
+        cut_sequences: makes a module compute a piece of each sequence, over a 1-D mesh; returns the loss to
+            use then, over whole sequences, whose mean over these ranks is the batch's loss.
+        at: the stage that this model is.
     """
 
     name: str
@@ -91,12 +91,12 @@ Factory = Callable[..., nn.Module]
 
 
 def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
-    """Return the model that a name, a path, `module:factory` or a factory stands for.
+    """Return the model that a name, a path, `module:factory` or a factory identifies.
 
     Args:
-        source: a name of `PUBLISHED`; a transformers config (JSON); "package.module:factory"; a function that
-            returns a module of tokens to logits.
-        sequence: the longest that it is used with, where positions are learned.
+        source: a name in `PUBLISHED`; a transformers config (JSON); "package.module:factory"; a function that
+            returns a module from tokens to logits.
+        sequence: the longest sequence that it is used with, if positions are learned.
     """
     if isinstance(source, Model):
         return source
@@ -115,7 +115,7 @@ def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
 
 
 def logits_loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Compute cross-entropy in float32 for a module of tokens to logits, or to something with `logits`."""
+    """Compute cross-entropy in float32; the module maps tokens to logits, or to an object with `logits`."""
     logits = _logits(module(tokens))
     if logits.ndim != 3:
         raise ShardingError(
@@ -126,12 +126,12 @@ def logits_loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def whole_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in float32."""
+    """Return the cross-entropy in float32."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def loss_of_piece(logits: Tensor, targets: Tensor, cut: SequenceCut) -> Tensor:
-    """Cross-entropy in float32 of a piece's logits, whose mean over the ranks is that of all `targets`."""
+    """Return a piece's cross-entropy in float32; its mean over the ranks is that of all `targets`."""
     mine = cut(targets).flatten()
     total = F.cross_entropy(logits.flatten(0, 1).float(), mine, reduction="sum")
     return cut.mean(total, mine.numel())
@@ -148,7 +148,7 @@ def _logits(output: Any) -> Tensor:
 
 
 def chunked(model: Model) -> Model:
-    """Return `model` whose head, its last linear layer, makes the loss, by chunks of the vocabulary."""
+    """Return `model` whose head (its last linear layer) computes the loss by chunks of the vocabulary."""
     if model.loss is not logits_loss:
         raise ShardingError(
             f"{model.name} has a loss of its own, which has no chunks: plan with loss='whole'"
@@ -181,9 +181,9 @@ def chunked(model: Model) -> Model:
 
 @contextmanager
 def no_packed_sequences() -> Iterator[None]:
-    """Let transformers' models take each row of tokens for one sequence, which they look up in values else.
+    """Make transformers' models treat each row of tokens as one sequence, instead of reading values for that.
 
-    Fake tensors have none, and a model that cannot look makes its masks in full.
+    Fake tensors have no values, and a model that cannot read them builds full masks.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     if masks is None:
@@ -198,9 +198,9 @@ def no_packed_sequences() -> Iterator[None]:
 
 @contextmanager
 def exits_told() -> Iterator[None]:
-    """Code of the user's that ends the program, as an argument parser does, raises as any other error does.
+    """Turn an exit in user code, such as an argument parser's, into an ordinary error.
 
-    Its status would be taken for the plan's.
+    Its exit status would be taken for the plan's.
     """
     try:
         yield
@@ -215,7 +215,7 @@ def exits_told() -> Iterator[None]:
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Keep what an operator raises on fake tensors from being logged as well."""
+    """Keep errors of operators on fake tensors from being logged as well."""
     logger = logging.getLogger(FakeTensorMode.__module__)
     was, logger.disabled = logger.disabled, True
     try:
@@ -225,9 +225,9 @@ def quiet_fakes() -> Iterator[None]:
 
 
 def block_lists(module: nn.Module) -> dict[str, nn.ModuleList]:
-    """Return every `ModuleList` with something in it, and in no other, by name; the longest is first.
+    """Return every non-empty `ModuleList` that is in no other, by name, longest first.
 
-    That one is taken for the list of blocks.
+    The longest is taken as the list of blocks.
     """
     found: dict[str, nn.ModuleList] = {}
     for name, one in module.named_modules():
@@ -310,11 +310,11 @@ def _of_factory(factory: Factory) -> Model:
 def _of_lists(
     name: str, module: nn.Module, make: Callable[[int], nn.Module], loss: Loss, towers: list[nn.Module]
 ) -> Model:
-    """Return the model whose blocks are the longest `ModuleList` of each tower; one alone is cut short.
+    """Return the model whose blocks are the longest `ModuleList` of each tower; a single one is cut short.
 
     Args:
-        module: all of it; `towers` are modules of it.
-        make: makes it with so many blocks, or with more.
+        module: the whole module; `towers` are modules in it.
+        make: makes it with at least a given number of blocks.
     """
     names = {one: name for name, one in module.named_modules()}
     lists = block_lists(module)
@@ -352,8 +352,8 @@ def _has_blocks(module: nn.Module) -> bool:
     return any(isinstance(one, nn.ModuleList) and len(one) for one in module.modules())
 
 
-# What a config is planned as, but for what its architectures name: an encoder with its decoder, or what
-# guesses masked tokens if it is no decoder, where transformers has that; else the first of these.
+# The model class for a config that names no architecture: an encoder with its decoder, or a masked language
+# model if it is no decoder, if transformers has that; else the first of these.
 _KINDS = {
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
     "AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
@@ -364,7 +364,7 @@ _KINDS = {
 def _of_transformers(path: Path, sequence: int) -> Model:
     values = read_config(path)
     attention = values.get("attn_implementation", "sdpa")
-    if attention not in ("eager", "sdpa"):  # kernels that the CPU has not, of as much memory
+    if attention not in ("eager", "sdpa"):  # kernels that the CPU lacks, with the same memory
         values["attn_implementation"] = "sdpa"
     transformers = from_extra("hf", "transformers", what=f"{path}, a transformers config,")
     try:
@@ -430,7 +430,7 @@ def _of_transformers(path: Path, sequence: int) -> Model:
     decoder = whole.get_decoder()
     towers = [whole.get_encoder(), decoder] if both else [decoder if _has_blocks(decoder) else whole]
     count = len(next(iter(block_lists(towers[-1]).values())))
-    make = build if count == whole_layers else lambda _: build(None)  # one that runs its blocks several times
+    make = build if count == whole_layers else lambda _: build(None)  # it runs blocks several times
     made = _of_lists(path.stem, whole, make, loss_of_both if both else logits_loss, towers)
     name, said = type(whole).__name__, tuple[str, ...]()
     if named or not trained:

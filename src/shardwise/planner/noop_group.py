@@ -1,14 +1,14 @@
-"""A process group of any size, in one process, whose collectives are over at once.
+"""A process group of any size, in one process, whose collectives finish at once.
 
-What is seen under it is the library alone: nothing is copied, sent or reduced, so every output holds what
-memory held before (use it to measure, never to check values). torch's own fake group copies its input once
-per rank in every all-gather, which at 64 ranks costs more than the library does.
+Measurements under it cover only the library: nothing is copied, sent or reduced, so every output holds the
+memory's previous content (use it to measure, never to check values). torch's own fake group copies its input
+once per rank in every all-gather, which at 64 ranks costs more than the library does.
 
     with noop_world(64) as mesh, listening(heard):
         fully_shard(model, mesh=mesh)
 
-All collectives return one shared finished `Work`: the group's own cost is one Python call, whoever calls it.
-torch calls such a group past its operators, so `comm.count` does not see them; `listening` does.
+All collectives return one shared finished `Work`, so the group itself costs one Python call. torch calls such
+a group without its operators, so `comm.count` does not see the collectives; `listening` does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwise.comm.count import Collective, collective, tensors_in
 from shardwise.comm.kinds import NATIVE, form_of
 from shardwise.mesh import smaller_shards
 
-# Methods of a process group, with the operators of `comm.kinds` whose arguments they have.
+# Methods of a process group, and the operators of `comm.kinds` with the same arguments.
 # `dist.all_gather_into_tensor` reaches the group by the first name from torch 2.13 on, else by the second.
 COLLECTIVES = {
     "all_gather_single": "_allgather_base_",
@@ -71,7 +71,7 @@ class _FinishedWork(dist.Work):
 
 
 class NoopGroup(dist.ProcessGroup):
-    """The calling process is `rank` of `size`; the other ranks do not exist."""
+    """A process group in which this process is `rank` of `size`; the other ranks do not exist."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -81,7 +81,7 @@ class NoopGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802
         return "noop"
 
-    # The base class keeps the name in its native backends, and there are none here.
+    # The base class keeps the name in its native backends, of which there are none here.
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
@@ -116,7 +116,7 @@ def _register() -> None:
 def listening(
     heard: Callable[[Collective, list[torch.Tensor], dist.ProcessGroup], None],
 ) -> Iterator[None]:
-    """Tell `heard` of every collective that a no-op group is asked for, of its tensors, and of the group."""
+    """Call `heard` for every collective on a no-op group, with its tensors and the group."""
 
     def telling(operator: str) -> Callable[..., dist.Work]:
         form = form_of(NATIVE, operator)
@@ -141,9 +141,9 @@ def listening(
 def noop_world(
     size: int, *, rank: int = 0, device_type: str = "cpu", axes: dict[str, int] | None = None
 ) -> Iterator[DeviceMesh]:
-    """Make this process a rank of a default group of `size` ranks, apart from one that it has already.
+    """Make this process a rank of a temporary default group of `size` ranks, whatever group it has.
 
-    Yields its mesh: one axis of all, or these, of the first ranks.
+    Yields the mesh: one axis of all ranks, or `axes` over the first ranks.
     """
     _register()
     with _compat.no_process_groups():
@@ -157,7 +157,7 @@ def noop_world(
 
 
 def make_smaller_shards(mesh: DeviceMesh, ranks: int) -> None:
-    """Make the mesh of a `reshard_after_forward` number beforehand: without memory, tensors make no mesh."""
+    """Make the mesh for a `reshard_after_forward` number in advance: fake tensors cannot make one."""
     if ranks > 1 and mesh.size() % ranks == 0:
         axes = {"replicate": mesh.size() // ranks, "shard": ranks}
         made = mesh_of(mesh.mesh.flatten(), axes, device_type=mesh.device_type)
@@ -165,7 +165,7 @@ def make_smaller_shards(mesh: DeviceMesh, ranks: int) -> None:
 
 
 def mesh_of(ranks: torch.Tensor, axes: dict[str, int], *, device_type: str = "cpu") -> DeviceMesh:
-    """Make a mesh as `init_device_mesh` does, without groups that rank 0 is not in: there may be 100,000."""
+    """Make a mesh as `init_device_mesh` does, without groups that lack rank 0: there may be 100,000."""
     mesh = ranks.view(*axes.values())
     lines = [mesh[(0,) * axis + (slice(None),) + (0,) * (mesh.ndim - axis - 1)] for axis in range(mesh.ndim)]
     groups = [dist.new_group(line.tolist()) for line in lines]

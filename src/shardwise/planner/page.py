@@ -1,4 +1,4 @@
-"""A plan to look at: one HTML file that loads nothing else, and a trace for Perfetto."""
+"""A plan as one HTML file that loads nothing else, and as a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH, HEIGHT, LANE, LEFT, TOP = 900.0, 260.0, 26.0, 96.0, 12.0
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle of a drawing, its colour's name, and what the pointer shows over it."""
+    """A rectangle of a drawing, its colour's name, and its tooltip."""
 
     x: float
     y: float

@@ -1,8 +1,8 @@
-"""What a compiler keeps for backward, and what it computes again: torch's own min-cut of a joint graph.
+"""Tensors that a compiler keeps for backward or recomputes, by torch's own min-cut of a joint graph.
 
-A function is traced, forward and backward together, on the fake tensors of its first call. The partitioner
-that inductor has splits that graph in two, which run in the function's place. So a recording sees what is
-kept between them, and what the second computes again.
+A function is traced, forward and backward together, on the fake tensors of its first call. Inductor's
+partitioner splits that graph in two, which then run instead of the function. So a recording sees what is kept
+between them, and what the second recomputes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwise.planner.recorder import Recorder
 
 
 def partitioned(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
-    """`function` of tensors as forward's and backward's graph, which are all that the recorder sees of it."""
+    """Return `function` as its forward and backward graphs, which are all that the recorder sees of it."""
 
     def graph(made: Any, inputs: Any) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -57,7 +57,7 @@ def partitioned(function: Callable[..., Any], recorder: Recorder) -> Callable[..
 
 
 class _Plain(nn.Module):
-    """A block's own forward, without the hooks that the library has around it."""
+    """A block's own forward, without the library's hooks around it."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _Plain(nn.Module):
 
 
 def partition(blocks: list[nn.Module], recorder: Recorder) -> None:
-    """Let each block run as its graphs do, which blocks that are written alike share."""
+    """Make each block run its graphs, which blocks of equal code share."""
     made: dict[str, Callable[..., Any]] = {}
     for block in blocks:
         plain, key = _Plain(block), str(block)

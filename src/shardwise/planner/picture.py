@@ -1,4 +1,4 @@
-"""A plan as one picture for slides: memory over the step by category, and what each stream does when."""
+"""A plan as one picture for slides: memory over the step by category, and each stream's work over time."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A rank of a pipeline: its stage, in which order it computes micro-batches, and what that takes.
+"""A rank of a pipeline: its stage, its order of micro-batches, and their memory and time.
 
 Torch's stages run forward and backward of micro-batches one by one, and reduce gradients once, at the end.
-Before 2.15 they receive into buffers that they make for all of a step's beforehand, and keep what they have
-sent; since, they make buffers as they receive. `Pipe` does as the installed torch, on fake tensors, for
-a few micro-batches; `filled` adds what others keep meanwhile. A schedule of p ranks with v stages each waits
-(p - 1) / (v m + p - 1) of its m micro-batches' time, filling and draining (Narayanan et al., 2021).
+Before 2.15 they make receive buffers for all micro-batches of a step in advance, and keep what they have
+sent; since then, they make buffers as they receive. `Pipe` does as the installed torch, on fake tensors, for
+a few micro-batches; `filled` adds what the others keep. A schedule of p ranks with v stages each waits
+(p - 1) / (v m + p - 1) of its m micro-batches' time, while filling and draining (Narayanan et al., 2021).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def stage_of(model: Model, setup: Setup, number: int) -> Model:
 
 
 def in_flight(setup: Setup, number: int) -> int:
-    """Micro-batches of which rank `number` at most keeps what backward needs, in all its stages."""
+    """Return for how many micro-batches rank `number` keeps backward's inputs at most, in all its stages."""
     ranks, count = setup.pipeline, setup.accumulation
     if setup.schedule == "GPipe":
         return count
@@ -68,7 +68,7 @@ def in_flight(setup: Setup, number: int) -> int:
 
 
 def order(setup: Setup, number: int) -> Iterator[tuple[bool, int]]:
-    """Yield what a rank does: whether it is forward, and of which micro-batch."""
+    """Yield a rank's actions: whether each is a forward, and its micro-batch."""
     ahead = in_flight(setup, number)
     yield from ((True, micro) for micro in range(ahead))
     for micro in range(setup.accumulation):
@@ -78,13 +78,13 @@ def order(setup: Setup, number: int) -> Iterator[tuple[bool, int]]:
 
 
 def bubble(setup: Setup) -> float:
-    """Share of a step in which a rank waits for the pipeline to fill and drain."""
+    """Return the fraction of a step in which a rank waits for the pipeline to fill and drain."""
     waits = setup.pipeline - 1
     return waits / (setup.stages * setup.accumulation + waits)
 
 
 def hidden_of(model: Model, setup: Setup, tokens: Tensor) -> Tensor:
-    """Return what a rank of a stage hands on for these tokens, on fake tensors."""
+    """Return a stage's output for these tokens, on fake tensors."""
     assert model.stage is not None
     first = model.stage(1, True, False).to("cpu")
     with torch.no_grad():
@@ -99,15 +99,15 @@ def hidden_of(model: Model, setup: Setup, tokens: Tensor) -> Tensor:
 
 
 def buffered(at: Stage) -> int:
-    """Count the micro-batches that a rank has buffers to receive of beforehand: in torch all or none."""
+    """Count the micro-batches for which a rank makes receive buffers in advance: in torch, all or none."""
     return at.micro_batches if BUFFERS_STAY else 0
 
 
 class Pipe:
     """A rank's micro-batches, kept as torch's stages keep them.
 
-    Several stages of a rank are one module here, whose blocks are all of theirs. What these hand on between
-    each other, by way of other ranks, is sent, received and kept as it is.
+    Several stages of a rank are one module here, with the blocks of all. Tensors that they pass to each other
+    through other ranks are sent, received and kept as in torch.
     """
 
     def __init__(self, model: Model, module: nn.Module, hidden: Tensor, group: dist.ProcessGroup) -> None:
@@ -117,7 +117,7 @@ class Pipe:
         def buffers(stages: int) -> list[list[Tensor]]:
             return [[self.made() for _ in range(buffered(self.at))] for _ in range(stages)]
 
-        # By stage, and micro-batch: of those that are not the model's first, and not its last.
+        # By stage, then micro-batch; the model's first stage receives no input, its last no gradient.
         self.received = buffers(self.at.stages - self.at.first)
         self.gradients = buffers(self.at.stages - self.at.last)
         self.cache: dict[int, tuple[Tensor | GradientEdge, Tensor, list[Tensor]]] = {}
@@ -185,7 +185,7 @@ class Pipe:
         StateOfStage(found)._root_post_backward_final_callback()
 
     def average(self) -> None:
-        """Make means of gradients, and forget what was kept for backward."""
+        """Average gradients, and drop what was kept for backward."""
         if self.at.micro_batches > 1:
             for p in self.module.parameters():
                 if p.grad is not None:
@@ -195,7 +195,7 @@ class Pipe:
 
 
 def kept(recording: Recording, step: int) -> list[Memory]:
-    """List what the second micro-batch of a step keeps from forward to backward."""
+    """List the memory that the second micro-batch of a step keeps from forward to backward."""
     alive: dict[int, Memory] = {}
     for segment in recording.segments:
         if segment.place[:3] == (step, 1, "forward"):
@@ -208,7 +208,7 @@ def kept(recording: Recording, step: int) -> list[Memory]:
 
 
 def filled(recording: Recording, more: int) -> Recording:
-    """Return the recording with `more` micro-batches in flight: what the second keeps, so often more."""
+    """Return the recording with `more` micro-batches in flight: the second's memory, `more` times again."""
     if more < 1:
         return recording
     made: list[Segment] = []
@@ -232,9 +232,9 @@ class StageFigures:
     """Memory and messages of a rank of a pipeline.
 
     Attributes:
-        micro_batches: of which it keeps at most what backward needs.
-        activations_bytes: that it keeps of them; before torch 2.15 also buffers for all that it receives.
-        sent_bytes: to the ranks before and after it, in a step.
+        micro_batches: the most for which it keeps backward's inputs at a time.
+        activations_bytes: bytes kept for them; before torch 2.15, including all receive buffers.
+        sent_bytes: bytes sent to the previous and next rank in a step.
     """
 
     rank: int
@@ -245,7 +245,7 @@ class StageFigures:
 
 
 def figures(recordings: list[Recording], model: Model, setup: Setup) -> list[StageFigures]:
-    """Return what all ranks have, from recordings of the first and the last."""
+    """Return the figures of all ranks, from recordings of the first and the last."""
     first, last = recordings
     sizes = [sum(one.nbytes for one in kept(of, of.segments[-1].place.step)) for of in recordings]
     handed = _handed_bytes(first)
@@ -262,15 +262,15 @@ def figures(recordings: list[Recording], model: Model, setup: Setup) -> list[Sta
 
 
 def _handed_bytes(first: Recording) -> int:
-    """Bytes of what a stage hands on for one micro-batch."""
+    """Return the bytes of a stage's output for one micro-batch."""
     events = (event for segment in first.segments for event in segment.events)
     return next(e.collective.bytes for e in events if isinstance(e, Send) and e.collective.kind == "send")
 
 
 def pipelined(recordings: list[Recording], setup: Setup, device: Hardware) -> Times:
-    """Times of the slowest rank, with what it waits while the pipeline fills and drains.
+    """Return the times of the slowest rank, including waits while the pipeline fills and drains.
 
-    Between them are ranks that send both ways.
+    Ranks between the two recorded ones send in both directions.
     """
     slowest, step = None, 0.0
     hop = Collective("send", _handed_bytes(recordings[0]), None, setup.pipeline)
@@ -288,7 +288,7 @@ def pipelined(recordings: list[Recording], setup: Setup, device: Hardware) -> Ti
 
 
 def lines(stages: list[StageFigures], setup: Setup, planned: int) -> Iterator[str]:
-    """Yield a pipeline in words; nothing without one."""
+    """Yield lines that describe a pipeline; none without one."""
     if not stages:
         return
     yield (

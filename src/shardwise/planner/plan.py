@@ -1,4 +1,4 @@
-"""A plan: what a setup takes, from a recording of the library; and what to change where it does not fit."""
+"""A plan: the memory, time and messages of a setup, from a recording of the library."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _CONVERTED = "The model makes parameters in {}: they are converted to stored_dty
 
 
 class NotRun(ShardingError):  # noqa: N818
-    """The model raised something with so many blocks; `advice` is a sentence."""
+    """Raised if the model cannot be run on fake tensors; `advice` is a sentence."""
 
     def __init__(self, why: str, advice: str = _NEEDS) -> None:
         super().__init__(f"{why}. {advice}")
@@ -71,24 +71,25 @@ class NotRun(ShardingError):  # noqa: N818
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory, time and bytes of a rank's step; the second step on, when the optimizer has its state.
+    """The memory, time and bytes of a rank's step, from the second step on, when the optimizer has its state.
 
     Attributes:
         moments: the most bytes alive in each phase of each block, in order.
-        reserved_bytes: the most that a caching allocator holds, from the beginning on. Where the device has
-            less, it gives back what it can first, which takes time: so often (`given_back`).
-        needed_bytes: the least memory of a device on which the allocator could serve it, with time lost to
-            giving back; what is reserved without hardware, or where there is a quarter more.
-        sent: what the rank sends in a step; `groups` on whose behalf.
-        model_flops: three times forward's operations, or all if those are fewer, as with frozen parameters: a
-            multiply-add is two, attention is not halved.
-        computed_flops: all operations, those computed again in backward too.
-        assumed: of operators without a cost or kernels, of parameters made in another dtype, of which blocks
-            are cut.
-        whole: why all blocks were run, instead of a few; empty if a few were.
-        whole_logits: ranks that are tensor parallel each have all of the logits.
-        times: as the hardware's model has it.
-        stages: of a pipeline's ranks, what each has; memory and times are of rank `stage`, which needs most.
+        reserved_bytes: the most that a caching allocator holds, from the first step on. If the device has
+            less, the allocator first gives back what it can, which takes time; `given_back` counts this.
+        needed_bytes: the least device memory with which the allocator could serve the step, losing time by
+            giving back; equals `reserved_bytes` without hardware, or if the device has a quarter more.
+        sent: the collectives of a rank in a step; `groups` lists them by group of parameters.
+        model_flops: three times forward's operations, or all operations if those are fewer, as with frozen
+            parameters; a multiply-add is two, and attention is not halved.
+        computed_flops: all operations, including those recomputed in backward.
+        assumed: assumptions about operators without a cost or kernels, about parameters made in another
+            dtype, and about which blocks are cut.
+        whole: why all blocks were run instead of a few; empty if a few were.
+        whole_logits: whether each tensor-parallel rank has all logits.
+        times: by the model of the hardware.
+        stages: figures of each rank of a pipeline; memory and times are those of rank `stage`, which needs
+            most memory.
     """
 
     model: str
@@ -113,7 +114,7 @@ class Plan:
 
     @property
     def peak(self) -> Moment:
-        """The moment with most bytes alive."""
+        """The moment with the most bytes alive."""
         return max(self.moments, key=lambda moment: moment.alive_bytes)
 
     @property
@@ -122,12 +123,12 @@ class Plan:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that a rank sends in a step, by the ideal ring."""
+        """The bytes that a rank sends in a step, by the ideal ring."""
         return sum(one.wire_bytes for one in self.sent)
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that the device has left; those it lacks, below zero, if the plan does not fit."""
+        """The bytes that the device has left; negative by the missing bytes if the plan does not fit."""
         if self.hardware is None:
             raise ShardingError("whether a plan fits needs hardware: plan(..., hardware='h100')")
         usable = self.hardware.usable_bytes
@@ -141,7 +142,7 @@ class Plan:
 
     @property
     def likely(self) -> float:
-        """Probability that it fits, as memory errs by `MEMORY_ERROR`; that it does not is the rest."""
+        """The probability that the plan fits, given a memory error of `MEMORY_ERROR`."""
         if self.hardware is None:
             raise ShardingError("whether a plan fits needs hardware: plan(..., hardware='h100')")
         room = math.log(self.hardware.usable_bytes / self.needed_bytes)
@@ -149,17 +150,17 @@ class Plan:
 
     @property
     def sure(self) -> bool:
-        """Whether the verdict, either, is beyond the margin of memory's error."""
+        """Whether the verdict, either way, is outside the margin of the memory error."""
         return abs(self.likely - 0.5) > SURE - 0.5
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of one device."""
+        """The tokens per second of one device."""
         return self.setup.tokens / self.setup.sharing / self.step_times.step
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: the model's operations over what the device could have done meanwhile."""
+        """Model FLOPs utilisation: the model's operations over the device's peak in the same time."""
         step, dtype = self.step_times.step, self.setup.param_dtype
         assert self.hardware is not None
         check_rate(self.hardware, dtype)
@@ -184,13 +185,13 @@ def plan(
     hardware: str | Hardware | None = None,
     **changes: Any,
 ) -> Plan:
-    """Plan what training `model` takes of each rank; made in this process, whatever its own process groups.
+    """Plan what training `model` needs on each rank; runs in this process, whatever its process groups.
 
     Args:
         model: a published model's name, a transformers config (.json), "package.module:factory", or a
-            function that returns a module of tokens (batch, length) to logits.
-        setup: how it is cut and trained; `changes` are fields of it.
-        hardware: a profile's name or file; without one there is no time, and no answer to whether it fits.
+            function that returns a module from tokens (batch, length) to logits.
+        setup: how the model is cut and trained; `changes` are fields of it.
+        hardware: a profile's name or file; without one, the plan has no times and does not say if it fits.
 
     Raises:
         ShardingError: the setup does not fit the model, or the model cannot be run on fake tensors.
@@ -207,7 +208,7 @@ def plan(
 def plan_of(
     recording: Recording, model: Model, setup: Setup, device: Hardware | None, *, whole: str = ""
 ) -> Plan:
-    """Make a plan of a recording of all blocks."""
+    """Make a plan from a recording of all blocks."""
     check_narrow(device, setup.narrow)
     model_flops, computed_flops = measure.flops(recording, setup.accumulation)
     limit = None if device is None else device.usable_bytes
@@ -246,7 +247,7 @@ def plan_of(
 
 
 def _pipelined(model: Model, setup: Setup, device: Hardware | None) -> Plan:
-    """Plan the first and the last rank of a pipeline; the one that needs more is the plan."""
+    """Plan the first and the last rank of a pipeline; return the plan of the one that needs more memory."""
     few = replace(setup, accumulation=min(setup.accumulation, measure.RECORDED_MICRO_BATCHES))
     found: dict[int, tuple[Recording, Plan]] = {}
     for number in (0, setup.pipeline - 1):
@@ -272,7 +273,7 @@ def _pipelined(model: Model, setup: Setup, device: Hardware | None) -> Plan:
 
 
 def recording_of(model: Model, setup: Setup, *, of: Model | None = None) -> tuple[Recording, str]:
-    """Record all blocks of the model, a stage of `of` maybe; return why all were run, too, if they were."""
+    """Record all blocks of the model, which may be a stage of `of`; also return why all were run, if so."""
     try:
         return _run(model, setup, of=of)
     except NotRun as error:
@@ -282,7 +283,7 @@ def recording_of(model: Model, setup: Setup, *, of: Model | None = None) -> tupl
 
 
 def _run(model: Model, setup: Setup, *, of: Model | None = None) -> tuple[Recording, str]:
-    """Record as `recording_of` does; raise NotRun without a look for the cause."""
+    """Record as `recording_of` does, but raise NotRun without looking for the cause."""
     if model.layers <= RECORDED + 1:
         return recorded(model, setup, model.layers), ""
     if setup.checkpointing == "alternate":
@@ -314,20 +315,20 @@ def _runs(model: Model, setup: Setup) -> bool:
 
 
 def numbers_of_blocks(setup: Setup, pattern: Pattern, layers: int) -> list[int]:
-    """Return how many of so many blocks to run, and the next numbers to try; none where all take less."""
+    """Return the numbers of `layers` blocks to run, in order of trial; none if running all is cheaper."""
     reshard = setup.reshard_after_forward
     reaches_far = setup.layout == "contiguous" and reshard is not False
     reaches_far |= reshard is not None and not isinstance(reshard, bool)
     numbers = (RECORDED,) if reaches_far else (FEW, RECORDED)
     leading, period = pattern
-    least = 2 * leading + 3 if leading else 0  # so that the middle one and its neighbours are no others
+    least = 2 * leading + 3 if leading else 0  # so that the middle block and its neighbours do not differ
     found = [max(number, least) + period - 1 for number in numbers]
-    found = [number + (layers - number) % period for number in found]  # so that they end as all do
+    found = [number + (layers - number) % period for number in found]  # so that they end like all blocks
     return list(dict.fromkeys(one for one in found if period == 1 or 2 * one + period < layers))
 
 
 def recorded(model: Model, setup: Setup, layers: int) -> Recording:
-    """Record a step in which a few micro-batches stand for all."""
+    """Record a step in which a few micro-batches represent all."""
     short = replace(setup, accumulation=min(setup.accumulation, measure.RECORDED_MICRO_BATCHES))
     try:
         with quiet_fakes():
@@ -342,9 +343,9 @@ def recorded(model: Model, setup: Setup, layers: int) -> Recording:
 
 
 def explain(error: NotRun, model: Model, setup: Setup) -> NoReturn:
-    """Raise `error` of all of the model's blocks with the advice that other runs of it bear out.
+    """Raise `error`, from a run of all blocks, with advice that other runs confirm.
 
-    A model that does not run uncut either raises what it raises then.
+    If the model does not run without tensor parallelism either, raises the error of that run.
     """
     raised = error.__cause__
     if setup.tensor > 1:
@@ -389,7 +390,7 @@ def sized(nbytes: int) -> str:
 
 
 def _unit(nbytes: int) -> str:
-    """Return the largest unit of which this is a tenth or more."""
+    """Return the largest unit of which `nbytes` is at least a tenth."""
     return next((name for name, size in _UNITS.items() if nbytes >= size / 10), "KiB")
 
 

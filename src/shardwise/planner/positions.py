@@ -1,7 +1,7 @@
-"""A sequence longer than a model's table of learned positions, which tensors without values cannot show.
+"""Check for sequences longer than a model's table of learned positions, which fake tensors cannot show.
 
-Models count positions up and look them up: `table(torch.arange(length))`. What is counted is known by its
-storage and two numbers, so any view of it tells its last position.
+Models count positions and look them up: `table(torch.arange(length))`. A count is known by its storage and
+two numbers, so the last position of any view of it is known.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Counted(NamedTuple):
     step: int
 
     def last_of(self, view: Tensor) -> int:
-        """Return the greatest element that `view` shows, of steps up."""
+        """Return the greatest element of `view`, for an ascending count."""
         strides = zip(view.shape, view.stride(), strict=True)
         place = view.storage_offset() + sum((size - 1) * stride for size, stride in strides)
         return self.first + self.step * int(place)
@@ -46,7 +46,7 @@ def counted(func: Any, args: Any, known: Callable[[Tensor], Counted | None]) -> 
 
 
 def check_lookup(func: Any, args: Any, known: Callable[[Tensor], Counted | None]) -> None:
-    """Raise ShardingError where a table has no row for the last position that is looked up in it."""
+    """Raise ShardingError if a table has no row for the last position that is looked up in it."""
     if func.overloadpacket is not aten.embedding or not args[1].numel():
         return
     table, positions = args[:2]
@@ -56,7 +56,7 @@ def check_lookup(func: Any, args: Any, known: Callable[[Tensor], Counted | None]
 
 
 def check_positions(needed: int, there: int) -> None:
-    """Raise ShardingError where a sequence needs more positions than were learned."""
+    """Raise ShardingError if a sequence needs more positions than were learned."""
     if needed > there:
         raise ShardingError(
             f"the model looks {needed} positions up in a table of {there} that are learned; plan a shorter"

@@ -1,17 +1,17 @@
-"""What the library allocates, computes and sends in a training step, by running it on fake tensors.
+"""Records what the library allocates, computes and sends in a training step, by running it on fake tensors.
 
 `record` builds a model with a few blocks, shards it as rank 0 of a no-op group of any size, and trains it for
-two steps: the first makes optimizer state, the second is what every later one is. What happens is a list of
-events in segments. A segment is what one block does in one phase (forward, backward, optimizer), or what is
-around the blocks; `unroll` makes a deep model's segments from a shallow one's.
+two steps: the first makes optimizer state, and the second equals every later one. A recording is a list
+of events in segments. A segment has the events of one block in one phase (forward, backward, optimizer), or
+those around the blocks; `unroll` makes a deep model's segments from a shallow one's.
 
-    allocate, free    of memory, which has a size, a stream and, in the end, a category
+    allocate, free    memory, with a size, a stream and, at the end, a category
     compute           an operator: FLOPs, bytes read and written
-    send              a collective as it is issued
+    send              a collective, when it is issued
     mark, wait        an event recorded on a stream, and a stream that waits for it
 
-Tensors are on the CPU, but for an accelerator the library is given streams, which write down what is issued
-to them (`watch`); so it does there what it does on an accelerator.
+Tensors are on the CPU. To plan for an accelerator, the library gets streams that record the work issued to
+them (`watch`), so it behaves as on an accelerator.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ SHARDWISE = Library(shard, watching)
 
 
 class _Logits(TorchFunctionMode):
-    """Variables of a training loop that holds the logits, as `cross_entropy` takes them."""
+    """Stands for the variables of a training loop that keeps the logits passed to `cross_entropy`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,12 +88,12 @@ class _Logits(TorchFunctionMode):
 
 
 def holding(what: str) -> AbstractContextManager[Any]:
-    """Return variables of a training loop: those that hold the logits, or nothing."""
+    """Return a stand-in for a training loop's variables: one that holds the logits, or nothing."""
     return _Logits() if what == "logits" else nullcontext()
 
 
 def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDWISE) -> Recording:
-    """Train `model` with so many blocks for two steps, sharded by `library`.
+    """Train `model` with `layers` blocks for two steps, sharded by `library`.
 
     Raises:
         ShardingError: the model, the mesh or the setup does not fit together.
@@ -112,7 +112,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         if tensor is not None:
             lines[TENSOR_PARALLEL] = tensor
         lanes = {str(mesh.get_group().group_name): lane for lane, mesh in lines.items()}
-        gc.freeze()  # so that what was there before is not gone through
+        gc.freeze()  # so that collections skip existing objects
         stack.callback(gc.unfreeze)
         stack.enter_context(FastFakeTensorMode(allow_non_fake_inputs=True))
         stack.callback(code_book.cache_clear)  # of fake ones
@@ -179,7 +179,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
 
 
 def _lines(setup: Setup) -> dict[str, DeviceMesh]:
-    """Return the ranks of a pipeline and of a sequence that rank 0 is among."""
+    """Return rank 0's meshes of its pipeline and of the ranks that share its sequences."""
     sizes = {PIPELINE: setup.pipeline, ULYSSES: setup.ulysses}
     strides = {PIPELINE: setup.ranks // setup.pipeline, ULYSSES: setup.experts}
     return {
@@ -190,7 +190,7 @@ def _lines(setup: Setup) -> dict[str, DeviceMesh]:
 
 
 def _expert_mesh(setup: Setup) -> DeviceMesh:
-    """Return the mesh of experts and of those that have the same."""
+    """Return the mesh of experts, and of ranks that hold the same experts."""
     axes = setup.axes | {"shard": setup.axes["shard"] // setup.experts, EXPERTS: setup.experts}
     return mesh_of(torch.arange(setup.ranks), axes)
 
@@ -207,7 +207,7 @@ def _over_sequences(model: Model, module: nn.Module, mesh: DeviceMesh) -> Model:
 def _start(
     recorder: Recorder, module: nn.Module, blocks: list[nn.Module], tokens: Tensor, pipe: Pipe | None
 ) -> None:
-    """Record what is there before the first step."""
+    """Record the memory that exists before the first step."""
     owned = {i: [*one.parameters(), *one.buffers()] for i, one in enumerate(blocks)}
     layer_of = {id(tensor): i for i, tensors in owned.items() for tensor in tensors}
     for tensor in [*module.parameters(), *module.buffers(), tokens]:

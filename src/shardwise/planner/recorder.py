@@ -1,8 +1,8 @@
-"""Writing down what happens in a training step, event by event, and which block it is about.
+"""Records a training step event by event, with the block that each event belongs to.
 
-In forward and backward that is the block that runs (`watch` says which). Around them, in the optimizer say,
-it is the block whose memory an operator works on: one operator on the tensors of many blocks is an event for
-each. What an operator without such memory makes belongs to the block of the next one.
+In forward and backward that is the running block (`watch` says which). Elsewhere, as in the optimizer, it is
+the block whose memory an operator uses: one operator on the tensors of many blocks becomes an event for each.
+The results of an operator without such memory belong to the block of the next operator.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def refuse_loop(counts: Counter[tuple[str, str, int | None]]) -> NoReturn:
 
 
 class Recorder(Storages):
-    """Writes down what happens, while entered."""
+    """Records events while it is entered."""
 
     def __init__(
         self,
@@ -78,18 +78,18 @@ class Recorder(Storages):
     ) -> None:
         super().__init__()
         self.record_streams = record_streams
-        self._used: dict[int, Mark] = {}  # by life: the end of the last collective of it
-        self.lanes = lanes or {}  # by names of groups whose collectives computation waits for at once
+        self._used: dict[int, Mark] = {}  # by life: the end of the last collective that uses it
+        self.lanes = lanes or {}  # by name of groups for whose collectives computation waits at once
         self._strides: dict[str, int] = {}  # of groups, by name
-        self.looks_away = False  # from what computes shapes
+        self.looks_away = False  # while only shapes are computed
         self.touches: Touches | None = {} if touches else None  # what a compiler would see
-        self.in_library = self.in_graphs = 0  # calls of it, or of a compiler's graphs, that are under way
+        self.in_library = self.in_graphs = 0  # running calls of the library, or of a compiler's graphs
         self.operators = Counter[tuple[int, int]]()  # of the model's own, by step and micro-batch
         self.segments = [Segment(Place(0, 0, "start", None))]
         self.blocks = blocks
         self.layer_of = {id(block): i for i, block in enumerate(blocks)}
         self.last = len(blocks) - 1
-        self.group: int | str = ""  # on whose behalf something is sent
+        self.group: int | str = ""  # the group for which something is sent
         self.streams = [COMPUTATION]  # the current one is the last
         self._now: dict[int, Memory] = {}  # by life
         self._layers: dict[int, int | None] = {}  # of memory, by life
@@ -98,7 +98,7 @@ class Recorder(Storages):
         self._counted: dict[int, Counted] = {}  # by life
         self._of: dict[int, list[Memory]] = {}  # all memory of a life
         self._in_block = False
-        self._holds = False  # what is allocated belongs to the block of the next operator
+        self._holds = False  # whether allocations belong to the next operator's block
         self._held: list[tuple[int, Event]] = []
         self._frees: list[tuple[int | None, Free]] = []
         self.owner: Any = _NOBODY  # of what an operator around forward and backward makes
@@ -112,7 +112,7 @@ class Recorder(Storages):
         return self.segments[-1].place
 
     def go(self, **to: Any) -> None:
-        """Move to another place, for whatever comes now."""
+        """Move to another place, to which later events belong."""
         self._write_frees()
         place = self.place._replace(**to)
         if place != self.place:
@@ -127,12 +127,12 @@ class Recorder(Storages):
 
     @property
     def _around(self) -> bool:
-        """Neither forward nor backward: what comes is of the block whose memory it is about."""
+        """Whether outside forward and backward; there, events belong to the block whose memory they use."""
         return self.place.phase in ("start", "end of backward", "optimizer") and not self._in_block
 
     @contextmanager
     def in_block(self, layer: int | None) -> Iterator[None]:
-        """Let what comes be of this block: its reduction, which also is at the end of backward."""
+        """Assign events to this block: its reduction, which may also run at the end of backward."""
         if layer is None or not self._around:
             yield
             return
@@ -143,7 +143,7 @@ class Recorder(Storages):
         self._in_block = False
 
     def by_layer(self, layer: int | None) -> None:
-        """Go to this block, for what comes and for what was made for the next operator."""
+        """Move to this block, for later events and for memory made for the next operator."""
         held, self._held = self._held, []
         if layer != self.place.layer:
             self.go(layer=layer, after=layer is None and self.place.layer is not None)
@@ -152,11 +152,11 @@ class Recorder(Storages):
             self.write(event)
 
     def _write_frees(self) -> None:
-        """Write frees: each block's own if many blocks free at once, else maybe an operator's."""
+        """Write frees: as each block's own if many blocks free together, else maybe as an operator's."""
         frees, self._frees = self._frees, []
         many = len({layer for layer, _ in frees}) > 1
         if len(frees) == 1 and self.place.layer == self.last and frees[0][0] not in (None, self.last):
-            self.go(layer=None, after=True)  # what an operator on all blocks took
+            self.go(layer=None, after=True)  # memory used by an operator on all blocks
         if many:
             self.go(layer=None, after=True)
         for layer, event in frees:
@@ -227,8 +227,8 @@ class Recorder(Storages):
         self._staged += [memory for one in tensors if (memory := self.memory_of(one)) is not None]
 
     def _send(self, call: Collective, group: dist.ProcessGroup) -> tuple[Send, Mark | None]:
-        """Send on the current stream, or on the group's lane, which this then waits for: by the mark."""
-        self._write_frees()  # maybe of another block, as whose the marks would count
+        """Send on the current stream, or on the group's lane; this stream then waits for it by the mark."""
+        self._write_frees()  # maybe another block's, and marks would count as its own
         name, current = group.group_name, self.streams[-1]
         if name not in self._strides:
             first, *more = dist.get_process_group_ranks(group)[:2]
@@ -250,7 +250,7 @@ class Recorder(Storages):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
-            return args[0].fake_device  # asked for twice an operator: without another dispatch
+            return args[0].fake_device  # read twice per operator: avoids another dispatch
         if self.looks_away or func is _DEVICE:
             return func(*args, **(kwargs or {}))
         mark = None
@@ -262,7 +262,7 @@ class Recorder(Storages):
                 event, mark = self._send(call, resolve_process_group(args[-1]))
                 self._touch(event, args, ())
         self._follow_recomputation()
-        if func is _COPY:  # of which nothing is new but the values
+        if func is _COPY:  # only values are new
             self.now += 1
             self.ran(func, args, kwargs or {}, args[0])
             return args[0]
@@ -350,7 +350,7 @@ class Recorder(Storages):
                 self.write(event)
                 self.see((row, made))
             self.see((args, kwargs, result))
-        if event is not None:  # the last stands for all: what it reads is used
+        if event is not None:  # the last represents all: its inputs are used
             self._touch(event, (args, kwargs, result), ())
         self.owner, self._holds = _NOBODY, False
 
@@ -359,7 +359,7 @@ class Recorder(Storages):
         return known is None or any(key == id(known[1]) for key, _ in self._held)
 
     def owner_of(self, tensors: list[Tensor]) -> Any:
-        """Return the block of the first tensor that has one, None for around the blocks; or nobody."""
+        """Return the block of the first tensor that has one; None means around the blocks, or nobody."""
         for tensor in tensors:
             known = self._alive.get(id(tensor.untyped_storage()))
             if known is not None and id(known[1]) in self._layers:
@@ -367,7 +367,7 @@ class Recorder(Storages):
         return _NOBODY
 
     def share(self, tensors: list[Tensor]) -> None:
-        """Share tensors that belong to no block, such as what an optimizer looks up for all blocks."""
+        """Share tensors that belong to no block, such as an optimizer's tables for all blocks."""
         self.by_layer(None)
         self.see(tensors)
         self.own(tensors, OPTIMIZER)
@@ -377,7 +377,7 @@ class Recorder(Storages):
     # Categories
 
     def _follow_recomputation(self) -> None:
-        """Find recomputation: operators of backward that record for autograd; what they leave is kept."""
+        """Find recomputation: operators in backward that autograd records; their results are kept."""
         recomputes = self.place.phase == "backward" and torch.is_grad_enabled()
         if recomputes and self._recomputed is None:
             self._recomputed = []
@@ -423,7 +423,7 @@ class Recorder(Storages):
 
 
 def _order_frees(segments: list[Segment]) -> None:
-    """Sort memory that is freed at the same time by the order in which it was allocated."""
+    """Sort memory that is freed at the same time in order of allocation."""
     numbers: dict[int, int] = {}
     for segment in segments:
         ordered: list[Event] = []

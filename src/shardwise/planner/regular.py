@@ -1,7 +1,7 @@
-"""Whether a model's blocks all do the same, so that a few stand for all: the whole model is looked at.
+"""Check whether all blocks of a model do the same, so that a few represent all: compares the whole model.
 
-What blocks have is compared, and what they do in one forward and backward on fake tensors. A few at the
-beginning may be others: dense ones before mixtures of experts, say. Kinds may take turns.
+Compares the blocks' contents, and their operators in one forward and backward on fake tensors. A few blocks
+at the beginning may differ, such as dense ones before mixtures of experts. Kinds of blocks may alternate.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check(model: Model, setup: Setup) -> Pattern:
     """Return how blocks repeat.
 
     Raises:
-        NotRegular: they do not; names the first block that differs.
+        NotRegular: blocks do not repeat; names the first that differs.
     """
     looked_at = ("micro_batch", "sequence", "param_dtype", "loss", "device", "fused_norms")
     return _pattern(model, Setup(**{name: getattr(setup, name) for name in looked_at}))
@@ -65,7 +65,7 @@ def _pattern(model: Model, setup: Setup) -> Pattern:
             phase = "backward" if watch.in_backward else "forward"
             raise NotRegular(f"one {phase} of the model cannot be looked at: {error}") from error
     found.append(_compare("is followed by", watch.after[:-1]))
-    # What is before the blocks comes after block 0.
+    # In backward, what precedes the blocks in forward follows block 0.
     found.append(_compare("does in backward", watch.backward, first=1))
     firsts = list(dict.fromkeys(watch.order))
     if firsts != sorted(firsts):
@@ -74,7 +74,7 @@ def _pattern(model: Model, setup: Setup) -> Pattern:
 
 
 def _compare(verb: str, of: list[list[Any]], first: int = 0) -> Pattern:
-    """Return how these repeat, by the shortest period."""
+    """Return how the items of `of` repeat, with the shortest period."""
     for period in range(1, LONGEST + 1):
         unlike = (i for i in range(len(of) - period, first, -1) if of[i - 1] != of[i - 1 + period])
         leading = next(unlike, 0)
@@ -96,7 +96,7 @@ def _parts(block: nn.Module, holders: Counter[int]) -> Iterator[Any]:
 
 
 class _Watch(EagerDispatchMode):
-    """Operators with their shapes, by the block that they are in, or that they come after.
+    """Records operators with their shapes, by the block that they are in, or come after.
 
     In backward, a block begins with the gradient of what it returned, and ends where the next one begins.
     """
@@ -114,7 +114,7 @@ class _Watch(EagerDispatchMode):
             block.register_forward_hook(lambda *call, number=number: self._leave(number, call[-1]))
 
     def _enter(self, number: int) -> None:
-        if self.in_backward:  # which computes it again
+        if self.in_backward:  # which recomputes it
             return
         self.order.append(number)
         self._now = self.inside[number]
@@ -133,7 +133,7 @@ class _Watch(EagerDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and type(args[0]) is FakeTensor:
-            return args[0].fake_device  # asked for twice an operator: without another dispatch
+            return args[0].fake_device  # read twice per operator: avoids another dispatch
         result = func(*args, **(kwargs or {}))
         if self._now is not None:
             tensors = [one for one in (*args, result) if isinstance(one, torch.Tensor)]

@@ -1,8 +1,8 @@
-"""Convolutions and scans of transformers' models as the kernels that it calls where they are installed.
+"""Convolutions and scans of transformers' models, as the kernels that it calls if they are installed.
 
 The packages are mamba-ssm 2.3.2, causal-conv1d 1.7.0 and flash-linear-attention 0.6.0. Each kernel is one
-operator that reads and writes whole tensors: what its package saves for backward is saved, and what it
-allocates meanwhile is allocated. Operations count as those of attention do, in chunks of tokens.
+operator that reads and writes whole tensors, saves what its package saves for backward, and allocates what
+the package allocates temporarily. Operations count like those of attention, in chunks of tokens.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 _FLOAT = torch.float32
-_SCAN_CHUNK = 2048  # tokens whose last state mamba-ssm's selective scan keeps
-_DELTA_CHUNK = 64  # tokens that flash-linear-attention takes together
+_SCAN_CHUNK = 2048  # tokens for which mamba-ssm's selective scan keeps one state
+_DELTA_CHUNK = 64  # tokens that flash-linear-attention processes together
 
 _New = tuple[tuple[int, ...], tuple[int, ...], str]  # a tensor to be made: sizes, strides, dtype
 
 
 def _new(size: Sequence[int], dtype: torch.dtype, order: Iterable[int] | None = None) -> _New:
-    """Describe a tensor whose dims lie in this order, the outermost first."""
+    """Describe a tensor whose dims are in this memory order, outermost first."""
     strides, step = [0] * len(size), 1
     for dim in reversed([*(range(len(size)) if order is None else order)]):
         strides[dim], step = step, step * size[dim]
@@ -39,7 +39,7 @@ def _like(tensor: Tensor, dtype: torch.dtype | None = None) -> _New:
 
 @torch.library.custom_op("shardwise::linear_attention", mutates_args=())
 def _linear_attention(reads: list[Tensor], makes: str, flops: int) -> list[Tensor]:
-    """Read tensors and make others, as a kernel on tensors without values; `makes` is a list in text."""
+    """Read tensors and make others, as a kernel would, on fake tensors; `makes` is a list as text."""
     return [
         reads[0].new_empty_strided(size, stride, dtype=getattr(torch, dtype))
         for size, stride, dtype in ast.literal_eval(makes)
@@ -48,7 +48,7 @@ def _linear_attention(reads: list[Tensor], makes: str, flops: int) -> list[Tenso
 
 @torch.library.custom_op("shardwise::projections", mutates_args=())
 def _projections(reads: list[Tensor], makes: str, flops: int) -> list[Tensor]:
-    """Read tensors and make others, as the matmuls that are in a kernel's function."""
+    """Read tensors and make others, as the matmuls inside a kernel's function would."""
     made: list[Tensor] = _linear_attention(reads, makes, flops)
     return made
 

@@ -1,13 +1,13 @@
-"""Which settings are worth it: for each amount of memory, the fastest.
+"""Search for the settings worth using: for each amount of memory, the fastest.
 
 There are hundreds of settings, and recording one takes seconds. So all are estimated, from the nearest plan
-and from what each strategy keeps and sends. What then looks better than all plans by more than a little is
-planned as `plan` does it, until nothing does. Settings that differ in the micro-batch alone share recordings
-of the two smallest; whether a few blocks stand for all is asked once.
+and from what each strategy keeps and sends. Settings that then look better than all plans by a margin are
+planned as by `plan`, until none do. Settings that differ only in the micro-batch share recordings of the two
+smallest; whether a few blocks represent all is checked once.
 
-    planned           each checkpointing, cut as asked; each layout
-    estimated         memory: + what this cut keeps, - what the nearest plan's does
-                      time: the longer of computation and communication, + what else that plan's step took
+    planned           each checkpointing, cut as requested; each layout
+    estimated         memory: + what this cut keeps, - what the nearest plan's cut keeps
+                      time: the longer of computation and communication, + the rest of that plan's step
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardwise.planner.shapes import undivided
 from shardwise.planner.timing import send_seconds
 from shardwise.planner.unroll import FEW, RECORDED, NotRegular, Pattern, grown, unroll
 
-FASTER = 0.98  # of another's time, at most, for a point of its own
+FASTER = 0.98  # a separate point has at most this fraction of another's time
 MICRO_BATCHES = (1, 2, 4, 8)
 PRECISIONS = (("float32", "bfloat16", "float32"), ("float32", "bfloat16", "bfloat16"), ("bfloat16",) * 3)
 _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -51,19 +51,19 @@ def search(
     micro_batches: Sequence[int] = MICRO_BATCHES,
     **changes: Any,
 ) -> Search:
-    """Look for the fastest training of `model`, for each amount of memory.
+    """Search for the fastest training of `model`, for each amount of memory.
 
-    Compared are meshes (shards within a host, over some and over all; tensor parallelism within a host),
-    layouts, strategies, whether parameters stay gathered, checkpointing, micro-batches and precision. Only
-    what fits is named, if anything.
+    Compares meshes (shards within a host, over some hosts and over all; tensor parallelism within a host),
+    layouts, strategies, whether parameters stay gathered, checkpointing, micro-batches and precision. If any
+    settings fit, returns only those.
 
     Args:
-        model: as `plan` takes it.
-        setup: what is not looked for: ranks, sequence, optimizer, pipeline and so on; its precision is what
-            is asked for. What cannot be planned with it is left out. A step of several sequences a rank keeps
-            them, in micro-batches of another size. One of a single sequence leaves their number open: time is
-            compared by tokens.
-        micro_batches: sequences of a rank to compute at a time.
+        model: as for `plan`.
+        setup: the fixed settings: ranks, sequence, optimizer, pipeline and so on; its precision is the
+            requested one. Settings that cannot be planned with it are left out. If a rank's step has several
+            sequences, it keeps their number, in micro-batches of other sizes. If it has one, the number is
+            open: times are compared per token.
+        micro_batches: numbers of sequences that a rank computes at a time, to compare.
 
     Raises:
         ShardingError: as `plan`.
@@ -93,7 +93,7 @@ def _space(
     ]
     cuts = [{}, *(cut for degree in degrees for cut in _cuts(setup, device, degree))]
     for cut, dtypes in itertools.product(cuts, [precision(setup), *PRECISIONS]):
-        mine = sequences  # of a rank and those that it is tensor parallel with: as many a device
+        mine = sequences  # of a rank and its tensor-parallel peers: the number per device is kept
         if sequences > 1:
             mine = sequences * cut.get("tensor", setup.tensor) // setup.tensor
         for checkpointing, size in itertools.product(("none", "selective", "full"), sorted(sizes)):
@@ -109,7 +109,7 @@ def _space(
 
 
 def _made(setup: Setup, **choice: Any) -> Setup | None:
-    """`setup` with this choice; None where that cannot be planned together."""
+    """Return `setup` with this choice; None if they cannot be planned together."""
     try:
         made = replace(setup, **choice)
         check_filled(made)
@@ -129,17 +129,17 @@ def _degrees(model: Model, setup: Setup, device: Hardware) -> list[int]:
         return [1]
     try:
         return [n for n in found if n == 1 or not undivided(tensor.sizes_of(module, model.name), n)]
-    except ShardingError:  # torch has no style for what the model says
+    except ShardingError:  # torch has no such tensor-parallel style
         return [1]
 
 
 def _cuts(setup: Setup, device: Hardware, tensor: int) -> Iterator[dict[str, Any]]:
-    """Yield meshes, layouts, strategies, and what is freed after forward."""
+    """Yield choices of mesh, layout, strategy, and resharding after forward."""
     host, ranks = device.devices_per_host // tensor, setup.ranks // setup.pipeline // tensor
     shards = [n for n in (host, 8 * host) if 1 < n < ranks and ranks % n == 0]
     for replicas in [1, *(ranks // n for n in shards)]:
         cut = ranks // replicas
-        kept: list[bool | int | None] = [None, setup.pipeline > 1]  # None is the other of the two
+        kept: list[bool | int | None] = [None, setup.pipeline > 1]  # None: the opposite of the bool
         kept += [host] if tensor == 1 and host < cut and cut % host == 0 else []
         mesh: dict[str, Any] = {"tensor": tensor, "replicas": replicas}
         yield from (mesh | _as("interleaved", None, one) for one in kept)
@@ -154,7 +154,7 @@ def _as(layout: str, strategy: str | None, reshard: bool | int | None) -> dict[s
     return {"layout": layout, "strategy": strategy, "reshard_after_forward": reshard}
 
 
-# ---------------------------------------------------------------- what each cut keeps and sends
+# ---------------------------------------------------------------- memory and messages of each cut
 
 
 def _axes(setup: Setup) -> list[tuple[AxisPlacement, int, int]]:
@@ -168,7 +168,7 @@ def _axes(setup: Setup) -> list[tuple[AxisPlacement, int, int]]:
 
 
 def _kept_bytes(setup: Setup, parameters: int) -> float:
-    """Return bytes of parameters, gradients, two moments of an optimizer, and what stays gathered."""
+    """Return the bytes of parameters, gradients, two optimizer moments, and parameters that stay gathered."""
     stored, used = _SIZES[setup.stored_dtype], _SIZES[setup.param_dtype]
     of = parameters / setup.pipeline / setup.tensor
     cut = {
@@ -177,7 +177,7 @@ def _kept_bytes(setup: Setup, parameters: int) -> float:
     }
     kept = of * 4 * stored / cut["optimizer"]
     if cut["parameter"] < cut["optimizer"] or cut["parameter"] == 1:
-        shared = stored / cut["optimizer"] if used == stored else 0  # the shard lies in what forward takes
+        shared = stored / cut["optimizer"] if used == stored else 0  # the shard is part of what forward uses
         kept += of * (used / cut["parameter"] - shared)
     reshard = setup.reshard
     if cut["parameter"] > 1 and reshard not in (None, True):
@@ -186,7 +186,7 @@ def _kept_bytes(setup: Setup, parameters: int) -> float:
 
 
 def _sent(setup: Setup, parameters: int) -> Iterator[tuple[Collective, int, int]]:
-    """Yield the collectives of a step for so many parameters of a rank's: one, its stride, how often."""
+    """Yield the collectives of a step for `parameters` of a rank: collective, stride, number of calls."""
     of = parameters / setup.tensor
     used, reduced = of * _SIZES[setup.param_dtype], of * _SIZES[setup.reduce_dtype]
     reshard, part, micros = setup.reshard, 1, setup.accumulation
@@ -214,10 +214,10 @@ def _sent_seconds(setup: Setup, plan: Plan, device: Hardware) -> float:
     return plan.layers / setup.pipeline * seconds
 
 
-# ---------------------------------------------------------------- what is recorded, and what is not
+# ---------------------------------------------------------------- plans and estimates
 
 
-_WEIGHTS = {  # of what is estimated badly, if it is not the same
+_WEIGHTS = {  # by how badly a difference is estimated
     "tensor": 128,
     "layout": 64,
     "strategy": 32,
@@ -236,7 +236,7 @@ def _distance(one: Setup, other: Setup) -> int:
 
 
 def _figures(plan: Plan) -> tuple[float, float]:
-    """Return the seconds a token of a device, and the bytes reserved."""
+    """Return the seconds per token of a device, and the bytes reserved."""
     return 1 / plan.tokens_per_s, plan.reserved_bytes
 
 
@@ -252,12 +252,12 @@ class _Known:
     estimates: Figures = field(default_factory=dict)
     nearest: dict[Setup, tuple[int, Setup]] = field(default_factory=dict)
     recordings: int = 0
-    regular: bool = False  # a few blocks are known to stand for all
-    pattern: Pattern = field(default_factory=Pattern)  # in which blocks repeat
-    whole: str = ""  # why they do not
+    regular: bool = False  # whether a few blocks are known to represent all
+    pattern: Pattern = field(default_factory=Pattern)  # how blocks repeat
+    whole: str = ""  # why a few blocks do not represent all
 
     def look(self) -> None:
-        """Plan what looks best until all that does is planned."""
+        """Plan what looks best, until everything that looks best is planned."""
         try:
             if self.model.layers > FEW + 1 and self.asked.pipeline == 1:
                 self.pattern = regular.check(self.model, self.asked)
@@ -279,9 +279,9 @@ class _Known:
             self._try(best, alone=best.tensor != self.asked.tensor)
 
     def look_further(self) -> None:
-        """Plan the best with experts over ranks, and, where little fits, as a pipeline or by sequences.
+        """Plan the best with experts over ranks and, if little fits, as a pipeline or with split sequences.
 
-        Little is nothing, or a single sequence of which every block is computed again.
+        Little means nothing, or only a single sequence with every block recomputed.
         """
         exact = {setup: _figures(plan) for setup, plan in self.plans.items()}
         best = min(self._fitting(exact), key=lambda setup: exact[setup])
@@ -306,7 +306,10 @@ class _Known:
         return [replace(self.asked, layout=other, strategy=None)]
 
     def _next(self) -> Setup | None:
-        """Return a setting that looks better than all plans, or, in the asked precision, than those in it."""
+        """Return a setting that looks better than all plans.
+
+        A setting in the requested precision is compared only with the plans in it.
+        """
         for setup in self.space:
             if setup not in self.plans and setup not in self.estimates:
                 self.estimates[setup] = self._estimate(setup)
@@ -342,7 +345,7 @@ class _Known:
         return {setup: one for setup, one in figures.items() if one[1] <= self.device.usable_bytes} or figures
 
     def _base(self, setup: Setup) -> Setup:
-        """Return the setup asked for, with the checkpointing and micro-batch of `setup`."""
+        """Return the requested setup, with the checkpointing and micro-batch of `setup`."""
         sequences = self.asked.micro_batch * self.asked.accumulation
         same: dict[str, Any] = {"checkpointing": setup.checkpointing, "micro_batch": setup.micro_batch}
         return replace(self.asked, **same, accumulation=max(1, sequences // setup.micro_batch))
@@ -364,7 +367,7 @@ class _Known:
         return time + busy - before, nbytes
 
     def _try(self, setup: Setup, *, alone: bool = False) -> None:
-        """Plan the setup, or leave it out, with other micro-batches of it, if it cannot be planned."""
+        """Plan the setup; if it cannot be planned, drop it and its other micro-batches."""
         try:
             self._plan(setup, alone=alone)
         except ShardingError:
@@ -373,7 +376,7 @@ class _Known:
             self.estimates = {one: found for one, found in self.estimates.items() if one in self.space}
 
     def _plan(self, setup: Setup, *, alone: bool = False) -> None:
-        """Plan the setup and other micro-batches of it."""
+        """Plan the setup and its other micro-batches."""
         if setup.pipeline > 1:
             self.plans[setup] = plan(self.model, setup, hardware=self.device)
             self.recordings += 4

@@ -1,4 +1,4 @@
-"""What is planned for: how a model is cut and trained; and JSON of any dataclass, both ways."""
+"""The setup of a plan: how a model is cut and trained; and conversion of dataclasses to and from JSON."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ DType = Literal["float32", "bfloat16", "float16"]
 Checkpointing = Literal["none", "selective", "alternate", "full"]
 Optimizer = Literal["AdamW", "AdamW fused", "AdamW flat", "AdamW 8 bits", "Muon", "SGD"]
 Strategy = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp", "hierarchical_fsdp"]  # of `fully_shard`
-MOST = 10_000_000  # of ranks and so on; a plan makes lists of ranks, of parts of a loss, of micro-batches
+MOST = 10_000_000  # limit of ranks and so on: plans make lists of ranks, of parts of a loss, of micro-batches
 T = TypeVar("T")
-_AXES = ("pipeline", "replicas", "tensor", "ulysses", "experts")  # what is left is the data-parallel axis
+_AXES = ("pipeline", "replicas", "tensor", "ulysses", "experts")  # the rest is the data-parallel axis
 
 
 @functools.cache
@@ -30,50 +30,50 @@ class Setup:
     """How a model is cut over ranks and trained.
 
     Attributes:
-        ranks: in all, of every mesh axis together.
-        device: "cuda" has streams for communication; on "cpu" each collective ends before its call does.
-        replicas: how many hold each shard (HSDP); 1 cuts over all.
-        pipeline: ranks that have the model's stages; each has even shares of the blocks, and computes the
-            `accumulation` micro-batches of a step in the order of `schedule`. Parameters stay gathered
-            meanwhile, unless `reshard_after_forward` says otherwise; gradients are reduced once.
-        stages: of each of these ranks, more than one for "Interleaved1F1B".
+        ranks: total number of ranks, over all mesh axes.
+        device: "cuda" has streams for communication; on "cpu" each collective ends before its call returns.
+        replicas: number of copies of each shard (HSDP); 1 shards over all ranks.
+        pipeline: ranks of a pipeline; each has even shares of the blocks, and computes the `accumulation`
+            micro-batches of a step in the order of `schedule`. Parameters stay gathered in between, unless
+            `reshard_after_forward` says otherwise; gradients are reduced once.
+        stages: stages on each of these ranks; more than one for "Interleaved1F1B".
         ulysses: ranks that share each sequence of a micro-batch: `shardwise.nn.SequenceCut`.
         experts: ranks that share the experts of each layer: `shardwise.nn.ExpertCut`. Dense parameters are
-            cut over these ranks and those of `ulysses` too.
-        expert_load: tokens that come to the busiest rank's experts, beside an even share.
-        tensor: neighbouring ranks that share each micro-batch, tensor parallel; 1 has none.
+            also sharded over these ranks and those of `ulysses`.
+        expert_load: tokens of the busiest rank's experts, as a multiple of an even share.
+        tensor: adjacent ranks that share each micro-batch by tensor parallelism; 1 means none.
         tensor_plan: "torchtitan" cuts the sequence between matmuls, and the logits up to the loss;
-            "transformers" neither: whole logits are on every rank. "auto" is the second, but for Llama's kind
-            of built-in models.
-        sequence_parallel, loss_parallel: either by itself, whatever the plan.
-        async_tensor: gathers and reductions of the sequence are in pieces, beside the matmul that needs or
-            makes them, as a compiler has it (asynchronous tensor parallelism).
-        layout: as `fully_shard` takes it; so are `strategy` and `reshard_after_forward`.
-        stored_dtype: of the sharded parameters, and so of gradients and optimizer state.
-        param_dtype: of gathered parameters and computation.
-        reduce_dtype: of gradients while they are reduced.
-        ends_apart: the model's first and last modules are groups of their own, beside its blocks: those of
-            built-in models, and what a `Model` says (`ends`). Others are in the root's group.
-        checkpointing: of blocks: "none"; "selective" keeps attention and every second matmul; "alternate"
-            computes every second block again, the others not; "full".
-        compile: blocks are compiled: `shardwise.compile(mode="regional")`.
-        compile_loss: so is the loss of whole logits, which then are kept as they are.
-        float8: compiled blocks multiply by their linear layers in float8, which is what is gathered of them.
-        float8_scales: one of a tensor; or one of each row that is multiplied, float32, for which parameters
+            "transformers" does neither: every rank has whole logits. "auto" is the second, except for
+            built-in models of Llama's kind.
+        sequence_parallel, loss_parallel: override one of the two, whatever the plan.
+        async_tensor: gathers and reductions of the sequence run in pieces, overlapping the matmul that needs
+            or makes them, as compiled (asynchronous tensor parallelism).
+        layout: as for `fully_shard`; also `strategy` and `reshard_after_forward`.
+        stored_dtype: dtype of sharded parameters, and so of gradients and optimizer state.
+        param_dtype: dtype of gathered parameters and computation.
+        reduce_dtype: dtype of gradients while they are reduced.
+        ends_apart: whether the model's first and last modules have their own groups, as its blocks do: those
+            of built-in models, and those that a `Model` names (`ends`). Others are in the root's group.
+        checkpointing: activation checkpointing of blocks: "none"; "selective" keeps attention and every
+            second matmul; "alternate" recomputes only every second block; "full" recomputes all.
+        compile: whether blocks are compiled: `shardwise.compile(mode="regional")`.
+        compile_loss: whether the loss of whole logits is compiled too; logits then keep their dtype.
+        float8: whether linear layers of compiled blocks multiply in float8, in which they are also gathered.
+        float8_scales: one scale per tensor, or one float32 scale per row that is multiplied; then parameters
             are gathered in `param_dtype` and cast for each use.
-        nvfp4: compiled blocks multiply by all their linear layers in NVFP4, forward and backward, as in arXiv
-            2509.25149; parameters are gathered in `param_dtype` and cast for each use.
-        fused_norms: RMSNorm is one kernel on "cuda", as of torch 2.9; else the operators that it was before.
-        optimizer: "Muon" has the matrices of blocks, and AdamW fused the rest.
+        nvfp4: whether all linear layers of compiled blocks multiply in NVFP4, forward and backward, as in
+            arXiv 2509.25149; parameters are gathered in `param_dtype` and cast for each use.
+        fused_norms: whether RMSNorm is one kernel on "cuda", as since torch 2.9, or several operators.
+        optimizer: "Muon" updates the matrices of blocks, and fused AdamW the rest.
         loss: "whole" logits in float32, or "chunked": `shardwise.nn.linear_cross_entropy` in the head.
-        loop_holds: "logits", as they come to the loss, where the training loop still has them in a variable
-            while backward runs.
-        micro_batch: sequences a rank computes at a time.
-        sequence: tokens of each.
-        accumulation: micro-batches of one optimizer step.
-        reduce_once: gradients are reduced with the step's last micro-batch only.
-        record_streams: collectives that computation waits for keep what they use from the allocator until the
-            device is past them, as in older releases of torch (TORCH_NCCL_AVOID_RECORD_STREAMS=0).
+        loop_holds: "logits" if the training loop still has the loss's input logits in a variable while
+            backward runs.
+        micro_batch: sequences that a rank computes at a time.
+        sequence: tokens per sequence.
+        accumulation: micro-batches per optimizer step.
+        reduce_once: whether gradients are reduced only with the step's last micro-batch.
+        record_streams: whether collectives that computation waits for keep their memory from the allocator
+            until the device has passed them, as in older torch (TORCH_NCCL_AVOID_RECORD_STREAMS=0).
         clip_norm: whether gradients are clipped by their norm.
         expandable_segments: of the caching allocator (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True).
     """
@@ -159,18 +159,18 @@ class Setup:
 
     @property
     def narrow(self) -> str | None:
-        """Format in which compiled blocks multiply: "nvfp4", or float8 by whose scales, "tensor" or "row"."""
+        """Format in which compiled blocks multiply: "nvfp4", or for float8 its scales, "tensor" or "row"."""
         return "nvfp4" if self.nvfp4 else self.float8_scales if self.float8 else None
 
     @property
     def reshard(self) -> bool | int | None:
-        """Value of `reshard_after_forward` in use: a pipeline gathers once for all micro-batches."""
+        """The effective `reshard_after_forward`: a pipeline by default gathers once for all micro-batches."""
         asked = self.reshard_after_forward
         return False if asked is None and self.pipeline > 1 else asked
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh of a stage: the sizes of its axes, the last of neighbours; `shard` has all dense ones."""
+        """The mesh of a stage: sizes by axis, adjacent ranks last; `shard` includes all dense axes."""
         shards = self.ranks // self.pipeline // self.replicas // self.tensor
         sizes = {"replicate": self.replicas, "shard": shards, "tensor": self.tensor}
         return {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
@@ -185,12 +185,12 @@ class Setup:
 
     @property
     def sharing(self) -> int:
-        """How many ranks compute a rank's tokens together."""
+        """The number of ranks that compute a rank's tokens together."""
         return self.pipeline * self.ulysses * self.tensor
 
     @property
     def tokens(self) -> int:
-        """Tokens of a rank's optimizer step, which it shares with `sharing` ranks, itself among them."""
+        """The tokens of a rank's optimizer step, which `sharing` ranks compute together."""
         return self.micro_batch * self.sequence * self.accumulation
 
 
@@ -207,7 +207,7 @@ def _check_strategy(setup: Setup) -> None:
 
 
 def _check_dimensions(setup: Setup) -> None:
-    """Raises ShardingError for what pipelines, sequences and experts are not planned with."""
+    """Raises ShardingError for settings that cannot be planned with pipelines, sequences or experts."""
     if (setup.stages > 1) != (setup.schedule == "Interleaved1F1B"):
         raise ShardingError(
             f"schedule={setup.schedule!r} with stages={setup.stages}: Interleaved1F1B has more than one stage"
@@ -257,7 +257,7 @@ def check_stages(name: str, layers: int, setup: Setup) -> None:
 
 
 def changed(setup: Setup, changes: dict[str, Any]) -> Setup:
-    """`setup` with other values of these fields."""
+    """Return `setup` with other values of these fields."""
     if not isinstance(setup, Setup):
         raise ShardingError(
             f"setup must be a shardwise.planner.Setup, got a {type(setup).__name__}: give Setup(ranks=8), or"
@@ -275,7 +275,7 @@ def _check_names(kind: type, unknown: list[str]) -> None:
 
 
 def _check_types(made: Any) -> None:
-    """Raises ShardingError for a field of a dataclass that is not what its annotation says."""
+    """Raises ShardingError for a field of a dataclass whose value does not match its annotation."""
     kind: Any = type(made)
     for name, hint in _hints(kind).items():
         value = getattr(made, name)
@@ -307,12 +307,12 @@ def _is(value: Any, hint: Any) -> bool:
 
 
 def to_json(value: Any) -> str:
-    """A dataclass as JSON; `from_json` makes it again."""
+    """Return a dataclass as JSON, which `from_json` reads."""
     return json.dumps(asdict(value), indent=1)
 
 
 def from_json(kind: type[T], text: str) -> T:
-    """The dataclass that `text` has. Raises ShardingError for fields unknown, missing or of another type."""
+    """Read a dataclass from JSON. Raises ShardingError for unknown or missing fields, or other types."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -322,7 +322,7 @@ def from_json(kind: type[T], text: str) -> T:
 
 
 def _made(kind: Any, value: Any) -> Any:
-    """`value`, as JSON has it, as annotated by `kind`."""
+    """Convert `value`, read from JSON, to the type that `kind` annotates."""
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         kind = next((one for one in arguments if is_dataclass(one)), None)

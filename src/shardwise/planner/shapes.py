@@ -1,4 +1,4 @@
-"""Published shapes of language models, and which names stand for a model. Read without torch."""
+"""Published shapes of language models, and the names that identify a model. Imported without torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.planner.setup import Setup, check_stages
 
 @dataclass(frozen=True)
 class Shape:
-    """Llama's kind by default: rotary positions, RMSNorm, gated units, no biases, a head of its own."""
+    """A model's shape, by default of Llama's kind: rotary, RMSNorm, gated units, no biases, untied head."""
 
     vocabulary: int
     width: int
@@ -29,8 +29,8 @@ class Shape:
     gated: bool = True
     bias: bool = False
     tied: bool = False
-    dropout: float | None = None  # of attention in kernels apart, its scores in memory; else one kernel
-    wide_heads: int = 0  # their width, where it is not `width` over them
+    dropout: float | None = None  # of attention in separate kernels, with scores in memory; None: one kernel
+    wide_heads: int = 0  # width of a head, if it is not `width` over the heads
     norm_heads: bool = False  # of queries and keys
 
     @property
@@ -39,7 +39,7 @@ class Shape:
 
 
 def _gpt(vocabulary: int, width: int, layers: int, heads: int, dropout: float | None = None) -> Shape:
-    """GPT-2's kind: learned positions, LayerNorm, GELU, biases, the embedding as head."""
+    """Make a shape of GPT-2's kind: learned positions, LayerNorm, GELU, biases, the embedding as head."""
     return Shape(vocabulary, width, layers, heads, heads, 4 * width, False, False, True, True, dropout)
 
 
@@ -118,7 +118,7 @@ def _float(value: dict[str, Any]) -> Any:
 
 
 def check_source(source: str) -> None:
-    """Raises ShardingError for text that is no published model's name, config or factory; imports nothing."""
+    """Raises ShardingError unless text is a published model's name, config or factory; imports nothing."""
     if source in PUBLISHED:
         return
     if source.endswith(".json"):
@@ -138,7 +138,7 @@ def check_source(source: str) -> None:
 
 
 def check_cut(source: str, setup: Setup) -> None:
-    """Raises ShardingError for a published model that cannot be cut so; nothing is known of others yet."""
+    """Raises ShardingError for a published model that cannot be cut like this; others are not known yet."""
     if source not in PUBLISHED:
         return
     shape = PUBLISHED[source]
@@ -153,12 +153,12 @@ def check_cut(source: str, setup: Setup) -> None:
 
 
 def undivided(sizes: Mapping[str, int], degree: int) -> list[str]:
-    """List what the degree does not divide, in words."""
+    """List descriptions of the sizes that the degree does not divide."""
     return [f"{size:,} {what}" for what, size in sizes.items() if size % degree]
 
 
 def check_divided(name: str, sizes: Mapping[str, int], degree: int) -> None:
-    """Raises ShardingError where the degree does not divide what is cut, with those that do."""
+    """Raises ShardingError if the degree does not divide the cut sizes; names degrees that do."""
     if wrong := undivided(sizes, degree):
         whole = math.gcd(*sizes.values())
         fit = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)

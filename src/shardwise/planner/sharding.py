@@ -16,7 +16,7 @@ from shardwise.fsdp import MixedPrecisionPolicy, fully_shard
 from shardwise.planner.models import Model
 from shardwise.planner.setup import Optimizer, Setup
 
-# Of `model`; with Muon of the blocks' `matrices`, and of the `others`. Printed as it is run.
+# Over `model`; for Muon, over the blocks' `matrices` and the `others`. The same code is printed and run.
 OPTIMIZERS: dict[Optimizer, str] = {
     "AdamW": "torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)",
     "AdamW fused": "torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)",
@@ -36,7 +36,7 @@ _MATMULS = (aten.mm.default, aten.addmm.default)
 
 
 def built(model: Model, layers: int, dtype: str) -> tuple[nn.Module, tuple[str, ...]]:
-    """`model` on fake tensors, its parameters converted to `dtype`; and the other dtypes it made them in."""
+    """Return `model` on fake tensors, parameters converted to `dtype`, and their other original dtypes."""
     with fakes_convert():
         module = model.build(layers)
         _off_meta(module)
@@ -47,7 +47,7 @@ def built(model: Model, layers: int, dtype: str) -> tuple[nn.Module, tuple[str, 
 
 
 def _off_meta(module: nn.Module) -> None:
-    """Give what is built on the meta device the device of the rest; what is shared stays so."""
+    """Move meta tensors to the device of the rest; shared tensors stay shared."""
     made: dict[int, torch.Tensor] = {}
     for one in module.modules():
         for name, p in one._parameters.items():
@@ -68,7 +68,7 @@ def other_dtypes(module: nn.Module, dtype: str) -> list[str]:
 
 
 def split(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Return the data-parallel axes of a setup's mesh; and the tensor-parallel one."""
+    """Return the data-parallel axes of a setup's mesh, and the tensor-parallel one."""
     *data, last = mesh.mesh_dim_names or ("shard",)
     if last != "tensor":
         return mesh, None
@@ -76,7 +76,7 @@ def split(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
 
 
 def shard(module: nn.Module, model: Model, setup: Setup, mesh: DeviceMesh) -> None:
-    """Cut `module` over `mesh`: a group for each block, for each end if they are apart, for the rest."""
+    """Cut `module` over `mesh`: a group for each block, for each end if `ends_apart`, and for the rest."""
     blocks = model.blocks(module)
     if setup.checkpointing != "none":
         for block in blocks[1::2] if setup.checkpointing == "alternate" else blocks:
@@ -89,12 +89,12 @@ def shard(module: nn.Module, model: Model, setup: Setup, mesh: DeviceMesh) -> No
 
 
 def shard_experts(module: nn.Module, setup: Setup, mesh: DeviceMesh) -> None:
-    """Cut experts over the ranks that have the same: their gradients are sums over all ranks' tokens."""
+    """Cut experts over the ranks that hold the same ones: their gradients are sums over all ranks' tokens."""
     fully_shard(module, **options_of(setup, mesh)).set_gradient_divide_factor(setup.ranks)
 
 
 def options_of(setup: Setup, mesh: DeviceMesh | None = None) -> dict[str, Any]:
-    """Arguments of `fully_shard`."""
+    """Return the arguments of `fully_shard`."""
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, setup.param_dtype), reduce_dtype=getattr(torch, setup.reduce_dtype)
     )
@@ -106,14 +106,14 @@ def options_of(setup: Setup, mesh: DeviceMesh | None = None) -> dict[str, Any]:
 
 
 def recompute(block: nn.Module, *, selective: bool) -> None:
-    """Let backward compute what `block` does again, or all but attention and every second matmul."""
+    """Make backward recompute `block`; if `selective`, all but attention and every second matmul."""
     contexts: dict[str, Any] = {"context_fn": _keep_every_second_matmul} if selective else {}
     forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **contexts)
     block.forward = forward
 
 
 def _keep_every_second_matmul() -> Any:
-    """Attention is kept, and so are the first, third, ... matmuls of a block; the rest is recomputed."""
+    """Keep attention and the first, third, ... matmuls of a block; recompute the rest."""
     matmuls = {False: 0, True: 0}  # of forward, of recomputation
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -128,7 +128,7 @@ def _keep_every_second_matmul() -> Any:
 
 
 def optimizers_of(module: nn.Module, model: Model, setup: Setup) -> list[torch.optim.Optimizer]:
-    """Make the optimizers that the Python of `OPTIMIZERS` makes."""
+    """Make the optimizers by running the code in `OPTIMIZERS`."""
     matrices = [p for block in model.blocks(module) for p in block.parameters() if p.ndim == 2]
     others = [p for p in module.parameters() if all(p is not one for one in matrices)]
     names = {"torch": torch, "optim": optim, "model": module, "matrices": matrices, "others": others}

@@ -1,4 +1,4 @@
-"""How many bytes of tensor memory are alive, exactly, at every moment of a program.
+"""The exact number of bytes of live tensor memory at every moment of a program.
 
     with Storages() as storages:
         storages.see(model.parameters())    # what was there before
@@ -6,11 +6,11 @@
             loss = model(batch)
     storages.peaks["forward"]
 
-Every storage that an operator takes or returns is known from then on by a weak reference; it counts until it
-dies. Memory also comes and goes without an operator, by `UntypedStorage.resize_`, which is watched too. Views
-share a storage and count once. What an operator allocates inside itself and frees again is not seen.
+Every storage that an operator takes or returns is tracked by a weak reference from then on, and counts until
+it is freed. Memory also changes without an operator, by `UntypedStorage.resize_`, which is watched too. Views
+share a storage and count once. Memory that an operator allocates internally and frees again is not counted.
 
-Under `FakeTensorMode` sizes are real and memory is not, so any machine can look at any model.
+Under `FakeTensorMode` sizes are real and memory is not, so any machine can measure any model.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Storages(EagerDispatchMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         if any(runs_its_own_ops(kind) for kind in types):
-            return NotImplemented  # on to the subclass, whose ops on what it wraps then come through here
+            return NotImplemented  # the subclass runs; its operators on wrapped tensors come through here
         result = func(*args, **(kwargs or {}))
         self.now += 1
         self.ran(func, args, kwargs or {}, result)
@@ -90,11 +90,11 @@ class Storages(EagerDispatchMode):
         self.see((args, kwargs, result))
 
     def see(self, value: Any) -> None:
-        """Take note of every tensor in `value`, nested in any container, and of its storage's size."""
+        """Track every tensor in `value`, nested in any container, and its storage's size."""
         if isinstance(value, Tensor):
-            if not runs_its_own_ops(type(value)):  # such a tensor is a shape; what it wraps has the memory
+            if not runs_its_own_ops(type(value)):  # such a tensor has no memory, only those that it wraps
                 self._see(value.untyped_storage())
-        elif isinstance(value, torch.UntypedStorage):  # which could be gone through byte by byte
+        elif isinstance(value, torch.UntypedStorage):  # also iterable, byte by byte
             self._see(value)
         elif isinstance(value, dict):
             self.see(tuple(value.values()))
@@ -127,7 +127,7 @@ class Storages(EagerDispatchMode):
         self._resized(life, 0)
 
     def _living(self) -> list[torch.UntypedStorage]:
-        """List storages not freed yet; one that garbage collection frees meanwhile leaves the table."""
+        """List storages that are not freed yet; garbage collection may remove some from the table."""
         return [storage for ref, _ in list(self._alive.values()) if (storage := ref()) is not None]
 
     def _resized(self, life: Life, size: int) -> None:

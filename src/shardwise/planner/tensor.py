@@ -1,12 +1,12 @@
-"""Tensor parallelism beside the cut: what torch's `parallelize_module` is to do with a model.
+"""Tensor parallelism in addition to sharding: what torch's `parallelize_module` does with a model.
 
-A model says so by `tensor_plan`: a style's word by the name of a module, in which `*` stands for one part of
-it. transformers' models bring a plan in the same words. A word is the Python of a style (`STYLES`), so that
-what is printed is what was planned. "sequence" is about activations that are cut along their sequence where
-nothing is multiplied, as norms and residuals are.
+A model declares it by `tensor_plan`, which maps names of modules to styles; in a name, `*` matches one part.
+transformers' models have plans in the same words. A word stands for the Python of a style (`STYLES`), so the
+printed code is what was planned. "sequence" means activations that are cut along their sequence between
+matmuls, as in norms and residuals.
 
-transformers' plans cut no sequence and gather the logits; torchtitan's cut both. `words_of` makes the second
-kind of the first, so that either is planned of any model that says how its matmuls are cut.
+transformers' plans cut no sequence and gather the logits; torchtitan's cut both. `words_of` turns the first
+kind into the second, so either can be planned for any model that declares how its matmuls are cut.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ _IN_SEQUENCE = {
 }
 
 ROWS = "rows"  # of the head's weight, where the head makes the loss: its inputs and outputs stay as they are
-WHOLE = "whole"  # what all ranks have and compute for all tokens, such as learned positions
+WHOLE = "whole"  # modules that all ranks compute for all tokens, such as learned positions
 UNCUT = (ROWS, WHOLE)
 
 
 def parallelize(module: nn.Module, name: str, mesh: DeviceMesh, setup: Setup) -> None:
-    """Cut `module`, of the model of that name, over the axis `mesh`, as `setup` says.
+    """Cut `module`, of the model `name`, over the axis `mesh`, as `setup` says.
 
     Raises:
-        ShardingError: nothing says how, or a size that the axis does not divide.
+        ShardingError: the model has no plan, or the axis does not divide a size.
     """
     words = words_of(module, name, setup)
     check_divided(name, sizes_of(module, name), mesh.size())
@@ -85,20 +85,20 @@ def parallelize(module: nn.Module, name: str, mesh: DeviceMesh, setup: Setup) ->
 
 
 def counts_positions(module: nn.Module, words: dict[str, str]) -> bool:
-    """Whether `module` numbers tokens by what its embedding makes, of which this plan leaves it a part."""
+    """Return whether `module` numbers tokens by its embedding's output, which this plan cuts."""
     takes = inspect.signature(module.forward).parameters
     return "embedding_to_sequence" in words.values() and "position_ids" in takes
 
 
 def with_positions(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Tell `module`, before forward, the positions of all tokens: a hook."""
+    """Pass the positions of all tokens to `module`; a hook that runs before forward."""
     tokens = args[0] if args else kwargs["input_ids"]
     positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
     return args, {"position_ids": positions} | kwargs
 
 
 def sizes_of(module: nn.Module, name: str) -> dict[str, int]:
-    """Return what a degree of tensor parallelism must divide, in words, with its size."""
+    """Return the sizes that a degree of tensor parallelism must divide, by description."""
     return dict(_sizes(module, styles_of(module, name)))
 
 
@@ -106,7 +106,7 @@ def plan_of(module: nn.Module) -> dict[str, str]:
     """Return the tensor-parallel plan that a module brings.
 
     Raises:
-        ShardingError: a `tensor_plan` that is no mapping of text to text, or names what is no module.
+        ShardingError: a `tensor_plan` that does not map text to text, or a name in it that is no module's.
     """
     own: Any = getattr(module, "tensor_plan", None)
     if not own:
@@ -141,10 +141,10 @@ def _with_parameters(module: nn.Module) -> list[str]:
 
 
 def styles_of(module: nn.Module, name: str) -> dict[str, str]:
-    """Words of `STYLES` by module; the table of a head that is cut is cut with it where they are one.
+    """Return words of `STYLES` by module; an embedding tied to a head is cut with it.
 
     Raises:
-        ShardingError: none, or one that torch has no style for.
+        ShardingError: the model has no plan, or a word for which torch has no style.
     """
     plan = plan_of(module)
     if not plan:
@@ -168,7 +168,7 @@ def styles_of(module: nn.Module, name: str) -> dict[str, str]:
 
 
 def cuts(module: nn.Module, setup: Setup) -> tuple[bool, bool]:
-    """Whether the sequence is cut between matmuls; and the logits, up to the loss."""
+    """Return whether the sequence is cut between matmuls, and whether logits are, up to the loss."""
     preferred: str = getattr(module, "auto_tensor_plan", "transformers")
     both = (preferred if setup.tensor_plan == "auto" else setup.tensor_plan) == "torchtitan"
     sequence, loss = setup.sequence_parallel, setup.loss_parallel
@@ -176,7 +176,7 @@ def cuts(module: nn.Module, setup: Setup) -> tuple[bool, bool]:
 
 
 def words_of(module: nn.Module, name: str, setup: Setup) -> dict[str, str]:
-    """`styles_of` it, with the sequence and the logits cut as `setup` says."""
+    """Return `styles_of` the module, with the sequence and the logits cut as `setup` says."""
     words = styles_of(module, name)
     sequence, loss = cuts(module, setup)
     if not sequence:
@@ -204,13 +204,13 @@ def words_of(module: nn.Module, name: str, setup: Setup) -> dict[str, str]:
 
 
 def heads_by_rows(module: nn.Module, words: dict[str, str]) -> list[str]:
-    """Heads whose rows are cut, but for those that a table of another name is."""
+    """Return heads whose rows are cut, except those tied to an embedding."""
     also = {name.rpartition(".")[0] for name, _ in tied(module)}
     return [name for name, word in words.items() if word == ROWS and name not in also]
 
 
 def tied(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Names of parameters that are also others' before them, with these."""
+    """Yield names of parameters that are tied to earlier ones, with the earlier names."""
     first: dict[int, str] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
         if first.setdefault(id(p), name) != name:
@@ -223,7 +223,7 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _sizes(module: nn.Module, words: dict[str, str]) -> Iterator[tuple[str, int]]:
-    """Yield what must be divided, in words, with its size."""
+    """Yield descriptions and sizes of what must be divided."""
     config: Any = getattr(module, "config", None) or getattr(module, "shape", None)
     for what, names in {
         "heads": ("num_attention_heads", "heads"),

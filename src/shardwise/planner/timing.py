@@ -1,10 +1,10 @@
-"""How long a recorded step takes: operators by a roofline, collectives by latency and rate, streams as
+"""The duration of a recorded step: operators by a roofline, collectives by latency and rate, streams as
 events.
 
 The host issues one event after another, in the library's own order, and takes time for each. An operator
-begins when its stream is free and the host has issued it. It takes the longer of its operations at the rate
-of its kind and its bytes at the memory's. A stream that waits for a mark goes on when the stream that made
-it got there.
+begins when its stream is free and the host has issued it. It takes the time of its operations at the rate of
+its kind, or of its bytes at the memory's rate, whichever is longer. A stream that waits for a mark continues
+when the stream that made it has reached it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Span:
     """The work of a stream for one block in one phase; seconds from the step's beginning.
 
     Attributes:
-        busy: seconds of it in which the stream does not wait.
-        host: seconds that the host takes to issue it.
+        busy: seconds in which the stream does not wait.
+        host: seconds in which the host issues the work.
     """
 
     stream: str
@@ -49,7 +49,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Times:
-    """Times of a step, in seconds. Exposed communication is what computation waits for."""
+    """Times of a step, in seconds. Exposed communication is communication for which computation waits."""
 
     step: float
     computation: float
@@ -60,25 +60,25 @@ class Times:
 
 
 class _Pieces:
-    """Tensor parallelism's collectives in pieces, each beside the matmul of another: asynchronous.
+    """Collectives of asynchronous tensor parallelism, in pieces that overlap the matmuls of other pieces.
 
-    A matmul begins with the first piece that is gathered, and has its own last piece to do after the last.
-    What is reduced goes likewise: after the first piece of the matmul that makes it, until after the last;
-    then a kernel adds up what came from all ranks, which a collective does on its way. With one piece, each
-    waits for the other.
+    A matmul begins with the first gathered piece, and computes its last piece after the last one is gathered.
+    Likewise, a reduction begins after the first piece of the matmul that makes its input, and ends after the
+    last; then a kernel sums the pieces of all ranks, which a plain collective does itself. With one piece,
+    collectives and matmuls wait for each other.
     """
 
     def __init__(self, count: int, hardware: Hardware) -> None:
         self.count = count
         self.bytes_per_s = hardware.memory_bytes_per_s * hardware.bandwidth_efficiency
-        self.first = self.last = 0.0  # of the matmul before: its first piece; of a gather: its last
-        self.gathered: float | None = None  # when the first piece was
+        self.first = self.last = 0.0  # ends of the previous matmul's first piece, and a gather's last piece
+        self.gathered: float | None = None  # when the first piece was gathered
 
     def sent(self, call: Collective, begin: float, takes: float, *, whole: bool) -> float:
-        """Return when this collective, which begins when all that it needs is there, ends.
+        """Return when this collective ends; `begin` is when all its inputs are ready.
 
         Args:
-            whole: not in pieces, as around the blocks, which alone are compiled.
+            whole: not in pieces, as outside the blocks, since only blocks are compiled.
         """
         self.gathered = None
         if self.count == 1 or whole:
@@ -97,7 +97,7 @@ class _Pieces:
 
 
 def time_of(recording: Recording, hardware: Hardware, accumulation: int, *, pieces: int = 1) -> Times:
-    """Compute times of the last step; tensor parallelism's collectives are in so many `pieces`."""
+    """Compute the times of the last step, with tensor parallelism's collectives in `pieces` pieces."""
     tensor = _Pieces(pieces, hardware)
     clocks: dict[str, float] = {}
     marks: dict[Mark, float] = {}
@@ -138,7 +138,7 @@ def time_of(recording: Recording, hardware: Hardware, accumulation: int, *, piec
 
 
 def host_bound(times: Times) -> Iterator[str]:
-    """Yield what takes the host longer to issue than the device to do: phases of groups, with both times."""
+    """Yield phases of groups that take the host longer to issue than the device to run, with both times."""
     found: dict[tuple[str, bool], list[tuple[float, float]]] = {}
     for (phase, layer), of in _by_group(times).items():
         host, busy = sum(span.host for span in of), max(span.busy for span in of)
@@ -158,7 +158,7 @@ def _by_group(times: Times) -> dict[tuple[str, int | None], list[Span]]:
 
 
 def seconds_of(event: Compute | Send, hardware: Hardware) -> float:
-    """Time an event by itself on the device."""
+    """Return an event's time on the device, by itself."""
     if isinstance(event, Send):
         return send_seconds(event.collective, hardware, stride=event.stride)
     return compute_seconds(event, hardware)
@@ -179,10 +179,10 @@ def compute_seconds(event: Compute, hardware: Hardware) -> float:
 
 
 def send_seconds(call: Collective, hardware: Hardware, *, stride: int = 1) -> float:
-    """Time a ring over hosts, within which devices are neighbours; for small messages, a tree of hosts.
+    """Return the time of a ring over hosts with adjacent devices; for small messages, a tree of hosts.
 
     Args:
-        stride: ranks from one member to the next. Those between do the same over the same connection.
+        stride: ranks from one member to the next. Ranks in between do the same over the same connection.
     """
     ranks = call.group_size
     if ranks == 1 or not call.bytes:

@@ -1,19 +1,18 @@
-"""A deep model's step from two shallow ones', exactly.
+"""The step of a deep model, exactly, from the steps of two shallow ones.
 
-A recording's segments come in loops: block after block, up in forward, down in backward. In a loop, what
-equal blocks in the middle do is equal but for which block's memory it is about, and that is as far away for
-each of them. So the loop of a deeper model has more of the same in its middle, and ends that are the same:
+A recording's segments come in loops: block after block, up in forward, down in backward. In a loop, equal
+blocks in the middle do the same, except with the memory of other blocks, which are at the same distance from
+each of them. So the loop of a deeper model has more repetitions in its middle, and the same ends:
 
     recorded     0  1  2  3  4  5  6  7
     unrolled     0  1  2  3  3' 3' 3'  4  5  6  7
 
-Blocks of several kinds in turn (a global attention after each five local ones, say) repeat by the period:
-its blocks are the middle, and the second recording has a period more.
+If kinds of blocks alternate (for example one with global attention after every five with local attention),
+they repeat with a period: the blocks of one period are the middle, and the second recording has one more.
 
-Around the blocks there are tensors with an element for each parameter, say; their sizes grow by the same
-with each block. `unroll` reads that growth from a second recording, of one period more, and compares all of
-it with what it makes of the first, event by event. Where they differ it raises `NotRegular`: that model has
-to be recorded whole.
+Tensors around the blocks may have, for example, an element per parameter; their sizes grow by the same amount
+with each block. `unroll` reads that growth from the second recording, and compares it, event by event, with
+the unrolled first recording. If they differ it raises `NotRegular`: that model must be recorded whole.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ from shardwise.planner.events import (
     name_of_place,
 )
 
-RECORDED = 8  # blocks: at either end as many as prefetches and late frees reach ...
-FEW = 4  # ... in most settings
-LEADING = 3  # blocks at the beginning that may be others than all after them, at most
-LONGEST = 8  # period, in blocks
-# Of memory or a mark: its loop, its block, its kind, its number among those of the segment.
+RECORDED = 8  # blocks: at either end, as many as prefetches and late frees reach
+FEW = 4  # blocks that suffice in most settings
+LEADING = 3  # the most blocks at the beginning that may differ from all after them
+LONGEST = 8  # the longest period, in blocks
+# The key of memory or a mark: its loop, its block, its kind, its number in the segment.
 Birth = tuple[int, int | None, type, int]
 
 
 class NotRegular(Exception):  # noqa: N818
-    """Raised where a model does not do the same for each further block."""
+    """Raised if a model does not do the same for each further block."""
 
 
 class Pattern(NamedTuple):
-    """How blocks repeat: each does the same as the one a period before it, but for some at the beginning."""
+    """How blocks repeat: each does the same as the block one period before, except some at the beginning."""
 
     leading: int = 0
     period: int = 1
@@ -59,7 +58,7 @@ class Pattern(NamedTuple):
 
 @dataclass
 class _Loop:
-    """Segments one after another: one for each block, up or down; or a single one that does not repeat."""
+    """Consecutive segments: one for each block, up or down; or a single one that does not repeat."""
 
     segments: list[Segment]
 
@@ -69,15 +68,15 @@ class _Loop:
 
 
 def unroll(small: Recording, large: Recording, layers: int, *, instead: Recording | None = None) -> Recording:
-    """Return the recording of the same model with so many blocks.
+    """Return the recording of the same model with `layers` blocks.
 
     Args:
-        small: of a few blocks, `RECORDED` for a model of which nothing is known.
-        large: of a period more.
-        instead: what to unroll in the place of `small`: the same of other sizes, of larger micro-batches say.
+        small: a recording of a few blocks, `RECORDED` if nothing is known about the model.
+        large: a recording of one more period.
+        instead: a recording to unroll instead of `small`, with other sizes, such as a larger micro-batch.
 
     Raises:
-        NotRegular: it cannot be known from these two.
+        NotRegular: the two recordings do not determine it.
     """
     loops, more = list(_loops(small)), list(_loops(large))
     if len(loops) != len(more):
@@ -113,7 +112,7 @@ def unroll(small: Recording, large: Recording, layers: int, *, instead: Recordin
 
 
 def _window(small: Recording, large: Recording) -> range:
-    """Return the blocks in the middle of `small` that `large` has once more."""
+    """Return the middle blocks of `small`, which `large` has once more."""
     period = large.layers - small.layers
     begin = (small.layers - period) // 2
     return range(begin, begin + period)
@@ -164,10 +163,10 @@ def _grown(event: Event, growth: Any, times: int) -> Event:
 
 
 def grown(small: Recording, large: Recording, times: int) -> Recording:
-    """Return `small` with its change to `large` applied so many times: of larger micro-batches, say.
+    """Return `small` with its change to `large` applied `times` times, as for larger micro-batches.
 
     Raises:
-        NotRegular: other things happen in the two.
+        NotRegular: the two have different events.
     """
     made: dict[int, tuple[Any, Any]] = {}  # memory and marks by those of `small`: the new ones, `large`'s
     segments = []
@@ -237,7 +236,7 @@ def _births(loops: list[_Loop]) -> dict[int, Birth]:
 
 
 class _Copier:
-    """Copies segments, whose memory and marks are those of the deeper model."""
+    """Copies segments with the memory and marks of the deeper model."""
 
     def __init__(
         self, window: range, times: int, births: dict[int, Birth], growths: dict[int, list[Any]]
@@ -252,11 +251,11 @@ class _Copier:
         return self.copy(segment, number, None if layer is None else layer + self._shift(layer))
 
     def _shift(self, layer: int) -> int:
-        """Seen from around the blocks: the first stay, the last move."""
+        """Return the shift of a block as seen from around the blocks: the first stay, the last move."""
         return self.more if layer >= self.window.stop else 0
 
     def _copied(self, value: Any, moved: int | None, segment: Segment) -> Any:
-        """Return the deeper model's memory or mark in place of `value`; anything else as it is."""
+        """Return the deeper model's memory or mark for `value`; anything else unchanged."""
         if not _is_made(value):
             return value
         loop, where, kind, nth = self.births[id(value)]
@@ -267,7 +266,7 @@ class _Copier:
         return self.made[loop, where, kind, nth]
 
     def copy(self, segment: Segment, number: int, layer: int | None) -> Segment:
-        """`segment` as that of block `layer` of the deeper model: whatever it is about is as far away."""
+        """Return `segment` as that of block `layer` of the deeper model, with all distances unchanged."""
         was = segment.place.layer
         moved = None if layer is None or was is None else layer - was
         counts = {Allocate: itertools.count(), Record: itertools.count()}
@@ -299,7 +298,7 @@ def _is_made(value: Any) -> bool:
 
 
 def _words(recording: Recording) -> Iterator[Any]:
-    """Yield a recording in words that are equal for equal ones: memory and marks by their numbers."""
+    """Yield a recording in words that are equal for equal recordings: memory and marks by number."""
     numbers: dict[int, int] = {}
     for segment in recording.segments:
         for event in segment.events:

@@ -1,4 +1,4 @@
-"""Following the library from block to block while it runs: who computes, who gathers, on which stream."""
+"""Follows the library from block to block while it runs: what computes or gathers, and on which stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Method = Callable[..., Any]
 
 @contextmanager
 def watching(recorder: Recorder, streams: bool) -> Iterator[None]:
-    """Tell `recorder` where the library is: for every state and group of the process, meanwhile.
+    """Tell `recorder` where the library is, for every state and group of the process, during the block.
 
     Args:
         streams: give the library streams, as an accelerator has them.
@@ -99,7 +99,7 @@ class _Watcher:
             for one, _ in ending:  # still in its own block
                 one.post_backward()
             recorder, layer = self.recorder, self.layer(state)
-            # A root that returns what its last block does begins with that, whose backward this is.
+            # If a root returns its last block's output, this is the block's backward.
             of_last = layer is None and bool(state.below) and recorder.place.layer == recorder.last
             if not of_last and (layer is not None or recorder.place.layer is not None):
                 recorder.go(layer=layer, after=False)
@@ -133,7 +133,7 @@ class _Watcher:
         return reduce
 
     def initial_state(self, original: Method) -> Method:
-        """Wrap what makes state, so that it counts for its parameter's block: shapes alone tell no owner."""
+        """Wrap the code that makes state, so that state counts for its parameter's block."""
 
         def initial_state(param: Tensor, **options: Any) -> Any:
             layer = self.recorder.owner_of([_compat.local_of(param)])
@@ -153,7 +153,7 @@ class _Watcher:
 
 
 class Stream:
-    """Stand-in for an accelerator's stream: operations issued while it is entered are issued to it."""
+    """Stand-in for an accelerator's stream: operations are issued to it while it is entered."""
 
     def __init__(self, name: str, recorder: Recorder) -> None:
         self.name, self.recorder = name, recorder
@@ -178,7 +178,7 @@ class Stream:
 
 @contextmanager
 def hearing(recorder: Recorder, streams: bool) -> Iterator[dict[str, Stream]]:
-    """Tell `recorder` of collectives and, with `streams`, of an accelerator's, which are yielded by name."""
+    """Tell `recorder` of collectives and, with `streams`, of stand-in streams, which are yielded by name."""
     made = {name: Stream(name, recorder) for name in (COMPUTATION, *STREAMS)}
     with ExitStack() as stack:
         stack.enter_context(listening(recorder.heard))

@@ -1,7 +1,7 @@
 """One logical tensor in boxes on any ranks."""
 
 from shardwise.sharded_tensor import dcp as dcp  # registers with torch's state-dict helpers
-from shardwise.sharded_tensor import ops as ops  # registers what operations do
+from shardwise.sharded_tensor import ops as ops  # registers the implementations of operations
 from shardwise.sharded_tensor.base import ShardedTensorBase
 from shardwise.sharded_tensor.construct import (
     empty,

@@ -1,7 +1,7 @@
-"""Collectives that gradients pass through.
+"""Differentiable collectives.
 
-A plain tensor beside sharded ones is *replicated*: the same on every rank of the group, and so is its
-gradient. Hence
+A plain tensor beside sharded ones is *replicated*: the tensor and its gradient are the same on every rank of
+the group. Hence
 
     forward                                    backward
     replicated: identity                       all-reduce: every rank's shards give a part of the gradient
@@ -9,9 +9,9 @@ gradient. Hence
     moved: boxes from ranks to other ranks     the same boxes back
     moved to all: every box to every rank      this rank's boxes of the gradient
 
-All are `linked`: computed without autograd, with the way back stated beside. A rank that holds no shard
-takes part in all of them with an empty tensor (`ShardedTensor.anchor`): its autograd graph has the same
-collectives. Autograd runs them in the reverse order of their making, which is the same on every rank.
+All use `linked`: forward runs without autograd, and backward is stated explicitly. A rank that holds no shard
+takes part with an empty tensor (`ShardedTensor.anchor`), so its autograd graph has the same collectives.
+Autograd runs them in the reverse order of their creation, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -45,31 +45,31 @@ class _Linked(torch.autograd.Function):
         return None, None, *ctx.back(*grads)
 
 
-# linked(make, back, *inputs): make(*inputs), of whose gradients back(*grads) gives those of the inputs.
+# linked(make, back, *inputs) returns make(*inputs); back(*grads) returns the gradients of the inputs.
 linked: Callable[..., Any] = _compat.apply_of(_Linked)
 
 
 def replicated(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return `tensor`, equal on every rank, for local shards; its gradient is summed over `group`."""
+    """Return `tensor`, equal on every rank, to use with local shards; its gradient is summed over `group`."""
     if not (tensor.requires_grad and torch.is_grad_enabled()) or is_outside(group) or group.size() == 1:
         return tensor
     return cast(Tensor, linked(lambda t: t.view_as(t), lambda grad: (all_reduced(grad, group),), tensor))
 
 
 def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum every rank's `tensor` (one shape and dtype), for every rank. Collective over `group`."""
+    """Sum every rank's `tensor` (all of one shape and dtype) on every rank. Collective over `group`."""
     if group.size() == 1:
         return tensor
     return cast(Tensor, linked(lambda t: all_reduced(t, group), lambda grad: (grad,), tensor))
 
 
 def valued(partial: Tensor, value: Tensor) -> Tensor:
-    """Return `value`, which all ranks know already; its gradient goes to this rank's `partial` of it."""
+    """Return `value`, which all ranks know already; its gradient goes to this rank's `partial` sum."""
     return cast(Tensor, linked(lambda _: value.clone(), lambda grad: (grad,), partial))
 
 
 def tied(tensor: Tensor, ends: Sequence[Tensor]) -> Tensor:
-    """Return `tensor`, whose backward also runs those of others, with gradients of zero."""
+    """Return `tensor`; its backward also runs those of `ends`, with gradients of zero."""
     needed = [nothing_of(end) for end in ends if end.requires_grad]
     if not needed:
         return tensor
@@ -78,7 +78,7 @@ def tied(tensor: Tensor, ends: Sequence[Tensor]) -> Tensor:
 
 
 def nothing_of(tensor: Tensor) -> Tensor:
-    """Return an empty 1-D slice of a tensor, which has its place in the autograd graph."""
+    """Return an empty 1-D slice of a tensor, which is connected to it in the autograd graph."""
     return (tensor.narrow(0, 0, 0) if tensor.ndim else tensor.reshape(1).narrow(0, 0, 0)).reshape(-1)
 
 
@@ -86,16 +86,16 @@ def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceO
     """Return a reduction without gradient, in new memory. Collective over `group`.
 
     Raises:
-        ShardingError: on every rank, where on one the operation that asks for it has failed (`failure`).
+        ShardingError: on every rank, if the operation that needs it has failed on one (`failure`).
     """
-    # gloo reduces neither bool nor, before some version, bfloat16: through a dtype that holds them.
+    # gloo cannot reduce bool, nor bfloat16 before some version: use a dtype that holds their values.
     carrier = {torch.bool: torch.uint8}.get(tensor.dtype, tensor.dtype)
     if group.size() == 1:
         return tensor.detach().to(carrier, copy=True, memory_format=torch.contiguous_format).to(tensor.dtype)
     count, checked = tensor.numel(), tensor.is_cpu
     reduced = torch.empty(count + checked, dtype=carrier, device=tensor.device)
     reduced[:count].view(tensor.shape).copy_(tensor.detach())
-    right = 1 if op == dist.ReduceOp.MIN else 0  # the flag of a rank that is well
+    right = 1 if op == dist.ReduceOp.MIN else 0  # the flag of a rank without a failure
     if checked:
         reduced[count] = 1 - right if failure.flag() else right
     with explaining(group, "reduce parts of a tensor"):
@@ -106,7 +106,7 @@ def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceO
 
 
 def all_extreme(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -> Tensor:
-    """Reduce to the greatest or least of ranks' elements, NaN where one is; no gradient. Collective."""
+    """Reduce to the maximum or minimum over ranks, NaN where any rank has NaN; no gradient. Collective."""
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN
     return extreme(tensor.detach(), lambda each: all_reduced(each, group, op), largest=largest)
 
@@ -126,11 +126,12 @@ def moved(
     """Return this rank's `target` boxes, filled by `messages` from the ranks' `source` boxes. Collective.
 
     Args:
-        tensors: this rank's source boxes. All ranks' are an exact cover, as are the target boxes.
-        anchor: an empty tensor that requires grad where the whole source does.
-        like: memory format of what is made.
-        agreement: under way, about these messages; see `exchange`.
-        to_all: where the target is the whole on every rank, and so its gradient: what each rank holds.
+        tensors: this rank's source boxes. The source boxes of all ranks are an exact cover, as are the
+            target boxes.
+        anchor: an empty tensor that requires grad if the whole source does.
+        like: memory format of the results.
+        agreement: an agreement about these messages, in progress; see `exchange`.
+        to_all: if the target, and so its gradient, is the whole tensor on every rank: each rank's boxes.
 
     Returns:
         The target tensors, and an empty one that keeps a rank without any in the autograd graph.
@@ -164,7 +165,7 @@ def moved(
             own = (part(target[0], grads[0], box) for box in source)
             return nothing, *(grad.clone(memory_format=torch.contiguous_format) for grad in own)
         back = [Message(m.receiver, m.sender, m.box, m.target, m.source) for m in messages]
-        received = [nothing.new_empty(box.sizes) for box in source]  # all of it comes back
+        received = [nothing.new_empty(box.sizes) for box in source]  # filled completely
         exchange_values(
             back,
             source=list(zip(target, grads, strict=True)),
@@ -185,7 +186,7 @@ def exchange_values(
     group: dist.ProcessGroup,
     agreement: Agreement | None = None,
 ) -> None:
-    """Call `exchange`, where there are values: tensors on the meta device have none."""
+    """Call `exchange`, unless tensors are on the meta device and have no values."""
     if any(tensor.device.type == "meta" for _, tensor in [*source, *target][:1]):
         if agreement is not None:
             agreement.confirm()
@@ -202,12 +203,12 @@ def fill(
     group: dist.ProcessGroup,
     wire: Tensor,
 ) -> None:
-    """Fill this rank's `target`, a tensor for each box it wants, from what ranks hold. Collective.
+    """Fill this rank's `target`, a tensor for each box it wants, from all ranks' boxes. Collective.
 
     Args:
         held, wanted: boxes of every rank of the group; each element that a rank lacks is sent to it once.
         source: this rank's tensors, one for each box it holds.
-        wire: of the dtype and on the device that values travel in; others are converted.
+        wire: a tensor with the dtype and device in which values are sent; others are converted.
     """
     rank = group.rank()
     target = [tensor.detach() for tensor in target]

@@ -1,6 +1,6 @@
 """`ShardedTensorBase`: metadata and local shards, without a process group.
 
-What tools hold that read, plan or convert: it says where shards lie, and nothing can be computed with it.
+For tools that read, plan or convert: it describes where shards are, but supports no computation.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from shardwise.sharded_tensor.spec import ShardingSpec, infer_sharding_spec, spe
 
 
 class ShardedTensorBase(Tensor):
-    """A tensor known by its metadata, and some of its shards.
+    """A tensor described by its metadata, with some of its shards.
 
-    `ShardedTensorBase(spec, *size, dtype=..., requires_grad=...)` has no shard;
-    `_init_from_local_shards_and_global_metadata` has those given. Neither needs `torch.distributed`.
+    `ShardedTensorBase(spec, *size, dtype=..., requires_grad=...)` has no shards;
+    `_init_from_local_shards_and_global_metadata` takes shards. Neither needs `torch.distributed`.
     """
 
     _shards: list[Shard]
@@ -47,7 +47,7 @@ class ShardedTensorBase(Tensor):
         sharded_tensor_metadata: ShardedTensorMetadata,
         sharding_spec: ShardingSpec | None = None,
     ) -> ShardedTensorBase:
-        """Make a tensor of local shards; raises ShardingError for any that the metadata does not have."""
+        """Make a tensor from local shards. Raises ShardingError for a shard that is not in the metadata."""
         metadata = ShardedTensorMetadata.of(sharded_tensor_metadata)
         shards = [Shard.of(shard) for shard in local_shards]
         metadata.check(None)
@@ -65,7 +65,7 @@ class ShardedTensorBase(Tensor):
         return self._metadata
 
     def sharding_spec(self) -> ShardingSpec:
-        """Return the spec it was made by, or the plainest that describes its shards. Local."""
+        """Return the spec that made it, or the simplest one that describes its shards. Local."""
         if self._spec is None:
             self._spec = infer_sharding_spec(self._metadata)
         return self._spec
@@ -116,7 +116,7 @@ def _based(
 
 
 def sharded_in(values: Any) -> Iterator[Any]:
-    """Yield the sharded tensors among the values, also within lists and tuples."""
+    """Yield the sharded tensors among the values, also inside lists and tuples."""
     for value in values:
         if isinstance(value, ShardedTensorBase):
             yield value
@@ -125,7 +125,7 @@ def sharded_in(values: Any) -> Iterator[Any]:
 
 
 def first_sharded(args: Any, kwargs: Any) -> Any:
-    """Return the first sharded tensor among the arguments of an operation, which has one."""
+    """Return the first sharded tensor among the arguments of an operation; there must be one."""
     return next(sharded_in([*args, *kwargs.values()]))
 
 

@@ -1,8 +1,8 @@
-"""Checks that ranks' shards make one tensor: all read all descriptions, and raise the same error.
+"""Checks that ranks' shards make one tensor: all ranks read all descriptions, and raise the same error.
 
-A rank on which something is wrong must not raise before the others know, or they would wait for it in the
-next collective. So each rank describes its shards and its own problems in text, all texts are gathered,
-and the same verdict is found in them everywhere.
+A rank with an error must not raise before the others know, or they would wait for it in the next collective.
+So each rank describes its shards and its own problems in text, all texts are gathered, and every rank reaches
+the same verdict from them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def gather_shards(
     """Return the description of the tensor that all ranks' `shards()` make together. Collective over `group`.
 
     Raises:
-        ShardingError: on every rank, naming the rank, shard and both values, where they make none.
+        ShardingError: on every rank, if they make none; it names the rank, the shard and both values.
     """
 
     def described() -> dict[str, Any]:
         held = shards()
         try:
             found, size = [Shard.of(shard) for shard in held], size_of(global_size)
-        except Exception as error:  # of things that are no shards or no size
+        except Exception as error:  # for values that are no shards or no size
             raise ShardingError(f"found shards {held!r} of {global_size!r}: {error}") from error
         problems = [problem for index, shard in enumerate(found) for problem in _problems(index, shard)]
         found_properties = [_properties(shard.tensor) for shard in found]
@@ -74,7 +74,7 @@ def gather_shards(
 
 
 def check_local(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> list[str]:
-    """List what is wrong with this rank's `shards` as those of `metadata`; in order, in words. Local."""
+    """List, in words, how this rank's `shards` differ from those that `metadata` places on it. Local."""
     problems = [problem for index, shard in enumerate(shards) for problem in _problems(index, shard)]
     placed = metadata.held_by(dist.get_rank())
     if len(placed) != len(shards):
@@ -93,7 +93,7 @@ def check_local(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> lis
         wanted = properties.memory_format
         any_format = wanted is torch.preserve_format
         if "memory_format" in found and (any_format or shard.tensor.is_contiguous(memory_format=wanted)):
-            del found["memory_format"]  # a tensor may lie in several
+            del found["memory_format"]  # a tensor may have several
         problems += _unlike(index, shard, found, expected, "the metadata says")
     return problems
 
@@ -101,12 +101,12 @@ def check_local(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> lis
 def proposed(
     make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.ProcessGroup, what: str
 ) -> tuple[_T, Agreement]:
-    """Run `agreed` before all ranks have confirmed: the agreement is still to be completed."""
+    """Run `agreed` without its confirmation: the caller must complete the agreement."""
     try:
         made = make()
         words = text(made)
-    except Exception as error:  # of a user's spec, whatever it raises
-        message = str(error).removeprefix(f"{here()}: ")  # so that ranks which fail the same way say the same
+    except Exception as error:  # whatever a user's spec raises
+        message = str(error).removeprefix(f"{here()}: ")  # so that ranks that fail alike report the same
         agree(f"impossible: {message}", group=group, what=what)
         raise
     return made, Agreement(words, group=group, what=what)
@@ -115,15 +115,16 @@ def proposed(
 def agreed(make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.ProcessGroup, what: str) -> _T:
     """Call `make()`, pure arithmetic, and raise unless all ranks make the same. Collective over `group`.
 
+    A process outside the group only calls `make()`.
+
     Args:
-        make: may raise, on some ranks only if they are given different things. On a process outside the
-            group all there is.
-        text: of what is made, equal for equal things.
-        what: is made, for the error.
+        make: may raise; only if ranks get different arguments may it raise on some of them.
+        text: describes the result in words, equal for equal results.
+        what: the result's name, for the error.
 
     Raises:
-        RankMismatchError: on every rank, where ranks make different things or only some can.
-        Exception: as `make` raises it, where it does so on all ranks.
+        RankMismatchError: on every rank, if ranks make different things or only some can.
+        Exception: the exception of `make`, if it raises on all ranks.
     """
     if is_outside(group):
         return make()
@@ -132,12 +133,12 @@ def agreed(make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.Pro
     return made
 
 
-# What ranks tell each other of the tensors of their shards.
+# Properties of their shards' tensors that ranks compare.
 _PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory", "device_type")
 
 
 def _properties(tensor: torch.Tensor) -> dict[str, Any]:
-    """Describe the properties of a tensor; without those that it does not have."""
+    """Describe the properties of a tensor, except those that it does not have."""
     found: dict[str, Any] = {
         "dtype": str(tensor.dtype),
         "layout": str(tensor.layout),
@@ -146,7 +147,7 @@ def _properties(tensor: torch.Tensor) -> dict[str, Any]:
     }
     if tensor.layout == torch.strided:
         found["pin_memory"] = tensor.is_pinned()
-        if tensor.numel() > 1:  # others lie in every format
+        if tensor.numel() > 1:  # others have every format
             found["memory_format"] = str(memory_format_of(tensor))
     return found
 
@@ -161,7 +162,7 @@ def _unlike(
 
 
 def _named(name: str) -> Any:
-    """Return a dtype or memory format of torch by its text."""
+    """Return the dtype or memory format of torch with this name."""
     return getattr(torch, name.removeprefix("torch."))
 
 
@@ -202,7 +203,7 @@ def _same_device(placed: torch.device, found: torch.device) -> bool:
 
 
 def _differing(name: str, values: dict[int, Any]) -> list[str]:
-    """Describe how ranks' `values` differ; nothing where they do not."""
+    """Describe how ranks' `values` differ; empty if they do not."""
     if not values:
         return []
     first, expected = next(iter(values.items()))

@@ -1,9 +1,9 @@
-"""Making sharded tensors: filled from a spec, or out of what ranks already hold.
+"""Making sharded tensors: filled from a spec, or from data that ranks already hold.
 
 ==============================================  =======================================================
 from                                            communication
 ==============================================  =======================================================
-a spec: `empty`, `zeros`, `ones`, `full`        8 bytes to each rank: do all mean the same tensor?
+a spec: `empty`, `zeros`, `ones`, `full`        8 bytes to each rank, to check that all mean the same tensor
 a spec: `rand`, `randn`                         that, and a seed from the group's first rank unless given
 local shards: `init_from_local_shards`          descriptions of the shards
 a local tensor: `init_from_local_tensor`        descriptions of the shards
@@ -69,15 +69,15 @@ def empty(
     A process that is not in the group gets the tensor without shards and takes no part.
 
     Args:
-        sharding_spec: where each shard lies; its ranks are global ranks, all in the group.
+        sharding_spec: where each shard is placed; its ranks are global ranks, all in the group.
         size: of the whole tensor, as ints or one sequence.
         layout: only `torch.strided`.
         process_group: the ranks that may hold shards; by default all.
         init_rrefs: make shards reachable by `remote_shards()`; needs torch RPC, and is collective.
 
     Raises:
-        ShardingError: a layout, size or spec that is not possible, equally on every rank.
-        RankMismatchError: on every rank, where ranks have different sizes, properties or specs.
+        ShardingError: on every rank, for a layout, size or spec that is not possible.
+        RankMismatchError: on every rank, if ranks have different sizes, properties or specs.
     """
     return _made(
         sharding_spec,
@@ -93,7 +93,7 @@ def empty(
 
 
 def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Any) -> ShardedTensor:
-    """Make a tensor of `fill_value` everywhere; its dtype is that of the value unless given. See `empty`."""
+    """Make a tensor filled with `fill_value`; its dtype is that of the value unless given. See `empty`."""
     if options.get("dtype") is None:
         options["dtype"] = torch.full((), fill_value).dtype
     made = _made(sharding_spec, (size,), values=f"full of {fill_value}", **options)
@@ -118,7 +118,7 @@ def rand(
     high: float = 1.0,
     **options: Any,
 ) -> ShardedTensor:
-    """Draw uniform values in [low, high), by seed the same for every spec and number of ranks. See `empty`.
+    """Draw uniform values in [low, high) by seed, for every spec and number of ranks the same. See `empty`.
 
     Args:
         seed: equal on every rank. None draws one from torch's generator on the group's first rank and sends
@@ -135,15 +135,15 @@ def randn(
     std: float = 1.0,
     **options: Any,
 ) -> ShardedTensor:
-    """Return normal values, the same for every spec and number of ranks, given one seed. See `rand`."""
+    """Draw normal values by seed, for every spec and number of ranks the same. See `rand`."""
     return _drawn(sharding_spec, size, options, seed, partial(random.normal_, mean=mean, std=std))
 
 
 def shared_seed(group: dist.ProcessGroup) -> int:
     """Draw a seed from torch's default CPU generator on the first rank, equal on all. Collective.
 
-    Every rank's generator takes that step, so that those which were equal stay so; also that of a process
-    outside the group, whose seed is its own.
+    Every rank's generator draws, so that generators in equal states stay equal. A process outside the group
+    also draws, and keeps its own seed.
     """
     seed = torch.empty((), dtype=torch.int64).random_()
     if not is_outside(group) and group.size() > 1:
@@ -159,14 +159,15 @@ def init_from_local_shards(
     process_group: dist.ProcessGroup | None = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    """Return the tensor that every rank's `local_shards` make together; it shares their memory. Collective.
+    """Return the tensor that all ranks' `local_shards` make together; it shares their memory. Collective.
 
-    This rank's are any number; all ranks' cover the whole tensor once. Other arguments are as for `empty`.
+    A rank may have any number of shards; all ranks' shards must cover the tensor exactly once. Other
+    arguments are those of `empty`.
 
     Raises:
-        ShardingError: on every rank, naming the rank, the shard and both values: shards that overlap or leave
-            holes, of differing dtypes or kinds of device, not contiguous, of another size or rank than
-            they say, or that require grad on some ranks only.
+        ShardingError: on every rank, naming the rank, the shard and both values: shards overlap or leave
+            holes, have different dtypes or device types, are not contiguous, differ in size or rank from
+            their metadata, or require grad on some ranks only.
     """
     group = group_or_default(process_group)
     metadata = gather_shards(lambda: local_shards, global_size, group=group)
@@ -186,9 +187,9 @@ def init_from_local_shards_and_global_metadata(
     and takes no part.
 
     Raises:
-        ShardingError: on every rank, where no rank's shards are those of the metadata or it does not cover
-            its tensor.
-        RankMismatchError: on every rank, where that is so on some ranks, or they have different metadata.
+        ShardingError: on every rank, if no rank's shards match the metadata, or the metadata does not cover
+            the tensor.
+        RankMismatchError: on every rank, if that is so on some ranks only, or metadata differ.
     """
     group = group_or_default(process_group)
 
@@ -210,10 +211,10 @@ def init_from_local_shards_and_global_metadata(
 
 
 def from_torch(tensor: Any, *, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
-    """Return torch's own `ShardedTensor` as ours: the same shards, in the same memory, without gradient.
+    """Convert torch's own `ShardedTensor` to ours: the same shards, in the same memory, without gradient.
 
-    Collective over the group, by default that of `tensor`: ranks compare 8 bytes. Raises ShardingError where
-    it is none, or its shards are not those of its metadata.
+    Collective over the group, by default that of `tensor`: ranks compare 8 bytes. Raises ShardingError if
+    `tensor` is not torch's, or its shards do not match its metadata.
     """
     if not is_foreign(tensor):
         raise ShardingError(f"{here()}: expected torch's ShardedTensor, found a {type(tensor).__name__}")
@@ -230,15 +231,15 @@ def init_from_local_tensor(
     process_group: dist.ProcessGroup | None = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    """Make the tensor cut by `sharding_spec` whose part here is `local_tensor`, in its memory. Collective.
+    """Make the tensor cut by `sharding_spec` whose shard here is `local_tensor`, in its memory. Collective.
 
     Args:
-        local_tensor: of the size that the spec gives this rank; None where it gives it no shard.
-        sharding_spec: with at most one shard a rank.
+        local_tensor: of the size that the spec gives this rank; None if the spec gives it no shard.
+        sharding_spec: a spec with at most one shard per rank.
 
     Raises:
-        ShardingError: on every rank, naming the rank and both values, where one rank's tensor does not fit.
-        RankMismatchError: on every rank, where ranks have specs of different orders.
+        ShardingError: on every rank, naming the rank and both values, if one rank's tensor does not fit.
+        RankMismatchError: on every rank, if ranks have specs of different orders.
     """
     group = group_or_default(process_group)
     given = [] if local_tensor is None else [local_tensor]
@@ -271,16 +272,16 @@ def shard_tensor(
     src_rank: int | None = 0,
     process_group: dist.ProcessGroup | None = None,
 ) -> ShardedTensor:
-    """Return a whole tensor cut by `sharding_spec`, in memory of its own. Collective over the group.
+    """Cut a whole tensor by `sharding_spec`, into new memory. Collective over the group.
 
     Args:
         tensor: of the same shape, dtype and requires_grad on every rank of the group.
-        src_rank: the rank of the group whose values count, each sent to its holder alone. None where all
-            ranks have equal values, and every rank cuts its own without sending any.
+        src_rank: the rank of the group whose values are used; each is sent only to its holder. None if all
+            ranks have equal values: every rank then cuts its own, and nothing is sent.
 
     Raises:
-        ShardingError: a tensor or spec that cannot be cut, equally on every rank.
-        RankMismatchError: on every rank, where ranks have different shapes, dtypes or specs.
+        ShardingError: on every rank, for a tensor or spec that cannot be cut.
+        RankMismatchError: on every rank, if ranks have different shapes, dtypes or specs.
     """
     group = group_or_default(process_group)
 
@@ -349,7 +350,7 @@ def _made(
     init_rrefs: bool = False,
     **properties: Any,
 ) -> ShardedTensor:
-    """Make `empty`, to be filled with `values`, described in words that are equal on every rank."""
+    """Make an `empty` tensor, to be filled with `values`: a description that ranks compare."""
     group = group_or_default(process_group)
 
     def built() -> ShardedTensorMetadata:
@@ -402,14 +403,14 @@ def filled(made: ShardedTensor, fill: _Fill) -> ShardedTensor:
     """Fill every local shard by `fill(tensor, box=)`, and return the tensor. Local."""
     for tensor, box in zip(made.tensors, made.boxes, strict=True):
         fill(tensor, box=box)
-    if not made.tensors:  # so that a rank without shards refuses what the others do
+    if not made.tensors:  # so that a rank without shards raises the errors that the others raise
         none = (0,) * len(made.metadata().size)
         fill(torch.empty(none, dtype=made.anchor.dtype), box=Box(none, none))
     return made
 
 
 def _check_properties(properties: TensorProperties, ndim: int) -> None:
-    """Raise ShardingError, on ranks without shards too, for what torch cannot allocate."""
+    """Raise ShardingError, also on ranks without shards, for properties that torch cannot allocate."""
     formats = {torch.contiguous_format: ndim, torch.channels_last: 4, torch.channels_last_3d: 5}
     if formats.get(properties.memory_format) != ndim:
         raise ShardingError(

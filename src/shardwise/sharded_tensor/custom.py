@@ -1,4 +1,4 @@
-"""Operations that users add."""
+"""Operations that users register."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from shardwise.sharded_tensor.base import first_sharded
 from shardwise.sharded_tensor.refuse import refuse
 from shardwise.sharded_tensor.registry import HANDLERS, Args, Handler, Kwargs
 
-_CUSTOM: set[Any] = set()  # functions that users do
-_BY_SPEC: dict[Any, dict[str, Callable[..., Any]]] = {}  # what they do, by class of spec
+_CUSTOM: set[Any] = set()  # functions that users have implemented
+_BY_SPEC: dict[Any, dict[str, Callable[..., Any]]] = {}  # their implementations by class of spec
 
 
 def custom_sharded_op_impl(func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let the decorated function do `func` (a torch function, method or property getter) on sharded tensors.
+    """Register the decorated function as `func` (a torch function, method or getter) for sharded tensors.
 
     It is called as `impl(types, args, kwargs, process_group)` on every rank that calls `func` with a
     sharded tensor among its arguments: the types that took part, the arguments as given, and the
-    process group of the first sharded one. It replaces what this library does for `func`, if anything.
+    process group of the first sharded one. It replaces this library's implementation of `func`, if any.
 
         @custom_sharded_op_impl(torch.special.erfcx)
         def erfcx(types, args, kwargs, process_group):
@@ -40,10 +40,10 @@ def custom_sharded_op_impl(func: Any) -> Callable[[Callable[..., Any]], Callable
 def custom_sharding_spec_op(
     sharding_spec_class: type, func: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let the decorated function do `func` on tensors cut by specs of a class, or of its subclasses.
+    """Register the decorated function as `func` for tensors cut by specs of a class, or of its subclasses.
 
-    It is called as by `custom_sharded_op_impl`, where the first sharded argument is cut so; other cuts
-    remain what they were. What `custom_sharded_op_impl` registers for `func` goes before.
+    It is called as for `custom_sharded_op_impl`, if the first sharded argument has such a spec; other specs
+    are not affected. A function that `custom_sharded_op_impl` registers for `func` takes precedence.
     """
 
     def register(impl: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,7 +51,7 @@ def custom_sharding_spec_op(
             _BY_SPEC[func] = {}
             if func not in _CUSTOM:
                 HANDLERS[func] = _by_spec(func, HANDLERS.get(func))
-        # By name, as torch does: of a class of torch's there is one here of the same name.
+        # By name, as in torch: each of torch's spec classes has one here with the same name.
         _BY_SPEC[func][sharding_spec_class.__qualname__] = impl
         return impl
 

@@ -1,11 +1,11 @@
-"""Tensors in pieces in torch's distributed checkpoints, and in torch's state-dict functions.
+"""Sharded tensors in torch's distributed checkpoints and state-dict functions.
 
-Every rank writes and reads its own boxes, so that any other cut, number of ranks or kind of tensor reads what
-was written. Boxes without elements are left out; of a tensor without elements one rank writes all, so that
-checkpoints know it at all.
+Every rank writes and reads its own boxes, so a checkpoint can be read with any other cut, number of ranks or
+kind of tensor. Boxes without elements are left out; if the whole tensor has no elements, one rank writes it,
+so that checkpoints list it.
 
-`torch.distributed.checkpoint.state_dict` gathers and cuts sharded tensors as it does DTensors, from when this
-module is imported.
+Once this module is imported, `torch.distributed.checkpoint.state_dict` gathers and cuts sharded tensors as it
+does DTensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
 def chunks(boxes: Sequence[Box], size: torch.Size, *, is_first: bool) -> list[ChunkStorageMetadata]:
-    """List the chunks that a rank with `boxes` of a tensor of `size` stores; `is_first` on one rank."""
+    """List the chunks that a rank with `boxes` of a tensor of `size` stores; one rank sets `is_first`."""
     if not size.numel():
         stored = [Box.whole(size)] if is_first else []
     else:
@@ -38,7 +38,7 @@ def chunks(boxes: Sequence[Box], size: torch.Size, *, is_first: bool) -> list[Ch
 def write_items(
     name: str, parts: Sequence[ChunkStorageMetadata], size: torch.Size, *, like: Tensor
 ) -> list[WriteItem]:
-    """List what a rank writes of the tensor `name`: `parts` of it, of the dtype and layout of `like`."""
+    """List the write items of `parts` of the tensor `name`, with the dtype and layout of `like`."""
     properties = TensorProperties.create_from_tensor(like)
     return [
         WriteItem(
@@ -51,12 +51,12 @@ def write_items(
 
 
 def _write_items(sharded: ShardedTensor, name: str, value: Any) -> list[WriteItem]:
-    """Return what this rank writes to a checkpoint; nothing on some ranks."""
+    """Return what this rank writes to a checkpoint; some ranks write nothing."""
     return write_items(name, _chunks(sharded), sharded.metadata().size, like=sharded.anchor.detach())
 
 
 def _chunks(sharded: ShardedTensor) -> list[ChunkStorageMetadata]:
-    """List the chunks that this rank writes and reads; the first holder has that of an empty tensor."""
+    """List the chunks that this rank writes and reads; the first holder has the one of an empty tensor."""
     ranks = [shard.rank for shard in sharded.metadata().shards_metadata]
     first = (ranks or dist.get_process_group_ranks(sharded.process_group))[0]
     return chunks(sharded.boxes, sharded.metadata().size, is_first=first == dist.get_rank())
@@ -76,7 +76,7 @@ def _shard_at(sharded: ShardedTensor, index: MetadataIndex) -> Tensor:
 
 
 def _cut_as(sharded: ShardedTensor, whole: Tensor) -> Tensor:
-    """Cut `whole`, which every rank has, as `sharded`; `load_state_dict` refuses another shape."""
+    """Cut `whole`, which every rank has, like `sharded`; `load_state_dict` refuses another shape."""
     if whole.shape != sharded.metadata().size:
         return whole
     tensors = [within(whole, box, size=whole.shape).clone() for box in sharded.boxes]

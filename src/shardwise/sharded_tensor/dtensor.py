@@ -1,11 +1,11 @@
-"""DTensors and rows to sharded tensors and back, whatever the mesh and its placements.
+"""Conversion of DTensors and rows to sharded tensors and back, for any mesh and placements.
 
-Of a DTensor's replicas, the one at coordinate 0 of the mesh axes that replicate is what the sharded tensor
-holds; the others hold no shard. A rank whose chunk is empty holds one empty shard.
+Among a DTensor's replicas, those at coordinate 0 of the replicating mesh axes hold the sharded tensor's
+shards; the others hold none. A rank whose chunk is empty holds one empty shard.
 
-Rows (`ShardedRows`, parameters of the contiguous layout) know their own box, and the boxes of the one group
-over which they are cut. What lies elsewhere, over several groups, on tensor-parallel axes or in replicas,
-ranks tell each other; of ranks that hold one box the first holds the shard.
+Rows (`ShardedRows`, parameters of the contiguous layout) know their own box, and the boxes in the single
+group over which they are cut. With several groups, tensor-parallel axes or replicas, ranks exchange their
+boxes; if several ranks hold the same box, the first holds the shard.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
 def from_dtensor(dtensor: DTensor, *, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
-    """Return a DTensor as a sharded tensor, detached: no gradient passes. Local: nothing is sent.
+    """Convert a DTensor to a sharded tensor, detached: no gradient passes. Local: nothing is sent.
 
-    Where the local tensor is torchrec's (`LocalShardsWrapper`), shards are those that it lists, whatever the
-    placements say. Then it is collective: ranks tell each other where theirs lie.
+    If the local tensor is torchrec's (`LocalShardsWrapper`), the shards are those that it lists, whatever the
+    placements say. The call is then collective: ranks exchange the positions of their shards.
 
-    Shards share the memory of the DTensor's local tensor where they lie in it contiguously: always, unless
-    a strided placement cuts a dim other than the first or the local tensor has other strides. Those
-    are copies.
+    Shards share the memory of the DTensor's local tensor if they are contiguous in it. That is always so,
+    unless a strided placement cuts a dim other than the first or the local tensor has other strides; then
+    shards are copies.
 
     Args:
-        dtensor: of any mesh, and any placements but `Partial`. On the ranks of the group outside its mesh,
-            the DTensor without elements that torch makes there.
-        process_group: the ranks of the sharded tensor, among them those of the mesh. By default the group
-            of a mesh of one axis, or the default group where its ranks are those of the mesh.
+        dtensor: on any mesh, with any placements but `Partial`. On ranks of the group outside its mesh,
+            pass the DTensor without elements that torch makes there.
+        process_group: the ranks of the sharded tensor, which include those of the mesh. Defaults to the group
+            of a mesh of one axis, or to the default group if its ranks are those of the mesh.
 
     Raises:
         ShardingError: a placement that is neither replicated nor sharded, no group for the mesh, ranks
@@ -55,7 +55,7 @@ def from_dtensor(dtensor: DTensor, *, process_group: dist.ProcessGroup | None = 
     """
     check_detached(dtensor)
     mesh, local = dtensor.device_mesh, _compat.local_tensor(dtensor)
-    arriving = getattr(local, "wait", None)  # of a redistribution that is still under way
+    arriving = getattr(local, "wait", None)  # set if a redistribution is still in progress
     group = _group_of(mesh, process_group)
     if isinstance(local, LocalShardsWrapper):
         return _of_listed_shards(local, mesh, dtensor.shape, group)
@@ -72,7 +72,7 @@ def from_dtensor(dtensor: DTensor, *, process_group: dist.ProcessGroup | None = 
 def _of_listed_shards(
     local: LocalShardsWrapper, mesh: DeviceMesh, shape: torch.Size, group: dist.ProcessGroup
 ) -> ShardedTensor:
-    """Make a sharded tensor of the shards that ranks list; the first of equal ones counts. Collective."""
+    """Make a sharded tensor of the shards that ranks list; of equal ones the first is used. Collective."""
     listed = [] if mesh.get_coordinate() is None else list(local.local_shards())
     offsets = [list(chunk) for chunk in local.local_offsets()[: len(listed)]]
     places = [[at, list(shard.shape)] for at, shard in zip(offsets, listed, strict=True)]
@@ -95,7 +95,7 @@ def of_boxes(
     like: Tensor,
     group: dist.ProcessGroup,
 ) -> ShardedTensor:
-    """Return the tensor of these boxes on these global ranks, of which this rank's are `tensors`. Local."""
+    """Return the tensor of these boxes on these global ranks; `tensors` are this rank's. Local."""
     metadata = ShardedTensorMetadata(
         [ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{like.device.type}") for box, rank in placed],
         shape,
@@ -107,20 +107,20 @@ def of_boxes(
 
 
 def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """Return the values as a DTensor on `mesh`, in memory of its own and detached: no gradient passes.
+    """Copy the values to a DTensor on `mesh`, detached: no gradient passes.
 
-    Each rank gets the elements it lacks once, straight from a rank that has them. Collective over the
+    Each rank gets the elements that it lacks once, directly from a rank that has them. Collective over the
     tensor's group; ranks outside the mesh get a DTensor without elements, as torch makes them there.
 
     Args:
         sharded: any sharded tensor.
-        mesh: of ranks of the tensor's group, on any number of axes.
+        mesh: a mesh of ranks of the tensor's group, with any number of axes.
         placements: `Shard` or `Replicate` for each axis of the mesh.
 
     Raises:
         ShardingError: ranks outside the group, placements that do not fit the mesh or the tensor, ranks
             that do not ascend along an axis that cuts, or, in grad mode, a result with a gradient to pass.
-        RankMismatchError: on every rank, where ranks ask for different meshes or placements.
+        RankMismatchError: on every rank, if ranks ask for different meshes or placements.
     """
     check_detached(sharded)
     metadata, group = sharded.metadata(), sharded.process_group
@@ -150,11 +150,11 @@ def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Pl
     return _compat.dtensor(local, spec)
 
 
-# What may be converted: placements, meshes and groups
+# Checks of conversions: placements, meshes and groups
 
 
 def check_detached(tensor: Tensor) -> None:
-    """Refuse, in grad mode, a result whose gradient a conversion would lose."""
+    """Raise, in grad mode, for a result whose gradient a conversion would lose."""
     if torch.is_grad_enabled() and not tensor.is_leaf:
         raise ShardingError(
             f"{here()}: no gradient passes from a {type(tensor).__name__} to the tensor made of it, and"
@@ -190,17 +190,17 @@ def _group_of(mesh: DeviceMesh, process_group: dist.ProcessGroup | None) -> dist
 
 
 def from_rows(rows: ShardedRows, *, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
-    """Return rows as a sharded tensor, which shares their memory, detached: no gradient passes.
+    """Convert rows to a sharded tensor that shares their memory, detached: no gradient passes.
 
-    A rank without rows holds an empty shard. Local where rows are cut over one group, without tensor
-    parallelism, and no other group is asked for; otherwise collective: ranks tell their boxes.
+    A rank without rows holds an empty shard. Local if rows are cut over one group, without tensor
+    parallelism, and no other group is asked for; otherwise collective: ranks exchange their boxes.
 
     Args:
         rows: a `ShardedParameter`, its gradient or an optimizer's state.
-        process_group: by default the one group over which rows are cut, or the default group.
+        process_group: by default the only group over which rows are cut, or the default group.
 
     Raises:
-        ShardingError: ranks that together do not hold all of the tensor, or parts of it twice; in grad mode,
+        ShardingError: ranks together do not hold all of the tensor, or hold parts of it twice; in grad mode,
             a result with a gradient to pass.
     """
     check_detached(rows)
@@ -222,15 +222,14 @@ def from_rows(rows: ShardedRows, *, process_group: dist.ProcessGroup | None = No
 
 @torch.no_grad()
 def to_rows(sharded: ShardedTensor, rows: ShardedRows) -> None:
-    """Copy the values of a sharded tensor into `rows`, wherever they lie; each rank gets what it lacks once.
+    """Copy the values of a sharded tensor into `rows`, in place; each rank gets what it lacks once.
 
-    Collective over the group of `sharded`, of which every rank passes its rows of a tensor of the same shape.
-    Values are converted to their dtype and device. As with any copy in place nothing is returned; no gradient
-    passes.
+    Collective over the group of `sharded`: every rank passes its rows of a tensor of the same shape. Values
+    are converted to the dtype and device of `rows`. Returns nothing; no gradient passes.
 
     Raises:
-        ShardingError: on every rank, where a rank passes rows of a tensor of another shape.
-        RankMismatchError: on every rank, where ranks pass differently cut tensors.
+        ShardingError: on every rank, if a rank passes rows of a tensor of another shape.
+        RankMismatchError: on every rank, if ranks pass differently cut tensors.
     """
     metadata, group = sharded.metadata(), sharded.process_group
     wanted = _all_boxes(rows, group=group, shape=metadata.size)
@@ -248,7 +247,7 @@ def to_rows(sharded: ShardedTensor, rows: ShardedRows) -> None:
 def _all_boxes(
     rows: ShardedRows, *, group: dist.ProcessGroup, shape: Sequence[int] | None = None
 ) -> list[Box]:
-    """Return every rank's box. Raises on every rank where rows are not of one tensor."""
+    """Return every rank's box. Raises on every rank if rows are not of one tensor."""
     tensor = f"{tuple(rows.shape)} of {rows.dtype}" if shape is None else f"{tuple(rows.shape)}"
     by_rank = together(
         "comparing rows", lambda: (tensor, rows.box.offsets, rows.box.sizes), group=group, kind=ShardingError

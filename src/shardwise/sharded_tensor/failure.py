@@ -1,18 +1,18 @@
-"""An error on one rank alone travels with the next collective, and raises on all ranks there.
+"""Errors on a single rank: they are sent with the next collective, where all ranks raise.
 
 Most errors follow from what all ranks know, and raise on all. Some follow from one rank's values: a
-division of integers by zero, a probability beyond 1. A rank that raised such an error where it stands would
-leave the others waiting for it in their next collective. So it goes on with stand-ins of the right shape, and
-keeps the error beside them:
+division of integers by zero, a probability beyond 1. If a rank raised such an error at once, the others would
+wait for it in their next collective. So it continues with stand-ins of the right shape, and keeps the error
+with them:
 
     half = number // divisor         rank 1 divides by zero: it keeps the error
-    more = half * 2                  and hands it on
+    more = half * 2                  and passes it on
     more.sum()                       every rank raises, naming rank 1 and its error
 
-The stand-ins are what the operation makes of ones. Where that fails as well it is not for the values: all
-ranks with elements fail, and at once if these are all ranks. Ranks tell each other in one more element of an
-all-reduce on the CPU (kernels of accelerators do not raise), and in the words that go before other moves. To
-read the shards of such a result raises too. In a group of one rank there is nobody to tell.
+Stand-ins are the operation's results for ones. If the operation fails for ones too, values are not the cause:
+all ranks with elements fail, at once if these are all ranks. A rank reports its failure in one more element
+of an all-reduce on the CPU (kernels of accelerators do not raise), and in the text that precedes other moves.
+Reading the shards of such a result raises too. In a group of one rank, errors raise at once.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from shardwise.sharded_tensor.group import OUTSIDE, is_outside
 from shardwise.sharded_tensor.metadata import Shard
 from shardwise.sharded_tensor.registry import Args, Handler, Kwargs
 
-Failures = dict[str, Exception]  # of this rank, by what is said of them
+Failures = dict[str, Exception]  # of this rank, by their texts
 
-ever = False  # has anything failed in this process?
-_current: Failures = {}  # of the operands of the operation under way
+ever = False  # whether anything has failed in this process
+_current: Failures = {}  # failures of the current operation's operands
 
 
 def run(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run `handler(func, args, kwargs)`, or make stand-ins where it fails for this rank's values."""
+    """Run `handler(func, args, kwargs)`, or make stand-ins if it fails for this rank's values."""
     try:
         return _handed_on(handler, func, args, kwargs) if ever else handler(func, args, kwargs)
     except (ShardwiseError, _compat.StopRecomputation):
@@ -50,7 +50,7 @@ def run(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _handed_on(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run `handler(func, args, kwargs)`, and hand errors of its operands on to its results."""
+    """Run `handler(func, args, kwargs)`, and pass errors of its operands on to its results."""
     global _current
     operands = sharded_in([*args, *kwargs.values()])
     failures = {text: error for operand in operands for text, error in operand._failures.items()}
@@ -70,7 +70,7 @@ def _stand_in(error: Exception, handler: Handler, func: Any, args: Args, kwargs:
     group = operands[0].process_group
     if is_outside(group) or group.size() == 1:
         raise error
-    # A rank without elements may not fail where all others do.
+    # A rank without elements may succeed where all others fail: also try without values.
     ways = (_ones, _without_values) if any(_lies_apart(operand) for operand in operands) else (_ones,)
     tried = (_tried(way, handler, func, args, kwargs) for way in ways)
     made = next((result for result in tried if result is not None), None)
@@ -85,28 +85,28 @@ def _stand_in(error: Exception, handler: Handler, func: Any, args: Args, kwargs:
 
 
 def known(sharded: Any) -> Failures:
-    """Return the errors on this rank in the values of `sharded`, or in the operation under way."""
+    """Return this rank's errors in the values of `sharded`, or in the current operation."""
     return {**_current, **sharded._failures} if ever else {}
 
 
 def prepend_failures(text: str, failures: Failures) -> str:
-    """Return `text`, below a line for each of them; on ranks that may go on, `text` alone."""
+    """Return `text` after one line per failure; on ranks without failures, `text` itself."""
     return "\n".join([*failures, text])
 
 
 def raise_here(failures: Failures) -> None:
-    """Raise what went wrong on this rank, if anything did."""
+    """Raise the errors of this rank, if there are any."""
     if failures:
         raise ShardingError("; ".join(failures)) from next(iter(failures.values()))
 
 
 def flag() -> int:
-    """Return 1 where the operation under way is of no use on this rank, else 0."""
+    """Return 1 if the current operation has failed on this rank, else 0."""
     return 1 if _current else 0
 
 
 def raise_everywhere(group: dist.ProcessGroup) -> NoReturn:
-    """Raise on every rank of `group`, which all know that one of them failed. Collective."""
+    """Raise on every rank of `group`; all must know that one of them has failed. Collective."""
     together("an operation on sharded tensors", lambda: raise_here(_current), group=group, kind=ShardingError)
     raise AssertionError("no rank of the group has failed")
 
@@ -124,7 +124,7 @@ def _tried(
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
-    """Run the operation on twins of all tensors, with values; return None where it raises on them."""
+    """Run the operation on twins of all tensors; return results with values, or None if it raises."""
     twins: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of(tensor: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def _tried(
         made = handler(func, _mapped(args, of), _mapped(kwargs, of))
     except Exception:
         return None
-    originals = {id(copy): tensor for tensor, copy in twins.values()}  # of what was written in place
+    originals = {id(copy): tensor for tensor, copy in twins.values()}  # for results written in place
     device = next(iter(twins.values()))[0].device
 
     def whole(value: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def _tried(
 
 
 def _twin_of(tensor: Any, twin: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the twin of a tensor: of a sharded one over a group that cannot communicate."""
+    """Return the twin of a tensor; the twin of a sharded one has a group that cannot communicate."""
     if not isinstance(tensor, ShardedTensorBase):
         return twin(tensor)
     sharded: Any = tensor
@@ -170,7 +170,7 @@ _without_values = partial(_ones, device="meta")
 
 
 def _filled(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a result with values: zeros in place of one of the meta device."""
+    """Return a result with values: zeros instead of a meta tensor."""
     if not tensor.is_meta:
         return tensor
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device).requires_grad_(tensor.requires_grad)

@@ -1,4 +1,4 @@
-"""Process groups of sharded tensors, also on processes outside them; placements by RPC workers' names."""
+"""Process groups of sharded tensors, also for processes outside them; placements by RPC worker names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.sharded_tensor.spec import spec_of
 
 
 class _Outside:
-    """Stand-in for a group that this process is not in: `torch.distributed.new_group` gives it none."""
+    """Stand-in for a group that this process is not in: `torch.distributed.new_group` returns none there."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise ShardingError(
@@ -31,20 +31,20 @@ OUTSIDE: Any = _Outside()
 
 
 def is_outside(group: dist.ProcessGroup) -> bool:
-    """Return whether this process is not in the group, and so takes no part in its collectives."""
+    """Return whether this process is outside the group, and takes no part in its collectives."""
     return group is OUTSIDE
 
 
 def ranks_of(group: dist.ProcessGroup) -> list[int] | None:
-    """Return the global ranks of a group; None where this process is not in it, and does not know them."""
+    """Return the global ranks of a group; None if this process is not in it, and so does not know them."""
     return None if is_outside(group) else dist.get_process_group_ranks(group)
 
 
 def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return `process_group`, or for None the default group; `OUTSIDE` where this process is in neither.
+    """Return `process_group`, or the default group for None; `OUTSIDE` if this process is not in it.
 
     Raises:
-        ShardingError: there is no default group, or something else than a group is given.
+        ShardingError: there is no default group, or the argument is not a process group.
     """
     if isinstance(process_group, dist.ProcessGroup):
         return process_group
@@ -66,7 +66,7 @@ def cut_by(
     """Return the shards that `spec` gives a tensor of `size`, on ranks of `group`. Local.
 
     Raises:
-        ShardingError: it is no spec, or gives none that cover the tensor once, or others' shards.
+        ShardingError: `spec` is no spec, its shards do not cover the tensor once, or other ranks get shards.
     """
     metadata = with_ranks(spec_of(spec).build_metadata(torch.Size(size), properties))
     metadata.check(ranks_of(group))
@@ -74,7 +74,7 @@ def cut_by(
 
 
 def with_ranks(metadata: ShardedTensorMetadata) -> ShardedTensorMetadata:
-    """Return the metadata with placements by a worker's name replaced by those of its rank. Local.
+    """Return the metadata with placements by worker name replaced by placements by rank. Local.
 
     Raises:
         ShardingError: there is no such worker, or RPC is not initialised.

@@ -1,25 +1,24 @@
-"""`Holding`: who holds what of a tensor, answered in one way whatever kind of tensor it is.
+"""`Holding`: which rank holds what of a tensor, with one interface for every kind of tensor.
 
     a plain tensor     Holding     whole on every rank
     rows               Piece       whole rows for each rank (`rows.piece`)
     a DTensor          Placed      indices of each dim, split over mesh axes
     a ShardedTensor    Listed      boxes anywhere, listed in its metadata
 
-`kinds.holding_of` returns a tensor's. Nothing here communicates, and boxes are found when they are first
-asked for.
+`kinds.holding_of` returns a tensor's holding. Nothing here communicates, and boxes are computed on first use.
 
-What a rank of a DTensor holds are indices of each dim, found by splitting the dim's range over the mesh axes
-that cut it, one after the other. After a strided split they may be several runs:
+A rank of a DTensor holds certain indices of each dim, found by splitting the dim's range over the mesh axes
+that cut it, one after the other. After a strided split they may form several runs:
 
     dim of 8 over a mesh of 2 x 2                   (0, 0)   (0, 1)   (1, 0)   (1, 1)
     [Shard(0), Shard(0)]                            0 1      2 3      4 5      6 7
     [Replicate(), Shard(0)]                         0-3      4-7      0-3      4-7
     [strided Shard(0) of 2, Replicate()]            0 1 4 5  0 1 4 5  2 3 6 7  2 3 6 7
 
-Each combination of runs, one of every dim, is a box.
+Each combination of runs, one per dim, is a box.
 
-Ranks must ascend along every axis that cuts. Where they do not, torch itself is of two minds: its collectives
-take the parts by rank in the axis' group, which ascends, the rest of it by coordinate.
+Ranks must ascend along every axis that cuts. Where they do not, torch itself is inconsistent: its collectives
+order parts by rank in the axis' group, which ascends, and all other code orders them by coordinate.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ Groups = tuple[dist.ProcessGroup, ...]
 
 @dataclass(frozen=True, eq=False)
 class Holding:
-    """The ranks that hold a tensor, and its boxes; of this class itself, a tensor that each rank holds whole.
+    """The ranks that hold a tensor, and its boxes; this base class is for a tensor whole on each rank.
 
     Attributes:
         shape: of the whole tensor.
@@ -64,10 +63,10 @@ class Holding:
         return self.axes_along(range(len(self.shape)))
 
     def over_one_group(self) -> tuple[dist.ProcessGroup | None, Sequence[Box]] | None:
-        """Return the one group that cuts the tensor, and the box of each of its ranks.
+        """Return the only group that cuts the tensor, and the box of each of its ranks.
 
-        No group and the whole box where nothing cuts it; None where several groups do, or where a rank may
-        hold several boxes.
+        Returns no group and the whole box if nothing cuts the tensor; returns None if several groups cut it,
+        or if a rank may hold several boxes.
         """
         cutting = [group for group in self.axes if group.size() > 1]
         if not cutting:
@@ -76,7 +75,7 @@ class Holding:
         return None if boxes is None else (cutting[0], boxes)
 
     def _boxes_over(self, group: dist.ProcessGroup) -> Sequence[Box] | None:
-        """Return the box of each rank of `group`, which alone cuts the tensor; None: it may have several."""
+        """Return the box of each rank of `group`, the only one that cuts; None if a rank may have several."""
         return None
 
 
@@ -85,9 +84,9 @@ _Runs = list[tuple[int, int]]  # first index and length in one dim of the whole 
 
 @dataclass(frozen=True)
 class Part:
-    """Indices of a DTensor of `shape` that one rank holds."""
+    """The indices of a DTensor of `shape` that one rank holds."""
 
-    runs: tuple[_Runs, ...]  # of every dim, one after the other in its local tensor
+    runs: tuple[_Runs, ...]  # by dim; one after the other in the local tensor
     shape: tuple[int, ...]
     first_replica: bool
 
@@ -98,7 +97,7 @@ class Part:
 
     @property
     def boxes(self) -> list[tuple[Box, tuple[slice, ...]]]:
-        """Every box, and where it lies in the local tensor; at least one, maybe empty."""
+        """Every box, and its slices of the local tensor; at least one box, maybe empty."""
         if not all(self.runs):
             return [(self._empty(), (slice(None),) * len(self.shape))]
         ends = [list(itertools.accumulate(length for _, length in runs)) for runs in self.runs]
@@ -118,11 +117,11 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Placed(Holding):
-    """Holding of a DTensor: what its placements give to each rank.
+    """Holding of a DTensor: the part that its placements give to each rank.
 
     Attributes:
-        placements: of any kinds but `Partial`, with dims from the first; see `Placed.of`.
-        order: names the axes that cut each dim, in the order in which they cut; None: the mesh's.
+        placements: of any kind but `Partial`, with dims counted from the first; see `Placed.of`.
+        order: the axes that cut each dim, in the order in which they cut; None means the mesh's order.
     """
 
     mesh: DeviceMesh
@@ -133,13 +132,13 @@ class Placed(Holding):
     def of(
         mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], order: Any = None
     ) -> Placed:
-        """Return who holds what. Raises ShardingError for placements that do not fit mesh or shape."""
+        """Return which rank holds what. Raises ShardingError for placements that do not fit mesh or shape."""
         size = torch.Size(shape)
         return Placed(size, mesh, _normalized(placements, mesh, shape=size), order)
 
     @staticmethod
     def of_dtensor(dtensor: DTensor) -> Placed:
-        """Return who holds what of a DTensor, cut in the order that it says."""
+        """Return which rank holds what of a DTensor, cut in the order that its spec gives."""
         order = getattr(_compat.spec_of(dtensor), "shard_order", None)
         return Placed.of(dtensor.device_mesh, dtensor.placements, dtensor.shape, order)
 
@@ -150,7 +149,7 @@ class Placed(Holding):
         return tuple(map(self.mesh.get_group, cuts))
 
     def _boxes_over(self, group: dist.ProcessGroup) -> Sequence[Box] | None:
-        # Not from `parts`: a mesh's ranks are a tensor, which in a plan is fake.
+        # Not from `parts`: a mesh's ranks are a tensor, which is fake in a plan.
         placement = self.placements[
             [self.mesh.get_group(axis) for axis in range(self.mesh.ndim)].index(group)
         ]
@@ -201,7 +200,7 @@ class Listed(Holding):
 
 
 def _table(size: int, cuts: Sequence[tuple[Placement, int]]) -> dict[tuple[int, ...], _Runs]:
-    """Return what of a dim lies at each coordinate of the axes that cut it."""
+    """Return the runs of a dim at each coordinate of the axes that cut it."""
     table: dict[tuple[int, ...], _Runs] = {(): [(0, size)] if size else []}
     for placement, count in cuts:
         table = {
@@ -244,7 +243,7 @@ def _chunks(runs: _Runs, count: int) -> list[_Runs]:
 
 
 def _between(runs: _Runs, begin: int, end: int) -> _Runs:
-    """Return the indices of `runs`, counted one after the other, from `begin` to before `end`."""
+    """Return the runs of the indices from number `begin` to before `end`, counted through `runs`."""
     found, before = [], 0
     for start, length in runs:
         low, high = max(begin - before, 0), min(end - before, length)

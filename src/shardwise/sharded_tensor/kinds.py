@@ -1,4 +1,4 @@
-"""Questions to tensors of any kind: plain ones, rows, DTensors and `ShardedTensor`s."""
+"""Queries on tensors of any kind: plain tensors, rows, DTensors and `ShardedTensor`s."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
 def holding_of(tensor: Tensor) -> Holding:
-    """Return who holds what of a tensor of any kind. Local.
+    """Return which rank holds what of a tensor of any kind. Local.
 
     Raises:
         ShardingError: a DTensor that holds partial sums.
@@ -34,28 +34,28 @@ def holding_of(tensor: Tensor) -> Holding:
 
 
 def sharding_of(tensor: Tensor) -> object:
-    """Return what says how rows or a DTensor are cut, the same object while they are cut so; else None."""
+    """Return the object that describes how rows or a DTensor are cut, until the cut changes; else None."""
     if isinstance(tensor, ShardedRows):
         return tensor.piece
     return _compat.spec_of(tensor) if isinstance(tensor, DTensor) else None
 
 
 def shards_of(tensor: Tensor) -> list[Tensor]:
-    """Return this rank's shards of a `ShardedTensor`, or its anchor without any; another tensor itself."""
+    """Return this rank's shards of a `ShardedTensor`, or its anchor if it has none; another tensor itself."""
     if isinstance(tensor, ShardedTensor):
         return tensor.tensors or [tensor.anchor]
     return [tensor]
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, with its gradient; a plain tensor as it is. No communication."""
+    """Return this rank's part of a DTensor, differentiably; a plain tensor as it is. No communication."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def held_by_this_rank(tensor: Tensor) -> list[tuple[Box, Tensor]]:
     """Return this rank's boxes of a plain tensor, rows or a DTensor, and views of its memory. Local.
 
-    Replicas are among them; a rank outside a DTensor's mesh has none.
+    Includes replicas; a rank outside a DTensor's mesh has no boxes.
     """
     if not isinstance(tensor, DTensor):
         return [(Box.whole(tensor.shape), tensor.detach())]
@@ -94,18 +94,18 @@ def by_axes(
     groups: dict[tuple[int, ...], dist.ProcessGroup],
     merge: Callable[[list[Tensor]], list[Tensor]],
 ) -> tuple[dict[Groups, list[Tensor]], Counter[Groups]]:
-    """Return this rank's memory of all tensors by the process groups that cut them, and how many these cut.
+    """Return this rank's memory of all tensors by the process groups that cut them, and how many each cut.
 
     Args:
-        groups: of which the first with the same ranks stands for others, as meshes that are equal have their
-            own; filled here.
+        groups: by ranks, the first group seen, which represents others of the same ranks, since equal meshes
+            have separate groups; filled here.
         merge: returns fewer tensors with the same elements as the local rows of one cut.
     """
     found: dict[Groups, list[Tensor]] = {}
     rows: dict[Groups, list[Tensor]] = {}
     counts: Counter[Groups] = Counter()
     axes_of: dict[tuple[int, tuple[Placement, ...]], Groups] = {}  # by mesh identity: hashing one is slow
-    latest: Any = None  # how the tensor before was cut: hashing that costs more than comparing
+    latest: Any = None  # the cut of the previous tensor: comparing costs less than hashing
     mesh, into = None, []
     axes: Groups = ()
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Metadata of a sharded tensor, known on every rank: its shards, their places, and its properties.
+"""Metadata of a sharded tensor, known on every rank: its shards, their placements, and its properties.
 
     ShardedTensorMetadata
       size               of the whole tensor
@@ -8,8 +8,8 @@
 Ranks in placements are global ranks. The shards of one rank are numbered in the order of
 `shards_metadata`, which is the order of its `local_shards()`.
 
-What torch's deprecated `torch.distributed._shard` has of these is recognised by its attributes and converted
-(`of`), in the same memory; nothing of that package is imported.
+The counterparts in torch's deprecated `torch.distributed._shard` are recognised by their attributes and
+converted (`of`), in the same memory; nothing is imported from that package.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwise.layout.messages import subtract
 class RemoteDevice:
     """A device of one process: `rank:1/cuda:0`, `rank:1` (CPU), or `worker/cpu` by the name of an RPC worker.
 
-    Two are equal where they name the same device of the same process.
+    Two are equal if they name the same device of the same process.
     """
 
     __slots__ = ("_device", "_process")
@@ -49,12 +49,12 @@ class RemoteDevice:
             raise _bad_placement(text)
         self._process: int | str = int(process[5:]) if by_rank else process
         self._device = torch.device(device)
-        if self._device.type == "cpu":  # which has no others beside it
+        if self._device.type == "cpu":  # a process has only one
             self._device = torch.device("cpu")
 
     @staticmethod
     def of(placement: Any) -> RemoteDevice:
-        """Make one from a string, a `RemoteDevice`, an object with `rank()` and `device()`, or its holder."""
+        """Make one from a string, a `RemoteDevice`, an object with `rank()` and `device()`, or its spec."""
         if isinstance(placement, RemoteDevice):
             return placement
         if isinstance(placement, (str, torch.device)):
@@ -69,14 +69,14 @@ class RemoteDevice:
         raise _bad_placement(placement)
 
     def rank(self) -> int | None:
-        """Return the global rank of the process; None where a worker's name stands for it."""
+        """Return the global rank of the process; None if a worker's name identifies it."""
         return self._process if isinstance(self._process, int) else None
 
     def device(self) -> torch.device:
         return self._device
 
     def worker_name(self) -> str | None:
-        """Name of the process as an RPC worker, if it is named so."""
+        """Return the process's name as an RPC worker, if it is identified by that."""
         return self._process if isinstance(self._process, str) and self._process else None
 
     def on(self, device: torch.device | str) -> RemoteDevice:
@@ -122,7 +122,7 @@ class ShardMetadata:
     Attributes:
         shard_offsets: per dim, the first element within the whole tensor.
         shard_sizes: per dim, the number of elements.
-        placement: a `RemoteDevice`, or what `RemoteDevice.of` takes.
+        placement: a `RemoteDevice`, or an argument of `RemoteDevice.of`.
     """
 
     shard_offsets: list[int]
@@ -153,7 +153,7 @@ class ShardMetadata:
 
     @property
     def rank(self) -> int:
-        """Global rank of the holder. Raises ShardingError where the placement names none."""
+        """Global rank of the holder. Raises ShardingError if the placement names none."""
         rank = None if self.placement is None else self.placement.rank()
         if rank is None:
             raise ShardingError(
@@ -202,7 +202,7 @@ def size_of(size: Sequence[Any]) -> torch.Size:
 
 
 def check_pinnable() -> None:
-    """Raise ShardingError unless this machine has a device that memory can be pinned for."""
+    """Raise ShardingError unless this machine has a device for which memory can be pinned."""
     if not torch.accelerator.is_available():
         raise ShardingError(
             f"{here()}: pinned memory is for copies to an accelerator, and torch finds none on this machine;"
@@ -232,7 +232,7 @@ def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
 
 @dataclass
 class ShardedTensorMetadata:
-    """The whole description of a sharded tensor, equal on every rank."""
+    """The complete description of a sharded tensor, equal on every rank."""
 
     shards_metadata: list[ShardMetadata] = field(default_factory=list)
     size: torch.Size = field(default_factory=lambda: torch.Size([]))
@@ -263,12 +263,12 @@ class ShardedTensorMetadata:
         return [shard for shard in self.shards_metadata if shard.rank == rank]
 
     def is_cut(self, dims: Sequence[int]) -> bool:
-        """Return whether any shard with elements has only a part of what lies along `dims`."""
+        """Return whether any shard with elements has only a part of some dim in `dims`."""
         boxes = (shard.box for shard in self.shards_metadata)
         return any(box.sizes[d] != self.size[d] for box in boxes if not box.is_empty for d in dims)
 
     def cut_as(self, other: ShardedTensorMetadata) -> bool:
-        """Return whether both give the same boxes of one shape to the same ranks in the same order."""
+        """Return whether both have one shape and give the same boxes to the same ranks in the same order."""
         if self is other or self.shards_metadata is other.shards_metadata:
             return True
         mine, theirs = self.shards_metadata, other.shards_metadata
@@ -295,7 +295,7 @@ class ShardedTensorMetadata:
         return replace(self, shards_metadata=moved, size=torch.Size(size))
 
     def placed(self, place: Callable[[RemoteDevice], RemoteDevice]) -> ShardedTensorMetadata:
-        """Replace every shard's placement, where it has one."""
+        """Replace the placement of every shard that has one."""
         shards = [
             ShardMetadata(s.shard_offsets, s.shard_sizes, s.placement and place(s.placement))
             for s in self.shards_metadata
@@ -305,7 +305,7 @@ class ShardedTensorMetadata:
     def check(self, ranks: Sequence[int] | None) -> None:
         """Raise ShardingError, naming the shards, unless they cover the tensor once on members of `ranks`.
 
-        None where this process is not in the group and does not know its ranks.
+        `ranks` is None if this process is not in the group and does not know its ranks.
         """
         _check_movable(self.tensor_properties.dtype)
         if not self.shards_metadata:
@@ -327,7 +327,7 @@ class ShardedTensorMetadata:
             raise ShardingError(f"{error}{self._culprits(str(error))}") from None
 
     def _culprits(self, problem: str) -> str:
-        """Name the holders of the shards in a `problem` of the cover; if it names none, what is missing."""
+        """Name the holders of the shards that a cover's `problem` names; if it names none, a missing box."""
         named = [
             f"shard {index} ({shard.box}) is on rank {shard.rank}"
             for index, shard in enumerate(self.shards_metadata)
@@ -345,8 +345,7 @@ class ShardedTensorMetadata:
 class Shard:
     """`tensor` (shape `metadata.shard_sizes`) lies at `metadata.shard_offsets` of the whole tensor.
 
-    Nothing is checked here: what does not fit is found, on all ranks together, where a sharded tensor
-    is made of shards.
+    Nothing is checked here: all ranks check shards together when they make a sharded tensor of them.
     """
 
     tensor: torch.Tensor

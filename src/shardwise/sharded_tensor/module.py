@@ -1,13 +1,13 @@
 """Modules whose parameters, attributes and outputs are sharded tensors.
 
-    shard_parameter         one parameter, under all the names it has in the module
-    shard_module            all that a `ShardingPlan` names
-    reshard_output          a forward hook: the output cut by a spec
-    collect_local_shard     a forward hook: the output's part on this rank, a plain tensor
+    shard_parameter         shards one parameter, under all its names in the module
+    shard_module            shards everything that a `ShardingPlan` names
+    reshard_output          a forward hook: cuts the output by a spec
+    collect_local_shard     a forward hook: returns the output's part on this rank, a plain tensor
     state_dict_hook, pre_load_state_dict_hook
-                            sharded tensors that are neither parameters nor buffers, in state dicts
+                            state dicts of sharded tensors that are neither parameters nor buffers
 
-What a call asks for is checked on every rank before anything moves, and refused on all.
+Arguments are checked on every rank before anything moves; an error raises on all ranks.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
 class Sharder(ABC):
-    """Shards a whole submodule in a way of its own; users subclass it."""
+    """Shards a whole submodule in a custom way; users subclass it."""
 
     @abstractmethod
     def shard(self, module: nn.Module) -> nn.Module:
-        """Return what replaces `module`, or `module` itself, changed. Called on every rank."""
+        """Return a replacement of `module`, or `module` itself, changed. Called on every rank."""
 
 
 @dataclass
@@ -50,8 +50,8 @@ class ShardingPlan:
     """The changes that `shard_module` makes to a module.
 
     Attributes:
-        plan: by name of a parameter its spec, by name of a submodule its sharder.
-        output_plan: by name of a module ("" for the whole) the spec that its output is resharded to.
+        plan: maps the name of a parameter to its spec, and the name of a submodule to its sharder.
+        output_plan: maps the name of a module ("" for the whole) to the spec of its resharded output.
         return_local_tensor: names of modules ("" for the whole) whose sharded output becomes the local
             tensor, after `output_plan`.
     """
@@ -78,19 +78,19 @@ def shard_parameter(
 ) -> None:
     """Replace the parameter `param_name` by an `nn.Parameter` that is a `ShardedTensor`. Collective.
 
-    It keeps `requires_grad`. A parameter that `module` has under several names is replaced under all of
-    them; names outside `module` keep the whole tensor, so pass a module that contains them all. Optimizers
-    and hooks that know the old parameter do not know the new one: shard first.
+    The new parameter keeps `requires_grad`. If `module` has the parameter under several names, all are
+    replaced; names outside `module` keep the whole tensor, so pass a module that contains them all.
+    Optimizers and hooks of the old parameter do not know the new one: shard first.
 
     Args:
-        param_name: of a parameter of `module` or of its submodules, as in `named_parameters()`. One on the
-            meta device becomes uninitialised shards on the placements' devices, without communication.
-        src_rank: rank within the group whose values count; None where all ranks have equal values.
+        param_name: a parameter of `module` or of its submodules, as in `named_parameters()`. A meta parameter
+            becomes uninitialised shards on the placements' devices, without communication.
+        src_rank: rank within the group whose values are used; None if all ranks have equal values.
 
     Raises:
-        ShardingError: on every rank, where there is no such parameter (near names are listed), it is
-            sharded already or has a gradient, or the spec cannot cut it.
-        RankMismatchError: on every rank, where ranks ask for different things.
+        ShardingError: on every rank, if there is no such parameter (near names are listed), it is already
+            sharded or has a gradient, or the spec cannot cut it.
+        RankMismatchError: on every rank, if ranks ask for different things.
     """
     shard_module(module, ShardingPlan({param_name: sharding_spec}), src_rank, process_group)
 
@@ -103,15 +103,15 @@ def shard_module(
 ) -> nn.Module:
     """Carry out `plan` on `module`, in place. Collective over the group.
 
-    Returns `module`; or what its sharder made in its place, where the plan has one for it ("").
+    Returns `module`, or the replacement by its own sharder, if the plan has one for it ("").
 
     Parameters are sharded as by `shard_parameter`, which has the same arguments; then sharders run, then
     `reshard_output` and then `collect_local_shard` are applied, each in the order of the plan.
 
     Raises:
-        ShardingError: on every rank and before any change, where a name is not one of `module`'s (near
-            names are listed), names one parameter twice, or lies within a module that has a sharder.
-        RankMismatchError: on every rank, where ranks have different plans.
+        ShardingError: on every rank and before any change, if a name is not one of `module`'s (near names
+            are listed), names a parameter twice, or lies inside a module that has a sharder.
+        RankMismatchError: on every rank, if ranks have different plans.
     """
     group = group_or_default(process_group)
     outputs, local = plan.output_plan or {}, plan.return_local_tensor or []
@@ -141,12 +141,12 @@ def shard_module(
 def reshard_output(
     module: nn.Module, resharding_spec: ShardingSpec, process_group: dist.ProcessGroup | None = None
 ) -> nn.Module:
-    """Let `module` return its output cut by `resharding_spec`; returns `module`. Local.
+    """Make `module` return its output cut by `resharding_spec`; returns `module`. Local.
 
-    In forward, a `ShardedTensor` is resharded over its own group. A plain tensor is taken for the whole
-    one, equal on every rank, of which every rank keeps its shards without communication, but that ranks
-    compare 8 bytes the first time; the gradient of the whole is all-reduced over `process_group` (by default
-    all ranks) in backward. A process that is not in the group gets the tensor without shards.
+    In forward, a `ShardedTensor` is resharded over its own group. A plain tensor is taken as the whole one,
+    equal on every rank: every rank keeps its shards without communication, except that ranks compare 8 bytes
+    the first time. In backward, the gradient of the whole is all-reduced over `process_group` (by default all
+    ranks). A process that is not in the group gets the tensor without shards.
     """
     compared, resharding_spec = False, spec_of(resharding_spec)
 
@@ -164,14 +164,14 @@ def reshard_output(
 
 
 def collect_local_shard(module: nn.Module) -> nn.Module:
-    """Let `module` return the local tensor of its sharded output; returns `module`. Local.
+    """Make `module` return the local tensor of its sharded output; returns `module`. Local.
 
-    Where it is cut by chunks of one element, one on each rank, the local tensor is without that dim.
-    A rank that holds no shard returns an empty tensor: of size 0 in the dims that are cut, or else in the
-    first. It requires grad as the others do, and every rank must call backward through what it returns.
+    If a dim is cut into chunks of one element, one on each rank, the local tensor does not have that dim.
+    A rank without shards returns an empty tensor, of size 0 in the dims that are cut, or else in the first.
+    It requires grad as the others do, and every rank must call backward through its own result.
 
-    In forward raises ShardingError on every rank where the output is not a `ShardedTensor`, or any rank
-    holds several shards of it.
+    Forward raises ShardingError on every rank if the output is not a `ShardedTensor`, or any rank holds
+    several shards of it.
     """
 
     def hook(module: nn.Module, args: Any, output: Any) -> Tensor:
@@ -196,7 +196,7 @@ def collect_local_shard(module: nn.Module) -> nn.Module:
 def state_dict_hook(
     module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """Put the sharded tensors that are plain attributes of `module` and its submodules into a state dict.
+    """Add sharded tensors that are plain attributes of `module` and its submodules to a state dict.
 
     For `module.register_state_dict_post_hook(state_dict_hook)`. Local.
     """
@@ -204,7 +204,7 @@ def state_dict_hook(
         destination[prefix + name] = getattr(owner, attribute).detach()
 
 
-# The latest load by its missing_keys; the keys it has seen to.
+# The latest load, by its missing_keys, and the keys it has handled.
 _loading: tuple[list[str], set[str]] = [], set()
 
 
@@ -218,11 +218,11 @@ def pre_load_state_dict_hook(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Load the sharded tensors that `state_dict_hook` has put into a state dict.
+    """Load the sharded tensors that `state_dict_hook` has added to a state dict.
 
-    For `module.register_load_state_dict_pre_hook(pre_load_state_dict_hook)`. Values are copied, from a
-    tensor cut in any way (collective over its group where it is cut otherwise) or a whole one; with
-    `assign=True` the attribute becomes the tensor in `state_dict`. An attribute that is None becomes a copy.
+    For `module.register_load_state_dict_pre_hook(pre_load_state_dict_hook)`. Values are copied from a whole
+    tensor, or from one cut in any way (collective over its group if it is cut differently). With
+    `assign=True`, the attribute becomes the tensor in `state_dict`. An attribute that is None becomes a copy.
     """
     global _loading
     if _loading[0] is not missing_keys:
@@ -255,9 +255,9 @@ def pre_load_state_dict_hook(
 def _attributes(
     module: nn.Module, state_dict: dict[str, Any] | None = None, prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module, str]]:
-    """Name, owner and attribute of every sharded tensor that is neither a parameter nor a buffer.
+    """Yield name, owner and attribute of every sharded tensor that is neither a parameter nor a buffer.
 
-    Also of everything that is None and has a sharded tensor in `state_dict`.
+    Includes attributes that are None and have a sharded tensor in `state_dict`.
     """
     for path, owner in module.named_modules(remove_duplicate=False):
         for attribute, value in vars(owner).items():
@@ -334,7 +334,7 @@ def _check_plan(module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup)
 
 
 def _is_sharder(value: Any) -> bool:
-    """Return whether `value` shards modules, ours or torch's, and is no spec, which shards tensors."""
+    """Return whether `value` is a sharder of modules, ours or torch's, not a spec, which shards tensors."""
     return callable(getattr(value, "shard", None)) and not hasattr(value, "build_metadata")
 
 
@@ -348,7 +348,7 @@ def _unknown(module: nn.Module, kind: str, name: str, known: Sequence[str]) -> S
 
 
 def _cut(whole: Tensor, spec: ShardingSpec, group: dist.ProcessGroup, *, compare: bool) -> ShardedTensor:
-    """Return this rank's shards of a replicated tensor, in memory of their own; differentiable."""
+    """Copy this rank's shards out of a replicated tensor; differentiable."""
 
     def built() -> ShardedTensorMetadata:
         return cut_by(spec, whole.shape, TensorProperties.create_from_tensor(whole), group)
@@ -368,7 +368,7 @@ def _cut(whole: Tensor, spec: ShardingSpec, group: dist.ProcessGroup, *, compare
 
 
 def _single(sharded: ShardedTensor, held: Sequence[Sequence[Box]]) -> tuple[int, ...]:
-    """Return the dim that is cut into chunks of one element, one on every rank; mostly there is none."""
+    """Return the dim that is cut into chunks of one element, one on every rank; usually there is none."""
     spec = sharded.sharding_spec()
     if not isinstance(spec, ChunkShardingSpec):
         return ()
@@ -377,7 +377,7 @@ def _single(sharded: ShardedTensor, held: Sequence[Sequence[Box]]) -> tuple[int,
 
 
 def _nothing(sharded: ShardedTensor) -> Tensor:
-    """Return an empty tensor with as many dims, in place of the shard that this rank does not hold."""
+    """Return an empty tensor with the same number of dims, for a rank without a shard."""
     size, shards = list(sharded.metadata().size), sharded.metadata().shards_metadata
     cut = [d for d in range(len(size)) if any(shard.shard_sizes[d] != size[d] for shard in shards)]
     for d in cut or range(min(1, len(size))):
@@ -395,9 +395,9 @@ def _no_tensor(module: nn.Module, output: Any, what: str) -> ShardingError:
 def named_params_with_sharded_tensor(
     module: nn.Module, prefix: str = "", recurse: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of every parameter and sharded tensor that is a plain attribute; each once. Local.
+    """Yield name and tensor of every parameter, and of sharded tensors that are attributes; each once. Local.
 
-    What `shardwise.optim.ShardedOptimizer` takes. `prefix` and `recurse` are as for `named_parameters`.
+    `shardwise.optim.ShardedOptimizer` takes them. `prefix` and `recurse` are as for `named_parameters`.
     """
     found: dict[str, Tensor] = dict(module.named_parameters(prefix=prefix, recurse=recurse))
     seen = {id(tensor) for tensor in found.values()}

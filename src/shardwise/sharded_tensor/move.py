@@ -1,4 +1,4 @@
-"""The values of a sharded tensor on other ranks, in other boxes, on other devices."""
+"""Moves of a sharded tensor's values to other ranks, boxes and devices."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def move_to(
 
 @dataclass(frozen=True)
 class _Cut:
-    """Metadata as the key of a plan: equal where its text is."""
+    """Metadata as the key of a plan; compared by its text."""
 
     text: str
     metadata: ShardedTensorMetadata = field(compare=False, repr=False)
@@ -101,7 +101,7 @@ class _Cut:
 
 
 class _Plan(NamedTuple):
-    """The messages of one rank from one cut to another: the same each time, so made once."""
+    """The messages of one rank from one cut to another, cached since they are the same each time."""
 
     text: str
     messages: list[Message]
@@ -111,7 +111,7 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _plan(source: _Cut, target: _Cut | None, ranks: tuple[int, ...], rank: int) -> _Plan:
-    """Plan a move for `rank` of the group of global `ranks`; to the whole on each where `target` is None."""
+    """Plan a move for `rank` of the group of global `ranks`; `target` None means the whole on each rank."""
     held = source.metadata.boxes_by(ranks)
     if target is None:
         text, wanted = "the whole", [[Box.whole(source.metadata.size)] for _ in ranks]
@@ -123,12 +123,12 @@ def _plan(source: _Cut, target: _Cut | None, ranks: tuple[int, ...], rank: int) 
 
 
 def describe_with_failures(sharded: ShardedTensor) -> str:
-    """Describe a tensor and what failed on this rank in making it: nothing, on ranks that may go on."""
+    """Describe a tensor, and this rank's failures in making it, if there are any."""
     return failure.prepend_failures(describe(sharded.metadata()), failure.known(sharded))
 
 
 def describe(metadata: ShardedTensorMetadata) -> str:
-    """Describe all of `metadata`, as text that is equal for equal metadata."""
+    """Describe `metadata` completely; equal metadata give equal texts."""
     shards = "\n".join(
         f"{s.shard_offsets}+{s.shard_sizes} on {s.placement}" for s in metadata.shards_metadata
     )
@@ -197,7 +197,7 @@ def _check_gather(
     convert: bool,
     dtype: torch.dtype | None,
 ) -> None:
-    """Raise ShardingError for what is wrong with this rank's arguments."""
+    """Raise ShardingError if this rank's arguments are wrong."""
     if not isinstance(dst, int) or not 0 <= dst < group.size():
         raise ShardingError(f"has dst {dst}, found no rank {dst} of a group of {group.size()}")
     if dtype is not None and not isinstance(dtype, torch.dtype):

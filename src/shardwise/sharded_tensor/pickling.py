@@ -1,10 +1,10 @@
-"""Pickling: shards with the description of the whole, and the process group by context.
+"""Pickling: shards with the metadata of the whole tensor; the process group comes from the context.
 
-A process group cannot be pickled. A pickled sharded tensor knows which rank it was of how many, and takes
-the group of the innermost `load_with_process_group` when it is loaded, or the default group.
+A process group cannot be pickled. A pickled sharded tensor records its rank and the number of ranks. When
+loaded, it takes the group of the innermost `load_with_process_group`, or the default group.
 
-A pickle can run any code when it is loaded. This library never loads one on its own: checkpoints go
-through `torch.distributed.checkpoint` or safetensors files, peers' messages are text and tensor bytes.
+A pickle can run any code when it is loaded. This library itself never loads one: checkpoints use
+`torch.distributed.checkpoint` or safetensors files, and messages of peers are text and tensor bytes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _group: ContextVar[dist.ProcessGroup | None] = ContextVar("shardwise_load_group"
 
 @contextmanager
 def load_with_process_group(process_group: dist.ProcessGroup | None) -> Iterator[dist.ProcessGroup | None]:
-    """Let sharded tensors unpickled within belong to `process_group`.
+    """Load sharded tensors that the block unpickles into `process_group`.
 
-    It must have the size, and give this process the rank, that the group of the pickled tensor had.
+    It must have the same size, and give this process the same rank, as the group of the pickled tensor.
     """
     token = _group.set(process_group)
     try:

@@ -1,17 +1,17 @@
-"""Random values of a logical tensor that depend only on a seed and on the place of each element in it.
+"""Random values of a logical tensor that depend only on a seed and on each element's position in the tensor.
 
 Element `i` (row-major, counted in the whole tensor) gets the 64-bit integer at step `i` of the stream that a
 SplitMix64 generator seeded with `seed` splits off (Steele, Lea, Flood, "Fast splittable pseudorandom number
 generators", OOPSLA 2014; constants as in Java's `SplittableRandom`). A step is a sum and a finaliser of that
-sum, so that any element is made without those before it: a rank fills just its own box, with no communication
-and a bounded amount of temporary memory, and every sharding of a tensor holds the same global values.
+sum, so any element can be made without those before it. A rank fills only its own box, without communication
+and with bounded temporary memory, and every sharding of a tensor holds the same global values.
 
 The integers, `bernoulli` and `uniform_` are the same on all devices, threads and versions of torch. `normal_`
-takes a logarithm, a root and a cosine in float64, of which devices may round the last place differently: its
-float64 values agree to a few ulp, and float32 and narrower ones are equal but for about one in 10**7.
+takes a logarithm, a root and a cosine in float64, whose last place devices may round differently: its float64
+values agree to a few ulp, and float32 and narrower ones are equal except for about one in 10**7.
 
-One seed gives one stream: two draws of one seed are dependent, element by element, whatever the functions.
-Take a seed for each tensor and each draw.
+One seed gives one stream: two draws with the same seed are dependent, element by element, whatever the
+functions. Use a separate seed for each tensor and each draw.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def uniform_(
     """Fill `out` with the uniform values in [low, high) of `box` in a tensor of `shape`, and return it.
 
     `out` has the shape `box.sizes`, one of the dtypes float64, float32, float16 and bfloat16, any strides and
-    any device. `seed` counts modulo 2**64. float64 has 53 random bits, float32 the first 24 of these; float16
-    and bfloat16 are the float32 values rounded. Values reach `low` but not `high` in each of the dtypes;
-    `low == high` fills with that value, as in torch. Local. Raises ShardingError for a box that leaves the
-    shape, an `out` of another shape or dtype, and bounds that the dtype has no number between.
+    any device. `seed` is taken modulo 2**64. float64 has 53 random bits, float32 the first 24 of these;
+    float16 and bfloat16 are the float32 values rounded. Values reach `low` but not `high` in each of the
+    dtypes; `low == high` fills with that value, as in torch. Local. Raises ShardingError for a box that
+    leaves the shape, an `out` of another shape or dtype, and bounds with no number of the dtype between them.
     """
     _check_out(out, box, shape)
     least, most = _bounds(low, high, out.dtype)
@@ -83,9 +83,9 @@ def normal_(
 def bernoulli(box: Box, *, shape: Sequence[int], seed: int, p: float, device: torch.device) -> Tensor:
     """Return bools of shape `box.sizes`, each True with probability `p`, for `box` in a tensor of `shape`.
 
-    True where the uniform value of that seed, taken to 64 bits, is less than `p`: the True elements of a
-    smaller `p` are among those of a larger one. Local. Raises ShardingError for a box that leaves the shape
-    and a `p` outside [0, 1].
+    An element is True if its uniform value for that seed, taken to 64 bits, is less than `p`, so the True
+    elements of a smaller `p` are a subset of those of a larger one. Local. Raises ShardingError for a box
+    that leaves the shape and a `p` outside [0, 1].
     """
     _check_box(box, shape)
     if not 0 <= p <= 1:
@@ -147,9 +147,9 @@ def _put(values: Tensor, part: Tensor) -> None:
 def _random_bits(
     box: Box, shape: Sequence[int], seed: int, device: torch.device, *, all_bits: bool
 ) -> Iterator[tuple[tuple[slice, ...], Tensor, Tensor]]:
-    """Yield slabs of `box`: their place in the box, their 64-bit integers, and as much memory to spare.
+    """Yield slabs of `box`: their place in the box, their 64-bit integers, and scratch memory of equal size.
 
-    The integers are flat int64. The caller may overwrite both tensors; the next slab uses them again. Without
+    The integers are flat int64. The caller may overwrite both tensors; the next slab reuses them. Without
     `all_bits` only the 31 highest bits are random.
     """
     if box.is_empty or device.type == "meta":
@@ -174,12 +174,12 @@ def _random_bits(
 
 
 def _slab_numel(device: torch.device) -> int:
-    """Return how many elements to draw at once: what fits each core's cache or is worth a launch."""
+    """Return how many elements to draw at once: as many as fit each core's cache or are worth a launch."""
     return min(1 << 20, torch.get_num_threads() << 16) if device.type == "cpu" else 1 << 20
 
 
 def _slabs(sizes: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
-    """Cut a box into parts of at most `limit` elements, each one run of the box in row-major order."""
+    """Cut a box into parts of at most `limit` elements, each a single run of the box in row-major order."""
     dim, inner = len(sizes), 1
     while dim > 0 and inner * sizes[dim - 1] <= limit:
         dim -= 1
@@ -205,15 +205,15 @@ def _steps(sizes: Sequence[int], strides: Sequence[int], device: torch.device) -
 
 
 def _xor_shifted(bits: Tensor, shift: int, spare: Tensor) -> Tensor:
-    """Compute `bits ^= bits >> shift` of unsigned integers, masked as torch's shift repeats the sign."""
+    """Compute `bits ^= bits >> shift` of unsigned integers; masks the sign, which torch's shift repeats."""
     torch.bitwise_right_shift(bits, shift, out=spare)
     return bits.bitwise_xor_(spare.bitwise_and_(_WORD >> shift))
 
 
 def _stream(seed: int) -> tuple[int, int]:
-    """Start and increment of the stream that a generator at `seed` splits off.
+    """Return start and increment of the stream that a generator at `seed` splits off.
 
-    Each has an increment of its own, so that no stream is another one shifted, however long both are.
+    Each stream has its own increment, so no stream is another one shifted, however long both are.
     """
     start = _mixed(seed + _GOLDEN_GAMMA, (30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
     gamma = _mixed(seed + 2 * _GOLDEN_GAMMA, (33, 33, 33), (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)) | 1
@@ -230,6 +230,6 @@ def _mixed(word: int, shifts: tuple[int, int, int], factors: tuple[int, int]) ->
 
 
 def _signed(word: int) -> int:
-    """Return the int64 of the same 64 bits."""
+    """Return the int64 with the same 64 bits."""
     word &= _WORD
     return word - (1 << 64) if word >> 63 else word

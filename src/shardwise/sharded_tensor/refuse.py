@@ -1,7 +1,7 @@
 """Errors for operations that sharded tensors do not support, or not in this case.
 
-Every message names the operation, the shape and spec of each sharded operand, and the nearest way that is
-supported. It depends on metadata alone, so that all ranks raise, and before any communication.
+Every message names the operation, the shape and spec of each sharded operand, and the nearest supported
+alternative. It depends only on metadata, so all ranks raise, before any communication.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _HINT_OF = {
 
 
 def refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
-    """Raise ShardingError naming the operation, the specs of its sharded arguments and the nearest way."""
+    """Raise ShardingError naming the operation, the specs of its sharded arguments, and an alternative."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         name = f"attribute {getattr(getattr(func, '__self__', None), '__name__', '?')}"

@@ -1,12 +1,12 @@
-"""Tables of which function does what on sharded tensors: other modules fill them, and the class reads them.
+"""Tables of implementations for sharded tensors: other modules fill them, and the class reads them.
 
 `ShardedTensor.__torch_function__` looks a torch function up in `HANDLERS` by identity and calls
 
     handler(func, args, kwargs)
 
-on every rank of the tensor's group. What is not there raises ShardingError. Methods that the class only
-declares (`declared`) are found in the same way: what does them is registered by `does`. So the class knows
-none of the modules that say what it can do.
+on every rank of the tensor's group. A function without a handler raises ShardingError. Methods that the class
+only declares (`declared`) are found in the same way; `does` registers their implementations. So the class
+depends on none of the modules that implement its operations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Kwargs = dict[str, Any]
 Handler = Callable[[Any, Args, Kwargs], Any]
 HANDLERS: dict[Any, Handler] = {}
 
-# Functions that answer for the whole tensor from its metadata, without a handler.
+# Functions that the wrapper answers for the whole tensor, without a handler.
 PLAIN: set[Any] = set()
 
 _METHODS: dict[Any, Callable[..., Any]] = {}
@@ -43,12 +43,12 @@ def handles(*funcs: Any) -> Callable[[_H], _H]:
 
 
 def between_graphs(function: _F) -> _F:
-    """Mark a function as not to be traced: ranks agree in it on what they read of each other's values."""
+    """Exclude a function from tracing: inside it, ranks agree on values that they read from each other."""
     return _compat.runs_eagerly(function, why="a graph holds no ShardedTensor; pass fullgraph=False")
 
 
 def declared(method: _F) -> _F:
-    """Declare a method or function, with signature and documentation, that a higher module implements."""
+    """Declare a method or function, with signature and docstring, that a higher module implements."""
 
     @between_graphs
     @functools.wraps(method)
@@ -59,7 +59,7 @@ def declared(method: _F) -> _F:
 
 
 def does(method: Any) -> Callable[[_F], _F]:
-    """Let the decorated function do a `declared` method."""
+    """Register the decorated function as the implementation of a `declared` method."""
 
     def register(function: _F) -> _F:
         _METHODS[method] = function

@@ -1,8 +1,8 @@
-"""Shards of other processes by reference, over torch RPC; and placements by the name of an RPC worker.
+"""References to shards of other processes, over torch RPC; and placements by the name of an RPC worker.
 
-The worker of a process must have its global rank as id, as `init_rpc(name, rank=dist.get_rank(), ...)` gives
-it. Each process knows its registered tensors by number, weakly: a reference keeps the shard alive that it
-refers to, and nothing else does once the tensor is gone.
+A process's worker id must be its global rank, as `init_rpc(name, rank=dist.get_rank(), ...)` makes it. Each
+process keeps its registered tensors by number, weakly: once a tensor is gone, only references keep its shards
+alive.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def register_shards(sharded: ShardedTensor) -> None:
     """Make every rank's shards reachable from the others. Collective over the group.
 
     Raises:
-        ShardingError: on every rank, where RPC is not initialised on some, or a worker's id is not its rank.
+        ShardingError: on every rank, if RPC is not initialised on some, or a worker's id is not its rank.
     """
     group = sharded.process_group
     what = "referring to shards by torch RPC"
@@ -46,7 +46,7 @@ def register_shards(sharded: ShardedTensor) -> None:
         }
         found.update((rank, answer.wait()) for rank, answer in asked.items())
 
-    # Also: no rank may drop its tensor before all have their references.
+    # This also ensures that no rank drops its tensor before all have their references.
     together(what, ask, group=group, kind=ShardingError)
     sharded._remote = found
 

@@ -5,13 +5,13 @@ spec                       shards
 =========================  ====================================================================
 `ChunkShardingSpec`        equal chunks of one dim, one for each placement, in any order
 `GridShardingSpec`         equal chunks of several dims, their product, in row-major order
-`RaggedShardingSpec`       stated numbers of rows of one dim, also none
+`RaggedShardingSpec`       given numbers of rows of one dim, maybe zero
 `EnumerableShardingSpec`   any boxes
 =========================  ====================================================================
 
-A chunk has `ceil(size / chunks)` elements; the last ones are short or empty where they run out. A rank may
-have several shards or none. Any other rule is a subclass of `ShardingSpec` with a `build_metadata`. A spec of
-torch's deprecated package is recognised by that method (`spec_of`).
+A chunk has `ceil(size / chunks)` elements; the last ones may be short or empty. A rank may have several
+shards or none. Any other rule is a subclass of `ShardingSpec` with a `build_metadata` method. Specs of
+torch's deprecated package are recognised by that method (`spec_of`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shardwise.sharded_tensor.registry import declared
 
 
 class ShardingSpec(ABC):
-    """A rule by which tensors are cut and placed; users subclass it for rules of their own."""
+    """A rule by which tensors are cut and placed; users subclass it for their own rules."""
 
     @abstractmethod
     def build_metadata(
@@ -143,7 +143,7 @@ class RaggedShardingSpec(ShardingSpec):
 
 @dataclass
 class EnumerableShardingSpec(ShardingSpec):
-    """The shards themselves. Raises ShardingError where two overlap."""
+    """An explicit list of shards. Raises ShardingError if two overlap."""
 
     shards: list[ShardMetadata]
 
@@ -161,7 +161,7 @@ class EnumerableShardingSpec(ShardingSpec):
 
 
 class ForeignSpec(ShardingSpec):
-    """A rule of another library's, which makes metadata like ours. `spec` is the rule."""
+    """Wraps another library's rule, `spec`, which makes metadata like ours."""
 
     def __init__(self, spec: Any) -> None:
         self.spec = spec
@@ -181,7 +181,7 @@ class ForeignSpec(ShardingSpec):
 
 
 def spec_of(spec: Any) -> ShardingSpec:
-    """Return `spec`, or ours in place of another library's. Raises ShardingError where it is none."""
+    """Return `spec`, or our equivalent of another library's. Raises ShardingError if it is no spec."""
     if isinstance(spec, ShardingSpec):
         return spec
     if not callable(getattr(spec, "build_metadata", None)):
@@ -195,7 +195,7 @@ def spec_of(spec: Any) -> ShardingSpec:
 
 
 class PlacementSpec(ABC):  # noqa: B024 - users subclass it for placements of their own
-    """A placement of a whole thing."""
+    """A placement of a whole object."""
 
 
 @dataclass
@@ -209,7 +209,7 @@ class DevicePlacementSpec(PlacementSpec):
 
 
 def infer_sharding_spec(metadata: ShardedTensorMetadata) -> ShardingSpec:
-    """Return the plainest spec whose `build_metadata` gives exactly these shards in this order. Local."""
+    """Return the simplest spec whose `build_metadata` gives exactly these shards in this order. Local."""
     size, shards = metadata.size, metadata.shards_metadata
     placements = [shard.placement for shard in shards]
     for dim in range(len(size)):
@@ -246,7 +246,7 @@ def _grid(
     placements: Sequence[RemoteDevice],
     properties: TensorProperties,
 ) -> ShardedTensorMetadata:
-    """Return the product of the lengths that `cuts` has of every dim, in row-major order."""
+    """Return the product of the lengths that `cuts` lists for every dim, in row-major order."""
     ranges = [list(zip(itertools.accumulate(cut, initial=0), cut, strict=False)) for cut in cuts]
     shards = [
         ShardMetadata([start for start, _ in ranged], [length for _, length in ranged], placement)

@@ -2,14 +2,14 @@
 
 It has the shape and dtype of the whole tensor and the memory of this rank's shards, any number of them:
 
-    metadata()        where every shard lies, on every rank
-    local_shards()    this rank's shards: tensors, which gradients and optimizers belong to
-    reshard(spec)     the same values cut otherwise, each element sent at most once
+    metadata()        the position of every shard, on every rank
+    local_shards()    this rank's shards: tensors, which have gradients and which optimizers update
+    reshard(spec)     the same values cut differently, each element sent at most once
     full_tensor()     the whole on every rank;  gather(dst) the whole on one
 
-Operations run on the local shards, with the collectives they need (`sharded_tensor.ops`); a plain tensor
-beside a sharded one is the whole tensor, equal on every rank. All ranks of the group call every operation.
-Autograd sees the local shards: gradients are theirs, and `.grad` shows them as a sharded tensor again.
+Operations run on the local shards, with the collectives they need (`sharded_tensor.ops`). A plain tensor
+beside a sharded one is a whole tensor, equal on every rank. All ranks of the group must call every operation.
+Autograd sees the local shards: they have the gradients, which `.grad` returns as a sharded tensor.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 
 class ShardedTensor(ShardedTensorBase):
-    """A tensor of which every rank of a process group holds any number of boxes, together all of it once.
+    """A tensor of which each rank of a process group holds any number of boxes; together they cover it once.
 
     `ShardedTensor(spec, *size, ...)` is `empty(spec, *size, ...)`; `shardwise.sharded_tensor` has the other
     ways to make one.
 
     Attributes:
-        process_group: the ranks that hold it and take part in its operations.
+        process_group: the ranks that hold the tensor and take part in its operations.
     """
 
     process_group: dist.ProcessGroup
@@ -51,7 +51,7 @@ class ShardedTensor(ShardedTensorBase):
     __create_write_items__: ClassVar[Any]
     __create_chunk_list__: ClassVar[Any]
     __get_tensor_shard__: ClassVar[Any]
-    # Set by `construct`: the field's names for what this package has as functions.
+    # Set by `construct`: torch's method names for functions of this package.
     _init_from_local_shards: ClassVar[Any]
     _init_from_local_tensor: ClassVar[Any]
     _anchor: Tensor
@@ -74,11 +74,11 @@ class ShardedTensor(ShardedTensorBase):
         sharding_spec: ShardingSpec | None = None,
         anchor: Tensor | None = None,
     ) -> ShardedTensor:
-        """Return this rank's `shards` as its part of what `metadata` describes. Local; nothing is checked.
+        """Return the tensor that `metadata` describes, of which this rank has `shards`. Local; unchecked.
 
         Args:
             anchor: an empty tensor of the same dtype that connects a rank without shards to the autograd
-                graph; needed where shards are results of differentiable operations.
+                graph; needed if shards are results of differentiable operations.
         """
         properties = metadata.tensor_properties
         if anchor is None:
@@ -99,10 +99,10 @@ class ShardedTensor(ShardedTensorBase):
 
     @between_graphs
     def local_shards(self) -> list[Shard]:
-        """Return this rank's shards, in the order of the metadata; none on some ranks. Local.
+        """Return this rank's shards, in the order of the metadata; some ranks may have none. Local.
 
         Raises:
-            ShardingError: what they were to be made by failed on this rank.
+            ShardingError: the operation that should have made them failed on this rank.
         """
         if not _compat.is_forward_grad_enabled():
             _refuse_functions()
@@ -111,10 +111,10 @@ class ShardedTensor(ShardedTensorBase):
 
     @between_graphs
     def local_tensor(self) -> Tensor:
-        """Return the one local shard's tensor. Local.
+        """Return the tensor of the only local shard. Local.
 
         Raises:
-            ShardingError: this rank holds several shards or none, or failed to make it.
+            ShardingError: this rank holds several shards or none, or failed to make its shard.
         """
         if len(self.local_shards()) != 1:
             raise ShardingError(
@@ -135,7 +135,7 @@ class ShardedTensor(ShardedTensorBase):
 
     @property
     def anchor(self) -> Tensor:
-        """An empty tensor that, on a rank without shards, takes their place in the autograd graph."""
+        """An empty tensor that represents a rank without shards in the autograd graph."""
         return self._anchor
 
     @between_graphs
@@ -156,7 +156,7 @@ class ShardedTensor(ShardedTensorBase):
 
     @declared
     def full_tensor(self) -> Tensor:
-        """Return the whole tensor on every rank of the group, as a plain one; differentiable. Collective."""
+        """Return the whole as a plain tensor on every rank of the group; differentiable. Collective."""
         raise NotImplementedError
 
     @declared
@@ -167,13 +167,13 @@ class ShardedTensor(ShardedTensorBase):
         enforce_dtype: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Tensor | None:
-        """Gather the whole tensor on rank `dst` of the group, None on others. No gradient. Collective.
+        """Gather the whole tensor on rank `dst` of the group; other ranks get None. No gradient. Collective.
 
         Args:
             dst: rank within the group.
-            out: on `dst`, a tensor of the whole shape to fill; None allocates one. Others pass None.
+            out: on `dst`, a tensor of the whole shape to fill; None allocates one. Other ranks pass None.
             enforce_dtype: convert to the dtype of `out`, whatever it is.
-            dtype: convert to this dtype before sending; by default that of the tensor.
+            dtype: convert to this dtype before sending; by default the tensor's own.
 
         Raises:
             ShardingError: on every rank, an `out` of another shape or dtype, `out` on another rank than
@@ -185,12 +185,12 @@ class ShardedTensor(ShardedTensorBase):
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """Return the values cut by another spec over the same group, as a new tensor; differentiable.
 
-        Every element that its new holder lacks is sent once, straight from its old one. Where nothing moves
-        because both specs give the same shards, the result shares their memory. Collective.
+        Every element that its new holder lacks is sent once, directly from its old holder. If both specs give
+        the same shards, nothing moves and the result shares their memory. Collective.
 
         Raises:
             ShardingError: the spec cannot cut this shape, or names ranks outside the group.
-            RankMismatchError: on every rank, where ranks ask for different specs.
+            RankMismatchError: on every rank, if ranks ask for different specs.
         """
         raise NotImplementedError
 
@@ -225,12 +225,12 @@ class ShardedTensor(ShardedTensorBase):
     ) -> ShardedTensor:
         """Return a tensor whose local shards are `tensors`, cut as this one or by other `metadata`. Local.
 
-        What custom operations return. Dtype and requires_grad in the metadata become those of `tensors`.
+        Custom operations return it. Dtype and requires_grad in the metadata become those of `tensors`.
 
         Args:
-            metadata: with as many local shards as `tensors`, of their shapes. By default this tensor's.
-            anchor: what the operation makes of `self.anchor`; its dtype and requires_grad are those of the
-                result on a rank without shards. By default that of `tensors`, or of this tensor.
+            metadata: describes as many local shards as `tensors`, of their shapes. By default this tensor's.
+            anchor: the operation's result for `self.anchor`; on a rank without shards, the result has its
+                dtype and requires_grad. By default one like `tensors`, or this tensor's.
         """
         metadata = metadata or self._metadata
         if metadata.shards_metadata is self._metadata.shards_metadata:
@@ -325,7 +325,7 @@ def _mapped(function: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
 
 
 def device_of(tensors: Sequence[Tensor], metadata: ShardedTensorMetadata) -> torch.device:
-    """Return the device of this rank's shards; without any, the kind of device the others are on."""
+    """Return the device of this rank's shards; without shards, the device type of the others."""
     if tensors:
         return tensors[0].device
     placed = (shard.placement for shard in metadata.shards_metadata if shard.placement is not None)

@@ -1,4 +1,4 @@
-"""Attributes and methods that ask or change what a sharded tensor is, not what it holds."""
+"""Attributes and methods that read or change a sharded tensor's properties, not its values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _T: Any = Tensor
 
-# Answered by the wrapper, which has the whole tensor's shape, dtype and kind of device.
+# Answered by the wrapper, which has the whole tensor's shape, dtype and device type.
 _ATTRIBUTES = """
     shape dtype device layout ndim itemsize is_sparse is_quantized is_cuda is_cpu is_meta is_nested is_mkldnn
     is_sparse_csr is_xpu is_mps
@@ -38,7 +38,7 @@ PLAIN.update([torch.numel, torch.is_floating_point, torch.is_complex, torch.is_s
 
 
 def _leaves(sharded: ShardedTensor) -> list[Tensor]:
-    """List the tensors of which autograd knows."""
+    """List the tensors that autograd tracks."""
     return [*sharded.tensors, sharded.anchor]
 
 
@@ -99,7 +99,7 @@ def _retain_grad(func: Any, sharded: ShardedTensor) -> None:
 
 @rule(_T.grad.__get__, takes="input")
 def _grad(func: Any, sharded: ShardedTensor) -> ShardedTensor | None:
-    """Return the local shards' gradients as a sharded tensor; None where this rank's have none."""
+    """Return the local shards' gradients as a sharded tensor; None if this rank's shards have none."""
     if not sharded.tensors:
         return None if sharded.anchor.grad is None else sharded.with_tensors([], anchor=sharded.anchor.grad)
     if all(tensor.grad is None for tensor in sharded.tensors):
@@ -133,7 +133,7 @@ def _set_grad(func: Any, args: Args, kwargs: Kwargs) -> None:
 
 @rule(_T.detach_, takes="input")
 def _detach_(func: Any, sharded: ShardedTensor) -> ShardedTensor:
-    # Not in place on each: results may be views, on some ranks only, which torch does not detach so.
+    # Not in place: on some ranks only, shards may be views, which torch cannot detach in place.
     sharded._shards = [replace(shard, tensor=shard.tensor.detach()) for shard in sharded._shards]
     sharded._anchor = sharded.anchor.detach()
     sharded._metadata = sharded.metadata().with_properties(requires_grad=False)
@@ -145,7 +145,7 @@ def _detach_(func: Any, sharded: ShardedTensor) -> ShardedTensor:
 
 @rule(_T.data.__set__, takes="input value")
 def _set_data(func: Any, sharded: ShardedTensor, value: Any) -> None:
-    """Replace the shards by those of a tensor of the same shape; leaves stay the same objects if cut so."""
+    """Replace the shards by those of a tensor of the same shape; keep leaf objects if the cut is the same."""
     if not isinstance(value, ShardedTensor) or value.metadata().size != sharded.metadata().size:
         raise ShardingError(
             f"{here()}: expected a ShardedTensor of shape {tuple(sharded.metadata().size)} as .data, found a"
@@ -166,7 +166,7 @@ def _set_data(func: Any, sharded: ShardedTensor, value: Any) -> None:
 
 @handles(_compat.has_compatible_shallow_copy_type)
 def _keeps_identity(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Return whether each shard of the first can take the second's memory by `.data` (`nn.Module.to`)."""
+    """Return whether each shard of `old` can take memory of `new` through `.data` (`nn.Module.to`)."""
     old, new = args
     if not (isinstance(old, ShardedTensor) and isinstance(new, ShardedTensor)):
         return False
@@ -229,7 +229,7 @@ def _to(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor | Tensor:
 
 @handles(_T.module_load)
 def _module_load(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor | Tensor:
-    """Return what replaces a parameter where modules load by swapping tensors."""
+    """Return the replacement of a parameter if modules load by swapping tensors."""
     into, value = args[:2]
     assign = args[2] if len(args) > 2 else kwargs.get("assign", False)
     return cast(Tensor, value if assign else into.copy_(value)).detach()
@@ -237,7 +237,7 @@ def _module_load(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor | Tenso
 
 @handles(_T.copy_)
 def _copy_(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor | Tensor:
-    """Copy from a tensor of the same cut (local), another (collective), or whole and replicated (local)."""
+    """Copy from a tensor of the same cut (local), of another (collective), or a replicated one (local)."""
     into, source = args[:2]
     if not isinstance(into, ShardedTensor):
         return cast(Tensor, func(into, source.full_tensor()))

@@ -1,14 +1,14 @@
 """Elementwise functions: on the local shards, without communication.
 
 Operands are numbers, plain tensors (replicated), and sharded tensors that have on each rank what its shards
-need: of the same cut, or of fewer dims (`operands`). Shapes broadcast as in torch; the result is cut as the
-largest sharded operand. What is cut otherwise is refused, never moved.
+need: of the same cut, or of fewer dims (`operands`). Shapes broadcast as in torch; the result is cut like the
+largest sharded operand. An operand with another cut raises; it is never moved.
 
-In place, values go into the local tensors of the sharded left operand, which is returned; and so into an
-`out=` of the result's shape. What is plain cannot be written from what is sharded.
+In-place functions write the local tensors of the sharded left operand, which is returned; `out=` of the
+result's shape is written likewise. Sharded values cannot be written into a plain tensor.
 
-`equal` and `allclose` compare shards of the same cut where they are; of tensors of one shape cut otherwise,
-the second moves to where the first lies, each element at most once.
+`equal` and `allclose` compare shards of the same cut in place. If two tensors of one shape have different
+cuts, the second moves to the first's cut, each element at most once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from shardwise.sharded_tensor.refuse import refuse
 from shardwise.sharded_tensor.registry import Args, Handler, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
-# Each as a function of torch, a method of Tensor, an activation or a special function, and in place with a
-# trailing underscore, wherever there is one.
+# Each is registered as a function of torch, a method of Tensor, an activation or a special function, and in
+# place with a trailing underscore, if these exist.
 _NAMES = """
     abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh
     bitwise_not ceil conj_physical cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 fix floor frac i0
@@ -56,7 +56,7 @@ _OTHER_OPERATORS = "abs eq ge gt invert le lt ne neg pos"
 
 
 def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Apply an elementwise `func` to arguments of which one is sharded, as its result is. Local."""
+    """Apply an elementwise `func` to arguments, at least one sharded; return a sharded tensor. Local."""
     if kwargs.get("out") is not None:
         return _into(kwargs["out"], func, args, kwargs)
     leader, metadata = broadcast([*args, *kwargs.values()])
@@ -67,14 +67,14 @@ def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def in_place(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    """Apply `func`, which writes its first argument, a sharded tensor, in place; return that. Local."""
+    """Apply `func`, which writes its first argument, a sharded tensor, in place; return it. Local."""
     target: Any = args[0] if args else kwargs.get("input")
     check_target(func, target, lambda: broadcast([*args, *kwargs.values()])[1].size)
     return written(target, _each(func, args, kwargs, target, target.metadata())[0])
 
 
 def check_target(func: Any, target: Any, size: Callable[[], torch.Size]) -> None:
-    """Raise, on every rank, where `func` cannot write a result of that size into `target`."""
+    """Raise, on every rank, if `func` cannot write a result of that size into `target`."""
     if not isinstance(target, ShardedTensor):
         raise ShardingError(
             f"{here()}: {func.__name__} would write a sharded tensor into a plain {type(target).__name__};"
@@ -91,7 +91,7 @@ def check_target(func: Any, target: Any, size: Callable[[], torch.Size]) -> None
 def result_of(
     results: Sequence[Tensor], leader: ShardedTensor, metadata: ShardedTensorMetadata
 ) -> ShardedTensor:
-    """Return the results of each local shard, or of what stands for them, as a tensor cut by `metadata`."""
+    """Return the results of each local shard, or of its stand-in, as a tensor cut by `metadata`."""
     whole = None if metadata is leader.metadata() else metadata
     if leader.tensors:
         return leader.with_tensors(results, metadata=whole)
@@ -167,7 +167,7 @@ _register()
 
 @handles(torch.where, Tensor.where)
 def _where(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Handle `where`, but not with a condition alone, which gives as many indices as hold."""
+    """Handle `where`, except with only a condition, whose result's size depends on values."""
     if len(args) + len(kwargs) < 3:
         refuse(func, args, kwargs)
     return elementwise(func, args, kwargs)

@@ -9,11 +9,12 @@
                                                                                      the ids' holders
     sharded along dim 0   plain                        sharded like the ids          ids to all
 
-Ranks compare plain ids in a small all-reduce before (`ops.lookup`), for which table they may be.
-A table of which one rank holds all counts among the other boxes. Gradients go back the same way;
-`sparse=True` gives local shards sparse ones. Ids sharded along dim 0 have (bags, ids in each) for bags.
+Ranks first compare plain ids in a small all-reduce (`ops.lookup`), whatever the table.
+A table that one rank holds completely counts as "any other boxes". Gradients go back in the same
+way; `sparse=True` gives local shards sparse ones. For bags, ids sharded along dim 0 have shape (bags,
+ids in each).
 
-The greatest of a bag (`mode="max"`) needs all rows in every shard, `max_norm` all columns.
+The maximum of a bag (`mode="max"`) needs all rows in every shard, `max_norm` all columns.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Functions of whole lists, which optimizers and `clip_grad_norm_` call with `foreach=True`.
+"""Functions on lists, which optimizers and `clip_grad_norm_` call with `foreach=True`.
 
-The local shards of all tensors of a list become one list, and torch's function gets it in one call:
+The local shards of all tensors in a list become one list, for one call of torch's function:
 
     torch._foreach_mul_([A, b, C], 2)          A of two local shards, C of none, b plain
     torch._foreach_mul_([A0, A1, b, c], 2)     c stands for the missing shards of C
@@ -33,7 +33,7 @@ from shardwise.sharded_tensor.registry import Args, Handler, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _FUNCTIONS = _compat.foreach_functions
-_Leader = tuple[ShardedTensor, ShardedTensorMetadata] | None  # whose cut a result has, None if it is plain
+_Leader = tuple[ShardedTensor, ShardedTensorMetadata] | None  # the cut of a result; None if it is plain
 
 
 def _elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -67,8 +67,8 @@ def _is_tensors(value: Any) -> bool:
 def _listed(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, list[tuple[Any, ...]]]:
     """Return the arguments, and the tensors at each place of the lists.
 
-    A tensor that is one factor of all, and needs a gradient, becomes a list: sharded tensors give it parts
-    of the gradient that ranks must sum, plain ones do not.
+    A tensor that is a common factor, and needs a gradient, becomes a list: sharded tensors give it parts of
+    the gradient that ranks must sum, plain ones do not.
     """
     values = [*args, *kwargs.values()]
     lengths = [len(value) for value in values if isinstance(value, (list, tuple))]

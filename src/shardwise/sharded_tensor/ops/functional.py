@@ -1,16 +1,16 @@
 """`softmax`, `log_softmax`, `layer_norm`, `rms_norm`, `dropout` of sharded tensors, cut as these; and losses.
 
-Along dims that no shard is cut in they are torch's functions of every shard, without communication. Along
-others they are made of elementwise functions and reductions, in at least float32: two all-reduces forward
-(rms_norm: one), of one element for each slice that is normalised.
+Along dims that are not cut, they apply torch's functions to every shard, without communication. Along
+other dims they are composed of elementwise functions and reductions, in at least float32: two all-reduces in
+forward (rms_norm: one), of one element per normalised slice.
 
 A dropped element is dropped under every sharding, given the state of torch's generator on the group's first
 rank: one broadcast, of a seed.
 
 Losses are functions of every element, or of every row, and their mean or sum. With `reduction="none"` they
-are local and cut as their input; a mean or sum is a plain tensor, after all-reduces of one number.
-Cross-entropy takes logits cut along any dims but that of the classes, as where every rank has rows of its
-own of a batch.
+are local and cut like their input; a mean or sum is a plain tensor, after all-reduces of one number.
+Cross-entropy takes logits cut along any dims except the classes, for example if each rank has its rows of
+a batch.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _torch_dropout(func: Any, sharded: ShardedTensor, p: Any, train: Any) -> Sha
 
 
 def _given(func: Any, args: Args, kwargs: Kwargs) -> tuple[dict[str, Any], str]:
-    """Return the arguments by name with `reduction="none"`, and the reduction that was asked for."""
+    """Return the arguments by name with `reduction="none"`, and the requested reduction."""
     given = by_name(func, args, kwargs)
     reduction = given["reduction"]
     deprecated = any(given.get(name) is not None for name in ("size_average", "reduce"))
@@ -216,7 +216,7 @@ def _rows(func: Any, given: dict[str, Any]) -> Tensor:
 
 
 def _with_classes(logits: ShardedTensor, dim: int) -> ShardedTensor:
-    """Drop shards that have no classes: such a shard is empty, but its rows would not be."""
+    """Drop shards without classes: these shards are empty, but their rows would not be."""
     metadata = logits.metadata()
     classes = metadata.size[dim]
     boxes = [shard.box if shard.shard_sizes[dim] == classes else None for shard in metadata.shards_metadata]

@@ -10,9 +10,9 @@ whatever the cut and the number of ranks. Each draw takes a new seed:
 They are not the values that torch would draw for a plain tensor of that seed. Fans are those of the whole
 tensor's shape. Where an autograd graph records what is overwritten, so does this, with torch's errors.
 
-The other functions of `torch.nn.init` are made of these, of elementwise functions and of `any`: all of them
-work but `orthogonal_` and `sparse_`, which want the whole tensor at once and are refused: fill a plain tensor
-and `copy_` it, or make the sharded one of it by `shard_tensor`.
+The other functions of `torch.nn.init` are composed of these, of elementwise functions and of `any`. All work
+except `orthogonal_` and `sparse_`, which need the whole tensor and are refused: fill a plain tensor and
+`copy_` it, or make the sharded one from it by `shard_tensor`.
 """
 
 from __future__ import annotations

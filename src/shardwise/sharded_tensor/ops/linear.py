@@ -1,7 +1,7 @@
-"""Products with a sharded factor: `linear`, so `nn.Linear`, and `matmul`, `mm`, `bmm`, `mv`.
+"""Products with a sharded factor: `linear` (and so `nn.Linear`), `matmul`, `mm`, `bmm`, `mv`.
 
-The boxes of one sharded factor say which products a rank makes: each of its boxes times what it meets of the
-other factor, which must be there too. A plain one is there on every rank.
+The boxes of one sharded factor determine a rank's products: each of its boxes times the matching part of the
+other factor, which the rank must also have. Every rank has a plain factor.
 
     boxes of that factor                           result                              forward communication
     whole along the dim that is summed over        sharded like the factor             none
@@ -105,8 +105,10 @@ def _product(left: Tensor, right: Tensor, *, name: str, vector: bool = False) ->
 
 
 def _leader(left: Tensor, right: Tensor, name: str) -> tuple[ShardedTensor, Tensor, int]:
-    """Return the factor whose boxes say which products are made, the other, and the former's summed dim
-    over; the same on every rank."""
+    """Return the factor whose boxes determine the products, the other factor, and the first's summed dim.
+
+    They are the same on every rank.
+    """
     if not isinstance(left, ShardedTensor):
         return cast(ShardedTensor, right), left, -2
     if not isinstance(right, ShardedTensor):

@@ -1,18 +1,18 @@
-"""Lookups of rows in a table cut in any way: found where they lie, brought where they are wanted.
+"""Lookups of rows in a table cut in any way: rows are found on the ranks that hold them, and sent.
 
-Ranks tell each other a hash of their plain ids, in one small all-reduce:
+Ranks compare a hash of their plain ids, in one small all-reduce:
 
     equal on all ranks     one batch, replicated as any plain tensor: every rank gets the same result
     not                    each rank's own: it gets the rows of its ids, and the table's gradient is the sum
                            of all ranks'. Ids go to all ranks, rows to the rank that asks (`to_holders`)
 
-What is wrong with one rank's ids raises on all ranks. From then on every rank knows all ids and all boxes, so
-each works out by itself what it finds, sends and gets:
+An error in one rank's ids raises on all ranks. After that, every rank knows all ids and all boxes, so each
+determines by itself what it finds, sends and receives:
 
     to_all        the result on every rank: each adds its part, in one all-reduce
     to_holders    the result on the ranks that hold the ids: each shard of the table sends to each of theirs
 
-An id whose row lies elsewhere adds nothing.
+An id whose row is on another rank adds nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Lookup:
         return self.ids != self.padding
 
     def within(self, box: Box) -> Tensor:
-        """Return the places, ascending, of the ids whose rows lie in `box` and count."""
+        """Return the places, in ascending order, of the counted ids whose rows are in `box`."""
         begin, end = box.offsets[0], box.ends[0]
         inside = (self.ids >= begin) & (self.ids < end) & self.counted()
         return inside.nonzero().squeeze(1)
@@ -207,7 +207,7 @@ def like_ids(
     return ids.with_tensors(shaped, metadata=metadata, anchor=anchor)
 
 
-_RIGHT, _HASH, _IDS, _BAGS = range(4)  # what ranks tell each other of what they ask for
+_RIGHT, _HASH, _IDS, _BAGS = range(4)  # columns of the ranks' descriptions of their lookups
 
 
 def compared(ask: Callable[[], Lookup], group: dist.ProcessGroup) -> tuple[Lookup, list[tuple[int, int]]]:

@@ -1,7 +1,7 @@
-"""Arguments of torch functions, under one name for each; operands as the parts that fit each local shard.
+"""Arguments of torch functions, each under one name; and operands as the parts that fit each local shard.
 
-Which operands fit is judged by the metadata of all ranks, so that every rank refuses the same ones. An
-operand of fewer dims, or of size 1 in some, broadcasts as in torch:
+Whether operands fit is decided by the metadata of all ranks, so every rank refuses the same ones. An operand
+of fewer dims, or of size 1 in some, broadcasts as in torch:
 
     a plain tensor      replicated: the part that meets the shard's box
     a sharded tensor    the shard that is the projection of the box, on the same rank
@@ -43,7 +43,7 @@ _ALIASES = {
 def rule(*funcs: Any, takes: str) -> Callable[[_F], _F]:
     """Register the decorated `do(func, *values)` for every torch function in `funcs`.
 
-    `takes` names the values in order, the sharded tensor first as "input"; what is not given is None. Where
+    `takes` names the values in order, beginning with the sharded tensor as "input"; missing ones are None. If
     the first is not sharded, or there is an `out`, the function is refused.
     """
     names = takes.split()
@@ -59,7 +59,7 @@ def rule(*funcs: Any, takes: str) -> Callable[[_F], _F]:
 
 
 def called_as(*funcs: Any) -> Callable[[_F], _F]:
-    """Register the decorated function, whose signature is theirs, for every torch function in `funcs`."""
+    """Register the decorated function for every torch function in `funcs`, whose signature it has."""
 
     def register(do: _F) -> _F:
         handles(*funcs)(lambda func, args, kwargs: do(*args, **kwargs))
@@ -93,12 +93,12 @@ def given(names: list[str], func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
 
 
 def probe(tensor: Tensor) -> Tensor:
-    """Return a tensor without memory of this shape and dtype, to ask torch what an operation gives."""
+    """Return a meta tensor of this shape and dtype, to find out the result of an operation in torch."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def as_torch(func: Any, sharded: ShardedTensor, *args: Any) -> None:
-    """Raise what torch raises for a whole tensor of this shape and dtype, if anything. Local."""
+    """Raise torch's error for a whole tensor of this shape and dtype, if there is one. Local."""
     size = sharded.metadata().size
     # Not all functions of nothing raise on the meta device.
     func(torch.empty(size, dtype=sharded.dtype, device="meta" if size.numel() else "cpu"), *args)
@@ -135,7 +135,7 @@ def within(whole: Tensor, box: Box, *, size: Sequence[int]) -> Tensor:
 
 
 def unsharded(operand: Any) -> Any:
-    """Return a sharded tensor whole, any other operand, a DTensor too, as it is. Collective."""
+    """Return a sharded tensor as a whole one, any other operand (even a DTensor) unchanged. Collective."""
     return operand.full_tensor() if isinstance(operand, ShardedTensor) else operand
 
 
@@ -162,8 +162,8 @@ def total_of(parts: Sequence[tuple[Box, Tensor]], size: Sequence[int], anchor: T
 def broadcast(operands: Sequence[Any]) -> tuple[ShardedTensor, ShardedTensorMetadata]:
     """Return the sharded operand that gives an elementwise result its cut, and the result's metadata. Local.
 
-    It is the first of the largest. Where plain operands make the result larger still, its shards are
-    stretched along the dims it lacks or has one element in.
+    It is the first of the largest. If plain operands make the result larger still, its shards are expanded
+    along the dims that it lacks or that have one element.
 
     Raises:
         RuntimeError: shapes that do not broadcast (torch's own).
@@ -193,11 +193,11 @@ def broadcast(operands: Sequence[Any]) -> tuple[ShardedTensor, ShardedTensorMeta
 def parts(operand: Any, *, leader: ShardedTensor, metadata: ShardedTensorMetadata) -> list[Any]:
     """List the part of `operand` at each local shard of `metadata`, which `broadcast` cut by `leader`.
 
-    On a rank without shards, one item that takes the place of a part: empty, and of the same dtype, number of
-    dims (none or some) and autograd graph.
+    On a rank without shards, returns one stand-in: empty, and of the same dtype, number of dims (none or
+    some) and autograd graph.
 
     Raises:
-        ShardingError: on every rank, a sharded operand that has not each part on the rank that needs it.
+        ShardingError: on every rank, if a sharded operand lacks a part on the rank that needs it.
     """
     count = max(1, len(leader.tensors))
     if not isinstance(operand, Tensor):
@@ -218,7 +218,7 @@ def parts(operand: Any, *, leader: ShardedTensor, metadata: ShardedTensorMetadat
 def _projections(
     operand: ShardedTensor, *, leader: ShardedTensor, metadata: ShardedTensorMetadata
 ) -> list[Tensor]:
-    """List, for each local box of `metadata`, the shard of `operand` that is all it meets."""
+    """List, for each local box of `metadata`, the shard of `operand` that is its projection."""
     places: dict[tuple[int, Box], int] = {}
     held: dict[int, int] = {}
     for shard in operand.metadata().shards_metadata:
@@ -262,7 +262,7 @@ def _stand_in(sharded: ShardedTensor) -> Tensor:
     anchor = anchor_of(sharded)
     if sharded.ndim:
         return anchor
-    # Of another kind than a 1-D tensor: torch chooses the dtype of a result by tensors with dims first.
+    # 0-D differs from 1-D: torch chooses the dtype of a result by tensors with dims first.
     # Neither 0 nor 1, where gradients of quotients and logarithms are not numbers; integers divide by it.
     value = 0.5 if anchor.is_floating_point() else 1
     return torch.cat([anchor, anchor.new_full((1,), value)]).reshape(())
@@ -275,7 +275,7 @@ def _boxes(leader: ShardedTensor, metadata: ShardedTensorMetadata) -> list[Box]:
 
 
 def check_group(one: ShardedTensor, other: ShardedTensor) -> None:
-    """Raise ShardingError where two tensors belong to different ranks."""
+    """Raise ShardingError if two tensors belong to different ranks."""
     if one.process_group is other.process_group:
         return
     mine, others = (dist.get_process_group_ranks(tensor.process_group) for tensor in (one, other))

@@ -1,4 +1,4 @@
-"""Sums, means, extremes, norms and their kin, of whole sharded tensors.
+"""Sums, means, extremes, norms and similar reductions, of whole sharded tensors.
 
 ==============================================  ===========================================================
 along                                           result
@@ -7,9 +7,9 @@ dims in which every shard has all elements      sharded as before: torch's funct
 any other dims, and all dims together           a plain tensor, the same on every rank (collective)
 ==============================================  ===========================================================
 
-Which it is follows from the cut alone. What ranks combine is fp32 or wider (norms: fp64) and is rounded to
-the result's dtype at the end. Gradients are torch's for the whole tensor: that of an extreme is spread evenly
-over all elements that have it, that of a norm of zero is zero.
+Only the cut decides which it is. Ranks combine values in fp32 or wider (norms: fp64), and round them to the
+result's dtype at the end. Gradients equal torch's for the whole tensor: that of an extreme is spread evenly
+over all elements with that value, and that of a norm of zero is zero.
 
 Indices of extremes are refused along dims that shards cut.
 """
@@ -75,7 +75,7 @@ def needs_grad(sharded: ShardedTensor) -> bool:
 
 
 def wide_of(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to combine values of `dtype` in: at least fp32, int64 for integers and bools."""
+    """Return the dtype in which to combine values of `dtype`: at least fp32; int64 for integers and bools."""
     if dtype.is_floating_point:
         return torch.promote_types(dtype, torch.float32)
     return dtype if dtype.is_complex else torch.int64
@@ -148,7 +148,7 @@ def _total(
 
 
 def _proposed(what: str, sharded: ShardedTensor, dims: Dims) -> Agreement | None:
-    """Propose a reduction to the other ranks, on the CPU: kernels that differ would wait, or be garbage."""
+    """Propose a reduction to the other ranks, on the CPU: unequal collectives would hang or give garbage."""
     if not sharded.anchor.is_cpu or not _count(
         sharded, tuple(d for d in range(sharded.ndim) if d not in dims)
     ):
@@ -374,7 +374,7 @@ def norm_of(
 
 
 def check_norm(sharded: ShardedTensor, p: float, dims: Sequence[int]) -> None:
-    """Raise what torch raises where there is no such norm: of integers, or an extreme of nothing. Local."""
+    """Raise torch's error if there is no such norm: of integers, or an extreme of no elements. Local."""
     numbers = sharded.dtype.is_floating_point or sharded.dtype.is_complex
     if not numbers or (_count(sharded, tuple(dims)) == 0 and (p < 0 or math.isinf(p))):
         as_torch(torch.linalg.vector_norm, sharded, p, tuple(dims))

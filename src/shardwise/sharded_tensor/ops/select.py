@@ -1,13 +1,13 @@
 """Parts of sharded tensors, and tensors made of several. No communication.
 
-An index of ints, slices, None and `...` keeps the shards that hold some of what it asks for, on their ranks;
-others are absent from the result, so that ranks may be left without a shard. What is kept is a view of the
-shard's memory: in-place operations on `st[2:4]` write `st`, as in torch. Indices that are tensors, lists or
-bools would move elements between ranks and are refused; but where a mask of the same shape holds,
-of the same cut or plain, one number can be assigned.
+An index of ints, slices, None and `...` keeps the shards that hold some of the selected elements, on their
+ranks; the result lacks the others, so some ranks may have no shard. Kept parts are views of the shard's
+memory: in-place operations on `st[2:4]` write `st`, as in torch. Indices that are tensors, lists or bools
+would move elements between ranks, and are refused. One exception: a number can be assigned through a mask of
+the same shape, plain or of the same cut.
 
 `cat` and `stack` of tensors of one cut, whole in the dim that grows, join each shard with its counterparts.
-All others keep every shard of every operand (in new memory), so a rank has as many as of all together.
+In all other cases every shard of every operand is kept (in new memory), so a rank has the shards of all.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _setitem(func: Any, sharded: ShardedTensor, index: Any, value: Any) -> None:
     *(torch.tensor_split, _T.tensor_split),
 )
 def _along(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Cut along one dim; torch's own result for a tensor of that dim says which elements each part has."""
+    """Cut along one dim; torch's own result for a tensor of that dim determines the elements of each part."""
     sharded, rest, kwargs = taken(args, kwargs)
     rest = tuple(value.tolist() if isinstance(value, Tensor) else value for value in rest)
     kwargs = {name: v.tolist() if isinstance(v, Tensor) else v for name, v in kwargs.items()}
@@ -176,7 +176,7 @@ def _joining(func: Any, args: Args, kwargs: Kwargs) -> tuple[Sequence[Tensor], i
 def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
     """Return the tensors one after another along `dim`, in new memory. Local.
 
-    Plain ones are replicated, and may stand beside sharded ones that are whole in `dim`.
+    Plain ones are replicated, and may be joined with sharded ones that are whole in `dim`.
     """
     first: ShardedTensor = first_sharded((tensors,), {})
     result = torch.cat([probe(tensor) for tensor in tensors], dim)  # raises what torch raises

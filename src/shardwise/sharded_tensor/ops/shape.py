@@ -1,11 +1,11 @@
 """Other shapes of the same elements: permuted dims, reshapes, expansions. No communication.
 
-Every shard becomes a shard of the result on the same rank: what the operation makes of its own tensor, a view
-of its memory where torch gives one. So in-place operations on the result write the original, as in torch.
+Every shard becomes a shard of the result on the same rank: the operation's result for its tensor, a view if
+torch returns one. So in-place operations on the result write the original, as in torch.
 
-A reshape needs every shard's box to stay a box (`layout.regroup`): dims may merge where the shards have all
-but the first of them whole, or one element of it. Where a box does not stay one, every rank raises
-ShardingError, which names a cut that works. Arguments that torch refuses raise what torch raises.
+A reshape needs every shard's box to stay a box (`layout.regroup`): dims may merge if the shards have all of
+them but the first whole, or one element of the first. If a box does not stay one, every rank raises
+ShardingError, which names a cut that works. Arguments that torch refuses raise torch's errors.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def assembled(
     """Return a tensor of this rank's `tensors`, cut as all ranks' `shards`, over the group of `like`.
 
     Args:
-        beside: what else on this rank the result stands for in the autograd graph (shards left out,
-            anchors of operands without shards here). Other ranks' results may depend on collectives before
-            it, whose backward needs this rank.
+        beside: other tensors of this rank that the result must be connected to in the autograd graph (shards
+            left out, anchors of operands without shards here). Other ranks' results may depend on earlier
+            collectives, whose backward needs this rank.
     """
     metadata = replace(like.metadata(), shards_metadata=shards, size=torch.Size(size))
     if len(size) != len(like.metadata().size):
@@ -153,7 +153,7 @@ def reshaped(sharded: ShardedTensor, size: Sequence[int], *, name: str, view: bo
 
     Args:
         name: of the operation, for messages.
-        view: raise where the memory of a local shard does not allow a view, in place of copying it.
+        view: raise if the memory of a local shard does not allow a view, instead of copying it.
     """
     metadata = sharded.metadata()
     sources = [shard.box for shard in metadata.shards_metadata]

@@ -1,7 +1,7 @@
-"""Row ranges to whole tensors, other row ranges and DTensors, and back; below autograd, and with it.
+"""Conversion of row ranges to and from whole tensors, row ranges and DTensors, with or without autograd.
 
-Between two ways of cutting rows over one process group each row moves at most once. Everything else goes by
-way of the whole tensor.
+Between two cuts of rows over one process group, each row moves at most once. All other conversions go through
+the whole tensor.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def make_whole(local: Tensor, piece: Piece) -> Tensor:
 
 
 def _gathered(local: Tensor, piece: Piece) -> Tensor:
-    """Gather what the piece's groups cut, over one group after the other."""
+    """Gather the dims that the piece's groups cut, over one group after another."""
     part = piece.even_part
     if not part.numel:  # no rows are cut of it: tensor parallelism has left this rank no columns
         return local.new_empty(part.sizes)
@@ -119,7 +119,7 @@ def placed(local: Tensor, piece: Piece, mesh: DeviceMesh, placements: Sequence[P
 
 @torch.no_grad()
 def rows_of(value: Tensor, piece: Piece) -> Tensor:
-    """Return the rows of `piece` of any tensor, in memory of their own; a plain one is whole.
+    """Return a copy of the rows of `piece` of any tensor; a plain one is whole.
 
     Collective over a DTensor's mesh; local where each rank has its rows.
     """
@@ -213,7 +213,7 @@ def _partial_axes(
 
 
 def redistributed(rows: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """Return a DTensor that is placed otherwise."""
+    """Return a DTensor with other placements."""
     piece, wrap = rows.piece, rows.wrap
     return cast(
         DTensor,
@@ -226,7 +226,7 @@ def redistributed(rows: Any, mesh: DeviceMesh, placements: Sequence[Placement]) 
 
 
 def into_rows(dtensor: DTensor, piece: Piece, wrap: Wrap) -> Any:
-    """Return a DTensor, or rows that are cut otherwise, as rows cut as `piece`."""
+    """Return a DTensor, or rows with another cut, as rows cut like `piece`."""
     mesh = dtensor.device_mesh
     placements = tuple(Replicate() if p.is_partial() else p for p in dtensor.placements)
     return linked(

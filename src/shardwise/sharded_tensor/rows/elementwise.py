@@ -1,9 +1,9 @@
 """Ops that stay within rows: elementwise arithmetic, copies, random numbers, new tensors, views, products.
 
-All run on the local rows. A plain tensor beside a sharded one is taken for the whole tensor, equal on all
-ranks, never for local rows. A DTensor that is placed otherwise is brought to the rows (collective), as
-DTensors do among themselves. Random numbers are drawn for the whole tensor, in a temporary of its size, and
-cut: ranks with equal seeds agree, and get what one process gets.
+All run on the local rows. A plain operand is taken as the whole tensor, equal on all ranks, never as local
+rows. A DTensor with other placements is redistributed to the rows (collective), as among DTensors. Random
+numbers are drawn for the whole tensor, in a temporary of its size, and cut: ranks with equal seeds agree, and
+get the same numbers as one process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FORWARD = (
 
 
 def refuse(op: Any, args: Any, kwargs: Any, why: str = "") -> NoReturn:
-    """Raise for an op whose answer from this rank's rows alone would be wrong."""
+    """Raise for an op whose result from only this rank's rows would be wrong."""
     listed = [value if isinstance(value, (list, tuple)) else [value] for value in (*args, *kwargs.values())]
     sharded = next((value for each in listed for value in each if isinstance(value, ShardedRows)), None)
     name = op._schema.name.removeprefix("aten::")
@@ -96,7 +96,7 @@ def result_piece(op: Any, operands: Sequence[Any]) -> Piece:
 
 
 def local_operand(op: Any, value: Any, piece: Piece) -> Any:
-    """Return an operand of an elementwise op as this rank's rows, where the result is cut as `piece`."""
+    """Return an operand of an elementwise op as this rank's rows, for a result cut like `piece`."""
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, ShardedRows):
@@ -188,7 +188,7 @@ def copy_(op: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def random(op: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run `rand_like` and its kin, and with rows as probabilities `bernoulli` (collective)."""
+    """Run `rand_like` and the like, and `bernoulli` with rows as probabilities (collective)."""
     return rows(_drawn(op, args, kwargs), args[0].piece)
 
 
@@ -220,7 +220,7 @@ def eye(op: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def new(op: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run `new_zeros` and its kin: cut the same way where dim 0 is the rows, else plain and whole."""
+    """Run `new_zeros` and the like: cut the same way if dim 0 is the rows, else plain and whole."""
     like, size = args[0], tuple(args[1])
     piece: Piece = like.piece
     if not size or size[:1] != tuple(like.shape[:1]):
@@ -283,7 +283,7 @@ def index_put_(op: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def scalar(op: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run `item()` of a tensor of one element, wherever it lies (collective)."""
+    """Run `item()` of a tensor of one element, on whichever rank it is (collective)."""
     if args[0].numel() != 1:
         refuse(op, args, kwargs)
     return whole(args[0]).item()

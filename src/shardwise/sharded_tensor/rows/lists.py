@@ -1,7 +1,7 @@
-"""Ops over lists of tensors: what optimizers and gradient clipping are made of.
+"""Ops over lists of tensors, which optimizers and gradient clipping use.
 
 Elementwise ones, foreach and fused, are one call on the lists of local rows. Norms are those of the
-whole tensors, in one all-reduce for all tensors that are cut over the same process group.
+whole tensors, with one all-reduce for all tensors that are cut over the same process group.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _locals: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 
 
 def foreach(op: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run an elementwise op on lists, fused ones too. A steady step costs two `map`s for each list."""
+    """Run an elementwise op on lists, including fused ones. A steady step costs two `map`s per list."""
     first = args[0] if type(args[0]) is list else args[1]
     try:
         pieces = list(map(_pieces, first))
@@ -121,7 +121,7 @@ def _piece_at(op: Any, place: Sequence[Any]) -> Piece | None:
 
 
 def _apart(places: Sequence[Sequence[Any]], run: Callable[[list[int]], Any]) -> list[Any]:
-    """Return the results of `run` by place; DTensors that are not ours get a call of their own."""
+    """Return the results of `run` by place; DTensors that are not ours get a separate call."""
     results: list[Any] = [None] * len(places)
     ours = [
         any(isinstance(v, ShardedRows) for v in place) or not any(map(is_foreign, place)) for place in places
@@ -165,7 +165,7 @@ def norms(op: Any, args: Args, kwargs: Kwargs) -> list[Tensor]:
 
 
 def _norms_of_rows(locals_: Sequence[Tensor], p: float, dtype: torch.dtype | None) -> Tensor:
-    """Return [tensors] on the device of the first; what changes no norm where there are no rows."""
+    """Return [tensors] on the device of the first; a neutral value where there are no rows."""
     at, device = [i for i, local in enumerate(locals_) if local.numel()], locals_[0].device
     nothing = torch.full((len(locals_),), math.inf if p < 0 else 0.0, device=device)
     if not at:
@@ -186,7 +186,7 @@ def maxima(op: Any, args: Args, kwargs: Kwargs) -> list[Tensor]:
 
 
 def unscale(op: Any, args: Args, kwargs: Kwargs) -> None:
-    """Unscale gradients: one that is not finite on one rank counts on all."""
+    """Unscale gradients; a value that is not finite on one rank counts on all."""
     tensors, found, scale = args
     if foreign := [tensor for tensor in tensors if is_foreign(tensor)]:
         op(foreign, found, scale, **kwargs)

@@ -1,7 +1,7 @@
-"""Operators on tensors that are row ranges of whole ones, and torch's functions that make such by placements.
+"""Operators on row ranges of whole tensors, and torch's functions that make them from placements.
 
-`find_handler` decides once per operator. A handler gets the operator and its arguments and answers for the
-whole tensors::
+`find_handler` decides once per operator. A handler gets the operator and its arguments and computes the
+result for the whole tensors::
 
     elementwise    elementwise.py   the op on local rows; plain operands are whole and are cut to the rows
     random         elementwise.py   drawn whole from this rank's generator, then cut
@@ -51,7 +51,7 @@ def find_handler(op: Any) -> Handler:
 
 
 def decomposed(op: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run an op made of others, which arrives whole in inference mode and from handlers."""
+    """Run a composite op, which arrives undecomposed in inference mode and from handlers."""
     result = op.decompose(*args, **kwargs)
     return refuse(op, args, kwargs) if result is NotImplemented else result
 

@@ -1,12 +1,12 @@
-"""The piece of a whole tensor that one rank holds, who holds the rest, and the placement that shows it.
+"""The piece of a whole tensor that one rank holds, the ranks that hold the rest, and its placement.
 
 Five rows over four ranks, `RowShard((2, 0, 3, 0))`::
 
     rank 0: rows 0-1    rank 1: none    rank 2: rows 2-4    rank 3: none
 
-It is a `Shard(0)` to whoever asks, but says how many rows each rank holds, where DTensor's own is cut
-evenly. So a tensor that is made from it (`distribute_tensor(whole, p.device_mesh, p.placements)`) is cut
-as the one that it was read from.
+It is a `Shard(0)` to other code, but records how many rows each rank holds, where DTensor's own cuts evenly.
+So a tensor that is made with it (`distribute_tensor(whole, p.device_mesh, p.placements)`) is cut like the
+tensor that it was read from.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from shardwise.sharded_tensor.ops.operands import within
 
 
 class RowShard(OwnShard):
-    """A cut into whole rows of dim 0, as many for each rank as `counts` says, one rank's after the other's.
+    """A cut into whole rows of dim 0: `counts` gives the number of rows of each rank, in order of ranks.
 
     Attributes:
         counts: rows of each rank. With tensor parallelism, of this rank's part of the tensor.
-        step: how far apart neighbours on this mesh axis are in `counts`; 1 unless several axes cut rows.
+        step: the distance in `counts` of neighbours on this mesh axis; 1 unless several axes cut rows.
     """
 
     counts: tuple[int, ...]
@@ -92,19 +92,19 @@ def _groups_of(mesh: DeviceMesh) -> Groups:
 class Piece(Holding):
     """The whole rows of a tensor on this rank.
 
-    Pieces are equal where they cut tensors of one shape equally, on every rank: ranks never disagree
-    about it, so that it may decide whether they communicate.
+    Pieces are equal if they cut tensors of one shape equally, on every rank. Ranks never disagree about
+    this, so equality may decide whether they communicate.
 
     Attributes:
-        groups: the process groups over which rows are cut, the fastest-varying first. Empty where every
-            rank holds the whole tensor.
-        box_of: for an index counted over `groups` (the first group's rank varies fastest), the rows it
-            holds, one index after the other; in the coordinates of the tensor that the groups cut: the
-            whole one, or with tensor parallelism this rank's part of it.
-        even_cuts: the process groups of tensor parallelism with the dim that each cuts evenly, before
-            `groups` cut what is left; the outer first.
-        name: of the parameter, for errors.
-        on_mesh: the mesh that a DTensor shows, with the groups of all cuts among its axes.
+        groups: the process groups over which rows are cut, fastest-varying first. Empty if every rank holds
+            the whole tensor.
+        box_of: returns the rows of an index counted over `groups` (the first group's rank varies fastest).
+            Rows follow each other in order of indices. They are in coordinates of the tensor that the groups
+            cut: the whole one, or with tensor parallelism this rank's part of it.
+        even_cuts: the process groups of tensor parallelism, outermost first, with the dim that each cuts
+            evenly, before `groups` cut the rest.
+        name: the parameter's name, for errors.
+        on_mesh: the mesh of the DTensor, whose axes include the groups of all cuts.
     """
 
     groups: Groups
@@ -112,7 +112,7 @@ class Piece(Holding):
     even_cuts: EvenCuts = ()
     name: str = ""
     on_mesh: DeviceMesh | None = field(default=None, repr=False)
-    # Of `on_mesh`, by axis. It asks for them by name, which fails once they are gone, and while torch traces.
+    # Groups of `on_mesh` by axis. A mesh looks them up by name, which fails once they are gone or in tracing.
     mesh_groups: Groups = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -120,7 +120,7 @@ class Piece(Holding):
             object.__setattr__(self, "mesh_groups", _groups_of(self.on_mesh))
 
     def __deepcopy__(self, memo: object) -> Piece:
-        return self  # nothing in it changes, and process groups cannot be copied
+        return self  # immutable, and process groups cannot be copied
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -135,7 +135,7 @@ class Piece(Holding):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The one group over which rows are cut; None where none or several do."""
+        """The only group over which rows are cut; None if no group or several do."""
         return self.groups[0] if len(self.groups) == 1 else None
 
     @cached_property
@@ -160,7 +160,7 @@ class Piece(Holding):
 
     @cached_property
     def ranks(self) -> int:
-        """Number of pieces into which the rows are cut."""
+        """The number of pieces into which the rows are cut."""
         return place_over(self.groups)[1]
 
     @cached_property
@@ -170,24 +170,24 @@ class Piece(Holding):
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
-        """Box of each index over `groups`."""
+        """The box of each index over `groups`."""
         return tuple(self.box_of(rank) for rank in range(self.ranks))
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Rows of each of `boxes`."""
+        """The number of rows of each of `boxes`."""
         return tuple(box.sizes[0] for box in self.boxes)
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh of a DTensor that is cut so."""
+        """The mesh of a DTensor with this cut."""
         if self.on_mesh is None:
             raise ShardingError(f"{here()}: {self} belongs to no mesh; rows made by fully_shard do")
         return self.on_mesh
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
-        """Placements on `mesh` of a DTensor that is cut so."""
+        """The placements on `mesh` of a DTensor with this cut."""
         found: dict[dist.ProcessGroup, Placement] = {group: Shard(dim) for group, dim in self.even_cuts}
         step = 1
         for group in self.groups:
@@ -196,7 +196,7 @@ class Piece(Holding):
         return tuple(found.get(group, _REPLICATE) for group in self.mesh_groups or _groups_of(self.mesh))
 
     def spec(self, dtype: torch.dtype) -> _compat.DTensorSpec:
-        """Return DTensor's spec of a tensor of this dtype that is cut so."""
+        """Return DTensor's spec of a tensor of this dtype with this cut."""
         spec = self._specs.get(dtype)
         if spec is None:
             meta = _compat.TensorMeta(self.shape, _compat.contiguous_stride(self.shape), dtype)
@@ -216,12 +216,12 @@ class Piece(Holding):
         return even_boxes(tuple(self.shape), group, cuts[group]) if group in cuts else self.boxes
 
     def with_trailing(self, trailing: Sequence[int], *, of: Sequence[int | None] | None = None) -> Piece:
-        """Return the piece of a tensor with the same rows of another width: `(rows, *trailing)`.
+        """Return the piece of a tensor with the same rows but other trailing dims: `(rows, *trailing)`.
 
         Args:
             trailing: sizes of its dims from 1 on.
-            of: for each of them, the dim of this piece with which it is cut; None (the default for all)
-                for a dim that every rank holds whole.
+            of: for each of them, the dim of this piece as which it is cut; None (the default for all) for a
+                dim that every rank holds whole.
         """
         trailing = tuple(trailing)
         of = tuple(of) if of is not None else (None,) * len(trailing)
@@ -235,7 +235,7 @@ class Piece(Holding):
         return replace(self, shape=shape, box_of=box_of, even_cuts=self.even_cuts_of((0, *of)))
 
     def even_cuts_of(self, of: Sequence[int | None]) -> EvenCuts:
-        """Return the even cuts of a tensor whose dims are cut as this one's dims `of`."""
+        """Return the even cuts of a tensor whose dims are cut like the dims `of` of this one."""
         return tuple((group, of.index(dim)) for group, dim in self.even_cuts if dim in of)
 
 
@@ -246,10 +246,10 @@ _known: WeakValueDictionary[object, Piece] = WeakValueDictionary()
 def piece_of(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
 ) -> Piece:
-    """Return this rank's part of a tensor of `shape` placed so, as `RowShard` says. No communication."""
+    """Return this rank's part of a tensor of `shape` with these placements. No communication."""
     key = (id(mesh), tuple(placements), tuple(shape), dtype)
     piece = _known.get(key)
-    if piece is None:  # a living piece keeps its mesh alive, and so the mesh's id its own
+    if piece is None:  # a living piece keeps its mesh alive, so no other mesh gets its id
         piece = _known[key] = _piece_of(mesh, tuple(placements), torch.Size(shape), dtype)
     return piece
 
@@ -275,10 +275,10 @@ def _piece_of(
 
 
 def even_cuts_of(spec: _compat.DTensorSpec | None) -> EvenCuts:
-    """Return how tensor parallelism cuts a DTensor; not at all where it is none.
+    """Return how tensor parallelism cuts a DTensor; no cuts for a plain tensor (None).
 
     Raises:
-        ShardingError: by other than `Shard` and `Replicate`.
+        ShardingError: a placement other than `Shard` and `Replicate`.
     """
     return () if spec is None else _even_cuts(spec.mesh, spec.placements)
 
@@ -294,7 +294,7 @@ def _even_cuts(mesh: DeviceMesh, placements: Sequence[Placement]) -> EvenCuts:
 
 
 def even_boxes(sizes: tuple[int, ...], group: dist.ProcessGroup, dim: int) -> list[Box]:
-    """List the boxes of each rank of `group`, of a tensor that it cuts evenly."""
+    """List the box of each rank of `group` in a tensor that it cuts evenly."""
     ranks = group.size()
     return [EvenShard(dim).box(sizes, rank=rank, ranks=ranks) for rank in range(ranks)]
 

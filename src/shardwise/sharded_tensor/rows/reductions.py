@@ -1,10 +1,10 @@
-"""Sums, means, norms, extremes and their kin, of whole tensors.
+"""Sums, means, norms, extremes and similar reductions, of whole tensors.
 
-Along trailing dims each row has its own answer: no communication, and the result has the same cut. Over
-dim 0 the answers of the ranks' rows are combined by an all-reduce over every process group that cuts the
+Along trailing dims each row has its own result: no communication, and the result has the same cut. Over
+dim 0 the results of the ranks' rows are combined by an all-reduce over every process group that cuts the
 tensor along a reduced dim, and the result is a plain whole tensor, equal on all ranks.
 
-What ranks combine is fp32 or wider, and is rounded to the result's dtype at the end.
+Ranks combine values in fp32 or wider, and round them to the result's dtype at the end.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class _Call:
     """One call of a reduction of rows.
 
     Attributes:
-        dims: those that it names, all of them if it names none.
+        dims: the reduced dims; all if the call names none.
         groups: the process groups that cut the tensor along them.
-        wanted: the dtype that is asked for, or that of the rows.
+        wanted: the requested dtype, or that of the rows.
     """
 
     def __init__(self, op: Any, args: Args, kwargs: Kwargs) -> None:
@@ -151,14 +151,14 @@ def reduction(op: Any, args: Args, kwargs: Kwargs, *, rule: Callable[[_Call], An
 
 
 def _along(call: _Call) -> Any:
-    """Apply an op that has an answer for each row."""
+    """Apply an op that has a result for each row."""
     if call.groups:
         call.refuse("along a dim that is cut over ranks")
     return call.on(call.local)
 
 
 def _combined(call: _Call, *, reduce: Any) -> Tensor:
-    """Reduce what the op makes of each rank's rows."""
+    """Reduce the op's results for each rank's rows."""
     if reduce == PRODUCT and call.wanted.is_complex and call.groups:
         call.refuse()
     if call.wanted not in HALF or not any(each.name == "dtype" for each in call.op._schema.arguments):

@@ -1,14 +1,14 @@
 """`ShardedRows`: a tensor of which each rank holds whole rows, and `ShardedParameter`, one that trains.
 
-It is a DTensor to whoever asks, placed by `RowShard`, with its own meaning of every operation. It has the
-shape of the whole tensor and the memory of this rank's rows, and means the whole tensor:
+It is a DTensor to other code, placed by `RowShard`, with its own implementation of every operation. It has
+the shape of the whole tensor and the memory of this rank's rows, and operations apply to the whole tensor:
 
-    elementwise ops, in place or not    run on the local rows; whole plain operands are cut to them
-    sum, mean, norm, max, any, ...      are those of the whole tensor (collective)
-    anything else                       raises ShardingError; nothing computes a local answer silently
+    elementwise ops, in place or not    run on the local rows; whole plain operands are cut to match
+    sum, mean, norm, max, any, ...      reduce the whole tensor (collective)
+    anything else                       raises ShardingError; nothing returns a local result silently
 
-So every optimizer of elementwise arithmetic, fused and foreach ones too, steps on local memory at the
-cost of one call per op, and `torch.nn.utils.clip_grad_norm_` is right.
+So every optimizer with elementwise arithmetic, including fused and foreach ones, steps on local memory at the
+cost of one call per op, and `torch.nn.utils.clip_grad_norm_` gives the right norm.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from shardwise.sharded_tensor.rows import convert
 from shardwise.sharded_tensor.rows.piece import Piece, RowShard, piece_of
 
 _requires_grad: Any = Tensor.requires_grad
-_handlers: dict[Any, Handler] = {}  # by operator, once it was met
+_handlers: dict[Any, Handler] = {}  # by operator, after its first use
 
 
 @declared
 def handler_of(op: Any) -> Handler:  # type: ignore[empty-body]
-    """Choose how to run `op` on rows, met for the first time; `ops` decides."""
+    """Choose how to run `op` on rows at its first use; `ops` decides."""
 
 
 def _of_local_rows_alone(what: str) -> Callable[..., NoReturn]:
-    """Return a method that refuses, since its answer would be of this rank's rows alone."""
+    """Return a method that raises, since its result would cover only this rank's rows."""
 
     def refuse(self: ShardedRows, *unused: Any, **ignored: Any) -> NoReturn:
         raise ShardingError(
@@ -55,13 +55,14 @@ def _of_local_rows_alone(what: str) -> Callable[..., NoReturn]:
 class ShardedRows(OwnDTensor):
     """A DTensor of global shape whose local memory is this rank's rows, maybe none.
 
-    Made by `fully_shard(layout="contiguous")`: parameters, their gradients, and what optimizers derive
-    from them; and by `distribute_tensor`, `DTensor.from_local` and `redistribute` with their `placements`.
+    `fully_shard(layout="contiguous")` makes parameters and gradients of this class, and optimizers derive
+    state from them. `distribute_tensor`, `DTensor.from_local` and `redistribute` make it from their
+    `placements`.
     """
 
-    # torch looks for it by name at every attribute (grad, dtype, ...): here it finds it first.
+    # torch looks it up by name at every attribute (grad, dtype, ...): here it is found first.
     __torch_function__ = OwnDTensor.__torch_function__
-    _is_param = False  # what nn.Parameter asks of tensor subclasses, and sets
+    _is_param = False  # nn.Parameter reads and sets it on tensor subclasses
     piece: Piece
 
     @classmethod
@@ -102,16 +103,16 @@ class ShardedRows(OwnDTensor):
         return self.piece.box
 
     def description(self) -> _compat.DTensorSpec:
-        """Return what DTensor keeps as its `_spec`: mesh, placements, global shape and dtype."""
+        """Return the counterpart of DTensor's `_spec`: mesh, placements, global shape and dtype."""
         return self.piece.spec(self.dtype)
 
     @_compat.runs_eagerly
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """Return this rank's rows; with gradient where this has one, else `local` itself. Local.
+        """Return this rank's rows; differentiable if this requires grad, else `local` itself. Local.
 
         Args:
-            grad_placements: how the gradient of the result is placed: as this tensor, but for sums that are
-                still to be added up (`Partial`) over mesh axes that replicate it. None: as this tensor.
+            grad_placements: placements of the result's gradient: those of this tensor, except that it may be
+                partial sums (`Partial`) over mesh axes that replicate the tensor. None: as this tensor.
         """
         if torch.is_grad_enabled() and self.requires_grad:
             return convert.to_local(self, grad_placements)
@@ -119,13 +120,13 @@ class ShardedRows(OwnDTensor):
 
     @_compat.runs_eagerly
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """Return the whole tensor, in memory of its own. Differentiable.
+        """Return the whole tensor, in new memory. Differentiable.
 
         Collective over the ranks that hold its parts.
 
         Args:
-            grad_placements: how the gradient of the result is placed on `device_mesh`: equal on all ranks
-                (`Replicate`, the default) or to be added up (`Partial`).
+            grad_placements: placements of the result's gradient on `device_mesh`: equal on all ranks
+                (`Replicate`, the default) or partial sums (`Partial`).
         """
         if torch.is_grad_enabled() and self.requires_grad:
             return convert.full_tensor(self, grad_placements)
@@ -142,9 +143,9 @@ class ShardedRows(OwnDTensor):
     ) -> DTensor:
         """Return the values with other placements. Differentiable. Collective over `device_mesh`.
 
-        Rows to even rows over the same ranks move each row at most once; other placements gather the whole
-        tensor on the way. `how` is what else DTensor takes (`async_op`, `backward_dtype`): this waits, and
-        moves gradients in their dtype.
+        A change to even rows over the same ranks moves each row at most once; other changes gather the whole
+        tensor in between. `how` has DTensor's other arguments (`async_op`, `backward_dtype`), which have no
+        effect: this waits, and moves gradients in their own dtype.
         """
         if placements is None:
             raise ShardingError(f"{here()}: redistribute needs placements, one for each axis of the mesh")
@@ -158,7 +159,7 @@ class ShardedRows(OwnDTensor):
     def to_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:
         """Return the tensor cut evenly on dim 0 over every axis of `mesh`, without gradient.
 
-        `mesh` is by default of the ranks over which rows are cut. Collective as `redistribute`.
+        By default, `mesh` has the ranks over which rows are cut. Collective like `redistribute`.
         """
         group = self.piece.group
         if mesh is None:
@@ -175,11 +176,11 @@ class ShardedRows(OwnDTensor):
         return kind.wrap(self._local_tensor.detach().clone(), self.piece, requires_grad=self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a DTensor does: this rank's rows and where they lie, in memory of their own."""
+        """Pickle as a DTensor does: a copy of this rank's rows, and their position."""
         local, mesh, placements = self._local_tensor.detach().clone(), self.device_mesh, self.placements
         return _unpickled, (local, mesh, placements, self.shape, self.requires_grad, self._is_param)
 
-    # What torch does below the ops that `__torch_dispatch__` sees
+    # Operations of torch below those that `__torch_dispatch__` sees
 
     @property
     def data(self) -> Tensor:
@@ -188,9 +189,9 @@ class ShardedRows(OwnDTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Copy other rows of a tensor of the same shape, or a DTensor of it, to where these lie.
+        """Copy rows or a DTensor of the same shape into the memory of these rows.
 
-        Ranks gather that memory; only another dtype or device takes other.
+        Ranks gather that memory, so it is replaced only for another dtype or device.
         """
         if not isinstance(value, DTensor) or value.shape != self.shape:
             raise ShardingError(
@@ -208,13 +209,13 @@ class ShardedRows(OwnDTensor):
         self._local_tensor, self.piece = value._local_tensor, value.piece
         ShardedRows.changes += 1
 
-    # What `fully_shard` reads of every parameter in every step: an attribute of a tensor subclass costs
-    # torch a lookup by name, a plain one is ten times as cheap.
+    # Attributes that `fully_shard` reads on every parameter in every step: torch's attributes of a tensor
+    # subclass cost a lookup by name, plain ones a tenth of that.
 
-    changes = 0  # how often `requires_grad` or the memory of any was set: readers know when to look again
+    changes = 0  # counts changes of `requires_grad` or memory of any rows, so that readers know when to check
     trains = False  # requires_grad
-    any_hooked = False  # has any of them?
-    hooked = False  # has it hooks that run when its gradient is there?
+    any_hooked = False  # whether any rows are hooked
+    hooked = False  # whether hooks run on its gradient
 
     @property
     def requires_grad(self) -> bool:
@@ -243,7 +244,7 @@ class ShardedRows(OwnDTensor):
     numpy: Any = _of_local_rows_alone("numpy()")
     __array__: Any = numpy
 
-    # What torch.compile asks of a tensor made of others; DTensor answers the first half from `_spec`
+    # torch.compile's protocol for tensors made of others; DTensor implements the first half by `_spec`
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Any], meta: Any, size: Any, stride: Any) -> ShardedRows:
@@ -277,7 +278,7 @@ class ShardedRows(OwnDTensor):
 
 
 class _IsParameter(type(nn.Parameter)):  # type: ignore[misc]
-    """Parameters are `ShardedRows` marked as such, as torch marks parameters that are tensor subclasses."""
+    """Makes `ShardedRows` marked as parameters its instances, as torch does for parameters of subclasses."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, ShardedRows) and instance._is_param
@@ -297,10 +298,10 @@ class ShardedParameter(ShardedRows, nn.Parameter, metaclass=_IsParameter):
 
 
 def cut_like(param: Tensor, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return `local` as this rank's part of a tensor cut as `param`: rows, a DTensor, or itself where plain.
+    """Return `local` as this rank's part of a tensor cut like `param`: rows, a DTensor, or a plain tensor.
 
     Args:
-        shape: of the whole tensor; None: that of `param`. Of rows, only dims after the first may differ.
+        shape: of the whole tensor; None means that of `param`. For rows, the first dim must not differ.
     """
     if isinstance(param, ShardedRows):
         piece = param.piece
