@@ -67,6 +67,7 @@ class Compute(NamedTuple):
     nbytes: int
     dtype: str
     stream: str
+    recomputes: bool = False  # what forward computed, in backward
 
 
 class Send(NamedTuple):

@@ -190,9 +190,10 @@ def flops(recording: Recording, accumulation: int) -> tuple[int, int]:
 
     With frozen parameters, backward computes less than twice as much as forward.
     """
-    forward = computed = 0
+    forward = computed = again = 0
     for place, event, times in last_step(recording, accumulation):
         if isinstance(event, Compute):
             computed += event.flops * times
             forward += event.flops * times if place.phase == "forward" else 0
-    return min(3 * forward, computed), computed
+            again += event.flops * times if event.recomputes else 0
+    return min(3 * forward, computed - again), computed

@@ -304,7 +304,7 @@ class Recorder(Storages):
         cost = cost_of(func, args, kwargs, result)
         if cost is None:
             return None
-        event = Compute(str(func.overloadpacket), *cost, self.streams[-1])
+        event = Compute(str(func.overloadpacket), *cost, self.streams[-1], self._recomputed is not None)
         self.write(event)
         return event
 
