@@ -26,10 +26,10 @@ settings.register_profile(
 settings.load_profile("suite")
 
 
-def pytest_sessionstart() -> None:
-    """In a run of all tests the server that ranks are forked from starts while tests are collected."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        start_server()
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """In a run of all tests the server that ranks are forked from starts before xdist's workers do."""
+    if getattr(session.config.option, "numprocesses", None):
+        start_server(shared=True)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -39,7 +39,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import connection, forkserver, get_context
+from multiprocessing import connection, forkserver, get_context, resource_tracker
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -58,11 +58,16 @@ from savings import (
 )
 
 PRELOADED = ["pytest", "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "shardwise.verify"]
-# 2 s, once or on each rank.
+SHARED = "SHARDWISE_TESTS_SERVER"
+# 3 s, once or on each rank.
 IN_A_RUN_OF_ALL = [
+    "torch._decomp.decompositions_for_jvp",
     "torch._functorch.aot_autograd",
     "torch._inductor.compile_fx",
     "transformers.models.llama.modeling_llama",
+    *(f"shardwise.{name}" for name in ("checkpoint", "fsdp", "graph", "nn", "optim", "planner.record")),
+    "shardwise.tensor_parallel",
+    "shardwise.verify.streams",
 ]
 WORKER_ENV = {
     "OMP_NUM_THREADS": "1",
@@ -114,12 +119,25 @@ def on_ranks(
 # ---------------------------------------------------------------- the pytest process
 
 
-def start_server() -> None:
-    """Start the server that ranks are forked from; `shardwise.verify` would start one with less in it."""
-    everything = "PYTEST_XDIST_WORKER" in os.environ  # a run of all tests
+def start_server(*, shared: bool = False) -> None:
+    """Start the server that ranks are forked from; `shardwise.verify` would start one with less in it.
+
+    A run of all tests has one, with more in it, which the workers of xdist share: to start it takes 6 s.
+    """
+    everything = shared or "PYTEST_XDIST_WORKER" in os.environ
+    address, parent = os.environ.get(SHARED, "-").rsplit("-", 1)
+    if not shared and parent == str(os.getppid()):
+        server = forkserver._forkserver  # type: ignore[attr-defined]
+        if server._forkserver_address != address:
+            server._forkserver_address = address
+            server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)  # ends with the parent
+            server.ensure_running = resource_tracker.ensure_running
+        return
     forkserver.set_forkserver_preload([*PRELOADED, *(IN_A_RUN_OF_ALL if everything else [])])
     with mock.patch.dict(os.environ, WORKER_ENV):
         forkserver.ensure_running()
+    if shared and sys.version_info < (3, 14):  # which asks who connects for a key
+        os.environ[SHARED] = f"{forkserver._forkserver._forkserver_address}-{os.getpid()}"  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -213,14 +231,20 @@ _by_pytest: dict[str, types.CodeType] = {}
 
 def keep_what_pytest_rewrites() -> None:
     """Keep the code of test modules with asserts rewritten: ranks run it, and making it again takes 30 ms."""
-    rewrite_test = rewrite._rewrite_test
+    rewrite_test, read = rewrite._rewrite_test, rewrite._read_pyc
 
     def keeping(path: Path, config: pytest.Config) -> Any:
         state, code = rewrite_test(path, config)
         _by_pytest[str(path)] = code
         return state, code
 
-    rewrite._rewrite_test = keeping
+    def reading(path: Path, *others: Any) -> Any:
+        code = read(path, *others)
+        if code is not None:
+            _by_pytest[str(path)] = code
+        return code
+
+    rewrite._rewrite_test, rewrite._read_pyc = keeping, reading
 
 
 @functools.cache

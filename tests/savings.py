@@ -43,10 +43,50 @@ def spend_less_in_torch() -> None:
             assert_close(actual, expected, **how)
 
     torch.testing.assert_close = unless_equal
+    _list_operators_once()
+    # Guards are timed behind a flush of the caches of the processor: a twelfth of what compiling takes.
+    for guards in (torch._C._dynamo.guards, sys.modules.get("torch._dynamo.guards")):
+        if guards is not None:
+            guards.profile_guard_manager = _in_no_time  # type: ignore[attr-defined]
+
+
+def _list_operators_once() -> None:
+    """Each decomposition of a program asks for all operators made of others, and overrides each: 0.1 s.
+
+    Half of that is to ask, and to evaluate annotations of the function that overrides.
+    """
+    import torch
+    from torch._export import utils
+    from torch.export import exported_program
+
+    collect = utils._collect_all_valid_cia_ops
+    known: dict[Any, Any] = {}
+
+    def collecting() -> Any:
+        names = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+        key = len(names), len(torch.ops._dir)
+        if key not in known:
+            known[key] = collect()
+        return known[key]
+
+    for module in (utils, exported_program):
+        module._collect_all_valid_cia_ops = collecting  # type: ignore[attr-defined]
+
+    class Quick(type):
+        __getitem__ = __or__ = __ror__ = lambda cls, _: cls
+
+        def __instancecheck__(cls, value: Any) -> bool:
+            return callable(value)
+
+    torch._ops.Callable = Quick("Callable", (), {})  # type: ignore[misc]
 
 
 def _nothing(seed: int) -> None:
     pass
+
+
+def _in_no_time(*_: Any) -> float:
+    return 0.0
 
 
 def look_often() -> None:

@@ -1,11 +1,15 @@
 """Bytes alive, against sums done by hand. A float32 vector of 100 elements holds 400 bytes."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 
+import shardwise
+from planner.models import Even
 from shardwise.planner.noop_group import noop_world
 from shardwise.planner.storages import Storages
 
@@ -81,3 +85,10 @@ def test_groups_that_a_rank_makes_after_a_plan_have_the_names_that_other_ranks_g
     with noop_world(4, axes={"replicate": 2, "shard": 2}):
         assert dist.distributed_c10d._world.group_count > before
     assert dist.distributed_c10d._world.group_count == before
+
+
+def test_what_a_caller_froze_for_garbage_collection_stays_so_after_a_plan() -> None:
+    gc.freeze()
+    before = gc.get_freeze_count()
+    shardwise.plan(Even, ranks=2, sequence=8)
+    assert gc.get_freeze_count() > 0.9 * before > 1_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.export import ExportedProgram
 
 from ranks import on_ranks
 from shardwise import fully_shard
@@ -58,23 +60,28 @@ def rows(step: int) -> Tensor:
     return torch.randint(14, (4, 5), generator=torch.Generator().manual_seed(step))
 
 
-def cut(mesh: DeviceMesh, plan: dict[str, Any] = PLAN, whole: nn.Module | None = None) -> Any:
-    program = torch.export.export(whole or model(), (rows(0)[:2],))
+@functools.cache
+def exported() -> ExportedProgram:
+    """The whole program, which to be cut leaves as it is: once in each process."""
+    return torch.export.export(model(), (rows(0)[:2],))
+
+
+def cut(mesh: DeviceMesh, plan: dict[str, Any] = PLAN, program: ExportedProgram | None = None) -> Any:
     tp = mesh["tp"]
     return tensor_parallel_transformation(
-        program, tp.get_local_rank(), tp.size(), "cpu", plan, group_name="later", training=True
+        program or exported(), tp.get_local_rank(), tp.size(), "cpu", plan, group_name="later", training=True
     )
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 @on_ranks(4)
-def test_five_clipped_steps_are_those_of_one_process(layout: Any) -> None:
+def test_clipped_steps_are_those_of_one_process(layout: Any) -> None:
     mesh = Dimensions("dp2,tp2").mesh("cpu")
     ours, one = trainable(cut(mesh), mesh["tp"]), model()
     fully_shard(ours, mesh=mesh["dp"], layout=layout)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (ours, one)]
     expected = dict(one.named_parameters())
-    for step in range(5):
+    for step in range(3):
         mine, whole = ours(rows(step).chunk(2)[mesh.get_local_rank("dp")]), one(rows(step))
         mine.backward()
         whole.backward()
@@ -111,8 +118,9 @@ class Fused(nn.Module):
 @on_ranks(4)
 def test_what_no_dtensor_says_is_refused_by_name() -> None:
     mesh = Dimensions("dp2,tp2").mesh("cpu")
+    fused = torch.export.export(Fused(2), (rows(0)[:2],))
     with pytest.raises(ShardingError, match=r"\(0, 6\), \(12, 18\).* of dim 0 of qkv.weight, \(36, 12\)"):
-        trainable(cut(mesh, {"qkv": COL}, Fused(2)), mesh["tp"])
+        trainable(cut(mesh, {"qkv": COL}, fused), mesh["tp"])
     with pytest.raises(ShardingError, match="give one, such as mesh"):
         trainable(cut(mesh), mesh)
 
@@ -120,7 +128,8 @@ def test_what_no_dtensor_says_is_refused_by_name() -> None:
 @on_ranks(4)
 def test_a_rank_s_program_without_its_cut_is_not_sharded() -> None:
     mesh = Dimensions("dp2,tp2").mesh("cpu")
-    for module in (cut(mesh).module(), nn.Sequential(cut(mesh).module())):
+    mine = cut(mesh).module()
+    for module in (mine, nn.Sequential(mine)):
         with pytest.raises(
             ShardingError, match=r"'embed.weight' is this rank's part of \(14, 24\).*trainable"
         ):

@@ -26,6 +26,7 @@ from shardwise.errors import RankMismatchError, ShardingError
 from shardwise.files.tensors import StoredTensor
 from shardwise.hf.generate import cut_folder
 from shardwise.tensor_parallel import counts, cut_steps, export_steps, generate, strategies_of
+from shardwise.tensor_parallel.canonical import functional
 from shardwise.tensor_parallel.pretrained import chosen_for
 from shardwise.tensor_parallel.serving import Programs, choice
 
@@ -80,9 +81,10 @@ def made(kind: str) -> tuple[nn.Module, Tensor]:
 
 @cache
 def exported(kind: str) -> tuple[nn.Module, Tensor, Programs]:
-    """The same, with its programs: to export a model takes longer than to cut it."""
+    """The same, with its programs: to export one, and to make it functional, takes longer than to cut it."""
     model, prompt = made(kind)
-    return model, prompt, export_steps(model, prompt, TOKENS)
+    prefill, decode = export_steps(model, prompt, TOKENS)
+    return model, prompt, (functional(prefill), functional(decode))
 
 
 def whole(model: Any, prompt: Tensor) -> Tensor:

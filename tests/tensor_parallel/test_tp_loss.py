@@ -146,7 +146,8 @@ def test_decomposed_losses_take_two_all_reduces_each():
     x, targets = drawn()
     names = ("sliced", "words not last", "of each row", "elements chosen", "two dims of places")
     model, program = exported(lambda z, t, w: tuple(LOSSES[name](z, t, w) for name in names), x, targets)
-    programs = [cut(core(program), 2, rank) for rank in range(2)]
+    decomposed = core(program)
+    programs = [cut(decomposed, 2, rank) for rank in range(2)]
     for found in lockstep.run(programs, x, targets):
         torch.testing.assert_close(tuple(found), model(x, targets))
     assert counts(programs[0]) == {"all_reduce": 2 * len(names)}

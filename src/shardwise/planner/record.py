@@ -61,6 +61,7 @@ from shardwise.planner.tensor import cuts, parallelize
 from shardwise.planner.watch import watching
 
 STEPS = 2
+_FROZEN_BY_PYTHON = 1_000  # objects, at most: in 3.12 a few hundred are from the start
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,11 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         if tensor is not None:
             lines[TENSOR_PARALLEL] = tensor
         lanes = {str(mesh.get_group().group_name): lane for lane, mesh in lines.items()}
-        gc.freeze()  # so that collections skip existing objects
-        stack.callback(gc.unfreeze)
+        if (
+            gc.get_freeze_count() < _FROZEN_BY_PYTHON
+        ):  # else the caller froze more, which `unfreeze` would undo
+            gc.freeze()  # so that collections skip existing objects
+            stack.callback(gc.unfreeze)
         stack.enter_context(FastFakeTensorMode(allow_non_fake_inputs=True))
         stack.callback(code_book.cache_clear)  # of fake ones
         module, converted = built(model, layers, setup.stored_dtype)

@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdp.compiled.harness import Run, batch, by_block, compare, compiled, local, loss_of, train
 from fsdp.compiled.models import (
+    Attention,
     Block,
     CheckpointedBlock,
     Mlp,
@@ -49,7 +50,8 @@ def test_a_model_sharded_at_its_root_over_any_number_of_ranks(layout: str) -> No
 
 @on_ranks(2)
 def test_a_transformer_with_tied_embeddings() -> None:
-    compare(with_layout(TRANSFORMER, "contiguous"))  # the other layout: under checkpoints, below
+    attends = replace(TRANSFORMER, model=partial(Transformer, Attention))
+    compare(with_layout(attends, "contiguous"))  # the other layout: under checkpoints, below
 
 
 @on_ranks(3)
@@ -127,7 +129,7 @@ def test_activation_checkpointing_inside_and_around_sharded_blocks() -> None:
     for model, layout in [
         (partial(Transformer, CheckpointedBlock, depth=1), "contiguous"),
         (partial(Transformer, recompute="all", depth=1), "interleaved"),
-        (partial(Transformer, recompute="selected", depth=1), "contiguous"),
+        (partial(Transformer, Attention, recompute="selected", depth=1), "contiguous"),
     ]:
         compare(with_layout(replace(TRANSFORMER, model=model), layout))
 
@@ -149,13 +151,13 @@ def test_accumulation_mixed_precision_and_blocks_that_share_a_group() -> None:
 
 @on_ranks(4)
 def test_replicas_and_frozen_parameters() -> None:
-    def two_projections_train() -> nn.Module:
+    def a_projection_trains() -> nn.Module:
         model = Transformer(depth=1)
         for name, param in model.named_parameters():
-            param.requires_grad_(name.endswith(("out.weight", "down.weight")))
+            param.requires_grad_(name.endswith("down.weight"))
         return model
 
-    frozen = replace(TRANSFORMER, model=two_projections_train, mesh={"replicate": 2, "shard": 2})
+    frozen = replace(TRANSFORMER, model=a_projection_trains, mesh={"replicate": 2, "shard": 2})
     compare(with_layout(frozen, "contiguous"))
 
     def all_but_one_layer_train() -> nn.Module:
@@ -168,7 +170,7 @@ def test_replicas_and_frozen_parameters() -> None:
 
 
 @on_ranks(2)
-def test_a_graph_break_that_the_user_put_into_attention() -> None:
+def test_a_graph_break_that_the_user_put_into_a_block() -> None:
     broken = replace(TRANSFORMER, model=lambda: Transformer(partial(Block, breaks=True)), steps=2)
     # What FSDP2's two graphs have: a block before and after. One break in the root, which then runs eagerly.
     broken = replace(broken, compile=compiled(AOT, fullgraph=False))
