@@ -235,7 +235,10 @@ def test_kinds_of_blocks_may_take_turns(
 
 @pytest.mark.parametrize(
     ("layers", "wider", "why"),
-    [(14, -1, "blocks repeat by 3"), (20, 13, "block 1 has something else than block 0")],
+    [
+        (14, -1, "kinds of blocks alternate with a period of 3"),
+        (20, 13, "block 1 has something else than block 0"),
+    ],
     ids=["few", "irregular"],
 )
 def test_turns_of_few_blocks_or_that_are_broken_are_all_run(layers: int, wider: int, why: str) -> None:

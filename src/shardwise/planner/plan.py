@@ -292,7 +292,7 @@ def _run(model: Model, setup: Setup, *, of: Model | None = None) -> tuple[Record
         pattern = regular.check(of or model, setup)
     except NotRegular as error:
         return recorded(model, setup, model.layers), str(error)
-    why = f"blocks repeat by {pattern.period}" if pattern.period > 1 else ""
+    why = f"kinds of blocks alternate with a period of {pattern.period}" if pattern.period > 1 else ""
     if of is not None and pattern.period > 1:  # a stage may begin within a period
         return recorded(model, setup, model.layers), why
     for number in numbers_of_blocks(setup, pattern, model.layers):
