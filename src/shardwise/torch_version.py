@@ -25,7 +25,7 @@ def minor_version(version: str) -> tuple[int, int] | None:
 
 
 def problem() -> str:
-    """Return why shardwise cannot run on the installed torch, or "". Imports only a torch newer than known."""
+    """Return why shardwise cannot run on the installed torch, or "". Imports only a torch that is too new."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return f"shardwise needs torch {WANTED}, and {sys.executable} has none: {_FIX}"
