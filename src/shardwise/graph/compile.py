@@ -43,9 +43,9 @@ def compile(
 ) -> Any:
     """Compile a model that `fully_shard` has sharded, including its gathers and reductions.
 
-    Like `torch.compile`, it compiles when the model is first called, and backward when that first runs. Before
-    a new graph is compiled, the ranks of the sharded parameters' groups compare it, once for graphs with equal
-    collectives. So that call is collective, like the model's forward.
+    Like `torch.compile`, it compiles when the model is first called, and backward when that first runs.
+    Before a new graph is compiled, the ranks of the sharded parameters' groups compare it, once for graphs
+    with equal collectives. So that call is collective, like the model's forward.
 
     Args:
         model: a sharded module, or one that contains sharded modules.
@@ -88,7 +88,7 @@ def compile(
             'prefetch, max_unsharded and merge_bytes are of mode "full"; in mode "regional" groups are'
             " gathered when the uncompiled model gathers them; set_modules_to_forward_prefetch changes that"
         )
-    # Next to graph breaks, or between collectives of sharded modules, only one rank may have a graph.
+    # Next to graph breaks, or between collectives of sharded modules, a graph may exist on one rank only.
     run = _AgreedBackend(
         _backend(backend, passes, dynamic, options), sharded, silent_ones=mode == "full" and fullgraph
     )
