@@ -1,7 +1,7 @@
 """Passes over fx graphs of operators: they move, merge and bound collectives.
 
-Each is a function that changes a graph in place and returns what it moved. Passes decide from the graph alone,
-so equal graphs stay equal on all ranks, and never change the order of collectives of one kind.
+Each is a function that changes a graph in place and returns what it moved. Passes decide from the graph
+alone, so graphs equal on all ranks stay equal, and never change the order of collectives of one kind.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Passes:
     """The passes that `shardwise.compile` runs, in the order in which they build on each other.
 
     Attributes:
-        prefetch: how many groups ahead parameters are gathered; 0: where they are needed. None: one, in turn
+        prefetch: how many gathers ahead parameters are gathered; 0: where they are needed. None: one, in turn
             with reductions.
         max_unsharded: the most groups gathered at a time; None: as many as `prefetch` takes.
         merge_bytes: size up to which collectives are merged; 0: merge none.
