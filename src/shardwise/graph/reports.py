@@ -1,7 +1,8 @@
 """Reports on graphs of operators: numbers, plain-text tables and a picture.
 
-`measure.py` makes them. Places are positions in a graph's list of nodes; bytes are those of traced shapes. The
-picture has a row for compute, a row for each collective and a line of bytes; its template is `timeline.svg`.
+`measure.py` makes them. Places are positions in a graph's list of nodes; bytes are those of traced shapes.
+The picture has a row for compute, a row for each collective and a line of bytes; its template is
+`timeline.svg`.
 """
 
 from __future__ import annotations
