@@ -1,7 +1,7 @@
 """Checks whether one or more machines can run sharded training; each check is a function.
 
-Under torchrun, one rank of each host checks its host. All ranks send their findings through the rendezvous
-store to rank 0, which compares them.
+Under torchrun, one rank of each host checks its host. All ranks send what they know through the rendezvous
+store to rank 0, which compares it.
 
 OK       works
 WARNING  works, but will be slower or fail later
