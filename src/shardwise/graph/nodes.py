@@ -7,8 +7,8 @@ for each of its outputs::
     full = wait_tensor(gather)                  full_a = wait_tensor(gather[0])
                                                 full_b = wait_tensor(gather[1])
 
-What lies between issue and wait overlaps the collective. All code that reads or moves collectives uses this
-module.
+Nodes between issue and wait overlap the collective. Code that reads a graph or moves its nodes finds
+collectives with this module.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ Kind = Literal["forward", "backward"]
 
 _NUMBERS = ("ranks", "bytes", "issue", "wait", "overlap", "first use", "last use")
 
-# Of the picture, in its own units.
+# Sizes in the picture, in its own units.
 _LEFT, _RIGHT, _WIDTH = 220.0, 16.0, 1000.0
 _TITLE, _ROW, _BYTES, _GAP = 34.0, 16.0, 70.0, 28.0
 

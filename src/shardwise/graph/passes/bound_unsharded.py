@@ -90,7 +90,7 @@ def last_use(gather: Collective) -> Node:
 
 
 def _plan(graph: Graph, gathers: list[Collective], limit: int, saved: Mapping[str, str]) -> list[Node]:
-    """Return, by gather, the node behind which it may be issued; its present place if that is later."""
+    """Return, by gather, the node after which it may be issued; its present place if that is later."""
     planned: list[Node] = []
     held = _ends_of_saved(graph, saved)  # with their last uses
     for gather, deadline in zip(gathers, _deadlines(graph, gathers), strict=True):

@@ -1,4 +1,4 @@
-"""Issue collectives early and wait for them late, so that they run beside compute."""
+"""Issue collectives early and wait for them late, so that they overlap compute."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def _prefetch(graph: Graph, ahead: int, *, reductions: list[Collective]) -> list
     """Issue gathers early, after the waits of those `reductions` that they would overlap."""
     made = _gradients(graph)
     moved: list[Node] = []
-    issues: list[Node] = []  # of the gathers before, of whatever kind
-    waits: list[Node] = []  # of those of the graph's inputs
+    issues: list[Node] = []  # of all gathers before
+    waits: list[Node] = []  # of gathers of the graph's inputs
     for gather in collectives(graph):
         if gather.kind != GATHER:
             continue
@@ -99,7 +99,7 @@ def sink_waits(graph: Graph) -> list[Node]:
         The nodes that moved, one after another; a node may move twice.
     """
     moved = issue_reductions(graph)
-    # An all-reduce stands between a reduce-scatter's wait and its own: that must make room before and follow.
+    # An all-reduce lies between a reduce-scatter's wait and its own wait: it must make room, then follow.
     for kind in (REDUCE, SCATTER, REDUCE):
         found = [one for one in collectives(graph) if one.kind == kind]
         for i, one in enumerate(found):
