@@ -117,7 +117,7 @@ class ChosenPlan:
 
     @cached_property
     def alternatives(self) -> tuple[dict[str, float | None], ...]:
-        """For each decision, the extra seconds of the best plan with each other style, by style.
+        """Extra seconds of the best plan with each other style, by style, for each decision.
 
         None if no plan has that style. Solves the integer program twice for each decision, on first use.
         """

@@ -34,7 +34,7 @@ from shardwise.tensor_parallel.placement import REPLICATE, Partial, Placement, S
 from shardwise.tensor_parallel.program import Whole, at_first_use, build, output, outputs
 from shardwise.tensor_parallel.state import fake_mode_of
 
-STYLES = ("replicate", "column", "row")  # the first is what a parameter has where nothing is asked
+STYLES = ("replicate", "column", "row")  # the first is a parameter's default
 _MOST = 256  # combinations of states of an operation's inputs
 
 
@@ -148,7 +148,7 @@ def explore(whole: Whole, ranks: int) -> Space:
     groups = _groups(whole)
     made = _Exploration(whole, ranks, groups)
     for node in whole.graph.nodes:
-        if node.op == "output":  # each is a step of its own
+        if node.op == "output":  # each output is a step
             for value, owner in outputs(whole, node):
                 if isinstance(value, fx.Node):
                     inputs = list(dict.fromkeys([value] if owner is None else [value, owner]))

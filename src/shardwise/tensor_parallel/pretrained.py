@@ -78,7 +78,7 @@ def strategies_of(model: Any) -> dict[str, str]:
                 f" program; known are {', '.join(sorted(_WORDS))}"
             )
         style = _WORDS[word]
-        if name.rpartition(".")[0] in fused and word in _FLIPPED:  # beside [in, out], by dims and not by use
+        if name.rpartition(".")[0] in fused and word in _FLIPPED:  # next to [in, out], by dims and not by use
             style = _FLIPPED[word]
         fits = [
             x for own, x in parameters if fnmatchcase(own, name) or fnmatchcase(own.rpartition(".")[0], name)

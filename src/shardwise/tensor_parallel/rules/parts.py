@@ -157,7 +157,7 @@ def index_put(p: Partition, node: fx.Node) -> Dims:
 
 
 def _indexed(p: Partition, x: fx.Node, indices: Any) -> list[int | None] | None:
-    """Return, for each dim of x[indices], its dim of x, None for those of indices; None if masks choose."""
+    """Return, for each dim of x[indices], its dim of x, or None for the indices' dims; None for masks."""
     used = {d: i for d, i in enumerate(indices) if i is not None}
     if not used or any(i.meta["val"].dtype == torch.bool for i in used.values()):
         return None

@@ -263,7 +263,7 @@ def nll(p: Partition, node: fx.Node) -> None:
 
     def finished(loss: Tensor, target: Tensor, weight: Tensor | None) -> list[Tensor]:
         made, total = reduced(loss, target, weight, dim, reduction, ignored)
-        total = torch.zeros_like(total) if reduction == NONE else total  # as torch says it then
+        total = torch.zeros_like(total) if reduction == NONE else total  # as torch returns it
         return [one.to(value.dtype) for one, value in zip((made, total), values, strict=False)]
 
     made = p.run(finished, loss, index, p.take(weight))
