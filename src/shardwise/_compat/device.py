@@ -128,7 +128,7 @@ def device_is_known() -> Iterator[None]:
     """Make torch treat "lazy" as a full device within this context.
 
     torch's lists of devices with foreach and fused kernels get a custom device's name from the patched
-    function. And `torch.tensor(..., device=...)`, which fails otherwise, copies by an operator modes see.
+    function. And `torch.tensor(..., device=...)`, which fails otherwise, copies by an operator seen by modes.
     """
     named = torch._C._get_privateuse1_backend_name
     torch._C._get_privateuse1_backend_name = lambda: "lazy"

@@ -60,7 +60,7 @@ def collectives_in_place() -> Any:
             since: list[Any] = []  # the previous collective, and library calls after it
             found = False
             for node in nodes:
-                kernel = getattr(node, "node", None)  # several have none
+                kernel = getattr(node, "node", None)  # fused nodes have none
                 if is_collective(kernel) or is_wait(kernel):
                     follow(node, since)
                     since, found = [node], True
