@@ -113,7 +113,7 @@ class Dimensions:
         return [list(ranks) for _, ranks in groupby(sorted(range(self.ranks), key=others), key=others)]
 
     def picture(self) -> str:
-        """Draw every rank in its place, and say who sends what to whom, in lines of text."""
+        """Draw every rank in its place, and list what is sent along each dim, as text."""
         sizes = {name: size for name, size in self.sizes.items() if size > 1} or self.sizes
         columns: list[str] = [name for name in sizes if name in ("ep", "tp")] or list(sizes)[-1:]
         rows = [name for name in sizes if name not in columns]

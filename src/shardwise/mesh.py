@@ -60,7 +60,7 @@ def _names(names: MeshDimNames) -> tuple[str, ...]:
 
 @dataclass
 class DataParallelMeshInfo:
-    """The data-parallel mesh and which of its dims shard and replicate.
+    """The data-parallel mesh, and which of its dims shard and replicate.
 
     Attributes:
         mesh: 1-D or 2-D mesh of the data-parallel ranks.
