@@ -5,7 +5,7 @@ from typing import Any
 
 import lazy_loader
 
-from shardwise import torch_version  # noqa: F401  # says what is wrong with torch
+from shardwise import torch_version  # noqa: F401  # refuses an unsupported torch
 
 _PACKAGES = [
     "checkpoint",
@@ -21,7 +21,7 @@ _PACKAGES = [
     "tensor_parallel",
     "verify",
 ]
-# Imports what `__init__.pyi` names when it is first asked for: the command answers before torch is imported.
+# Imports the names in `__init__.pyi` on first access, so the command answers before torch is imported.
 _named, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 

@@ -1,14 +1,15 @@
-"""Which ranks share what in a mesh of several dimensions, by the dims' names:
+"""Meshes of named dims, and what each dim divides or copies over its ranks:
 
-    pp          stages of the model, one after another
+    pp          stages of the model, in order
     replicate   copies of everything
     dp          rows of the batch; parameters are sharded over it
-    sp          sequences in pieces
+    sp          pieces of each sequence
     ep          rows of the batch, and experts
     tp          matrices, tensor parallel
 
-The number of ranks is the product. Dense parameters are sharded over dp, sp and ep, whose ranks have tokens
-of their own; experts, which ep cuts already, over dp, sp and tp. Ranks of tp are neighbours: they talk most.
+The number of ranks is the product of the sizes. Dense parameters are sharded over dp, sp and ep, whose ranks
+hold different tokens; experts, already divided over ep, are sharded over dp, sp and tp. The ranks of tp are
+neighbours, as they communicate most.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shardwise import _compat
 from shardwise.comm.agree import agree
 from shardwise.errors import ShardingError, here, name_places
 
-NAMES = ("pp", "replicate", "dp", "sp", "ep", "tp")  # neighbours in the last
+NAMES = ("pp", "replicate", "dp", "sp", "ep", "tp")  # ranks of the last are neighbours
 _OF_BATCH = ("replicate", "dp", "ep")
 _SAYS = {
     "pp": "activations of a micro-batch, to the next stage and back",
@@ -39,13 +40,13 @@ _SAYS = {
 
 @dataclass(frozen=True)
 class Dimensions:
-    """A mesh by its text: `Dimensions("pp2,dp2,tp2")` has 8 ranks.
+    """A mesh described by text: `Dimensions("pp2,dp2,tp2")` has 8 ranks.
 
     Attributes:
-        text: names with sizes, in any order; dp is there always, of size 1 where it is not named.
+        text: names with sizes, in any order. dp is always a dim, of size 1 if not named.
 
     Raises:
-        ShardingError: a name that is not of this module, twice, or without a size.
+        ShardingError: an unknown name, a name given twice, or one without a size.
     """
 
     text: str
@@ -55,7 +56,7 @@ class Dimensions:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return sizes by name, from those ranks that are farthest apart to neighbours."""
+        """Return sizes by name, from the dim whose ranks are farthest apart to that of neighbours."""
         found: dict[str, int] = {}
         for part in self.text.replace(" ", "").split(","):
             match = re.fullmatch(r"([a-z]+)([1-9]\d*)", part)
@@ -72,11 +73,11 @@ class Dimensions:
         return math.prod(self.sizes.values())
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """Make the mesh; messages name ranks by their places on it. Collective over all ranks.
+        """Make the mesh; messages then give ranks' coordinates on it. Collective over all ranks.
 
         Raises:
-            RankMismatchError: ranks that give different meshes; on every rank.
-            ShardingError: another number of ranks.
+            RankMismatchError: on every rank: ranks give different meshes.
+            ShardingError: the job has another number of ranks.
         """
         if (world := dist.group.WORLD) is not None:
             given = ",".join(f"{name}{size}" for name, size in self.sizes.items())
@@ -88,7 +89,7 @@ class Dimensions:
             )
         name_places(self._said)
         mesh = init_device_mesh(device_type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
-        # Their process groups are made here, by all ranks in one order: a stage may have no experts.
+        # All ranks make these process groups here, in one order: a stage may have no experts.
         for made in (dense_mesh, expert_mesh):
             made(mesh)
         return mesh
@@ -104,7 +105,7 @@ class Dimensions:
         return ", ".join(f"{name} {at}" for name, at in self.place(rank).items() if self.sizes[name] > 1)
 
     def peers(self, name: str) -> list[list[int]]:
-        """Return all sets of ranks that differ in this dim alone."""
+        """Return every set of ranks that differ only in this dim."""
 
         def others(rank: int) -> list[int]:
             return [at for other, at in self.place(rank).items() if other != name]
@@ -112,7 +113,7 @@ class Dimensions:
         return [list(ranks) for _, ranks in groupby(sorted(range(self.ranks), key=others), key=others)]
 
     def picture(self) -> str:
-        """Draw every rank in its place, and say who sends what to whom, in lines of text."""
+        """Draw every rank in its place, and list what is sent along each dim, as text."""
         sizes = {name: size for name, size in self.sizes.items() if size > 1} or self.sizes
         columns: list[str] = [name for name in sizes if name in ("ep", "tp")] or list(sizes)[-1:]
         rows = [name for name in sizes if name not in columns]
@@ -139,34 +140,34 @@ class Dimensions:
 
 
 def part(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
-    """Return the ranks that differ from this one in one dim; None where the mesh has no such dim."""
+    """Return the sub-mesh of the dim `name`; None if the mesh has no such dim."""
     return mesh[name] if name in (mesh.mesh_dim_names or ()) else None
 
 
 def dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh over which all but experts is sharded: shard, or replicate and shard.
+    """Return the mesh that shards all parameters but experts: (shard), or (replicate, shard).
 
-    Collective over all ranks on a mesh that `Dimensions` did not make.
+    Collective over all ranks if `Dimensions` did not make `mesh`.
     """
     return _data_mesh(mesh, ("dp", "sp", "ep"))
 
 
 def expert_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh over which experts are sharded that ep cuts already.
+    """Return the mesh that shards experts, which are already divided over ep.
 
-    Their gradients are sums over all ranks' tokens: `set_gradient_divide_factor(data_ranks(mesh))`.
-    Collective over all ranks on a mesh that `Dimensions` did not make.
+    Their gradients are sums over all ranks' tokens: call `set_gradient_divide_factor(data_ranks(mesh))`.
+    Collective over all ranks if `Dimensions` did not make `mesh`.
     """
     return _data_mesh(mesh, ("dp", "sp", "tp"))
 
 
 def data_ranks(mesh: DeviceMesh) -> int:
-    """Return how many ranks have tokens of their own: the mean over them is the batch's."""
+    """Return how many ranks hold different tokens; the mean over these ranks is the batch's."""
     return math.prod(_size(mesh, name) for name in (*_OF_BATCH, "sp"))
 
 
 def share_of_batch(mesh: DeviceMesh) -> tuple[int, int]:
-    """Return (index, count): which of how many even shares of the batch's rows this rank takes."""
+    """Return (index, count): this rank takes share `index` of `count` even shares of the batch's rows."""
     index, count = 0, 1
     for name in _OF_BATCH:
         if (size := _size(mesh, name)) > 1:

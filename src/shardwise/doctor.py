@@ -1,10 +1,10 @@
-"""Checks of whether this machine, or these, can run sharded training: one function for each.
+"""Checks whether one or more machines can run sharded training; each check is a function.
 
-Under torchrun, one rank of each host looks at its host, and rank 0 compares what all ranks tell it through
-the store that they met at.
+Under torchrun, one rank of each host checks its host. All ranks send what they know through the rendezvous
+store to rank 0, which compares it.
 
 OK       works
-WARNING  works, and will be slower or fail later
+WARNING  works, but will be slower or fail later
 BROKEN   nothing will work until it is fixed
 """
 
@@ -65,9 +65,9 @@ class CheckResult:
 
 
 def examine(folder: str | os.PathLike[str] = ".") -> list[CheckResult]:
-    """Run every check of this machine; one that raises is broken, and the others still run.
+    """Run every check of this machine. A check that raises is BROKEN; the others still run.
 
-    `folder`, or a URL, is where checkpoints are to go.
+    `folder` is the path or URL for checkpoints.
     """
     checks: dict[str, Callable[[], CheckResult]] = {
         "torch": check_torch,
@@ -112,7 +112,7 @@ def _versions() -> dict[str, str]:
 
 
 def judge_ranks(facts: list[dict[str, Any]]) -> list[CheckResult]:
-    """Return the first host's findings, what is amiss on others, and what differs between ranks."""
+    """Return the first host's findings, problems on other hosts, and what differs between ranks."""
     results = []
     for number, rank in enumerate(facts):
         for finding in rank["findings"]:
@@ -142,7 +142,7 @@ def judge_ranks(facts: list[dict[str, Any]]) -> list[CheckResult]:
 
 
 def _compared(facts: list[dict[str, Any]], what: str, status: Status, fix: str) -> CheckResult:
-    """Do all ranks say the same of `what`? Else which hosts say what."""
+    """Check that all ranks have the same `what`; if not, list the hosts by value."""
     said: dict[str, list[str]] = {}
     for rank in facts:
         hosts = said.setdefault(rank[what], [])
@@ -205,7 +205,7 @@ def check_devices() -> CheckResult:
 
 
 def check_descriptors() -> CheckResult:
-    """Check how many files and sockets a process may have open; ranks need one per peer and group."""
+    """Check how many files and sockets a process may have open; ranks need a socket per peer and group."""
     try:
         import resource
     except ImportError:
@@ -228,7 +228,7 @@ def judge_descriptors(soft: int | None, hard: int | None) -> CheckResult:
 
 
 def check_disk(folder: str | os.PathLike[str] = ".") -> CheckResult:
-    """Check that `folder` is writable and has room for checkpoints, or that a store keeps an object."""
+    """Check that `folder` is writable and has room for checkpoints, or that a store keeps what is written."""
     at = location(folder)
     if isinstance(at, StorePath):
         return check_store(at)
@@ -253,7 +253,7 @@ def check_store(at: StorePath) -> CheckResult:
 
 
 def judge_disk(folder: str, free_bytes: int, writable: bool) -> CheckResult:
-    """Judge whether checkpoints fit; one of AdamW in float32 has 12 bytes a parameter."""
+    """Judge whether checkpoints fit; AdamW in float32 saves 12 bytes a parameter."""
     found = f"{free_bytes / 2**30:.1f} GiB free in {folder}"
     if not writable:
         return CheckResult(
@@ -284,7 +284,7 @@ def judge_shared_memory(total_bytes: int) -> CheckResult:
 
 
 def check_host_name() -> CheckResult:
-    """Check whether this machine's own name leads to an address; gloo listens there by default."""
+    """Check whether this machine's host name resolves to an address; gloo listens there by default."""
     name = socket.gethostname()
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})

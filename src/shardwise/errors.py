@@ -33,10 +33,10 @@ class CheckpointError(ShardwiseError):
 
 
 def from_extra(extra: str, module: str, *, what: str) -> Any:
-    """Import a module that one of the package's extras brings, for `what` alone needs it.
+    """Import a module that the package's `extra` installs and only `what` needs.
 
     Raises:
-        ShardwiseError: it is not installed.
+        ShardwiseError: the module is not installed.
     """
     try:
         return import_module(module)
@@ -46,22 +46,22 @@ def from_extra(extra: str, module: str, *, what: str) -> Any:
 
 
 def here() -> str:
-    """Return `rank R` of the calling process, for messages; `rank ?` before initialisation."""
-    import torch.distributed as dist  # the command reports errors without it
+    """Return the calling process as `rank R`, for messages; `rank ?` before initialisation."""
+    import torch.distributed as dist  # the command reports errors without importing it
 
     known = dist.is_available() and dist.is_initialized()
     return f"rank {placed(dist.get_rank())}" if known else "rank ?"
 
 
 def name_places(places: Callable[[int], str]) -> None:
-    """Let messages say where on a mesh ranks are, as long as the default process group lives."""
+    """Have messages give ranks' coordinates on a mesh, for the life of the default process group."""
     import torch.distributed as dist
 
     _places[:] = [(weakref.ref(dist.group.WORLD), places)]
 
 
 def placed(rank: int) -> str:
-    """`3`, or `3 (pp 1, dp 1)` where a mesh has names for it."""
+    """Return `3`, or `3 (pp 1, dp 1)` if `name_places` gave coordinates."""
     import torch.distributed as dist
 
     for group, places in _places:

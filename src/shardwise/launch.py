@@ -1,13 +1,13 @@
-"""Starting ranks on this machine, and printing where one fails: the cause, once, and no more.
+"""Start ranks on this machine and, if one fails, print the cause once and nothing else.
 
-`launch` is torchrun for one machine without its own traceback and log around the error. `report_errors`
-decides what a rank prints for an error that nothing catches:
+`launch` runs torchrun on one machine, without the traceback and log that torchrun prints around an error.
+`report_errors` decides what a rank prints for an uncaught error:
 
-    mistakes (`ShardwiseError`, a mesh or rendezvous that cannot be)   one line: where, what, remedy
-    anything else                                                      its traceback
+    mistakes (`ShardwiseError`, an impossible mesh or rendezvous)   one line: where, what, remedy
+    anything else                                                   its traceback
 
-Of ranks of one machine that would print the same, one does; after the first error, others get one line each,
-as most say only that a peer is gone. SHARDWISE_TRACEBACK=1 shows everything, from every rank.
+If several ranks of one machine would print the same, one does. After the first error, others get one line
+each, as most say only that a peer is gone. SHARDWISE_TRACEBACK=1 shows everything, from every rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwise.errors import ShardwiseError
 TRACEBACK = "SHARDWISE_TRACEBACK"
 _MARK = "shardwise-said-"
 _NOTE = "shardwise-note-"
-_SETTING_UP = ("rendezvous.py", "device_mesh.py")  # of torch.distributed: what they raise is a mistake
+_SETTING_UP = ("rendezvous.py", "device_mesh.py")  # files of torch.distributed whose errors are mistakes
 _REMEDIES = {
     "environment variable": "start it with `shardwise run --ranks N SCRIPT` or torchrun, which set it",
     "EADDRINUSE": "choose another --master-port, or leave the choice to --standalone",
@@ -36,10 +36,10 @@ _REMEDIES = {
 
 
 def on_ranks(ranks: int) -> None:
-    """Return in each of `ranks` processes that run this script.
+    """Run this script in `ranks` processes, and return in each of them.
 
-    Returns at once where a launcher has started them; else starts them, with the same arguments, and exits
-    with their status. Errors that nothing catches are shown by `report_errors` from here on.
+    Returns at once if a launcher started this process. Otherwise starts the processes with the same
+    arguments, and exits with their status. From here on, `report_errors` shows uncaught errors.
     """
     report_errors()
     if "RANK" not in os.environ:
@@ -47,8 +47,10 @@ def on_ranks(ranks: int) -> None:
 
 
 def launch(command: Sequence[str], *, ranks: int) -> int:
-    """Run `python *command` in `ranks` local processes under torchrun's agent; the exit status of the first
-    to fail, 0 where none did."""
+    """Run `python *command` in `ranks` local processes under torchrun's agent.
+
+    Returns the exit status of the first process to fail, or 0.
+    """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -58,12 +60,12 @@ def launch(command: Sequence[str], *, ranks: int) -> int:
         logging.disable(logging.ERROR)  # in this process, which does nothing else
     try:
         parser = run.get_args_parser()
-        parser.allow_abbrev = False  # else it takes a script's own arguments that begin as its own do
+        parser.allow_abbrev = False  # else it takes script arguments that are prefixes of its own
         run.run(parser.parse_args(["--standalone", f"--nproc-per-node={ranks}", *command]))
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         if failure.exitcode > 0:
-            if failure.exitcode != 1:  # else it has said why
+            if failure.exitcode != 1:  # with 1, the rank has said why
                 print(f"rank {rank} exited with status {failure.exitcode}", file=sys.stderr)
             return failure.exitcode
         name = signal.Signals(-failure.exitcode).name
@@ -75,7 +77,7 @@ def launch(command: Sequence[str], *, ranks: int) -> int:
 
 
 def report_errors() -> None:
-    """Show errors that nothing catches as this module says, from now on in this process."""
+    """Show this process's uncaught errors as the module docstring describes, from now on."""
     sys.excepthook = _show
 
 
@@ -93,7 +95,7 @@ def is_mistake(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Return `train.py:12: ShardingError: what is wrong`; the place is the user's own line that led there."""
+    """Return `train.py:12: ShardingError: what is wrong`, with the user's line that led to the error."""
     text = str(error).strip() if isinstance(error, ShardwiseError) else str(error).strip().partition("\n")[0]
     text = "; ".join([text, *(remedy for sign, remedy in _REMEDIES.items() if sign in text)])
     kind = type(error).__name__
@@ -101,7 +103,7 @@ def one_line(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> str:
-    """Return `train.py:12`: the innermost line outside of installed packages; empty where there is none."""
+    """Return `train.py:12`: the innermost line outside installed packages; empty if there is none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _is_users(path := Path(frame.filename)):
             inside = path.resolve().is_relative_to(Path.cwd())
@@ -110,7 +112,7 @@ def place(error: BaseException) -> str:
 
 
 def _is_users(path: Path) -> bool:
-    """Return whether `path` is a user's file: of no installed package, its command, or Python itself."""
+    """Return whether `path` is a user's file: not part of an installed package, the command or Python."""
     installed = {"site-packages", "dist-packages"} & set(path.parts)
     not_theirs = (Path(__file__).parent, Path(os.__file__).parent)
     if path.name == "shardwise" or installed:
@@ -122,19 +124,19 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
     if shows_all():
         sys.__excepthook__(kind, error, trace)
     elif not issubclass(kind, KeyboardInterrupt):
-        at: TracebackType | None = trace  # from where the user's own code begins
+        at: TracebackType | None = trace  # starts at the user's own code
         while at is not None and not _is_users(Path(at.tb_frame.f_code.co_filename)):
             at = at.tb_next
-        if at is None and not issubclass(kind, SyntaxError):  # which says where it is itself
+        if at is None and not issubclass(kind, SyntaxError):  # a SyntaxError names its own line
             at = trace
         whole = "".join(traceback.format_exception(kind, error, at)).strip()
         said = one_line(error)
-        with contextlib.redirect_stderr(sys.__stderr__):  # torch's own hook would add to it
+        with contextlib.redirect_stderr(sys.__stderr__):  # torch's own hook would add text
             say(said, whole="" if is_mistake(error) else whole)
 
 
 def say(line: str, *, whole: str = "") -> None:
-    """Print `line` on stderr, unless a rank of this machine has; or `whole` if nothing was said before."""
+    """Print `line` on stderr once per machine; if no error was printed before, `whole` where given."""
     text, marks = whole or line, _marks()
     if whole and marks is not None and any(marks.glob(f"{_MARK}*")):
         text = line
@@ -145,13 +147,13 @@ def say(line: str, *, whole: str = "") -> None:
 
 
 def note(line: str) -> None:
-    """Print `line`, which is of no error, on stderr, unless a rank of this machine has."""
+    """Print `line`, which reports no error, on stderr once per machine."""
     if _is_first(_NOTE, line):
         print(line, file=sys.stderr, flush=True)
 
 
 def _is_first(mark: str, line: str) -> bool:
-    """Return whether no rank of this machine has asked so before; True where ranks cannot know."""
+    """Return whether no rank of this machine has asked this before; True if ranks cannot know."""
     if (marks := _marks()) is None:
         return True
     digest = hashlib.sha256(line.encode()).hexdigest()[:16]

@@ -60,7 +60,7 @@ def _names(names: MeshDimNames) -> tuple[str, ...]:
 
 @dataclass
 class DataParallelMeshInfo:
-    """The data-parallel mesh and which of its dims shard and replicate.
+    """The data-parallel mesh, and which of its dims shard and replicate.
 
     Attributes:
         mesh: 1-D or 2-D mesh of the data-parallel ranks.
@@ -135,22 +135,22 @@ class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
     """Shards over one axis and replicates over the other."""
 
 
-# By mesh (by default group, for the mesh of all ranks) and names. A living info keeps both alive, and so
-# their ids their own.
+# By id of the mesh (of the default group, for the mesh of all ranks) and names. A live info keeps both
+# alive, so their ids are not reused.
 _infos: WeakValueDictionary[tuple[int, Any], DataParallelMeshInfo] = WeakValueDictionary()
 
 
 def mesh_info(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> DataParallelMeshInfo:
-    """Return the data-parallel axes of `mesh`: one object, as long as anybody has it.
+    """Return the data-parallel axes of `mesh`; the same object as long as it is referenced.
 
     Args:
-        mesh: 1-D (shard), 2-D (replicate, shard), or any mesh of which `dims` names dims. None
+        mesh: 1-D (shard), 2-D (replicate, shard), or any mesh with dims named by `dims`. None
             makes a 1-D mesh of all ranks (collective), on the accelerator if there is one.
         dims: names of the data-parallel dims of a larger mesh.
 
     Raises:
-        ShardingError: a mesh of another rank, without dim names where they are needed, or
-            without the named dims.
+        ShardingError: a mesh of another number of dims, without dim names where they are needed,
+            or without the named dims.
     """
     names = dims and (dims.shard_names, dims.replicate_names)
     found = _infos.get((id(dist.group.WORLD if mesh is None else mesh), names))
@@ -179,10 +179,10 @@ def _info(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataParallelMe
 
 
 def smaller_shards(mesh: DeviceMesh, ranks: int, *, made: DeviceMesh | None = None) -> DeviceMesh:
-    """Arrange the ranks of `mesh` as (replicate, shard), so many to a shard; made once for each mesh.
+    """Arrange the ranks of `mesh` as (replicate, shard), `ranks` to shard over; made once per mesh.
 
     Args:
-        made: what to take for it from now on.
+        made: a mesh to return instead from now on.
     """
     known: dict[int, DeviceMesh] = vars(mesh).setdefault("_shardwise_smaller_shards", {})
     if made is not None:
@@ -202,7 +202,7 @@ def default_mesh() -> DeviceMesh:
 
 
 def shard_mesh(info: DataParallelMeshInfo) -> DeviceMesh:
-    """Return the 1-D mesh of the ranks among which this rank's parameters are cut."""
+    """Return the 1-D mesh of the ranks that shard this rank's parameters."""
     mesh, axis = info.mesh, info.shard_mesh_dim
     if mesh.ndim == 1 or axis is None or mesh.mesh_dim_names is None:
         return mesh

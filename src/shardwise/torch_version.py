@@ -1,7 +1,7 @@
-"""The check for a torch that shardwise runs on, asked by the package's first import.
+"""Checks that shardwise runs on the installed torch, when the package is first imported.
 
-Commands of shardwise end with one line that says what is wrong; `import shardwise` raises it as an
-ImportError. A torch newer than those supported is refused only where it lacks a name that shardwise needs.
+If it does not, a shardwise command exits with one line that says why, and `import shardwise` raises that line
+as an ImportError. A torch newer than supported is refused only if it lacks a name that shardwise needs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FIX = "pip install 'torch>={}.{},<{}.{}'".format(*SUPPORTED[0], SUPPORTED[1][0]
 
 
 def minor_version(version: str) -> tuple[int, int] | None:
-    """Return (2, 13) of "2.13.0+cpu"; None where it does not begin with two numbers."""
+    """Return (2, 13) for "2.13.0+cpu"; None if `version` does not begin with two numbers."""
     parts = version.split("+")[0].split(".")
     if len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()):
         return None
@@ -25,7 +25,7 @@ def minor_version(version: str) -> tuple[int, int] | None:
 
 
 def problem() -> str:
-    """Return why shardwise cannot run on the installed torch, or "". Imports only a newer torch."""
+    """Return why shardwise cannot run on the installed torch, or "". Imports only a torch that is too new."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return f"shardwise needs torch {WANTED}, and {sys.executable} has none: {_FIX}"

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 # Options of the process group's own collectives (below), exported nowhere else.
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ReduceScatterOptions
 
-# comm.count: the one subclass that cannot run below an active mode that steps aside for it.
+# comm.count: the one subclass that cannot run below an active mode that yields to it.
 # hf.generate: a model that has shapes and no memory.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import distributed_c10d as c10d
 
-# checkpoint.write: ranks tell where they wrote as text, and the index is pickled with this record.
+# checkpoint.write: ranks send where they wrote as text, and the index is pickled with this record.
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -63,22 +63,22 @@ def dtensor(local: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) ->
     """Return `local` as this rank's piece of the DTensor that `spec` describes; no communication.
 
     `DTensor.from_local` runs under autograd and checks what the caller already knows. `__init__` is
-    left out: it does nothing, behind three wrappers that cost more than `__new__`.
+    skipped: it does nothing, and its three wrappers cost more than `__new__`.
     """
     made: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
     return made
 
 
 new_dtensor: Callable[..., Any] = DTensor.__new__
-# planner.record: CUDA's kernel for values of a width of their own, which the CPU's public function never runs
+# planner.record: CUDA's kernel for values of another width than keys; the CPU's public function never runs it
 efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention
 
 
 def dtensor_at(local: Tensor, spec: DTensorSpec, *, begin: Tensor, requires_grad: bool = False) -> DTensor:
     """Return a DTensor, as `dtensor` does, over a part of a buffer.
 
-    The wrapper takes over its tensor's storage offset, and torch neither copies nor saves one that has
-    an offset: so it begins with `begin`, any tensor of the same dtype and device without one.
+    The wrapper inherits its tensor's storage offset, and torch neither copies nor saves a wrapper with an
+    offset. So it is first made over `begin`, any tensor of the same dtype and device without an offset.
     """
     made: DTensor = DTensor.__new__(DTensor, begin, spec, requires_grad=requires_grad)
     made._local_tensor = local
@@ -89,7 +89,7 @@ def dtensor_parameter(local: Tensor, spec: DTensorSpec, *, requires_grad: bool) 
     """Make a parameter that is a DTensor; `nn.Parameter(...)` dispatches a detach, ten times as slow."""
     begin = torch.empty(0, dtype=local.dtype, device=local.device)
     made = dtensor_at(local, spec, begin=begin, requires_grad=requires_grad)
-    made._is_param = True  # what nn.Parameter sets on a tensor subclass, and asks for in isinstance
+    made._is_param = True  # what nn.Parameter sets on a tensor subclass, and isinstance reads
     return cast(nn.Parameter, made)
 
 
@@ -106,10 +106,10 @@ _specs: weakref.WeakValueDictionary[Any, DTensorSpec] = weakref.WeakValueDiction
 def shared_spec(mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta | None) -> DTensorSpec:
     """Return the description that all equal DTensors share.
 
-    DTensor looks its operations up by their arguments' descriptions, and compares objects that are not
-    the same field by field: 8 Python calls an operation and tensor.
+    DTensor looks operations up by their arguments' descriptions, and compares different objects field by
+    field: 8 Python calls per operation and tensor.
     """
-    # A living description keeps its mesh alive, and so the mesh's id its own.
+    # A live description keeps its mesh alive, so the mesh's id is not reused.
     key = (id(mesh), tuple(placements), meta)
     spec = _specs.get(key)
     if spec is None:
@@ -125,7 +125,7 @@ def dtensor_spec(
 
 
 def spec_as(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """Return the description of DTensors that differ from those of `spec` in dtype."""
+    """Return the description of DTensors like those of `spec`, but of another dtype."""
     meta = spec.tensor_meta
     assert meta is not None
     return shared_spec(spec.mesh, spec.placements, TensorMeta(meta.shape, meta.stride, dtype))
@@ -158,7 +158,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 # ProcessGroup's own methods skip the Python of `dist.all_gather_into_tensor`, whose name is
-# moreover deprecated in 2.13 (a warning a call) while its successor is missing before.
+# also deprecated in 2.13 (a warning per call), while its successor is missing before.
 _gather_of: Callable[[dist.ProcessGroup], Callable[..., Any]] = attrgetter(
     "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
 )
@@ -175,7 +175,7 @@ def _gather_options(*, async_op: bool) -> AllgatherOptions:
 
 _GATHER_OPTIONS = {async_op: _gather_options(async_op=async_op) for async_op in (False, True)}
 
-# By the identity of the op, which is kept alive: its own hash and equality are slow.
+# By id of the op, which is kept alive: its own hash and equality are slow.
 _SCATTER_OPTIONS: dict[tuple[int, bool], tuple[ReduceScatterOptions, Any]] = {}
 
 
@@ -222,11 +222,12 @@ def is_fake(tensor: Tensor) -> bool:
 
 @contextmanager
 def fakes_convert() -> Iterator[None]:
-    """Let modules of fake tensors be cast: `nn.Module._apply` swaps fakes in place, and fails, as torch keeps
-    weak references to them. Here parameters are replaced, and those that are shared stay so.
+    """Let modules of fake tensors be cast: parameters are replaced, and shared ones stay shared.
+
+    `nn.Module._apply` swaps fakes in place, and fails, as torch keeps weak references to them.
     """
     kept = nn.Module._apply
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the key's own is kept, so that none has its id
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the first is kept so that its id is not reused
 
     def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for child in module.children() if recurse else ():
@@ -268,20 +269,20 @@ def foreach_norm(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> Seq
     return torch._foreach_norm(list(tensors), p, dtype)
 
 
-# Sets what autograd compares, when it reads a saved tensor, with what it was when it was saved.
+# Sets the version that autograd compares, when it reads a saved tensor, with the version saved.
 set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
 )
 
-# As if each was changed in place; `torch.autograd.graph.increment_version` without its Python, at a sixth of
-# the cost of setting.
+# As if each tensor was changed in place; `torch.autograd.graph.increment_version` without its Python, at a
+# sixth of the cost of setting.
 increment_versions: Callable[[tuple[Tensor, ...]], None] = torch._C._increment_version
 
 
 def explain_backward_errors(explain: Callable[[Exception], Exception | None]) -> None:
-    """Let `explain` hear of an error that backward raises, and find a better one for it.
+    """Call `explain` with each error that backward raises; raise the better error that it returns, if any.
 
-    Errors inside autograd's engine pass no hook, only this function, which every backward goes through.
+    Errors inside autograd's engine reach no hook, only the patched function, which every backward calls.
     """
     from torch.autograd import graph
 
@@ -300,7 +301,7 @@ def explain_backward_errors(explain: Callable[[Exception], Exception | None]) ->
     cast(Any, graph)._engine_run_backward = cast(Any, torch.autograd)._engine_run_backward = run_and_explain
 
 
-# Asked once a pass, so that profiles get named ranges and other passes pay nothing for them.
+# Read once a pass, so that profiles get named ranges and other passes pay nothing for them.
 profiler_runs: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
@@ -323,10 +324,10 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def mark_fully_sharded(module: nn.Module) -> None:
-    """Let torch's `replicate`, applied to a module around this one, leave its parameters to us.
+    """Make torch's `replicate`, applied to a module around this one, skip this module's parameters.
 
-    It asks for a mark under a key that is drawn anew in each process, and offers no public way to set one.
-    The file that knows the key was loaded with the state dict helpers that are extended below.
+    `replicate` looks for a mark under a key drawn anew in each process; there is no public way to set it.
+    The file that has the key was loaded with the state dict helpers that are extended below.
     """
     contract: Any = sys.modules.get("torch.distributed._composable.contract")
     if contract is not None:
@@ -337,17 +338,19 @@ def mark_fully_sharded(module: nn.Module) -> None:
 def hook_state_dicts(
     module: nn.Module, key: Any, *, before: Callable[..., None], after_loading: Callable[..., None]
 ) -> None:
-    """Call `before` when the module's state dict is taken or loaded, `after_loading` when it was loaded.
+    """Call `before` when the module's state dict is taken or loaded, `after_loading` after it is loaded.
 
-    torch's functions that register hooks make handles, and wrap what they are given: half of the cost.
+    torch's functions that register hooks make handles and wrap the hooks: half of the cost.
     """
     module._state_dict_pre_hooks[key] = module._load_state_dict_pre_hooks[key] = before
     module._load_state_dict_post_hooks[key] = after_loading
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return a module's own parameters by name, the dict itself: switching them is one assignment each,
-    where `setattr` costs checks that both sides of the switch have passed already."""
+    """Return a module's own dict of parameters by name: switching one is a single assignment.
+
+    `setattr` would repeat checks that both sides of the switch have already passed.
+    """
     return module._parameters
 
 
@@ -356,7 +359,7 @@ make_wrapper: Callable[..., Any] = Tensor._make_wrapper_subclass
 
 
 def allow_foreach(*types: type[Tensor]) -> None:
-    """Let optimizers choose their foreach forms for parameters of these types, as torch does for DTensor."""
+    """Let optimizers choose foreach for parameters of these types, as torch does for DTensor."""
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 
@@ -369,17 +372,17 @@ def group_of_sharded_tensor(tensor: Any) -> Any:
     return tensor._process_group
 
 
-# optim: gradients that are views of one buffer are worked on as that buffer. None for what is no view.
+# optim: gradients that are views of one buffer are processed as that buffer. None if not a view.
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return `function.apply` without what it does for `torch.func`: for where `transforms_run` says no."""
+    """Return `function.apply` without its support of `torch.func`, for use if `transforms_run` is False."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
 
-# sharded_tensor: nn.Module.to asks it whether a parameter may take other memory and keep its identity.
+# sharded_tensor: nn.Module.to asks it whether a parameter may take other memory and stay the same object.
 has_compatible_shallow_copy_type: Any = torch._has_compatible_shallow_copy_type
 
 # sharded_tensor: operations on lists of tensors, as optimizers call them with foreach=True.
@@ -390,7 +393,7 @@ foreach_functions: dict[str, Any] = {
 }
 
 
-# tensor_parallel: the functional collectives as they stand in graphs.
+# tensor_parallel: the functional collectives as they appear in graphs.
 functional_collectives: Any = torch.ops._c10d_functional
 
 
@@ -412,11 +415,11 @@ def forget_placements() -> None:
 
 @contextmanager
 def _own_placements(*, of_a_rank: bool) -> Iterator[None]:
-    """Keep what DTensor looks up of operators here apart from what it has looked up outside.
+    """Separate DTensor's operator look-ups in this context from those outside.
 
-    It finds the first of equal meshes, whose groups may be gone, or a job's. `of_a_rank`: the look-ups
-    outside are a job's, and stay: ranks that keep theirs send over the groups of a first mesh, and one that
-    lost them would over those of an equal second. So no mesh made here is equal to one outside.
+    A look-up finds the first of equal meshes, whose groups may be gone, or be a job's. With `of_a_rank`, the
+    look-ups outside are a job's, and are kept: a rank that lost them might send over the groups of a second,
+    equal mesh while others use the first. So meshes made here then equal none outside.
     """
     if not of_a_rank:
         forget_placements()
@@ -429,7 +432,7 @@ def _own_placements(*, of_a_rank: bool) -> Iterator[None]:
 
     def apart(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        self._thread_id = here  # part of what is compared, for tests whose ranks are threads
+        self._thread_id = here  # meshes compare it, for tests whose ranks are threads
 
     with mock.patch.object(DeviceMesh, "__init__", apart):
         yield
@@ -440,10 +443,10 @@ _simulations = itertools.count(1)
 
 @contextmanager
 def no_process_groups() -> Iterator[None]:
-    """Hide this process's groups, the default one too, and have them back afterwards.
+    """Hide this process's groups, including the default one, and restore them afterwards.
 
-    planner.noop_group: a plan may be made in a process that is a rank of something. torch keeps one world a
-    process, in dicts that these properties show.
+    planner.noop_group: a plan may be made in a process that is a rank of a job. torch keeps one world per
+    process, in dicts that these properties expose.
     """
     world = c10d._world
     kept: list[dict[Any, Any]] = [
@@ -473,7 +476,7 @@ _SHAPES_OF_DTENSORS = (ShardingPropagator, "_propagate_tensor_meta_non_cached")
 
 
 def shapes_of_dtensors_unseen(watcher: Any) -> Any:
-    """Return a patch by which a watcher of operators `looks_away` from them."""
+    """Return a patch that sets a watcher's `looks_away` while DTensor computes shapes."""
     kind, name = _SHAPES_OF_DTENSORS
     original = getattr(kind, name)
 

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# What functional collectives find a group by.
+# Functional collectives look groups up in this registry.
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 
-# Telling the tracer of frames which functions it shall skip.
+# Tells the frame tracer which functions to skip.
 from torch._C._dynamo import eval_frame as _frames
 
 # What AOTAutograd traces with.
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-# A functional collective carries the name of its group, and only this knows the group.
+# A functional collective carries the name of its group; only this function maps it to the group.
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     _resolve_process_group as resolve_process_group,
 )
@@ -53,7 +53,7 @@ def traced_all_reduce(shard: Tensor, op: str, group_name: str) -> Tensor:
     return cast(Tensor, functional.wait_tensor(functional.all_reduce(shard, op, group_name)))
 
 
-# Tensors of one dtype one after another in new memory (of two and more; one would stay where it is).
+# Concatenates tensors of one dtype in new memory (two or more; a single one stays where it is).
 flatten: Callable[[list[Tensor]], Tensor] = torch._C._nn.flatten_dense_tensors
 
 
@@ -64,8 +64,8 @@ def in_compiled_autograd() -> bool:
 
 
 def compiler_in_use() -> bool:
-    """Return whether this process has made a function that `torch.compile` compiles when it is called."""
-    frames: Any = sys.modules.get("torch._dynamo.eval_frame")  # where also None and False stand for backends
+    """Return whether this process has made a function with `torch.compile`."""
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")  # None and False also stand for backends there
     return frames is not None and any(callable(backend) for backend in frames.cached_backends.values())
 
 
@@ -85,7 +85,7 @@ def is_functional(tensor: Tensor) -> bool:
 def while_tracing(function: Callable[[Any], None], subject: Any) -> None:
     """Run a function once, when the call is traced; it is not part of the graph.
 
-    The function is given what `traced_object` turns into `subject` itself, of which nothing has been read.
+    The function gets a context, from which `traced_object` returns `subject` itself without reading from it.
     """
     from torch._dynamo.comptime import comptime
 
@@ -93,12 +93,12 @@ def while_tracing(function: Callable[[Any], None], subject: Any) -> None:
 
 
 def traced_object(context: Any) -> Any:
-    """Return the `subject` of `while_tracing`, whose variable only the tracer knows."""
+    """Return the `subject` of `while_tracing`, to which only the tracer has the variable."""
     return context.get_local("subject")._i_will_not_complain_if_bc_breaks_VariableTracker().realize().value
 
 
 def depth_in_graph() -> int:
-    """Return how many checkpoints the code that is being traced lies in, as a constant of its graph."""
+    """Return how many checkpoints enclose the code being traced, as a constant of its graph."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     tracer, depth = InstructionTranslator.current_tx().output.current_tracer, 0
@@ -112,11 +112,11 @@ cast(Any, depth_in_graph)._dynamo_marked_constant = True
 
 
 def runs_eagerly(function: Function, why: str | None = None) -> Function:
-    """Mark a function as never compiled, nor what it calls, at no cost of a call.
+    """Mark a function, and what it calls, as never compiled, at no cost per call.
 
     A tracer that meets it breaks its graph; with `fullgraph=True` the compiler raises with the reason. While
-    a compiled function calls `backward`, the tracer compiles whatever Python autograd calls. The wrapper that
-    `torch.compiler.disable` makes costs several calls each time, in uncompiled training too.
+    a compiled function calls `backward`, the tracer compiles whatever Python autograd calls. The wrapper of
+    `torch.compiler.disable` costs several calls each time, in uncompiled training too.
     """
     _pass_by(function, _frames._FrameAction.SKIP)
     marked = cast(Any, function)
@@ -125,13 +125,13 @@ def runs_eagerly(function: Function, why: str | None = None) -> Function:
 
 
 def only_inlined(function: Function) -> Function:
-    """Mark a function as part of the graphs of its callers, and not compiled where eager code calls it."""
+    """Mark a function as traced into its callers' graphs, but not compiled when eager code calls it."""
     _pass_by(function, _frames._FrameAction.DEFAULT)
     return function
 
 
 def runs_outside_graphs(function: FunctionType, why: str) -> Callable[..., Any]:
-    """Return a copy of a function that is never compiled, though functions that it calls are.
+    """Return a copy of a function that is never compiled, while functions that it calls may be.
 
     A tracer that meets it breaks its graph; with `fullgraph=True` the compiler raises with the reason.
     """
@@ -147,9 +147,9 @@ def _pass_by(function: Callable[..., Any], callees: Any) -> None:
 
 
 def traced_side_effect(setter: Callable[..., None], *args: Any) -> None:
-    """Call a setter inside a checkpointed region, where tracers refuse changes of outer objects.
+    """Call a setter inside a checkpointed region, where tracers refuse to change outer objects.
 
-    They cannot know that the change is undone before the region ends.
+    Tracers cannot know that the change is undone before the region ends.
     """
     from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as allow
 
@@ -160,14 +160,14 @@ def traced_side_effect(setter: Callable[..., None], *args: Any) -> None:
 
 
 def name_process_group(name: Any, group: dist.ProcessGroup) -> None:
-    """Let functional collectives find `group` by `name`, in place of what had that name; kept weakly."""
+    """Register `group` under `name` for functional collectives, replacing any other; held weakly."""
     with suppress(RuntimeError, ValueError, LookupError):
         _unregister_process_group(name)
     _register_process_group(name, group)
 
 
 def is_known_by_name(group: dist.ProcessGroup) -> bool:
-    """Do functional collectives find it? Not once it was destroyed, and another may have its name then."""
+    """Return whether functional collectives find `group` by its name; False once it is destroyed."""
     try:
         return resolve_process_group(cast(Any, group.group_name)) is group
     except (RuntimeError, ValueError, TypeError, LookupError):
@@ -177,7 +177,7 @@ def is_known_by_name(group: dist.ProcessGroup) -> bool:
 def group_ranks(group_name: str) -> int:
     """Return the size of the process group that functional collectives know by this name; 0 if there is none.
 
-    An all-reduce in a graph says nothing of it.
+    An all-reduce in a graph does not contain it.
     """
     try:
         return int(resolve_process_group(cast(Any, group_name)).size())
@@ -185,7 +185,7 @@ def group_ranks(group_name: str) -> int:
         return 0
 
 
-# Does backend "aot_eager" by this name take operators apart as inductor does?
+# Names of "aot_eager" backends: whether each decomposes operators as inductor does.
 AOT_EAGER = {"aot_eager": False, "aot_eager_decomp_partition": True}
 
 
@@ -199,8 +199,8 @@ def aot_edited(
 ) -> Callable[..., Any]:
     """Compile a graph with AOTAutograd, after `edit` has changed each of its graphs of operators.
 
-    Backend "aot_eager" or, with `decompose`, "aot_eager_decomp_partition" runs them as they are; the second
-    has no hook between its partitioner and its compiler. If given, `compiler` compiles them.
+    The graphs run as in backend "aot_eager" or, with `decompose`, "aot_eager_decomp_partition", which has no
+    hook between its partitioner and its compiler. If given, `compiler` compiles them.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
@@ -233,10 +233,10 @@ def aot_edited(
 
 @contextmanager
 def tracing_autograd() -> Iterator[None]:
-    """Let calls that compile within trace `torch.autograd.grad`, which torch leaves off by default.
+    """Let calls that compile in this context trace `torch.autograd.grad`, which is off by default in torch.
 
-    Torch's own recomputation in the graphs that come of it is left out: it takes one run of nodes for
-    backward, refuses regions with random numbers, and keeps what views of recomputed tensors hold.
+    Torch's own recomputation in the resulting graphs is turned off: it expects backward to be one run of
+    nodes, refuses regions with random numbers, and keeps tensors alive through views of recomputed ones.
     """
     from torch._dynamo import config as tracer
     from torch._functorch import config as graphs
@@ -247,7 +247,7 @@ def tracing_autograd() -> Iterator[None]:
 
 
 def why_untraceable(error: Exception) -> str | None:
-    """Return why a compiler cannot make one graph of a function; None if `error` does not say that."""
+    """Return why a compiler cannot make one graph of a function; None if `error` has another cause."""
     from torch._dynamo.exc import Unsupported
 
     if not isinstance(error, Unsupported):
@@ -260,7 +260,7 @@ def why_untraceable(error: Exception) -> str | None:
 
 
 def compiled_frame() -> tuple[int, int] | None:
-    """Return the number of the frame that a backend compiles, and how often it was compiled before."""
+    """Return the number of the frame being compiled, and how often it was compiled before."""
     from torch._guards import CompileContext
 
     current = CompileContext.current_compile_id()
@@ -299,7 +299,7 @@ def aoti_load(path: str) -> Callable[..., Any]:
 
 
 def check_index_copies(program: torch.export.ExportedProgram) -> None:
-    """Raise for a source that does not fit: before 2.13 torch exports it, and raises when it runs."""
+    """Raise for an index_copy_ whose source does not fit: torch before 2.13 raises only at run time."""
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.index_copy_.default):
         to, dim, _, source = (x.meta["val"] if isinstance(x, torch.fx.Node) else x for x in node.args)
         found, wanted = ([*x.shape[:dim], *x.shape[dim + 1 :]] for x in (source, to))

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-# What a functional collective returns outside of compilers: it waits when it is first read.
+# What a functional collective returns outside compilers: it waits when first read.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-# Tensors of a class with these are no hosts of user's overrides: operators come one level lower.
+# Tensor classes with this do not run users' overrides: operators arrive one level lower.
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 
 
@@ -26,8 +26,8 @@ NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 def register_device(make: Callable[[], ModuleType]) -> None:
     """Give torch's device type "lazy" a module, for the rest of the process.
 
-    Of the types that no backend serves it alone has a guard, which autograd asks for, runs its backward in
-    the calling thread, and is never taken for the machine's accelerator.
+    Of the types without a backend, only "lazy" has the guard that autograd needs, runs backward in the
+    calling thread, and is never taken for the machine's accelerator.
     """
     from torch._lazy import ts_backend
 
@@ -37,19 +37,19 @@ def register_device(make: Callable[[], ModuleType]) -> None:
 
 @cache
 def is_plain(kind: type[Tensor]) -> bool:
-    """Return whether tensors of this class are plain memory and a shape. (Of simulated devices too.)"""
+    """Return whether tensors of this class, including simulated devices', are plain memory and a shape."""
     return kind is Tensor or issubclass(kind, FakeTensor) or getattr(kind, "is_plain_memory", False)
 
 
 def as_device_tensor(kind: type[Tensor], memory: Tensor, device: torch.device) -> Any:
-    """Return a tensor of class `kind` over CPU memory that says it is on `device`; only subclasses may."""
+    """Return a tensor of class `kind`, a subclass, over CPU memory that reports `device` as its device."""
     return torch.Tensor._make_subclass(
         kind, memory, False, dispatch_device=True, device_for_backend_keys=device
     )
 
 
 def as_saved(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what pickles a tensor by way of the CPU, such that `torch.load` of weights alone takes it."""
+    """Return what pickles a tensor by way of the CPU so that `torch.load(weights_only=True)` accepts it."""
     if isinstance(tensor, torch.nn.Parameter):
         return torch._utils._rebuild_parameter, (tensor.detach(), tensor.requires_grad, OrderedDict())
     made = tensor.detach().cpu(), tensor.dtype, str(tensor.device), tensor.requires_grad
@@ -79,7 +79,7 @@ def shared_with_thread(mode: Any) -> Iterator[None]:
 
 
 def take_over(tensor: Tensor, other: Tensor) -> None:
-    """Let `tensor` be over `other`'s memory, with its shape; versions and autograd stay."""
+    """Give `tensor` the memory and shape of `other`; its version and autograd state stay."""
     with torch._C._DisableTorchDispatch():
         tensor.data = other
 
@@ -91,20 +91,20 @@ def wait_for_collective(tensor: Tensor) -> Tensor:
 
 
 def autograd_node() -> Any:
-    """Return the node that autograd runs now, None outside of backward; profilers have it, users have not."""
+    """Return the node that autograd runs now, or None outside backward; it has no public name."""
     return torch._C._current_autograd_node()
 
 
 def node_number(node: Any) -> int:
-    """Return the place of a node among all that forward made; huge for those that accumulate gradients."""
+    """Return a node's place among all that forward made; huge for nodes that accumulate gradients."""
     return int(node._sequence_nr())
 
 
-# Methods of a process group by which batches of messages and coalesced collectives begin and end, and by
-# which torch finds out whether a device's are batched. Those of a simulated device stand in their place.
+# Methods of a process group that begin and end batches of messages and coalesced collectives, and that tell
+# torch whether a device batches them. A simulated device replaces them.
 START_COALESCING, END_COALESCING, BACKEND_OF = "_start_coalescing", "_end_coalescing", "_get_backend"
 
-# What of torch.autograd calls the engine: all public ways do. A simulated device follows the nodes that run.
+# All public functions of torch.autograd call the engine by it. A simulated device follows the nodes run.
 ENGINE = "_engine_run_backward"
 
 
@@ -125,10 +125,10 @@ def next_node_number() -> int:
 
 @contextmanager
 def device_is_known() -> Iterator[None]:
-    """Let "lazy" be a device as good as others, meanwhile.
+    """Make torch treat "lazy" as a full device within this context.
 
-    Lists of who has foreach and fused kernels name a device that is not torch's own by this function. And
-    `torch.tensor(..., device=...)` copies to the device by an operator that modes see; else it cannot.
+    torch's lists of devices with foreach and fused kernels get a custom device's name from the patched
+    function. And `torch.tensor(..., device=...)`, which fails otherwise, copies by an operator seen by modes.
     """
     named = torch._C._get_privateuse1_backend_name
     torch._C._get_privateuse1_backend_name = lambda: "lazy"

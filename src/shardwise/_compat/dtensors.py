@@ -1,8 +1,8 @@
-"""DTensors that are ours: what torch asks of a DTensor and of a placement by private names.
+"""Our own DTensors: what torch requires of a DTensor and of a placement by private names.
 
-A subclass of DTensor whose `__torch_dispatch__` is its own, and a placement that is no even cut. torch's
-functions that make DTensors from placements make plain ones, cut evenly; `route_dtensors` sends those that
-are asked for our placement to us.
+They are a subclass of DTensor with its own `__torch_dispatch__`, and a placement that is not an even cut.
+torch's functions that make DTensors from placements make plain ones, cut evenly; `route_dtensors` redirects
+calls with our placement to us.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper as Local
 
 
 class OwnShard(Shard):
-    """A `Shard` whose parts are not even; torch's redistribution of plain DTensors cannot serve it."""
+    """A `Shard` with uneven parts, which torch's redistribution of plain DTensors does not support."""
 
     def local_rows(self, rows: int, ranks: int, rank: int) -> tuple[int, int]:
         """Return how many of `rows` rows `rank` of `ranks` on this axis holds, and the first."""
@@ -60,14 +60,14 @@ class OwnShard(Shard):
 
 
 class OwnSpec(DTensorSpec):
-    """Describes tensors placed by an `OwnShard`, which DTensor's check of orders takes for a mistake."""
+    """Describes tensors placed by an `OwnShard`, which DTensor's check of shard order would refuse."""
 
     def _verify_shard_order(self, shard_order: Any) -> None:
         pass
 
 
 class OwnDTensor(DTensor):
-    """A DTensor that runs its operations itself, and describes itself when it is asked.
+    """A DTensor that runs its operations itself, and computes its description on demand.
 
     Its local tensor is in DTensor's own attribute `_local_tensor`, where torch's checkpoint helpers write.
     """
@@ -84,7 +84,7 @@ class OwnDTensor(DTensor):
 
     @_spec.setter
     def _spec(self, spec: DTensorSpec) -> None:
-        """Do nothing: `swap_tensors` assigns it, after it has swapped what it is computed from."""
+        """Do nothing: `swap_tensors` assigns it after swapping what it is computed from."""
 
     @_spec.deleter
     def _spec(self) -> None:
@@ -137,9 +137,10 @@ def _distribute(
 
 
 def fill_whole(name: str, is_ours: Callable[[Any], bool]) -> None:
-    """Let a function of `torch.nn.init` that writes by indices fill a whole plain tensor, where `is_ours`.
+    """Make a function of `torch.nn.init` that writes by indices fill a whole plain tensor if `is_ours`.
 
-    It changes the tensor before the first index, which ours have not, raises; and it asks no subclass.
+    Our tensors do not support indices, and the function would change the tensor before the first index
+    raises; it has no hook for subclasses.
     """
     fill: Callable[..., Tensor] = getattr(torch.nn.init, name)
 
@@ -155,13 +156,13 @@ def fill_whole(name: str, is_ours: Callable[[Any], bool]) -> None:
 
 
 def traced_by(own_storage: Callable[[Tensor], Tensor]) -> None:
-    """Let tracers take DTensors whose local tensor lies at another offset than their wrapper.
+    """Let tracers take DTensors whose local tensor has another storage offset than their wrapper.
 
-    A tracer takes a DTensor apart by `__tensor_flatten__` and puts one together whose wrapper takes over the
-    local tensor's offset; then it finds that the two differ. Whoever traces is not asked before.
+    A tracer takes a DTensor apart by `__tensor_flatten__`, and makes one whose wrapper inherits the local
+    tensor's offset; then it finds that the two differ. There is no hook before that.
 
     Args:
-        own_storage: the same memory, as a tensor that begins its storage.
+        own_storage: returns the same memory as a tensor at the beginning of its storage.
     """
     flatten: Any = DTensor.__tensor_flatten__
 
@@ -177,10 +178,10 @@ def traced_by(own_storage: Callable[[Tensor], Tensor]) -> None:
 
 
 def route_dtensors(ours: type[DTensor], make: MakesOwn) -> None:
-    """Let torch's functions that make DTensors by placements ask `make` where these are ours.
+    """Make torch's functions that create DTensors from placements call `make` if the placements are ours.
 
-    They know `Shard` and its one way of cutting only. `distribute_tensor` changes its code in place, since
-    many modules have imported it by name.
+    These functions know only `Shard` and its one way of cutting. The code of `distribute_tensor` is replaced
+    in place, since many modules have imported it by name.
     """
     distribute: Any = api.distribute_tensor
     original = FunctionType(distribute.__code__, distribute.__globals__, "distribute_tensor")
@@ -209,7 +210,7 @@ def route_dtensors(ours: type[DTensor], make: MakesOwn) -> None:
     DTensor.from_local = staticmethod(made_from_local)  # type: ignore[method-assign]
     DTensor.redistribute = redistributed  # type: ignore[method-assign]
 
-    # It would cut a tensor by its placements, which cannot say where rows lie beside tensor parallelism.
+    # The helper would cut a tensor by its placements, which cannot express rows next to tensor parallelism.
     helpers: Any = _state_dict_utils
     helper = helpers._distribute_tensors
 
@@ -224,10 +225,10 @@ def route_dtensors(ours: type[DTensor], make: MakesOwn) -> None:
 
 
 def extend_state_dict_helpers(kind: type[Tensor], *, cut: Callable[[Any, Tensor], Tensor]) -> None:
-    """Let torch's `get_state_dict` and `set_state_dict` gather and cut tensors of `kind` as they do DTensors.
+    """Make torch's `get_state_dict` and `set_state_dict` gather and cut tensors of `kind` like DTensors.
 
-    There is no hook for this, and without it `full_state_dict=True` would take such tensors for whole
-    ones. `cut(sharded, whole)` is this rank's part of `whole`, cut as `sharded`.
+    There is no hook for this, and otherwise `full_state_dict=True` would treat such tensors as whole.
+    `cut(sharded, whole)` returns this rank's part of `whole`, cut like `sharded`.
     """
     from torch.distributed import _state_dict_utils
     from torch.distributed.checkpoint import state_dict
@@ -252,7 +253,7 @@ def extend_state_dict_helpers(kind: type[Tensor], *, cut: Callable[[Any, Tensor]
             broadcast(full, local, keys, *where)
 
     def distribute_state_dict(full: dict[str, Any], local: dict[str, Any], **where: Any) -> None:
-        for key, value in full.items():  # one at a time: whole tensors of all would not fit
+        for key, value in full.items():  # one at a time: all whole tensors would not fit
             with cut_again(local, [key]):
                 distribute({key: value}, local, **where)
 

@@ -1,4 +1,4 @@
-"""Fake tensors in a third of the time: FakeTensorMode's own cache costs more than the operators."""
+"""Fake tensors in a third of the time: FakeTensorMode's own cache costs more than the operators do."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NOT_FAKED = (torch.float32, torch.float16)  # of _grouped_mm, whose kernels tak
 
 
 class _Unknown(Exception):  # noqa: N818
-    """Raised for what is no part of a key."""
+    """Raised for a value that cannot be part of a key."""
 
 
 class _Result(NamedTuple):
-    """A result's metadata, and which of the tensors it was computed from it is, or is a view of."""
+    """A result's metadata, and the index of the input tensor that it is, or is a view of."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -34,7 +34,7 @@ class _Result(NamedTuple):
 
 
 class _Uncompiled:
-    """A mode that no compiler meets: torch wraps others' dispatch so that compilers leave it alone."""
+    """A mode without the wrapper that torch puts around a mode's dispatch to hide it from compilers."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -46,10 +46,10 @@ class EagerDispatchMode(_Uncompiled, TorchDispatchMode):
 
 
 class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
-    """A `FakeTensorMode` that looks results up by shapes where torch's own operators compute on its tensors.
+    """A `FakeTensorMode` that looks up results of torch's own operators on its tensors by shapes.
 
-    Whatever it has not seen, cannot make from shapes alone, or changes the shape of what it is given (`t_`,
-    `resize_`, an `out` of another size), goes torch's way.
+    Calls that are new, that it cannot answer from shapes alone, or that change the shape of an argument
+    (`t_`, `resize_`, an `out` of another size) are left to torch.
     """
 
     _results: ClassVar[dict[Any, tuple[type, list[_Result]] | None]] = {}
@@ -62,7 +62,7 @@ class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
         kwargs = kwargs or {}
         tensors: list[Tensor] = []
         key = self._key(func, args, kwargs, tensors) if func.namespace in _OWN else None
-        if key is None or not tensors:  # what is made of no tensor may hold values
+        if key is None or not tensors:  # a result of no tensor may hold values
             return super().__torch_dispatch__(func, types, args, kwargs)
         if (found := self._results.get(key)) is not None:
             kind, results = found
@@ -82,7 +82,7 @@ class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
         return result
 
     def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Return what a result's metadata follow from, None if something else; add tensors to the list."""
+        """Return a key that determines a result's metadata, or None; add tensors to the list."""
         try:
             words = [self._word(one, tensors) for one in args]
             named = [(name, self._word(one, tensors)) for name, one in kwargs.items()]
@@ -105,7 +105,7 @@ class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
         return kind, value  # as 1 is True
 
     def _described(self, result: Any, tensors: list[Tensor]) -> tuple[type, list[_Result]] | None:
-        """Return what makes `result` again; None where metadata do not say it."""
+        """Return a description that recreates `result`; None if metadata do not suffice."""
         if result is None:  # it wrote to its arguments
             return type(result), []
         results = list(result) if type(result) in (list, tuple) else [result]
@@ -128,7 +128,7 @@ class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
         return type(result), found
 
     def _is_alone(self, one: Tensor, made: _Result, known: list[int]) -> bool:
-        """Return whether memory of its own, no larger than it, is all that a tensor has."""
+        """Return whether a tensor has memory of its own, no larger than it needs."""
         storage = one.untyped_storage()
         if storage._cdata in known or made.offset:
             return False
@@ -145,7 +145,7 @@ class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
             first = FakeTensor(self, made, one.device)
             self._attributes[one.device] = dict(vars(first))
             return first
-        # As FakeTensor makes it, whose own checks of what it is given take as long as all else here.
+        # As FakeTensor does it, without its checks, which take as long as all else here.
         how: Any = {"dispatch_device": True, "device_for_backend_keys": one.device}
         fake = Tensor._make_subclass(FakeTensor, made, False, **how)
         vars(fake).update(self._attributes[one.device])
@@ -154,9 +154,9 @@ class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
 
 @contextmanager
 def operators_on_cpu(functions: dict[str, Callable[..., Any]]) -> Iterator[None]:
-    """Let operators of torch that are made of others be these functions on the CPU, whoever calls them.
+    """Replace torch's composite operators by these functions on the CPU, for all callers.
 
-    Names in modules can be replaced only where they are looked up, and a mode of torch functions, which is
+    Replacing a module's name affects only callers that look it up there. A mode of torch functions, which is
     off within torch's own functions, takes a quarter more of a plan's time. `Library` has no public end.
     """
     with torch.library._scoped_library("aten", "IMPL") as library:

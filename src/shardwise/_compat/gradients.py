@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
 
-# fsdp: gathered memory is not a transform's own; there is no public way to leave one, or to ask which run.
+# fsdp: gathered memory is not a transform's own; there is no public way to leave one, or to list active ones.
 from torch._functorch.pyfunctorch import (
     retrieve_all_functorch_interpreters,
     temporarily_clear_interpreter_stack,
@@ -21,18 +21,18 @@ from torch._functorch.pyfunctorch import (
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as _checkpoint
 
-# Within it, torch does not look for `__torch_function__` by name at every attribute of a tensor subclass.
+# Within it, torch does not look up `__torch_function__` by name at every attribute of a tensor subclass.
 plain_attributes: Any = torch._C.DisableTorchFunctionSubclass
 
 
-# By default FSDP2 sums gradients in their parameters' stored dtype since 2.15, before as they come.
+# By default FSDP2 sums gradients in their parameters' stored dtype since 2.15, before in their own dtype.
 SUMS_AS_KEPT = torch.torch_version.TorchVersion(torch.__version__) >= "2.15"
 
 
 def chosen_grad_dtype(tensor: Tensor) -> tuple[torch.dtype | None, ...]:
     """Return the `grad_dtype` that the user set on a leaf, in a tuple; empty if none.
 
-    Before 2.15 torch does not say whether it was set: then the tensor's own dtype is nobody's choice.
+    Before 2.15 torch does not say whether it was set: then the tensor's own dtype counts as not set.
     """
     with plain_attributes():
         found = tensor.grad_dtype
@@ -40,23 +40,23 @@ def chosen_grad_dtype(tensor: Tensor) -> tuple[torch.dtype | None, ...]:
     return (found,) if chosen else ()
 
 
-# Hooks by `register_post_accumulate_grad_hook`, which autograd does not run for gradients we set: a
+# Hooks from `register_post_accumulate_grad_hook`, which autograd does not run for gradients we set: a
 # dict by handle, or None.
 post_accumulate_grad_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | None] = attrgetter(
     "_post_accumulate_grad_hooks"
 )
 
 
-# Hooks by `register_hook`, which autograd does not run for gradients we set either.
+# Hooks from `register_hook`, which autograd does not run for gradients we set either.
 grad_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], Tensor | None]] | None] = attrgetter(
     "_backward_hooks"
 )
 
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
-    """Call `hook` with the gradient of `tensor`, the result of an op; `register_hook` without a handle.
+    """Call `hook` with the gradient of `tensor`, the result of an op; like `register_hook` without a handle.
 
-    The handle costs more than the hook, and nobody removes these.
+    The handle costs more than the hook, and these hooks are never removed.
     """
     node: Any = tensor.grad_fn
     if node is None or tensor._backward_hooks is not None:
@@ -74,28 +74,28 @@ is_forward_grad_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 def function_arguments() -> list[Any]:
     """Return arguments of the innermost `torch.autograd.Function` whose forward runs.
 
-    No hook follows them: since 2.15 `apply` is C++, and users keep it under other names. So they are found on
-    the stack, for callers that know by `is_forward_grad_enabled` that there may be any.
+    There is no hook: since 2.15 `apply` is C++, and users keep it under other names. So they are found on the
+    stack, for callers that know from `is_forward_grad_enabled` that there may be any.
     """
     frame = None if torch.is_inference_mode_enabled() else sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "forward":
             names, variadic, _, found = inspect.getargvalues(frame)
             own = [found.get(name) for name in (*names, variadic) if name]
-            if own and not hasattr(type(own[0]), "forward"):  # no method, as of a module
+            if own and not hasattr(type(own[0]), "forward"):  # not a method, such as a module's
                 return pytree.tree_leaves(own)
         frame = frame.f_back
     return []
 
 
-# What ends a recomputation from within, where it has all that backward needs; it passes through operations.
+# Raised inside a recomputation to end it once it has all that backward needs; it passes through operations.
 StopRecomputation: type[Exception] = _checkpoint._StopRecomputationError
 
 
-# Does a transform run? Tensors that are made meanwhile are wrapped, and have no storage.
+# Whether a transform runs. Tensors made meanwhile are wrapped, and have no storage.
 transforms_run: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
-# What is made within it is as if there were no transform.
+# Tensors made in this context are as if there were no transform.
 outside_transforms: Any = temporarily_clear_interpreter_stack
 
 _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)

@@ -22,9 +22,9 @@ def group_allocator(group: dist.ProcessGroup, device: torch.device) -> Any | Non
 
 
 # verify.streams: `new_group` waits for all ranks of the group with the process's own state half changed, and
-# names a group by its ranks and by how many of them exist, so two threads cannot make two at a time.
+# names a group by its ranks and how many such groups exist, so two threads cannot make two at a time.
 def second_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
-    """Make a gloo group of the ranks of `group` that functional collectives find by `name`; all must call."""
+    """Make a gloo group of the ranks of `group`, known to functional collectives as `name`. Collective."""
     store = bindings.PrefixStore(name, default_store())
     kind = dist.ProcessGroup.BackendType.GLOO
     made: Any = dist.ProcessGroup(store, group.rank(), group.size())
@@ -32,7 +32,7 @@ def second_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     made._set_default_backend(kind)
     made._register_backend(torch.device("cpu"), kind, backend)
     made._set_group_name(name)
-    bindings._unregister_process_group(cast(Any, name))  # if there is one, of a default group that is gone
+    bindings._unregister_process_group(cast(Any, name))  # one may remain from a destroyed default group
     bindings._register_process_group(cast(Any, name), made)
     return cast(dist.ProcessGroup, made)
 
@@ -44,7 +44,7 @@ def premultiplied_sum(factor: float) -> Any:
 
 
 def default_store() -> Store:
-    """Return the default process group's store; raises ValueError where there is no group."""
+    """Return the default process group's store; raises ValueError if there is no group."""
     return c10d._get_default_store()
 
 
@@ -54,17 +54,17 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return cast(timedelta, cast(Any, group._get_backend(device)).options._timeout)
 
 
-# checkpoint.living: a process group has its number among the keys by which its ranks find each other.
+# checkpoint.living: the number of a process group is among the keys by which its ranks find each other.
 def number_groups_anew() -> None:
-    """Count process groups from 0, as one that could not be made was counted too. There must be none."""
+    """Count process groups from 0 again, as one that failed was counted too. No group may exist."""
     c10d._world.group_count = 0
 
 
-# checkpoint.living: ranks connect within seconds, or not at all; what they send may take longer. torch's
-# public function is of 2.15. What it makes there for "nccl" has no `_set_default_timeout` any more, which
-# gloo and the older NCCL backend have on every release.
+# checkpoint.living: ranks connect within seconds, or not at all; what they send may take longer. torch has a
+# public function since 2.15. Its "nccl" backend there lacks `_set_default_timeout`, which gloo and the older
+# NCCL backend have on every release.
 def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
-    """Have collectives of `group`, None is the default one, wait so long for other ranks."""
+    """Set how long collectives of `group` (the default group if None) wait for other ranks."""
     group = group or c10d._get_default_group()
     for device in group._device_types:
         backend: Any = group._get_backend(device)
@@ -73,9 +73,9 @@ def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
 
 
 def follow_timeout(group: dist.ProcessGroup) -> None:
-    """Let a group of a mesh, which torch gives a timeout of its own default, have the default group's.
+    """Give a mesh's group the default group's timeout if it has torch's default timeout.
 
-    That default depends on the backend: 10 minutes over NCCL, else 30.
+    Torch's default depends on the backend: 10 minutes over NCCL, else 30.
     """
     whole = c10d._get_default_group()
     if group is whole:
@@ -86,7 +86,7 @@ def follow_timeout(group: dist.ProcessGroup) -> None:
 
 
 def use_symmetric_memory(backend: str) -> None:
-    """Choose who allocates symmetric memory; torch has no public module for it."""
+    """Choose the backend that allocates symmetric memory; torch has no public module for it."""
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory.set_backend(cast(Any, backend))
@@ -101,5 +101,5 @@ def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device, group:
     return tensor
 
 
-# Collectives that autograd and compilers follow have no public module.
+# Collectives that autograd and compilers can trace have no public module.
 exchange: Callable[[Tensor, list[int], list[int], dist.ProcessGroup], Tensor] = all_to_all_single_autograd

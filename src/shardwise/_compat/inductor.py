@@ -18,9 +18,9 @@ def inductor(options: dict[str, Any], dynamic: bool | None) -> Callable[..., Any
 
 
 def inductor_pass(edit: Callable[[torch.fx.Graph], Any], uuid: str | None) -> Any:
-    """Make a pass over inductor's graphs; the `uuid` tells its caches of compiled graphs what it does.
+    """Return a pass over inductor's graphs; `uuid` identifies it in caches of compiled graphs.
 
-    With a `uuid` of None graphs are compiled anew.
+    If `uuid` is None, graphs are compiled anew.
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -35,12 +35,12 @@ def inductor_pass(edit: Callable[[torch.fx.Graph], Any], uuid: str | None) -> An
 
 
 def collectives_in_place() -> Any:
-    """Return a pass over what inductor is about to fuse: collectives stay where the graph has them.
+    """Return a pass, before inductor fuses kernels, that keeps collectives where the graph has them.
 
-    Inductor fuses kernels that read the same memory, however far apart they stand. What one of them waits
-    for then runs before all that follows the other: a reduction slipped behind the next block's products.
-    Each collective, and each wait, is made to follow the calls of libraries before it and to precede those
-    behind it. Kernels that inductor generates may still move: fusing them is worth more than their place.
+    Inductor fuses kernels that read the same memory, however far apart they are. What one of them waits for
+    then runs before all that follows the other: a reduction slipped behind the next block's products. So the
+    pass makes each collective and wait follow the library calls before it and precede those after it. Kernels
+    that inductor generates may still move: fusing them is worth more than their place.
     """
     from torch._inductor import custom_graph_pass
     from torch._inductor.dependencies import WeakDep
@@ -52,15 +52,15 @@ def collectives_in_place() -> Any:
         for name in (name for one in earlier for name in one.get_buffer_names()):
             node.add_fake_dep(WeakDep(name, mutating_buf=mine, is_fake=True))
 
-    # 2.13 made a class of its own for passes of the scheduler.
+    # 2.13 added a separate class for scheduler passes.
     base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
 
     class Pass(base):  # type: ignore[misc]
         def __call__(self, nodes: list[Any]) -> list[Any]:
-            since: list[Any] = []  # the collective before, and what inductor calls behind it
+            since: list[Any] = []  # the previous collective, and library calls after it
             found = False
             for node in nodes:
-                kernel = getattr(node, "node", None)  # several have none
+                kernel = getattr(node, "node", None)  # fused nodes have none
                 if is_collective(kernel) or is_wait(kernel):
                     follow(node, since)
                     since, found = [node], True
@@ -68,7 +68,7 @@ def collectives_in_place() -> Any:
                     follow(node, since[:1] if found else ())
                     since.append(node)
             if found:
-                V.graph.scheduler.compute_ancestors()  # by which it tells what it may fuse
+                V.graph.scheduler.compute_ancestors()  # the scheduler decides by them what it may fuse
             return nodes
 
         def uuid(self) -> str:
@@ -77,14 +77,14 @@ def collectives_in_place() -> Any:
     return Pass()
 
 
-# The nodes in it, in graph order, and whether it is a call that computes the last of them.
+# A kernel's nodes, in graph order, and whether it is a library call that computes the last of them.
 Kernel = tuple[tuple[Node, ...], bool]
 
 
 def scheduled(keep: Callable[[GraphModule, bool, list[Kernel]], None]) -> Callable[[list[Any]], list[Any]]:
-    """Make a pass over what inductor has fused, which it does not change: `keep` is called with every graph.
+    """Return a pass that calls `keep` for every graph that inductor has fused, and changes nothing.
 
-    With the graph, whether it is a backward one, and its kernels in their order. No public hook shows it.
+    `keep` gets the graph, whether it is a backward graph, and its kernels in order. There is no public hook.
     """
     from torch._inductor.virtualized import V
 

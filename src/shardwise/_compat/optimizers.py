@@ -25,13 +25,13 @@ StepLists = tuple[list[Any], ...]
 def change_step_lists(
     optimizer: Optimizer, change: Callable[[Optimizer, dict[str, Any], StepLists], None]
 ) -> None:
-    """Let `change` see, in each step and for each group of parameters, what the step is about to work on.
+    """Call `change`, in each step and for each parameter group, with the lists that the step will work on.
 
-    These are lists of as many tensors each: parameters, gradients, then state. Optimizers of torch.optim fill
-    them in `_init_group`, which no public hook follows. A step that is compiled works on its own.
+    The lists have equal lengths: parameters, gradients, then state. Optimizers of torch.optim fill them in
+    `_init_group`, which has no public hook. A compiled step does not call `change`.
     """
     fill: Callable[..., Any] = type(optimizer)._init_group  # type: ignore[attr-defined]
-    found = weakref.ref(optimizer)  # a cycle would keep its state until the garbage collector comes
+    found = weakref.ref(optimizer)  # a cycle would keep its state until garbage collection
 
     def filled(group: dict[str, Any], *lists: list[Any]) -> Any:
         owner = found()
@@ -47,7 +47,7 @@ def change_step_lists(
 
 
 def _fast_attributes(params: list[Tensor]) -> AbstractContextManager[Any]:
-    """Return `plain_attributes`, unless some parameter answers for its attributes, as a `ShardedTensor`."""
+    """Return `plain_attributes`, unless a parameter handles its own attributes, like a `ShardedTensor`."""
     kinds = set(map(type, params))
     are_plain = all(kind in (Tensor, Parameter) or issubclass(kind, DTensor) for kind in kinds)
     return plain_attributes() if are_plain else nullcontext()
@@ -65,9 +65,9 @@ def in_compiled_call() -> bool:
 
 
 def drop_gradients_unread(optimizer: Optimizer) -> None:
-    """Let its `zero_grad` set gradients to None without reading them first.
+    """Make an optimizer's `zero_grad` set gradients to None without reading them first.
 
-    Each read or write of an attribute of a tensor subclass looks `__torch_function__` up by name, too.
+    Each read or write of an attribute of a tensor subclass also looks up `__torch_function__` by name.
     """
     found, zero_grad = weakref.ref(optimizer), type(optimizer).zero_grad
 
@@ -88,7 +88,7 @@ def drop_gradients_unread(optimizer: Optimizer) -> None:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Do hooks other than this library's run around its steps? torch has no public way to ask."""
+    """Return whether hooks other than this library's run around steps; torch has no public way to tell."""
     hooks = chain(
         optimizer._optimizer_step_pre_hooks.values(),
         optimizer._optimizer_step_post_hooks.values(),
@@ -99,7 +99,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def count_step(counts: list[Tensor]) -> None:
-    """Add one to each, in one call. Public code has a call for each."""
+    """Add one to each count, in one call; public functions need a call for each."""
     with torch.no_grad():  # on CPU, a number would become a tensor for each count
         ones: Any = [torch.ones((), device="cpu")] * len(counts) if counts[0].is_cpu else 1
         torch._foreach_add_(counts, ones)

@@ -1,9 +1,9 @@
-"""Files that others may have written: which of them are read, whether they are whole, what they say.
+"""Files that others may have written: which are read, whether they are whole, and what they contain.
 
-    stores      where they lie: a file system, or a store behind an `fsspec` URL
-    paths       those inside a checkpoint's folder, and no others
-    manifest    JSON whose entries have the types they should; digests of files
-    tensors     the one reader of safetensors files
+    stores      where files are: a file system, or a store behind an `fsspec` URL
+    lock        one writer in a folder at a time
+    manifest    files inside a checkpoint's folder, and no others; JSON of checked types; digests of files
+    tensors     the only reader of safetensors files
 
-No rank waits for another in any of it, and nothing in a file is executed.
+No function here waits for another rank, and nothing in a file is executed.
 """

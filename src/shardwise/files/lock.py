@@ -1,8 +1,9 @@
-"""One writer in a folder at a time: a lock that the system gives back when its process ends.
+"""One writer in a folder at a time: a lock that the system releases when its process ends.
 
-    PATH/.saving    there while a process writes: its host, number and since when, for whoever else wants to
+    PATH/.saving    exists while a process writes; gives other writers its host, process id and start time
 
-A process that was killed leaves the file and no lock. Where a file system has no locks nothing is locked.
+A killed process leaves the file but no lock. Without file locks (Windows, some file systems), nothing is
+locked.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _held: dict[Path, int] = {}  # open files, by folder
 
 
 def lock(folder: Path) -> None:
-    """Take the lock of a folder for this process, if it has not got it already.
+    """Lock a folder for this process, unless it already holds the lock.
 
     Raises:
-        CheckpointError: another process has it.
+        CheckpointError: another process holds it.
     """
     if sys.platform == "win32" or folder in _held:
         return
@@ -38,7 +39,7 @@ def lock(folder: Path) -> None:
             fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if file.exists() and os.path.samestat(os.fstat(opened), file.stat()):
                 break
-        except (BlockingIOError, PermissionError) as error:  # as systems say it
+        except (BlockingIOError, PermissionError) as error:  # which one depends on the system
             raise CheckpointError(f"{folder}: {_holder(opened)}") from error
         except OSError:
             break
@@ -50,7 +51,7 @@ def lock(folder: Path) -> None:
 
 
 def unlock(folder: Path) -> None:
-    """Give back the lock of a folder, if this process has it."""
+    """Release the lock of a folder, if this process holds it."""
     opened = _held.pop(folder, None)
     if opened is not None:
         with suppress(OSError):
@@ -59,7 +60,7 @@ def unlock(folder: Path) -> None:
 
 
 def _holder(opened: int) -> str:
-    """Describe the process that has the lock; closes the file."""
+    """Describe the process that holds the lock, and close the file."""
     said: dict[str, object] = {}
     with suppress(ValueError):
         said = json.loads(os.pread(opened, 4096, 0))

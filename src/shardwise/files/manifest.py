@@ -1,16 +1,16 @@
-"""The files that a checkpoint may have read, those inside its folder, and whether they are whole.
+"""Checks that the files of a checkpoint lie inside its folder and are whole.
 
-A checkpoint from elsewhere names files: in a manifest, in an index, by being links. Wherever the library
-follows such a name it does so by `inside`, so that no checkpoint can have anything else on the machine
-read. What a user names, a folder or a file, is followed as it is.
+A checkpoint from elsewhere names files: in a manifest, in an index, or through links. The library follows
+such names only with `inside`, so no checkpoint can make it read other files of the machine. A folder or file
+that the user names is followed as it is.
 
-A manifest is JSON of the expected types, with digests that fit the files:
+A manifest is JSON of the expected types, with digests that match the files:
 
     format     what the folder is, by name or number
-    files      {name: {"bytes": int, "sha256" or "xxh3_128": hexadecimal digits}} of the others
+    files      {name: {"bytes": int, "sha256" or "xxh3_128": hexadecimal digits}} of the other files
     sha256     of the manifest without this entry
 
-and whatever else belongs to that format. A digest finds damage, not malice: it does not say who wrote a file.
+and whatever else that format has. A digest finds damage, not malice: it does not say who wrote a file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def inside(folder: At, name: Any) -> At:
     """Return the file `name` of `folder`, which may be missing.
 
     Raises:
-        CheckpointError: a name that is no text or leaves the folder, by itself or through links.
+        CheckpointError: a name that is no string, is empty, or leaves the folder, by itself or through links.
     """
     if not isinstance(name, str) or not name:
         raise CheckpointError(f"{folder}: expected the name of a file in it, found {name!r}; not read")
@@ -56,7 +56,7 @@ def _check_links(folder: Path, name: str) -> None:
 
 
 def regular(file: At) -> At:
-    """Return `file`, which must be there. Of anything else, a pipe say, reading might never end."""
+    """Return `file`, which must be a regular file: reading anything else, such as a pipe, might never end."""
     if not file.is_file():
         raise CheckpointError(f"{file}: missing; expected a file. Copy it again, or use another checkpoint")
     return file
@@ -65,7 +65,7 @@ def regular(file: At) -> At:
 MANIFEST = "manifest.json"
 Types = Mapping[str, tuple[Callable[[Any], bool], str]]
 HASHES: Mapping[str, Callable[..., Any]] = {"sha256": hashlib.sha256, "xxh3_128": xxhash.xxh3_128}
-_CHUNK_BYTES, _REQUEST_BYTES = 1 << 20, 16 << 20  # read at a time, of a file and of an object in a store
+_CHUNK_BYTES, _REQUEST_BYTES = 1 << 20, 16 << 20  # per read, of a file and of an object in a store
 
 
 def write_manifest(folder: Location, manifest: Mapping[str, Any]) -> None:
@@ -75,7 +75,7 @@ def write_manifest(folder: Location, manifest: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Location, *, format: int | str | tuple[int, ...], types: Types) -> dict[str, Any]:
-    """Return the manifest of `folder`, of this format or one of these, without its own digest.
+    """Return the manifest of `folder`, of one of the formats given, without its own digest.
 
     Raises:
         CheckpointError: one that is missing, damaged, of another format, or has entries of other types.
@@ -117,7 +117,7 @@ def _kind(entry: Mapping[str, Any]) -> str:
 
 
 def digest(file: Location, kind: str = "sha256") -> dict[str, Any]:
-    """Return size in bytes and hash of a file, of one of the kinds in `HASHES`."""
+    """Return a file's size in bytes and its hash; `kind` is one of `HASHES`."""
     found, size = HASHES[kind](), 0
     chunk = bytearray(_REQUEST_BYTES if isinstance(file, StorePath) else _CHUNK_BYTES)
     with file.open("rb") as stream:
@@ -136,10 +136,10 @@ def read_json(file: Location) -> Any:
 
 
 def check_types(file: Location, manifest: Any, types: Types) -> None:
-    """Raise CheckpointError for an entry of `manifest` that is missing or not what it should be.
+    """Raise CheckpointError for an entry of `manifest` that is missing or of the wrong type.
 
     Args:
-        types: for each entry, whether a value is one, and what it is to be in words.
+        types: for each entry, a check of its value, and the expected value in words.
     """
     if not isinstance(manifest, dict):
         raise CheckpointError(f"{file}: expected entries by name, found {manifest!r:.100}")
@@ -154,7 +154,7 @@ def is_count(value: Any) -> bool:
 
 
 def all_in(kind: Any, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Make a check that a value is a list, or a dict by name, whose items all pass `fits`."""
+    """Return a check that a value is a list, or a dict by name, whose items all pass `fits`."""
 
     def fit(found: Any) -> bool:
         return isinstance(found, kind) and all(map(fits, found.values() if kind is dict else found))

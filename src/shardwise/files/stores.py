@@ -1,10 +1,10 @@
-"""The place of checkpoints: a folder of the file system, or objects in a store that an `fsspec` URL names.
+"""Locations of checkpoints: a folder of the file system, or objects in a store that an `fsspec` URL names.
 
     a path, file://...      a `Path`: renames are atomic, files are synced
-    s3://bucket/run, ...    a `StorePath`: a store has no rename, but an object is there whole or not at all
+    s3://bucket/run, ...    a `StorePath`: a store has no rename, but an object is whole or absent
 
-Both are asked in the words of `Path`. What differs is here: how a file is written so that it is whole or
-absent, how a written one is confirmed, how a folder is removed.
+`StorePath` has the methods of `Path` that are needed. What differs is here: how to write a file so that it is
+whole or absent, how to confirm that it is written, how to remove a folder.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 from shardwise.errors import CheckpointError, from_extra
 
 _LOCAL = ("file", "local")
-_SMALL_BYTES = 1 << 16  # what is asked for at least where places in a file are read
+_SMALL_BYTES = 1 << 16  # the least to request when parts of a file are read
 
 
 @dataclass(frozen=True)
 class StorePath:
-    """An object of a store, or all whose names begin with it. `str` and `os.fspath` give its URL."""
+    """An object in a store, or a folder of objects. `str` and `os.fspath` give its URL."""
 
     path: PurePosixPath  # within the store, as fsspec names it
     system: Any = field(compare=False, repr=False)  # fsspec's file system
@@ -71,7 +71,7 @@ class StorePath:
         return self.read_bytes().decode()
 
     def open(self, mode: str = "rb") -> Any:
-        """Open a stream: `rb` requests the ranges that are read; `wb` makes the object when it is closed."""
+        """Open a stream: `rb` requests only the ranges read; `wb` creates the object when closed."""
         if mode == "rb":
             return io.BufferedReader(_Ranges(self), _SMALL_BYTES)
         return self.system.open(str(self.path), mode)
@@ -85,7 +85,7 @@ At = TypeVar("At", bound=Location)
 
 
 def location(path: str | os.PathLike[str]) -> Location:
-    """Return the location of a path or `fsspec` URL; keys and endpoints are from the store's environment.
+    """Return the location of a path or `fsspec` URL; the store's client reads keys from the environment.
 
     Raises:
         CheckpointError: a protocol that `fsspec` does not know, or whose client is not installed.
@@ -108,7 +108,7 @@ def location(path: str | os.PathLike[str]) -> Location:
 
 
 def on_disk(path: str | os.PathLike[str]) -> Path:
-    """Return a path of the file system, for code that reads and writes no store.
+    """Return a path of the file system, for code that cannot use a store.
 
     Raises:
         CheckpointError: a URL of a store.
@@ -124,7 +124,7 @@ def on_disk(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def new_file(file: Location) -> Iterator[Any]:
-    """Open an unbuffered stream into a new file, which is stored when the context ends well."""
+    """Open an unbuffered stream into a new file, which is stored when the context ends without error."""
     if isinstance(file, StorePath):
         with file.open("wb") as stream:
             yield stream
@@ -156,7 +156,7 @@ def sync(path: Path) -> None:
 
 
 def remove_folder(folder: Location) -> None:
-    """Remove a folder with all that is in it."""
+    """Remove a folder and everything in it."""
     if isinstance(folder, Path):
         shutil.rmtree(folder)
     else:
@@ -165,7 +165,7 @@ def remove_folder(folder: Location) -> None:
 
 
 class _Ranges(io.RawIOBase):
-    """An object of a store, each read of which is one request for as many bytes."""
+    """A stream from an object in a store; each read is one request for that many bytes."""
 
     def __init__(self, file: StorePath) -> None:
         self.name = str(file)

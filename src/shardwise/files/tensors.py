@@ -1,8 +1,8 @@
-"""Tensors in safetensors files, by name: the one reader, of which each rank reads only its own parts.
+"""The reader of tensors in safetensors files, by name; each rank reads only its own parts.
 
-    a file, an index (`*.safetensors.index.json`), or a folder with one or files
+    a file, an index (`*.safetensors.index.json`), or a folder with an index or files
 
-Files are opened as they are needed. An index or a folder cannot have anything outside itself read.
+Files are opened when needed. An index or a folder cannot cause files outside its folder to be read.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F8_E8M0": torch.float8_e8m0fnu,
-    "F4": torch.float4_e2m1fn_x2,  # two in an element of torch's; files count them one by one
+    "F4": torch.float4_e2m1fn_x2,  # a torch element packs two values; files count each value
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file that is open.
+    """A tensor in an open safetensors file.
 
     Attributes:
         shape: of the whole tensor.
-        dtype: that it is stored in.
+        dtype: as stored.
     """
 
     shape: tuple[int, ...]
@@ -62,19 +62,19 @@ class StoredTensor:
     _stored: Any
 
     def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
-        """Read elements from `begins` to `ends`, an index for each dim; maybe a view of the mapped file."""
+        """Read elements from `begins` to `ends`, one index per dim; may return a view of the mapped file."""
         found: Tensor = self._stored[tuple(map(slice, begins, ends)) or ...]
         return found
 
 
 class TensorFiles:
-    """The tensors of files, by name; a context, within which what it found can be read.
+    """The tensors of several files, by name; a context manager, within which found tensors can be read.
 
     Args:
-        paths: files, indexes or folders, in this order; the first that has a name counts.
+        paths: files, indexes or folders; the first that has a name counts.
 
     Attributes:
-        known: the names met so far, with their files; all of them once a name was not found.
+        known: the names listed so far, with their files; all names once one was not found.
     """
 
     def __init__(self, paths: Iterable[str | os.PathLike[str]]) -> None:
@@ -97,7 +97,7 @@ class TensorFiles:
         return list(self.known)
 
     def find(self, name: str) -> StoredTensor | None:
-        """Return the tensor `name`; None where no file has it.
+        """Return the tensor `name`; None if no file has it.
 
         Raises:
             CheckpointError: no such file or folder, a damaged file or index, files outside the folder; a
@@ -122,7 +122,7 @@ def _stored(path: Path, file: Any, name: str) -> StoredTensor:
     shape, dtype = list(found.get_shape()), DTYPES.get(found.get_dtype())
     if dtype is None:
         raise CheckpointError(f"{name}: dtype {found.get_dtype()} is none that torch has; convert the file")
-    if dtype == torch.float4_e2m1fn_x2:  # which safetensors slices by the file's count
+    if dtype == torch.float4_e2m1fn_x2:  # safetensors would slice by the file's count
         shape[-1] //= 2
         found = file.get_tensor(name)
     return StoredTensor(tuple(shape), dtype, found)

@@ -1,4 +1,4 @@
-"""Compiled sharded models: graphs whose collectives can be seen, moved and checked."""
+"""Graphs of compiled sharded models: inspect, move and check their collectives."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`shardwise.compile`: `torch.compile` of a sharded model whose graphs communicate early, in one order.
+"""`shardwise.compile`: `torch.compile` for sharded models, with collectives issued early and in one order.
 
-Around a backend it does two things. Before a graph is compiled, ranks compare the collectives in it: ranks
-that traced different graphs raise instead of waiting for each other. And the graphs of operators that
-AOTAutograd makes of it, one for the forward and one for the backward, go through `shardwise.graph.passes`.
+It adds two things to a backend. Before a graph is compiled, ranks compare its collectives: ranks that traced
+different graphs raise instead of waiting for each other. And `shardwise.graph.passes` run over the graphs of
+operators that AOTAutograd makes of it, one for the forward and one for the backward.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ def compile(
     merge_bytes: int = 0,
     options: dict[str, Any] | None = None,
 ) -> Any:
-    """Compile a model that `fully_shard` has sharded, its gathers and reductions with it.
+    """Compile a model that `fully_shard` has sharded, including its gathers and reductions.
 
-    Like `torch.compile` it compiles when the model is first called, and backward when that first runs. Each
-    new graph is compared over the ranks of the sharded parameters' groups before it is compiled, once for
-    graphs with equal collectives: that call is collective, as the model's forward is.
+    Like `torch.compile`, it compiles when the model is first called, and backward when that first runs.
+    Before a new graph is compiled, the ranks of the sharded parameters' groups compare it, once for graphs
+    with equal collectives. So that call is collective, like the model's forward.
 
     Args:
-        model: sharded, itself or modules in it.
-        backend: "inductor", "aot_eager" or "aot_eager_decomp_partition" with passes; "eager" and any other
-            backend, as a callable that takes a graph module and example inputs, without: they are given no
-            graph of operators.
+        model: a sharded module, or one that contains sharded modules.
+        backend: "inductor", "aot_eager" or "aot_eager_decomp_partition", with passes; "eager", or a callable
+            that takes a graph module and example inputs, without passes, as these get no graph of operators.
         mode: "full" compiles the whole model into one graph, in which gathers overlap the compute of other
             groups. "regional" compiles what each innermost sharded module does between its gather and its
-            reductions, and equal ones once, in the time of one; when groups are gathered and reduced stays
-            the uncompiled model's. Passes have nothing to do there.
-        fullgraph: raise where a graph would break; the default, unlike torch's.
-        dynamic: as `torch.compile` has it.
-        prefetch: gather parameters this many groups ahead; 0: where they are needed. None: one ahead, in
-            backward once the gradients of the module before are reduced, which holds a group less than 1.
-        max_unsharded: gather no more groups than this at a time; None: as many as `prefetch` takes.
+            reductions, and compiles equal modules once. Groups are gathered and reduced when the uncompiled
+            model does it, so passes do not apply.
+        fullgraph: raise on a graph break. Unlike in torch, this is the default.
+        dynamic: as of `torch.compile`.
+        prefetch: gather parameters this many groups ahead; 0: where they are needed. None: one ahead, but in
+            backward only after the previous module's gradients are reduced, which holds one group less than
+            1 does.
+        max_unsharded: gather at most this many groups at a time; None: as many as `prefetch` takes.
         merge_bytes: merge small collectives of one kind up to this size; 0: merge none. Reductions over more
             than two ranks may then add in another order.
-        options: inductor's, beside those that keep the order of collectives.
+        options: for inductor, except those that keep the order of collectives.
 
     Returns:
         What `torch.compile` returns ("full"), or `model` ("regional").
@@ -88,7 +88,7 @@ def compile(
             'prefetch, max_unsharded and merge_bytes are of mode "full"; in mode "regional" groups are'
             " gathered when the uncompiled model gathers them; set_modules_to_forward_prefetch changes that"
         )
-    # Beside breaks, and between the collectives of sharded modules, graphs may be one rank's only.
+    # Next to graph breaks, or between collectives of sharded modules, a graph may exist on one rank only.
     run = _AgreedBackend(
         _backend(backend, passes, dynamic, options), sharded, silent_ones=mode == "full" and fullgraph
     )
@@ -120,8 +120,8 @@ def _backend(
 class _AgreedBackend:
     """A backend that first compares a graph's collectives with those of other ranks.
 
-    A graph like one before is not compared: a rank may have to compile again for sizes that only it has met.
-    Nor is one that issues nothing, except for `silent_ones`.
+    A graph with the collectives of an earlier one is not compared: a rank may recompile for sizes that only
+    it meets. Graphs without collectives are compared only if `silent_ones` is set.
     """
 
     def __init__(self, backend: Backend, sharded: list[FSDPModule], *, silent_ones: bool) -> None:
@@ -138,7 +138,7 @@ class _AgreedBackend:
             error = getattr(raised, "inner_exception", raised)  # compilers wrap what passes raise
             if not isinstance(error, ShardwiseError):
                 raise
-        return partial(_fail, error)  # Dynamo would wrap it as well, and an error of its own reach the user
+        return partial(_fail, error)  # Dynamo would wrap it too, and show the user its own error
 
     def _agree(self, text: str) -> None:
         if text not in self._agreed and (text or self._silent_ones):
@@ -151,7 +151,7 @@ def _fail(error: Exception, *args: Any) -> Any:
 
 
 def _groups_of(sharded: list[FSDPModule]) -> tuple[list[ProcessGroup], list[str], torch.device]:
-    """Return the groups over which ranks compare, the names of all with parameters, and their device."""
+    """Return the groups over which ranks compare, the names of the parameters' groups, and their device."""
     groups: dict[ProcessGroup, None] = {}
     names: list[str] = []
     states = states_in(sharded)
@@ -170,13 +170,13 @@ def with_passes(
     options: dict[str, Any] | None,
     first: Callable[[Graph], None] | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of `torch.compile` with which `passes` run over the graphs of `backend`.
+    """Return arguments of `torch.compile` that make `passes` run over the graphs of `backend`.
 
     Args:
-        backend: names other than inductor's and "aot_eager"'s, and functions without `first`, are passed on
-            as they are: they get no graphs of operators.
-        options: inductor's, beside those that are set here.
-        first: edits graphs with backward in them before the passes do.
+        backend: names other than "inductor" and the "aot_eager" ones, and functions without `first`, are
+            passed on unchanged: they get no graphs of operators.
+        options: for inductor, except those that are set here.
+        first: edits graphs that contain backward, before the passes.
 
     Raises:
         ShardingError: options for another backend than inductor, or that are set here.
@@ -206,14 +206,14 @@ def with_passes(
 
 
 def inductor_options(edit: Callable[[Graph], Any], uuid: str | None) -> dict[str, Any]:
-    """Return inductor's options for it to run `edit` last, and to leave collectives where that puts them.
+    """Return options that make inductor run `edit` last, and keep collectives where `edit` puts them.
 
     Args:
-        uuid: tells caches of compiled graphs what `edit` does; None: graphs are compiled anew.
+        uuid: identifies `edit` in caches of compiled graphs; None: graphs are compiled anew.
     """
     return {
         "post_grad_custom_post_pass": _compat.inductor_pass(edit, uuid),
-        "reorder_for_peak_memory": False,  # which would move collectives, each rank as it sees fit
-        "reorder_for_locality": False,  # which without autograd would gather everything first
+        "reorder_for_peak_memory": False,  # would move collectives, differently on each rank
+        "reorder_for_locality": False,  # without autograd would gather everything first
         "_pre_fusion_custom_pass": _compat.collectives_in_place(),
     }

@@ -1,7 +1,7 @@
-"""`shardwise.inspect_graph`: what the graphs of a compiled model hold, without compiling it for use.
+"""`shardwise.inspect_graph`: reports what the graphs of a compiled model contain.
 
-A model is compiled once more, run once and left as it was found: the report is of a fresh compilation, and of
-the model as it is now (its settings, its mode, grad enabled or not).
+It compiles the model anew, runs it once and restores its state. The report is of that compilation, with the
+model's present settings and mode, and grad enabled or not.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ def inspect_graph(model_or_graph: nn.Module, /, *example_args: Any, **example_kw
 def inspect_graph(
     model_or_graph: Graph | nn.Module, /, *example_args: Any, **example_kwargs: Any
 ) -> GraphReport | ModelReport:
-    """Count what a graph holds: collectives, what overlaps them, copies, unsharded parameters.
+    """Count what a graph contains: collectives, what overlaps them, copies, unsharded parameters.
 
-    Given a graph, it is measured as it is, and nothing is run; `graph_report` takes more about it.
+    A graph is measured as it is, and nothing runs; `graph_report` takes further arguments.
 
-    Given a model, sharded or not, and example inputs, the model is compiled by `torch.compile` with a backend
-    that runs graphs operator by operator, and called once. If grad is enabled and an output requires it, the
-    sum of such outputs is run backward. So this call is collective, as a training step is: every rank of the
-    model's groups makes it. The model's gradients, its buffers and the random number generators are put back.
-    Hooks that users registered do run, an optimizer among them too.
+    A model, sharded or not, is compiled by `torch.compile` with a backend that runs graphs operator by
+    operator, and is called once with the example inputs. If grad is enabled and outputs require it, their sum
+    is run backward. So this call is collective, like a training step: every rank of the model's groups must
+    call it. The model's gradients and buffers and the random number generators are restored. Hooks that users
+    registered run, including one that steps an optimizer.
 
-    What is compiled belongs to this call: other compilations of the model are neither used nor changed, and
-    the model is freed as any other. If there are graph breaks, functions called by the model keep a graph
-    each until `torch.compiler.reset()`, which only this call's backend may use; on torch 2.12 it counts for
-    the limit of recompilations. A model that is compiled in parts is inspected as one graph: to see the
-    parts, compile them with `shardwise.graph.record()`.
+    The compilation belongs to this call: other compilations of the model are neither used nor changed, and
+    the model can be freed as usual. After graph breaks, functions called by the model each keep a graph, for
+    this call's backend only, until `torch.compiler.reset()`; on torch 2.12 these graphs count towards the
+    recompilation limit. A model compiled in parts is inspected as one graph; to see the parts, compile them
+    with `shardwise.graph.record()`.
 
     Args:
         model_or_graph: a graph of operators as AOTAutograd makes them, or a module.
-        example_args, example_kwargs: the model's inputs, whose gradients stay as they are.
+        example_args, example_kwargs: the model's inputs, whose gradients do not change.
 
     Raises:
         ShardingError: a graph that is not of operators, or inputs given with a graph.
@@ -87,13 +87,13 @@ def _calling(model: nn.Module) -> Any:
 
 
 def _cut_off(tensor: Tensor) -> Tensor:
-    """Detach `tensor`: the same values, whose gradients go nowhere."""
+    """Return a detached `tensor` with the same values and `requires_grad`."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
 def _left_as_found(model: nn.Module) -> Iterator[None]:
-    """Put gradients, buffers and random number generators back; within, there are no gradients."""
+    """Restore gradients, buffers and random number generators on exit; clear gradients on entry."""
     grads = [(param, param.grad) for param in model.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     earlier = {id(segment): segment.earlier for segment in _segments(model)}

@@ -1,9 +1,9 @@
-"""Measures of a graph of operators: collectives, copies, compute, and bytes of unsharded parameters.
+"""Measures a graph of operators: collectives, copies, compute, and bytes of unsharded parameters.
 
-Memory is followed through views: what a gather brings lives from the node that issues it to the last node
-that reads it. A copy of nothing but unsharded parameters (the interleaved layout makes one of each) is
-unsharded memory of its own, from where it is made to where it is last read. A gather of what the graph itself
-computes, as tensor parallelism has them, brings no parameters.
+Memory is followed through views: a gather's result lives from the node that issues it to the last node that
+reads it. A copy whose inputs are all unsharded parameters (the interleaved layout copies each one) counts as
+further unsharded memory, from its creation to its last read. A gather of values that the graph computes, as
+in tensor parallelism, brings no parameters.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def graph_report(
 
     Args:
         graph: its nodes need the fake tensors that tracing leaves in their `meta`.
-        kind: by default "backward" if an input's name begins with "tangents", as AOTAutograd names them.
-        forward: of a backward graph, the report of its forward graph: what that saved unsharded is then
-            unsharded memory of this graph, from its start to its last use.
+        kind: by default "backward" if an input's name begins with "tangents", as in AOTAutograd's graphs.
+        forward: for a backward graph, the report of its forward graph. Tensors that forward saved unsharded
+            then count as unsharded memory of this graph, from its start to their last use.
 
     Raises:
-        ShardingError: no graph of operators, or a tensor whose shape the graph does not know.
+        ShardingError: a graph that is not of operators, or a tensor of unknown shape.
     """
     return _Reading(graph.graph if isinstance(graph, GraphModule) else graph, kind, forward).report()
 
@@ -74,7 +74,7 @@ class _Reading:
         self.kind: Kind = kind or ("backward" if gradients else "forward")
         self.found = collectives(graph)
         self.root: dict[Node, Node] = {}  # the node that made the memory a node's output lies in
-        self.readers: dict[Node, list[int]] = {}  # by root, the places of what reads it and is no view of it
+        self.readers: dict[Node, list[int]] = {}  # by root, the places of readers other than views
         self.sorts: dict[Node, str] = {}
         self.unsharded: dict[Node, _Memory] = {}  # by root
         self.filled: list[str] = []
@@ -103,7 +103,7 @@ class _Reading:
         )
 
     def _take_over(self, forward: GraphReport | None) -> None:
-        """Find inputs that forward saved unsharded: AOTAutograd passes its last tensors in their order."""
+        """Find inputs that forward saved unsharded: AOTAutograd passes forward's last outputs in order."""
         if forward is None:
             return
         inputs = [node for node in self.inputs if _is_tensor(node) and not node.name.startswith("tangents")]
@@ -228,7 +228,7 @@ _WORK = ("computes", "copies", "parameter_copies")
 
 
 def _given(node: Node) -> list[Node]:
-    """Return a node's inputs; of the output node with repetitions, in order."""
+    """Return a node's inputs; those of the output node in order, with repetitions."""
     if node.op != "output":
         return node.all_input_nodes
     returned: Any = node.args[0]
@@ -241,7 +241,7 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _runs(places: Iterable[int]) -> Sequence[tuple[int, int]]:
-    """Return the first and last of each run of places that follow each other."""
+    """Return the first and last place of each run of consecutive places."""
     runs: list[tuple[int, int]] = []
     for place in sorted(places):
         if runs and runs[-1][1] == place - 1:

@@ -1,13 +1,14 @@
-"""Nodes of an fx graph: its collectives, where issued and waited for, how large; and whose memory nodes use.
+"""Nodes of an fx graph: collectives, where they are issued and waited for, their size; and aliased memory.
 
-A compiler turns a communicating model into graphs of operators in which a collective is a node that issues it
-and a wait for each of its outputs::
+In the graphs of operators that a compiler makes of a model, a collective is a node that issues it and a wait
+for each of its outputs::
 
     gather = all_gather_into_tensor(shard)      gather = all_gather_into_tensor_coalesced([a, b])
     full = wait_tensor(gather)                  full_a = wait_tensor(gather[0])
                                                 full_b = wait_tensor(gather[1])
 
-What lies between them overlaps. Whoever looks at a graph or moves its nodes finds its collectives here.
+Nodes between issue and wait overlap the collective. Code that reads a graph or moves its nodes finds
+collectives with this module.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class Collective:
         waits: the nodes that wait for it, in graph order: one, or one for each tensor if it is coalesced;
             none if nothing waits in this graph.
         group: the name of its process group, which differs from rank to rank.
-        ranks: how many ranks the group has; 0 if the operator does not say it of a group unknown here.
+        ranks: size of the group; 0 if the operator does not give it and the group is unknown here.
         op: of a reduction, "sum" or "avg" and so on; else "".
         dtype: of its (first) tensor.
-        bytes: of its whole buffer: what an all-gather puts out, what all others take in.
+        bytes: of its whole buffer: an all-gather's output, the input of all others.
     """
 
     kind: str
@@ -69,9 +70,9 @@ class Collective:
 
 
 def collectives(graph: Graph) -> list[Collective]:
-    """List the collectives of `graph`, in the order in which it issues them, but for sends and receives.
+    """List the collectives of `graph` in the order of issue, except sends and receives.
 
-    Works on forward and backward graphs of AOTAutograd, and on what inductor makes of these before it
+    Works on forward and backward graphs of AOTAutograd, and on inductor's versions of them before it
     generates code. Nodes need the fake tensors that tracing leaves in `meta`.
 
     Raises:
@@ -114,9 +115,9 @@ def nbytes(node: Node) -> int:
 
 
 def values(node: Node) -> list[Tensor]:
-    """Return the fake tensors that a node puts out, as tracing left them.
+    """Return the fake tensors of a node's outputs, as tracing left them.
 
-    Raises ShardingError where it left none.
+    Raises ShardingError if it left none.
     """
     value = node.meta.get("val", node.meta.get("example_value"))
     found = [value] if isinstance(value, Tensor) else value
@@ -149,7 +150,7 @@ def _collective(issue: Node, kind: str, place: dict[Node, int]) -> Collective:
 
 
 def arguments_of(node: Node) -> dict[str, Any]:
-    """Return the arguments of a node's operator, defaults too, by name, in the order of its schema."""
+    """Return the arguments of a node's operator by name, with defaults, in the order of its schema."""
     target: Any = node.target
     schema: Any = _compat.schema(target if _compat.is_operator(target) else target.default)
     known = {argument.name: argument.default_value for argument in schema.arguments}
@@ -165,7 +166,7 @@ def aliased(node: Node) -> Node | None:
     """Return the input in whose memory a node's output lies, as its operator's schema says."""
     if node.op != "call_function":
         return None
-    # The first makes a tuple's part, the others share memory though their schemas do not say so.
+    # getitem takes part of a tuple; the others share memory though their schemas do not say so.
     if node.target is operator.getitem or is_wait(node) or operator_name(node) == "aten::_unsafe_view":
         return node.args[0] if isinstance(node.args[0], Node) else None
     schema = _compat.schema(node.target)

@@ -1,8 +1,8 @@
-"""Keep the graphs that a compiled model is made of, to look at after it has trained.
+"""Records the graphs of a compiled model, to inspect after training.
 
-A `Recorder` is a backend for `torch.compile`, so it sees what any backend would: the forward and the backward
-graphs of operators that AOTAutograd makes, each once, when it is compiled. It runs them operator by operator,
-or lets inductor compile them and keeps them in the order in which inductor runs them.
+A `Recorder` is a backend for `torch.compile`, so it sees what any backend would: AOTAutograd's forward and
+backward graphs of operators, each once, when it is compiled. It runs them operator by operator, or lets
+inductor compile them and records them in the order in which inductor runs them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.graph.reports import GraphReport, Kind, ModelReport
 
 @dataclass(frozen=True)
 class Recorded:
-    """A graph that was compiled: of which kind, of which of the tracer's graphs (from 0), and itself."""
+    """A compiled graph: its kind, the number of the traced graph that it is from (from 0), and its module."""
 
     kind: Kind
     traced: int
@@ -37,7 +37,7 @@ class Recorder:
 
     Attributes:
         backend, passes: see `record`.
-        graphs: what it has been given, in the order of compilation.
+        graphs: the graphs recorded, in the order of compilation.
     """
 
     backend: str
@@ -87,7 +87,7 @@ class Recorder:
 
     @property
     def graph_breaks(self) -> int:
-        """Number of times that tracers of this process left a graph since this recorder was made."""
+        """Number of graph breaks in this process since this recorder was made."""
         return _compat.graph_breaks() - self._breaks_before
 
     def report(self) -> ModelReport:
@@ -110,7 +110,7 @@ class Recorder:
 
 
 def record(backend: str = "aot_eager", *, passes: tuple[Callable[[Graph], Any], ...] = ()) -> Recorder:
-    """Return a backend that does what `backend` does and keeps the graphs of operators it is given.
+    """Return a backend that does what `backend` does and records its graphs of operators.
 
         recorder = shardwise.graph.record()
         step = torch.compile(model, backend=recorder, fullgraph=True)
@@ -119,10 +119,10 @@ def record(backend: str = "aot_eager", *, passes: tuple[Callable[[Graph], Any], 
 
     Args:
         backend: "aot_eager", or "aot_eager_decomp_partition", whose graphs are those that inductor gets. Or
-            "inductor", whose graphs are kept as it schedules them: collectives, waits and calls of libraries
-            where it issues them, what it fuses where the kernel runs. It compiles anew, past its caches.
-        passes: run over each graph before it is kept, such as `shardwise.graph.passes.Passes()`; inductor
-            schedules what they leave.
+            "inductor", whose graphs are recorded as scheduled: collectives, waits and library calls where it
+            issues them, fused nodes where their kernel runs. It compiles anew, without its caches.
+        passes: run over each graph before it is recorded, such as `shardwise.graph.passes.Passes()`; inductor
+            schedules the result.
 
     Raises:
         ShardingError: another backend.
@@ -136,9 +136,9 @@ def record(backend: str = "aot_eager", *, passes: tuple[Callable[[Graph], Any], 
 def in_order(graph: Graph, kernels: Sequence[_compat.Kernel]) -> Graph:
     """Return a copy of a graph of operators in the order in which kernels compute its nodes.
 
-    A kernel names what is computed for it, in graph order, which may be computed again elsewhere: a node
-    stands where it is computed first. A call of a library computes the last of its nodes, from all it names.
-    Views, which no kernel computes, stand before what takes them.
+    A kernel lists the nodes that it computes, in graph order. Several kernels may compute a node, which is
+    placed where it is computed first. A library call computes the last of the nodes that it lists. Views,
+    which no kernel computes, come before the nodes that use them.
     """
     made = Graph(graph.owning_module)
     copies: dict[Node, Node] = {}

@@ -1,7 +1,8 @@
 """Reports on graphs of operators: numbers, plain-text tables and a picture.
 
-`measure.py` finds it. Places are positions in a graph's list of nodes; bytes are those of traced shapes. The
-picture has a row of compute, a row for each collective and a line of bytes; `timeline.svg` is its look.
+`measure.py` makes them. Places are positions in a graph's list of nodes; bytes are those of traced shapes.
+The picture has a row for compute, a row for each collective and a line of bytes; its template is
+`timeline.svg`.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ Kind = Literal["forward", "backward"]
 
 _NUMBERS = ("ranks", "bytes", "issue", "wait", "overlap", "first use", "last use")
 
-# Of the picture, in its own units.
+# Sizes in the picture, in its own units.
 _LEFT, _RIGHT, _WIDTH = 220.0, 16.0, 1000.0
 _TITLE, _ROW, _BYTES, _GAP = 34.0, 16.0, 70.0, 28.0
 
 
 @dataclass(frozen=True)
 class Counts:
-    """The number of nodes of each sort: every operator of a graph is one of these.
+    """The number of nodes of each sort; every operator of a graph counts as one of these.
 
     Attributes:
-        gathers, reduce_scatters, all_reduces, other_collectives: those issued.
+        gathers, reduce_scatters, all_reduces, other_collectives: collectives issued.
         waits: for collectives.
-        parameter_copies: whose inputs are all unsharded parameters.
-        copies: all others: clones, casts, concatenations, writes to another tensor.
+        parameter_copies: copies whose inputs are all unsharded parameters.
+        copies: all other copies: clones, casts, concatenations, writes to another tensor.
         resizes: of a tensor's memory.
-        computes: what is nothing else here.
+        computes: all operators of no other sort.
         views: of another node's memory, and arithmetic on sizes.
     """
 
@@ -65,13 +66,13 @@ class CollectiveReport:
         kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast".
         name: of the node that issues it.
         group: the name of its process group.
-        ranks: in the group; 0 where neither operator nor group says.
+        ranks: size of the group; 0 if unknown.
         bytes: of its whole buffer, all shards together.
-        of_parameters: a gather of nothing but what the graph was given.
+        of_parameters: whether it is a gather of graph inputs only.
         issue, wait: places; `wait` is None if nothing waits in this graph.
-        overlap: how many compute nodes stand between issue and wait.
-        first_use, last_use: places of the first and last node that read what it brings, or a copy of
-            unsharded parameters in it; None if none does. The graph's output reads what it returns.
+        overlap: number of compute nodes between issue and wait.
+        first_use, last_use: places of the first and last node that read its result, or a copy of unsharded
+            parameters in it; None if none does. The graph's output reads what it returns.
     """
 
     kind: str
@@ -93,9 +94,9 @@ class Saved:
 
     Attributes:
         name: of the node.
-        buffer: the name of the node that made its memory, which several may share.
+        buffer: the name of the node that made its memory, which several tensors may share.
         bytes: of that memory.
-        gathers: the names of the gathers that it came by.
+        gathers: the names of the gathers that it came from.
     """
 
     name: str
@@ -113,7 +114,7 @@ class GraphReport:
         counts: its nodes by sort.
         collectives: in the order in which they are issued.
         unsharded_bytes: by place, the bytes of unsharded parameters there.
-        peak_groups: how many gathers they come by where they are most, for the first time.
+        peak_groups: number of gathers that these bytes came from at their first peak.
         unsharded_inputs: the names of inputs that the graph fills with unsharded parameters. Such inputs are
             whole parameters whose memory outlives the graph; graphs of sharded modules have none.
         saved: unsharded tensors among the outputs; of a forward graph, what stays gathered for backward.
@@ -132,7 +133,7 @@ class GraphReport:
 
     @property
     def peak_unsharded_bytes(self) -> int:
-        """The most bytes of unsharded parameters that are held at any place."""
+        """The most bytes of unsharded parameters held at any place."""
         return max(self.unsharded_bytes, default=0)
 
     @property
@@ -141,7 +142,7 @@ class GraphReport:
         return sum({one.buffer: one.bytes for one in self.saved}.values())
 
     def of(self, kind: str) -> tuple[CollectiveReport, ...]:
-        """Return the collectives of one kind ("all_gather", ...), in the order in which they are issued."""
+        """Return the collectives of one kind ("all_gather", ...) in the order of issue."""
         return tuple(one for one in self.collectives if one.kind == kind)
 
     def table(self) -> str:
@@ -166,7 +167,7 @@ class GraphReport:
     __str__ = table
 
     def timeline(self, path: str | os.PathLike[str]) -> Path:
-        """Draw compute, collectives and unsharded bytes by place to `path`, as SVG; returns it."""
+        """Draw compute, collectives and unsharded bytes by place as an SVG at `path`; return `path`."""
         return _draw([self], path)
 
 
@@ -175,10 +176,10 @@ class ModelReport:
     """The contents of the graphs of a compiled model.
 
     Attributes:
-        graphs: each forward graph with the backward graph of it behind it.
-        traced: how many graphs the tracer made, of which each has a forward and may have a backward.
-        graph_breaks: how often it left one.
-        recompiles: how many of its graphs are of code that it had made a graph of before.
+        graphs: each forward graph, followed by its backward graph.
+        traced: number of graphs that the tracer made; each has a forward and may have a backward.
+        graph_breaks: number of graph breaks.
+        recompiles: number of graphs of code that had been traced before.
     """
 
     graphs: tuple[GraphReport, ...]
@@ -201,11 +202,11 @@ class ModelReport:
 
     @property
     def peak_unsharded_bytes(self) -> int:
-        """The most of any graph."""
+        """The largest `peak_unsharded_bytes` of any graph."""
         return max((graph.peak_unsharded_bytes for graph in self.graphs), default=0)
 
     def table(self) -> str:
-        """Return the tables of all graphs, and what they hold together, as plain text."""
+        """Return the tables of all graphs, and their totals, as plain text."""
         return "\n".join([*(graph.table() for graph in self.graphs), self._totals()])
 
     def _totals(self) -> str:
@@ -218,15 +219,15 @@ class ModelReport:
     __str__ = table
 
     def timeline(self, path: str | os.PathLike[str]) -> Path:
-        """Draw all graphs, one below the other, to `path`, as SVG; returns it."""
+        """Draw all graphs, one below the other, as an SVG at `path`; return `path`."""
         return _draw(self.graphs, path)
 
 
 def rendered(title: str, columns: Mapping[str, str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table as text; numbers of bytes, of ranks and of places are flush right.
+    """Return a table as text; numbers of bytes, of ranks and of places are aligned right.
 
     Args:
-        columns: the foot of each, by its head.
+        columns: each column's footer, by its header.
     """
     from rich.console import Console  # tables cost an import that training does not need
     from rich.table import Table

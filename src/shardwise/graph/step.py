@@ -5,12 +5,12 @@ gathered, gathered again for backward if forward frees it (`recompute`), and red
 
     batch, shards -> | forward, loss, backward | -> loss, reduced shards
 
-No hook runs inside it. Behind it the reduced shards become the gradients of the sharded parameters, as after
-any backward, and what remains is called as it is: clipping and the optimizer. Their numbers and state are
-those of an uncompiled step.
+No hook runs inside the graph. After it, the reduced shards become the gradients of the sharded parameters, as
+after any backward. Clipping and the optimizer then run uncompiled, with the numbers and state of an
+uncompiled step.
 
-Where one graph is impossible and the user allows several, forward is compiled in parts and autograd runs
-their backwards. `describe()` says which of it came to be, and why.
+If one graph is impossible and the user allows several, forward is compiled in parts and autograd runs their
+backwards. `describe()` says how each part runs, and why.
 """
 
 from __future__ import annotations
@@ -62,24 +62,25 @@ def compile_step(
     max_unsharded: int | None = None,
     options: dict[str, Any] | None = None,
 ) -> CompiledStep:
-    """Make a training step of `model`, a callable `step(*batch) -> loss`, compiled when first called.
+    """Return a training step of `model`: a callable `step(*batch) -> loss`, compiled when first called.
 
-    Calling it is collective over the ranks of the sharded modules, as forward and backward are. This is not.
+    Calling the step is collective over the ranks of the sharded modules, like forward and backward. Making it
+    is local.
 
     Args:
-        model: sharded in whole or in parts, or not at all. Make a new step after changing its modules.
+        model: sharded as a whole, in parts, or not at all. Make a new step after changing its modules.
         loss_fn: `loss_fn(model, *batch)` calls the model and returns the loss, a scalar tensor. None if the
             model returns it: `model(*batch)`.
         optimizer: any whose `step()` takes no closure, made after `fully_shard`.
-        backend: as of `torch.compile`. A function gets graphs of operators, backward in them.
-        fullgraph: raise where forward, loss and backward are not one graph. Else they become several.
+        backend: as of `torch.compile`. A function gets graphs of operators that include backward.
+        fullgraph: raise if forward, loss and backward cannot be one graph. If False, allow several.
         max_norm: clip the norm of the gradients of all of the model's parameters to this.
         scheduler: called after each step of the optimizer.
         dynamic, prefetch, max_unsharded, options: as of `shardwise.compile`.
 
     Raises:
-        ShardingError: options for another backend than inductor; an optimizer of other parameters, or whose
-            step takes a closure; (when called) what cannot be one graph.
+        ShardingError: options for a backend other than inductor; an optimizer of other parameters, or whose
+            step takes a closure; when called, a step that cannot be one graph.
     """
     _check(model, optimizer)
     return CompiledStep(
@@ -118,10 +119,10 @@ class CompiledStep:
     """A training step, as `compile_step` returns it.
 
     Attributes:
-        graphs: by part of the step, how it runs: "one graph", "eager", ..., with the reason. Empty before the
+        graphs: how each part of the step runs: "one graph", "eager", ..., with the reason. Empty before the
             first call.
-        collectives: of the one graph, by kind: "all_gather", "reduce_scatter", "all_reduce", ... Empty if
-            there is no such graph, or the backend shows none.
+        collectives: counts in the one graph, by kind: "all_gather", "reduce_scatter", "all_reduce", ... Empty
+            if there is no such graph, or the backend shows none.
         grad_norm: of the latest step, before clipping; None without `max_norm`.
     """
 
@@ -160,10 +161,10 @@ class CompiledStep:
         self._forward = torch.compile(loss, dynamic=dynamic, **with_passes(backend, passes, options=options))
 
     def __call__(self, *batch: Any, **named: Any) -> Tensor:
-        """Run one step and return the loss, without a graph behind it.
+        """Run one step and return the loss, detached.
 
         Raises:
-            ShardingError: there is no one graph, and `fullgraph` is set; or gradients are not synchronised.
+            ShardingError: one graph is impossible and `fullgraph` is set; or gradients are not synchronised.
         """
         if self._states is None:
             self._states = states_in(self._model.modules())
@@ -174,7 +175,7 @@ class CompiledStep:
         with torch.enable_grad():
             loss = self._backward(segments, batch, named)
         if _compat.graphs_traced() != traced:
-            gc.collect()  # tracers leave cycles, which hold the model and the batch
+            gc.collect()  # tracers leave cycles that hold the model and the batch
         if self._max_norm is not None:
             self.grad_norm = clip_grad_norm_(self._sharded(), self._max_norm)
         self._optimizer.step()
@@ -188,14 +189,14 @@ class CompiledStep:
         return "\n".join(f"{part}: {how}" for part, how in self.graphs.items())
 
     def _prepared(self, states: list[ModuleState]) -> list[Segment]:
-        """Return the segments that take part; notes why there can be no graph of them."""
+        """Return the segments that take part; note the reason if one graph is impossible."""
         groups = [group for state in states for group in state.groups]
         for state in states:
             if state.schedule is None or any(group.traced is None for group in state.groups):
                 trace_plan.prepare(state)
         segments: list[Segment] = []
         for group in groups:
-            group.abandon_gather()  # that of an evaluation before: out of date after this step
+            group.abandon_gather()  # one that evaluation started is out of date after this step
             group.reshard()
             name = group.name or type(self._model).__name__
             if not group.settings.reduce_grads:
@@ -269,7 +270,7 @@ class CompiledStep:
 
 
 def _edit(graph: Graph, *, found: Counter[str]) -> None:
-    """Edit a graph with backward in it, before the backend compiles it."""
+    """Edit a graph that includes backward, before the backend compiles it."""
     recompute(graph)
     found.clear()
     found.update(one.kind for one in collectives(graph))
@@ -327,24 +328,24 @@ _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def recompute(graph: Graph) -> list[Node]:
-    """Let backward compute again what forward's checkpointed regions computed; returns the copies.
+    """Make backward recompute what forward's checkpointed regions computed; return the copied nodes.
 
-    A compiler that splits forward from backward does so: with the gathers of sharded modules that free their
-    parameters after forward, and what users checkpoint. A graph with both in it is not split, and would keep
-    all of that from forward to backward. Tracing marks what lies in such a region and where backward begins;
-    here nodes so marked are copied in front of their first use in backward::
+    A compiler that splits forward from backward recomputes such regions: gathers of sharded modules that free
+    their parameters after forward, and what users checkpoint. A graph that contains both is not split, and
+    would keep their results from forward to backward. Tracing marks the nodes of these regions and the start
+    of backward; this function copies marked nodes in front of their first use in backward::
 
         gather -> wait -> views -> linear ... | loss | ... gather' -> wait' -> views' -> gradient of linear
 
-    Random numbers are not drawn again, and views of what is recomputed are taken again with it. Does nothing
-    for a graph that has no backward in it. What the graph returns is not computed again.
+    Random numbers are not drawn again; views of recomputed values are taken again. Values that the graph
+    returns are not recomputed. Does nothing for a graph without backward.
     """
     nodes = list(graph.nodes)
     start = next((i for i, node in enumerate(nodes) if node.meta.get("autograd_backward")), len(nodes))
     place = {node: i for i, node in enumerate(nodes)}
     again: set[Node] = set()
     for node in nodes[:start]:
-        # A view of what is computed again would keep it.
+        # A view of a recomputed value would keep the original.
         if _is_marked(node) or (is_view(node) and all(one in again for one in node.all_input_nodes)):
             again.add(node)
     copies: dict[Node, Node] = {}

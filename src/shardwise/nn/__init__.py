@@ -1,4 +1,4 @@
-"""Parts of models: a cross-entropy in less memory, sequences and experts cut over ranks."""
+"""Parts of models: a cross-entropy that saves memory, and sequences and experts cut over ranks."""
 
 from shardwise.nn.experts import ExpertCut
 from shardwise.nn.linear_cross_entropy import linear_cross_entropy

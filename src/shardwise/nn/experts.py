@@ -1,11 +1,12 @@
-"""Experts over ranks: tokens travel to those that they chose, and results come back.
+"""Expert parallelism: tokens travel to the experts that they chose, and results come back.
 
-    here                tokens in order of the experts that they chose
-    all-to-all          rank 0's tokens, rank 1's, ..., each in order of this rank's experts
-    experts             tokens in order of this rank's experts
-    all-to-all          back, into the tokens' own order, weighted and added up
+    here                tokens sorted by the experts that they chose
+    all-to-all          rank 0's tokens, rank 1's, ..., each sorted by this rank's experts
+    experts             tokens sorted by this rank's experts
+    all-to-all          back, into the tokens' original order, weighted and summed
 
-How many go to whom differs from step to step: an all-to-all of counts comes first, and the host reads it.
+The number of tokens for each rank differs from step to step, so an all-to-all of counts comes first; the host
+reads its result.
 """
 
 from __future__ import annotations
@@ -27,24 +28,25 @@ Mixture = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ExpertCut:
-    """Experts in even shares, one after another over the ranks of a mesh.
+    """Experts divided evenly, in order, over the ranks of a mesh.
 
         cut = ExpertCut(mesh["ep"], 8)
         cut.distribute(experts)                                # parameters [8, ...] -> [8 / ranks, ...] here
         fully_shard(experts, mesh=...).set_gradient_divide_factor(...)
         mixed = cut.mixture(experts)(tokens, chosen, weights)  # [n, width], [n, k], [n, k] -> [n, width]
 
-    An expert's gradient is the sum over tokens of all ranks of the mesh; that of dense parameters is of this
-    rank's tokens alone. `fully_shard` takes means of both, so the experts' come out larger by the size of the
-    mesh: divide theirs by the number of all ranks with tokens of their own, `dimensions.data_ranks(mesh)`.
+    An expert's gradient sums over the tokens of all ranks of the mesh; a dense parameter's covers only this
+    rank's tokens. `fully_shard` averages both over ranks, so gradients of experts come out larger by a factor
+    of the mesh's size. Divide them by the number of all ranks with different tokens,
+    `dimensions.data_ranks(mesh)`.
 
     Args:
-        mesh: of one dimension: the ranks, by their order in it. None: every rank has all experts.
-        experts: how many there are, a multiple of the ranks.
-        tp_mesh: ranks of tensor parallelism, which have the same tokens: each sends an even share of them.
+        mesh: a 1-D mesh of the ranks, in order. None: every rank has all experts.
+        experts: number of experts, a multiple of the ranks.
+        tp_mesh: the tensor-parallel ranks, which have the same tokens; each sends an even share of them.
 
     Raises:
-        ShardingError: experts that cannot be shared evenly.
+        ShardingError: experts that cannot be divided evenly.
     """
 
     def __init__(self, mesh: DeviceMesh | None, experts: int, *, tp_mesh: DeviceMesh | None = None) -> None:
@@ -59,7 +61,7 @@ class ExpertCut:
         """Cut parameters [experts, ...] over the ranks, as DTensors. Collective.
 
         Raises:
-            ShardingError: a parameter whose dim 0 is not of all experts; before anything is cut.
+            ShardingError: a parameter whose dim 0 is not the number of experts. Nothing has been cut then.
         """
         found = dict(module.named_parameters())
         for name, param in found.items():
@@ -76,19 +78,19 @@ class ExpertCut:
             module.get_submodule(owner).register_parameter(own, cut)
 
     def mixture(self, function: Experts) -> Mixture:
-        """Return a mixture for this rank's tokens, of `function` for its experts. Calls of it are collective.
+        """Return a mixture for this rank's tokens that runs `function` for its experts. Calls are collective.
 
         Args:
-            function: of tokens [m, width] in order of this rank's experts, and how many each has, int64
-                [experts / ranks], to results [m, any width]. m may be 0.
+            function: takes tokens [m, width] sorted by this rank's experts, and each expert's number of
+                tokens, int64 [experts / ranks]; returns results [m, any width]. m may be 0.
 
         Returns:
-            A function of tokens [n, width], the numbers [n, k] of the experts that each chose, int64, and
-            their weights [n, k], to weighted sums of results [n, any width]. n may be 0.
+            A function that takes tokens [n, width], the indices of the experts that each chose, int64 [n, k],
+            and their weights [n, k]; it returns weighted sums of results [n, any width]. n may be 0.
 
         Raises:
-            ShardingError: by what it returns, on every rank: a number on any that is of no expert; ranks'
-                tokens of several widths or dtypes.
+            ShardingError: in the returned function, on every rank: an index on any rank that is of no expert;
+                tokens whose width or dtype differs between ranks.
         """
 
         def mixed(tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -109,7 +111,7 @@ class ExpertCut:
         return mixed
 
     def _counts(self, wanted: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Count tokens for each rank's experts [ranks, its experts], and from each rank for this one's."""
+        """Count tokens sent to each rank's experts [ranks, its experts], and from each rank to this one's."""
         inside = (wanted >= 0) & (wanted < self.count)
         counts = torch.bincount(wanted.where(inside, 0), minlength=self.count).view(self.ranks, -1)
         form = counts.new_tensor([tokens.shape[1], DTYPES.index(tokens.dtype)])
@@ -136,7 +138,7 @@ class ExpertCut:
         return rows if self.mesh is None else _compat.exchange(rows, got, sent, self.mesh.get_group())
 
     def _share(self, whole: Tensor) -> Tensor:
-        """Return this rank's rows of what all that are tp_mesh have."""
+        """Return this rank's share of the rows that all ranks of tp_mesh have."""
         if self.tp_mesh is None:
             return whole
         same = DTensor.from_local(whole, self.tp_mesh, [Replicate()], run_check=False)

@@ -1,14 +1,13 @@
 """A cross-entropy that never holds all logits.
 
-It goes over the rows of the head's weight a chunk at a time. With N tokens, V rows of
-width H and C rows a chunk::
+It processes the rows of the head's weight in chunks. With N tokens, V rows of width H and C rows a chunk::
 
-    forward     logits [N, C] of each chunk; kept are the largest, and the sum of exp, of each token so far
+    forward     each chunk's logits [N, C]; keeps each token's largest logit and sum of exp so far
     backward    the chunk's logits again; its rows of the weight's gradient; its part of the input's
 
-so N x C logits are alive, not N x V of them four times (compute dtype, float32, and the gradient of each).
-A chunk's rows of the weight's gradient are one product, as without chunks. Where ranks hold other rows of
-the weight, each goes over its own, and three numbers a token are reduced.
+so N x C logits are alive, not four copies of N x V (compute dtype, float32, and the gradient of each).
+One product computes a chunk's rows of the weight's gradient, as without chunks. If ranks hold different rows
+of the weight, each processes its own, and three numbers a token are reduced.
 """
 
 from __future__ import annotations
@@ -41,24 +40,23 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compute `F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)` without all logits.
 
-    Gradients are exact: of the weight as without chunks, of `hidden` summed in float32 over chunks. They are
-    computed in backward from logits that are computed again: a third more arithmetic than without chunks.
+    Gradients are exact: the weight's is computed as without chunks, and that of `hidden` is summed over
+    chunks in float32. Backward computes the logits again: a third more arithmetic than without chunks.
 
-    Collective over the mesh axis that cuts `weight`, if one does; all its ranks have the same `hidden` and
-    `targets`, and the gradient of `hidden` is the same on all. Otherwise local. To be called in the forward
-    of the module that owns `weight`, where `fully_shard` has gathered it.
+    Collective over the mesh axis that cuts `weight`, if one does: its ranks pass the same `hidden` and
+    `targets`, and get the same gradient of `hidden`. Otherwise local. Call it in the forward of the module
+    that owns `weight`, where `fully_shard` has gathered it.
 
     Args:
-        hidden: [..., H] of a floating dtype, which computes (under autocast, its dtype does); sums and the
-            loss are float32, or wider.
+        hidden: [..., H] of a floating dtype, the compute dtype (under autocast, autocast's dtype is). Sums
+            and the loss are float32, or wider.
         weight: [V, H] in the same dtype; a DTensor may be cut on dim 0 over one mesh axis, as by
             tensor parallelism, and be replicated on others.
         targets: integers [...], each from 0 to V - 1 or `ignore_index`; any other makes the loss nan.
-        bias: [V], cut as `weight`.
-        ignore_index: of targets that have no part in loss and gradients.
-        reduction: the mean over the targets that count (nan if none does, with gradients of zeros), or their
-            sum.
-        chunk: rows of `weight` at a time; by default as many as make 2**25 logits.
+        bias: [V], cut like `weight`.
+        ignore_index: value of targets that count in neither loss nor gradients.
+        reduction: the mean over the targets that count (nan if none does, with zero gradients), or the sum.
+        chunk: rows of `weight` in a chunk; by default as many as make 2**25 logits.
 
     Raises:
         ShardingError: shapes, dtypes or placements that do not fit. In backward: `create_graph=True`.
@@ -156,7 +154,7 @@ def _finite(largest: Tensor) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """The losses' sum over the targets that count, and how many these are."""
+    """The sum of losses over the targets that count, and the number of these targets."""
 
     @staticmethod
     def forward(

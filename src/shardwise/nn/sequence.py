@@ -1,12 +1,12 @@
-"""Sequences in pieces over ranks: each computes its tokens, and in attention some heads of all tokens.
+"""Sequence parallelism: each rank computes its piece of tokens and, in attention, some heads of all tokens.
 
-Attention alone sees other tokens. Around it ranks exchange tokens for heads, and heads for tokens after::
+Only attention sees other tokens. Before it, ranks exchange tokens for heads; after it, heads for tokens::
 
     before    queries, keys and values [batch, heads, piece, width] -> [batch, some heads, tokens, width]
     after     [batch, some heads, tokens, width] -> [batch, heads, piece, width]
 
 by one all-to-all each way, and as many in backward. Each of P ranks sends (P - 1) / P of its queries, keys,
-values and results: the less, the more ranks there are (Jacobs et al. 2023, "DeepSpeed Ulysses").
+values and results, which is less the more ranks there are (Jacobs et al. 2023, "DeepSpeed Ulysses").
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from shardwise.layout.placement import even_intervals
 
 
 class SequenceCut:
-    """Sequences in pieces, one after another over the ranks of a group; the first ones have a token more.
+    """Sequences divided in order over the ranks of a group; if uneven, the first ranks have a token more.
 
         cut = SequenceCut(mesh["sp"])
         ids, targets = cut(ids), cut(targets)                       # [batch, length] -> [batch, piece]
         attention = cut.attention(F.scaled_dot_product_attention)   # for the model to call
         loss = cut.mean(cross_entropy(..., reduction="sum"), targets.numel())
 
-    What is shifted against the tokens, such as targets, is shifted before it is cut. Gradients of a mean over
-    all the mesh's ranks, as `fully_shard` makes over a mesh with this group in it, are those of the whole.
+    Shift targets, and whatever else is shifted against the tokens, before cutting them. The mean of gradients
+    over all ranks of a mesh that contains this group, as `fully_shard` takes it, is the whole sequences'.
 
     Args:
-        group: the ranks, by their order in it; or a mesh of one dimension.
+        group: the ranks, in order; or a 1-D mesh.
 
     Attributes:
-        length: tokens of the sequences that were last cut, the same on all ranks.
+        length: tokens in the sequences last cut, the same on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh) -> None:
@@ -49,7 +49,7 @@ class SequenceCut:
         self.length = 0
 
     def __call__(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """Cut this rank's piece from a tensor [..., length, ...] that all ranks have. A view, and local."""
+        """Return this rank's piece, a view, of a tensor [..., length, ...] that all ranks have. Local."""
         self.length = whole.shape[dim]
         return whole.tensor_split(self.ranks, dim)[self.rank]
 
@@ -59,32 +59,32 @@ class SequenceCut:
         return torch.arange(begin, end, device=device)
 
     def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
-        """Return a loss whose mean over the ranks is all ranks' totals over all ranks' counts. Collective.
+        """Return a loss whose mean over ranks is the sum of totals divided by that of counts. Collective.
 
         Args:
             total: a scalar, the sum of losses of this rank's tokens.
-            count: how many they are.
+            count: the number of these tokens.
         """
         everywhere = torch.tensor(0, dtype=total.dtype, device=total.device) + count
         dist.all_reduce(everywhere, group=self.group)
         return total * (self.ranks / everywhere)
 
     def attention(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Make `function` of whole sequences one of this rank's tokens. Each call is collective.
+        """Turn `function` of whole sequences into one of this rank's tokens. Each call is collective.
 
         Args:
-            function: of queries [..., heads, tokens, width], keys and values, whose heads may be fewer by a
-                factor, to results [..., heads, tokens, width], each head by itself. Its other arguments are
-                of all tokens; tensors of at least four dims with as many heads as queries are cut by heads.
-                A rank without heads does not call it.
+            function: takes queries [..., heads, tokens, width], keys and values, whose heads may be fewer by
+                a factor; returns results [..., heads, tokens, width], each head by itself. Other arguments
+                cover all tokens; tensors of at least four dims with as many heads as queries are cut by
+                heads. A rank without heads does not call it.
 
         Returns:
-            A function that takes this rank's tokens. Where ranks are more than heads of keys and values,
-            `function` is given as many of those as of queries.
+            A function that takes this rank's tokens. With more ranks than heads of keys and values, it passes
+            `function` as many of those heads as of queries.
 
         Raises:
-            ShardingError: by what it returns: other tokens than were cut last, heads of queries that are no
-                multiple of those of keys, or dtypes that differ. Local, and so raised where it is so.
+            ShardingError: in the returned function: another number of tokens than last cut, query heads that
+                are no multiple of key heads, or dtypes that differ. Raised only on the ranks concerned.
         """
 
         def by_heads(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -119,7 +119,7 @@ class SequenceCut:
         return by_heads
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> list[int]:
-        """Return how many tokens each rank has; raises if this rank has others."""
+        """Return each rank's number of tokens; raise if this rank's inputs do not fit."""
         lengths = [end - begin for begin, end in even_intervals(self.length, self.ranks)]
         found = [each.shape[-2] for each in (query, key, value)]
         if found != [lengths[self.rank]] * 3:
@@ -140,7 +140,7 @@ class SequenceCut:
         return lengths
 
     def _exchange(self, sent: Sequence[Sequence[Tensor]], sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Send to each rank its tensors; those that come, as many from each, of `sizes` (heads, tokens).
+        """Send each rank its tensors; return those received, as many from each, of `sizes` (heads, tokens).
 
         One all-to-all. Outer dims and widths are the same on all ranks.
         """

@@ -1,4 +1,4 @@
-"""Exported programs cut over ranks: one program for each."""
+"""Tensor parallelism for exported programs: cut one program into a program for each rank."""
 
 from shardwise.tensor_parallel.aot import compile_package, load_compiled
 from shardwise.tensor_parallel.auto import ChosenPlan, Prices, choose

@@ -1,10 +1,10 @@
-"""Ranks' programs as machine code, compiled ahead of time by AOTInductor, in the folder that `save` wrote.
+"""Compiles ranks' programs to machine code ahead of time, with AOTInductor, in the folder that `save` wrote.
 
     folder/rank-0.aot.pt2     of rank-0.pt2, with its weights
     folder/manifest.json      also the name of the process group, these files' sha256
 
-Collectives are compiled as calls of torch's functional ones, over a job's default group, by the name that
-torch gives it. Weights must be there: `materialize` before `save`.
+Collectives are compiled as calls of torch's functional collectives over a job's default group, by the name
+that torch gives it. Weights need values: `materialize` before `save`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from shardwise.tensor_parallel.operators import ops
 
 
 def compile_package(folder: str | Path) -> None:
-    """Compile all ranks' programs in a folder by `save`, for inference on machines like this one. Local.
+    """Compile all ranks' programs in a folder from `save`, for inference on machines like this one. Local.
 
-    Needs a C++ compiler, and no process group: for as long as it takes, one of this process alone stands in.
+    Needs a C++ compiler. There must be no process group: this makes a temporary one of this process alone.
 
     Args:
         folder: the folder; files are added to it.
 
     Raises:
-        ShardingError: a process group that is there already, or weights that are not.
+        ShardingError: a process group that exists already, or weights without values.
         CheckpointError: a folder that cannot be read.
     """
     place = Path(folder)
@@ -60,9 +60,9 @@ def load_compiled(
     """Load this rank's function from a folder that `compile_package` completed; call it as the model. Local.
 
     Args:
-        folder: the folder. It holds machine code: load only those whom you would let run code.
-        rank: of the process within its group; by default asked of `group`.
-        group: that it communicates over; must have the name that it was compiled for, as a default group has.
+        folder: the folder. It holds machine code: load it only from people whom you would let run code.
+        rank: of the process within its group; by default that of `group`.
+        group: to communicate over. It must have the name that was compiled for, as a default group has.
 
     Raises:
         ShardingError: a group of another name or size; a folder without compiled programs.
@@ -84,7 +84,7 @@ def load_compiled(
 
 
 def _for_inference(program: ExportedProgram) -> ExportedProgram:
-    """Remove, in place, what refuses backward; compiled programs have none."""
+    """Remove, in place, the operators that refuse backward; compiled programs have no backward."""
     for node in list(program.graph.nodes):
         if node.target is ops.untrainable.default:
             node.replace_all_uses_with(node.args[0])

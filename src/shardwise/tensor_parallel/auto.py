@@ -1,20 +1,19 @@
-"""Styles chosen by price: of all plans that the rules can build, the cheapest, by an exact integer program.
+"""Chooses styles by price: an exact integer program finds the cheapest of all plans that the rules can build.
 
-What a plan does is not guessed: `exploring.explore` finds out from the rules what every operation takes,
-sends, computes and leaves, for every state its inputs may come in. Styles of weights are the only choice; all
-else follows from them. The integer program says this as a flow:
+A plan's effects are not guessed: `exploring.explore` runs the rules to find what every operation takes,
+sends, computes and leaves, for every state of its inputs. Only the styles of weights are chosen; all else
+follows from them. The integer program expresses this as a flow:
 
     z[decision, style]       0 or 1, one style for each decision
     u[operation, states]     is the operation built for these states of its inputs?
-    flow                     what leaves a value in a state, after its producer or one user, is what its next
-                             user meets in that state
+    flow                     the states in which its producer or one user leaves a value are those in which
+                             its next user meets it
 
-The flow is whole where the z are, so only these need be integers. Weights of repeated layers are one
-decision.
+If the z are integers, so is the flow; so only the z need be. Weights of repeated layers are one decision.
 
-The price is in seconds for one call: of what is sent, of what is computed, and of weights, whose every byte
-held on a rank costs something (it must be read, and no other tensor can be there). Where only communication
-cost anything, nothing would be cut.
+The price is the seconds of one call: for what is sent, what is computed, and weights. Every byte of weights
+held on a rank has a price, as it must be read and takes memory from other tensors. If only communication had
+a price, nothing would be cut.
 """
 
 from __future__ import annotations
@@ -36,21 +35,21 @@ from shardwise.tensor_parallel.exploring import STYLES, Space, State, Use, explo
 from shardwise.tensor_parallel.program import read
 
 _SCALE = 1e6  # the objective's largest coefficient, far above the solver's tolerances of 1e-6
-_PREFERENCE = 1e-2  # of plans that cost the same: the one that cuts less, and rather by column
+_PREFERENCE = 1e-2  # among plans of equal cost, prefer cutting less, then by column
 
 
 @dataclass(frozen=True)
 class Prices:
-    """The cost of a call, in seconds. The defaults are for accelerators joined by a fast fabric.
+    """Prices, in seconds, of what a call does. The defaults are for accelerators joined by a fast fabric.
 
-    Of B bytes over n ranks, a collective sends (n-1)/n B from each rank, an all-reduce twice that.
+    For B bytes over n ranks, each rank sends (n-1)/n B in a collective, twice that in an all-reduce.
 
     Attributes:
-        latency: of one collective, whatever its size.
-        seconds_per_byte_sent: by one rank; 400 GB/s.
+        latency: of one collective of any size.
+        seconds_per_byte_sent: by one rank; the default is 400 GB/s.
         seconds_per_byte_held: of weights on a rank. Reading a byte from memory takes about a tenth of the
-            default; the rest is the worth of free memory.
-        seconds_per_flop: of products, convolutions and attention on a rank; 400 TFLOP/s.
+            default; the rest is the value of free memory.
+        seconds_per_flop: of products, convolutions and attention on a rank; the default is 400 TFLOP/s.
     """
 
     latency: float = 10e-6
@@ -59,7 +58,7 @@ class Prices:
     seconds_per_flop: float = 1 / 400e12
 
     def of(self, use: Use) -> float:
-        """Return the seconds for what one operation does, and for the weights that it is the first to use."""
+        """Return the seconds of one operation, including the weights that it is the first to use."""
         sent = sum(self.latency + each * self.seconds_per_byte_sent for _, each in use.collectives)
         held = max(use.held, default=0) * self.seconds_per_byte_held
         return sent + held + use.flops * self.seconds_per_flop
@@ -76,8 +75,8 @@ class Decision:
     Attributes:
         names: the weights, one in each of the repeated layers.
         style: "column", "row" or "replicate".
-        bytes_here: of all of them, on the rank that has most.
-        bytes_whole: of all of them.
+        bytes_here: bytes of these weights on the rank that holds the most.
+        bytes_whole: bytes of these weights, uncut.
     """
 
     names: tuple[str, ...]
@@ -91,15 +90,15 @@ class ChosenPlan:
     """A plan, what it costs, and why. `str()` of it is `table()`.
 
     Attributes:
-        strategies: style by parameter, vectors of the same modules too; those not named stay whole. What
-            `tensor_parallel_transformation` takes.
-        seconds: its price.
-        collectives: how many of each kind a call does, as `explain.counts` finds them.
+        strategies: style by parameter, including vectors of the same modules; those not named stay whole. To
+            be passed to `tensor_parallel_transformation`.
+        seconds: the plan's price.
+        collectives: number of each kind in a call, as `explain.counts` finds them.
         bytes_sent: by each rank in a call.
         bytes_held: of parameters and buffers, by rank.
-        flops: on the rank that does most.
+        flops: on the rank that computes the most.
         solver_seconds: how long the integer program took.
-        gap: between its price and the least that any plan may have, relative; 0 where it is proved best.
+        gap: relative difference between the price and a lower bound for any plan; 0 if proved best.
     """
 
     world_size: int
@@ -118,9 +117,9 @@ class ChosenPlan:
 
     @cached_property
     def alternatives(self) -> tuple[dict[str, float | None], ...]:
-        """Seconds that the best plan with each other style costs more, by style, for each decision.
+        """Extra seconds of the best plan with each other style, by style, for each decision.
 
-        None where no plan has it. Solves the integer program twice for each decision, on first use.
+        None if no plan has that style. Solves the integer program twice for each decision, on first use.
         """
         return tuple(
             {style: self._more(index, style) for style in STYLES if style != decision.style}
@@ -168,15 +167,15 @@ def choose(
 ) -> ChosenPlan:
     """Choose the cheapest styles for the weights of `program` over `world_size` ranks. Local, deterministic.
 
-    Every parameter of two dims or more is cut by column, by row, or not at all, its module's vectors with it.
-    Corresponding weights of repeated layers get one style. Activations are cut only as follows from that;
-    batch and sequence stay whole.
+    Every parameter of two dims or more, with its module's vectors, is cut by column, by row, or not at all.
+    Corresponding weights of repeated layers get one style. Activations are cut only as a consequence; batch
+    and sequence stay whole.
 
     Args:
-        program: as for `tensor_parallel_transformation`; sizes not known count as they were in the example
-            inputs. No weights are needed: they may be fake, or on the meta device.
-        world_size: how many ranks.
-        prices: what things cost; by default those of `Prices()`.
+        program: as for `tensor_parallel_transformation`; unknown sizes count as in the example inputs.
+            Weights need no values: they may be fake, or on the meta device.
+        world_size: number of ranks.
+        prices: by default `Prices()`.
         memory_budget: the most bytes of parameters and buffers on any rank.
 
     Raises:
@@ -187,7 +186,7 @@ def choose(
 
 
 def best(space: Space, *, prices: Prices | None = None, memory_budget: int | None = None) -> ChosenPlan:
-    """Return the cheapest plan of a program explored once, for several prices or budgets; see `choose`."""
+    """Return the cheapest plan, as `choose`, of a program explored once for several prices or budgets."""
     prices = prices or Prices()
     solved = _solve(space, prices, memory_budget)
     if solved is None:
@@ -238,7 +237,7 @@ class _Solved:
 
 
 class _Program:
-    """Variables with costs, and sparse rows of constraints, in the making."""
+    """An integer program being built: variables with costs, and sparse rows of constraints."""
 
     def __init__(self, costs: list[float]) -> None:
         self.costs = costs
@@ -252,7 +251,7 @@ class _Program:
         self.upper.append(upper)
 
     def solved(self, objective: Any, *, integers: int, upper: Any) -> Any:
-        """Minimise `objective`, the first `integers` variables whole and all between 0 and `upper`."""
+        """Minimise `objective`; the first `integers` variables are integers, all between 0 and `upper`."""
         optimize, sparse = (
             from_extra("tp", f"scipy.{name}", what="choosing tensor-parallel styles")
             for name in ("optimize", "sparse")
@@ -271,7 +270,7 @@ class _Program:
 def _solve(
     space: Space, prices: Prices, budget: int | None, *, forced: Mapping[int, str] | None = None
 ) -> _Solved | None:
-    """Return the cheapest styles, or None where none can be built, fit the budget and are as `forced`."""
+    """Return the cheapest styles that fit the budget and `forced`, or None if none can be built."""
     started = time.perf_counter()
     count = len(STYLES)
     integers = count * len(space.decisions)
@@ -300,9 +299,9 @@ def _solve(
 
 
 def _flow(program: _Program, space: Space, prices: Prices) -> dict[int, tuple[int, ...]]:
-    """Return a variable for each use of each step; values are met in the states they are left in.
+    """Add a variable for each use of each step; values are met in the states they are left in.
 
-    Returns, for each variable, what ranks hold because of it.
+    Returns, for each variable, the bytes that ranks hold because of it.
     """
     held: dict[int, tuple[int, ...]] = {}
     left: dict[fx.Node, dict[State, list[int]]] = {}  # value, state: the variables that leave it so

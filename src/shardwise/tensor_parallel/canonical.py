@@ -1,13 +1,13 @@
-"""One form of program for the rules to see, whether it was decomposed or not.
+"""The canonical form of a program for the rules, whether it was decomposed or not.
 
 operations in place                 out of place (`functional`)
-checks of sizes and strides         dropped: this rank's sizes are others
-keyword arguments                   positional, where the operation has them so
-addmm(b, x, permute(w)), matmul, ... linear(x, w, b), where w is a parameter
-view(bmm(view(x), view(y)))         matmul(x, y), where views only merged the dims of batches
-permute(w), detach(log_softmax(x))  beside each use of theirs: they are not to be the first use of w or x
-view(log_softmax(x))                log_softmax(view(x)), for a loss to meet it (`rules.vocabulary`)
-view(transpose(view(x)))            permute(unflatten(x)), where the batch was merged with heads for a while
+checks of sizes and strides         dropped: this rank's sizes differ
+keyword arguments                   positional, if the operation has them so
+addmm(b, x, permute(w)), matmul, ... linear(x, w, b), if w is a parameter
+view(bmm(view(x), view(y)))         matmul(x, y), if views only merged batch dims
+permute(w), detach(log_softmax(x))  copied to each of their uses, so as not to be the first use of w or x
+view(log_softmax(x))                log_softmax(view(x)), next to its loss (`rules.vocabulary`)
+view(transpose(view(x)))            permute(unflatten(x)), if the batch was merged with heads for a while
 views and expands that change nothing   dropped
 copy(x, y)                          y, in the shape and dtype of x: it has no derivative
 """
@@ -34,7 +34,7 @@ _NOTHING = ("expand", "view", "reshape", "_unsafe_view")
 
 
 def functional(program: ExportedProgram) -> ExportedProgram:
-    """Rewrite the program without in-place operations; it returns what they did to buffers."""
+    """Return the program without in-place operations; it then returns its changes of buffers."""
     if any(_mutates(node) for node in program.graph.nodes):
         made: ExportedProgram = program.run_decompositions({})
         return made
@@ -46,7 +46,7 @@ def _mutates(node: fx.Node) -> bool:
     if schema is None or node.op != "call_function":
         return False
     in_training = schema.name in ("aten::batch_norm", "aten::instance_norm") and node.args[5] is True
-    return bool(schema.is_mutable) or in_training  # these do not say that they change running statistics
+    return bool(schema.is_mutable) or in_training  # their schemas omit that they change running statistics
 
 
 def canonical(program: ExportedProgram) -> fx.Graph:
@@ -107,7 +107,7 @@ def _normalize(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _as_copied(graph: fx.Graph, node: fx.Node) -> None:
-    """Let users of `copy(x, y)` use y."""
+    """Make users of `copy(x, y)` use y."""
     x, y, *_ = node.args
     assert isinstance(x, fx.Node)
     assert isinstance(y, fx.Node)
@@ -125,7 +125,7 @@ def _as_copied(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _positional(node: fx.Node) -> None:
-    """Move keyword arguments to their places as far as the places before are filled."""
+    """Make keyword arguments positional as far as all places before them are filled."""
     schema = _compat.schema(node.target)
     if schema is None or not node.kwargs:
         return
@@ -167,7 +167,7 @@ def _as_linear(node: fx.Node, name: str) -> _Call | None:
 
 
 def _as_matmul(node: fx.Node, name: str) -> _Call | None:
-    """Return the product, with all batch dims, that was computed with these merged into one."""
+    """Return the product with all batch dims, if it was computed with these merged into one."""
     product: Any = node.args[0] if name in _NOTHING[1:] else None
     if not isinstance(product, fx.Node) or op_of(product) != "bmm":
         return None
@@ -200,7 +200,7 @@ def _as_heads(graph: fx.Graph, node: fx.Node) -> _Call | None:
 
 
 def _as_logarithm(graph: fx.Graph, node: fx.Node, name: str) -> _Call | None:
-    """Return the logarithm of a softmax of a view of values, where `node` is that view of the logarithm."""
+    """Return log_softmax of a view of x, if `node` is that view of x's log_softmax."""
     source = node.args[0] if name in ("transpose", "permute", *_NOTHING[1:]) else None
     if not isinstance(source, fx.Node) or not op_of(source).endswith("log_softmax") or len(source.users) > 1:
         return None
@@ -220,7 +220,7 @@ def _as_logarithm(graph: fx.Graph, node: fx.Node, name: str) -> _Call | None:
 
 
 def _transposed(node: Any) -> fx.Node | None:
-    """Return the parameter, or part of a fused one, of which `node` is the transpose."""
+    """Return the parameter, or part of a fused one, whose transpose `node` is."""
     if not isinstance(node, fx.Node) or op_of(node) not in ("permute", "t", "transpose", "numpy_T"):
         return None
     source: Any = node.args[0]

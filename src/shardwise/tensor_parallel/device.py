@@ -1,7 +1,7 @@
-"""A program for a kind of device, which the machine that makes it need not have.
+"""Moves a program to a device type, which the machine that does so need not have.
 
-What the graph says of devices is changed in any case. Tensors with memory go along if the device is there;
-otherwise they stay where they are, until `load` on the machine that has it.
+Devices named in the graph always change. Tensors with memory move too if this machine has the device;
+otherwise they stay where they are until `load` on a machine that has it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise import _compat
 
 
 def move_program(program: ExportedProgram, device_type: str) -> None:
-    """Have all of `program` on `device_type`; changed in place."""
+    """Move all of `program` to `device_type`, in place."""
     wanted = torch.device(device_type)
 
     def moved(value: Any) -> Any:
@@ -36,9 +36,9 @@ def move_program(program: ExportedProgram, device_type: str) -> None:
 
 
 def move_state(program: ExportedProgram, device_type: str) -> None:
-    """Put the parameters, buffers and constants there, if this machine has the device.
+    """Move parameters, buffers and constants to `device_type`, if this machine has it.
 
-    Tensors without memory stay so. Names of one tensor keep sharing it.
+    Tensors without memory stay without. Names that share a tensor keep sharing it.
     """
     wanted = torch.device(device_type)
     if not is_here(wanted):
@@ -57,13 +57,13 @@ def move_state(program: ExportedProgram, device_type: str) -> None:
 
 
 def as_is(before: Tensor, made: Tensor) -> Tensor:
-    """Return `made` as a parameter if `before` is one, trained or not as that."""
+    """Return `made`, as a parameter with the same `requires_grad` if `before` is one."""
     is_parameter = isinstance(before, nn.Parameter)
     return nn.Parameter(made, requires_grad=before.requires_grad) if is_parameter else made
 
 
 def here_for(device_type: str) -> torch.device:
-    """Return the device on which this machine keeps a program's tensors: `device_type`, or the CPU."""
+    """Return where this machine keeps a program's tensors: `device_type` if it has it, else the CPU."""
     wanted = torch.device(device_type)
     return wanted if wanted.type != "meta" and is_here(wanted) else torch.device("cpu")
 
@@ -79,7 +79,7 @@ def is_here(device: torch.device) -> bool:
 
 
 def _fake_on(tensor: Any, device: torch.device) -> Tensor:
-    """Return a fake tensor as it is on another device; `to` would need that device's library to be there."""
+    """Return a fake tensor moved to another device; `to` would need that device's library."""
     shape, dtype, trained = tensor.shape, tensor.dtype, tensor.requires_grad
     strided = torch.empty_strided(shape, tensor.stride(), dtype=dtype, device="meta", requires_grad=trained)
     return _compat.FakeTensor(tensor.fake_mode, strided, device)

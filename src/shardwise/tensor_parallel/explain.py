@@ -1,9 +1,9 @@
-"""Explanation of a rank's program: its parameters, and its collectives, each by the module it serves.
+"""Explains a rank's program: its parameters, and its collectives, each with the module it serves.
 
     print(explain(program))         a table of both
     counts(program)                 {"all_reduce": 4, "all_gather": 1}
 
-Read from the program alone, so also from one that was loaded.
+Reads only the program, so it works on a loaded one too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwise.tensor_parallel.state import placement_from_json, record_of
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """A parameter or buffer. `tied` names the one whose tensor it shares; its bytes are counted there."""
+    """A parameter or buffer. `tied` names the one whose tensor it shares, where its bytes are counted."""
 
     name: str
     style: str | None
@@ -39,7 +39,7 @@ class ParameterRow:
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """One collective of a call. `bytes` are the result's; None where sizes are not known before it runs."""
+    """One collective of a call. `bytes` are the result's; None if not known before it runs."""
 
     kind: str
     bytes: int | None
@@ -49,7 +49,7 @@ class CollectiveRow:
 
 @dataclass(frozen=True)
 class GatherRow:
-    """A value gathered for an operation that takes it whole, though no style or layout asks for that."""
+    """A value gathered for an operation that needs it whole, though no style or layout asks for that."""
 
     op: str
     node: str
@@ -111,7 +111,7 @@ def explain(program: ExportedProgram) -> Explanation:
     """Return what `program`, from `tensor_parallel_transformation` or loaded, holds and communicates. Local.
 
     Raises:
-        ShardingError: a program that it did not make.
+        ShardingError: a program that `tensor_parallel_transformation` did not make.
     """
     record = record_of(program)
     rows = []
@@ -132,7 +132,7 @@ def explain(program: ExportedProgram) -> Explanation:
 
 
 def counts(program: ExportedProgram) -> dict[str, int]:
-    """Count the collectives that a call of any `program` does, by kind, in order of appearance."""
+    """Count the collectives in a call of any `program`, by kind, in order of appearance."""
     return dict(Counter(kind for node in program.graph.nodes if (kind := kind_of(node)) is not None))
 
 

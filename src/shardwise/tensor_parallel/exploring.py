@@ -1,13 +1,13 @@
-"""Exploration of plans for a program: each operation built by its own rule, for every state of its inputs.
+"""Explores plans for a program: builds each operation by its own rule, for every state of its inputs.
 
-So nothing is said here of what operations do. A rule runs on a partition that has only its operation, its
-inputs being in one combination of states; what it then took, sent and left is read off that partition. States
-of inputs are those that came of the operations before, the first being those of weights in each style:
+So this module does not know what operations do. A rule runs on a partition with only its operation, whose
+inputs are in one combination of states. What it took, sent and left is then read from that partition. The
+first states are those of weights in each style; further ones result from the operations before:
 
     before  q cut by heads, k whole      ->   sends nothing, 2 * B * H/n * L * L * D FLOP,
                                               after: q as before, k as before, result cut by heads
 
-`repeated` says which weights correspond, and so get one style.
+`repeated` finds corresponding weights, which get one style.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from shardwise.tensor_parallel.placement import REPLICATE, Partial, Placement, S
 from shardwise.tensor_parallel.program import Whole, at_first_use, build, output, outputs
 from shardwise.tensor_parallel.state import fake_mode_of
 
-STYLES = ("replicate", "column", "row")  # the first is what a parameter has where nothing is asked
+STYLES = ("replicate", "column", "row")  # the first is a parameter's default
 _MOST = 256  # combinations of states of an operation's inputs
 
 
 @dataclass(frozen=True)
 class State:
-    """The placement of a value; where else, by communication, it is too; of a parameter, its style.
+    """A value's placement, further placements to which it was sent, and a parameter's style.
 
     `placement` is None for a parameter before its first use, a tuple for a value with several results.
     """
@@ -59,7 +59,7 @@ class Use:
         after: the same inputs' states afterwards, and the result's.
         collectives: kind, and bytes that each rank sends.
         flops: of rank 0, which has the largest share.
-        placed: of inputs that are parameters first used here, by place: the bytes that ranks then hold.
+        placed: for each input that is a parameter first used here: its place, and the bytes by rank.
     """
 
     before: tuple[State, ...]
@@ -76,7 +76,7 @@ class Use:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """An operation or output: values that it takes; those it leaves, which are these and its result."""
+    """An operation or output: the values that it takes, and those it leaves: the same and its result."""
 
     inputs: tuple[fx.Node, ...]
     leaves: tuple[fx.Node, ...]
@@ -89,8 +89,8 @@ class Group:
 
     Attributes:
         names: of the weights.
-        vectors: parameters of their modules that get it too.
-        states: by value: its first state, for each of `STYLES`.
+        vectors: parameters of their modules that get the same style.
+        states: for each value, its first state for each of `STYLES`.
     """
 
     names: tuple[str, ...]
@@ -103,7 +103,7 @@ class Space:
     """A program over `ranks`, explored.
 
     Attributes:
-        decisions: what there is to choose.
+        decisions: the groups whose styles are to be chosen.
         steps: in order.
         always_held: bytes of parameters and buffers that nothing uses.
     """
@@ -116,7 +116,7 @@ class Space:
     _sizes: dict[str, int] = field(repr=False)
 
     def strategies(self, styles: Sequence[str]) -> dict[str, str]:
-        """Return the style by parameter, for all that are to be cut."""
+        """Return the style by parameter, for all parameters to be cut."""
         found = {}
         for group, style in zip(self.decisions, styles, strict=True):
             if style != STYLES[0]:
@@ -124,7 +124,7 @@ class Space:
         return found
 
     def held(self, uses: Sequence[Use], names: Sequence[str] | None = None) -> tuple[int, ...]:
-        """Return the bytes by rank of the parameters `names`, or of all and of buffers, given steps' uses."""
+        """Return bytes by rank of the parameters `names`, or of all and the buffers, given steps' uses."""
         found = [0 if names is not None else self.always_held] * self.ranks
         for step, use in zip(self.steps, uses, strict=True):
             for place, held in use.placed:
@@ -138,7 +138,7 @@ class Space:
 
 
 def explore(whole: Whole, ranks: int) -> Space:
-    """Find what plans for `ranks` ranks can make of a program, which stays as it is. Local; needs no weights.
+    """Explore the plans of a program for `ranks` ranks, without changing it. Local; needs no weights.
 
     Raises:
         ShardingError: fewer than one rank, or a program without tensors.
@@ -148,7 +148,7 @@ def explore(whole: Whole, ranks: int) -> Space:
     groups = _groups(whole)
     made = _Exploration(whole, ranks, groups)
     for node in whole.graph.nodes:
-        if node.op == "output":  # each is a step of its own
+        if node.op == "output":  # each output is a step
             for value, owner in outputs(whole, node):
                 if isinstance(value, fx.Node):
                     inputs = list(dict.fromkeys([value] if owner is None else [value, owner]))
@@ -171,7 +171,7 @@ def explore(whole: Whole, ranks: int) -> Space:
 
 @dataclass
 class _Local:
-    """Rank 0's value in one state: a tensor or number, and where it was sent, the values there."""
+    """Rank 0's value in one state: a tensor or number, and its values at placements it was sent to."""
 
     value: Any
     sent: dict[Placement, Any] = field(default_factory=dict)
@@ -182,7 +182,7 @@ _Combination = Sequence[tuple[State, _Local]]
 
 
 class _Exploration:
-    """Goes through the program once, knowing of each value all states that it can be in at this point."""
+    """Goes through the program once, and tracks all states that each value can be in."""
 
     def __init__(self, whole: Whole, ranks: int, groups: Sequence[Group]) -> None:
         self.ranks, self.parameters = ranks, whole.parameters
@@ -218,7 +218,7 @@ class _Exploration:
             p = self._partition(inputs, combination)
             try:
                 build(p)
-            except Exception:  # whatever the rule cannot build, no plan may lead to
+            except Exception:  # no plan may contain what a rule cannot build
                 continue
             after = [_state_of(p, x) for x in leaves]
             for states, (each, local) in zip(left, after, strict=True):
@@ -239,7 +239,7 @@ class _Exploration:
         owned = tuple(x in self.parameters for x in inputs)
         cut: Any = None
         if any(own and len(each) > 1 for own, each in zip(owned, states, strict=True)):
-            # how a weight is cut depends on what is done with the result
+            # how a weight is cut depends on the uses of the result
             if op_of(node) not in ("linear", "mm", "addmm"):
                 return None
             shape = node.meta["val"].shape
@@ -261,7 +261,7 @@ class _Exploration:
             yield [states[index[place]] for place, states in enumerate(known)]
 
     def _partition(self, inputs: list[fx.Node], combination: _Combination) -> Partition:
-        """Make rank 0's program, so far of nothing but these inputs."""
+        """Return a program for rank 0 that has only these inputs."""
         p = Partition(0, self.ranks, "", self.fake_mode, {})
         for x, (each, local) in zip(inputs, combination, strict=True):
             placement = REPLICATE if each.placement is None else each.placement
@@ -310,7 +310,7 @@ def _state_of(p: Partition, x: fx.Node) -> tuple[State, _Local]:
 
 
 def _was_sent(source: Any, target: Placement) -> bool:
-    """Return whether it takes communication to bring a value from `source` to `target`."""
+    """Return whether moving a value from `source` to `target` needs communication."""
     return isinstance(source, Partial) or (isinstance(source, Split) and target == REPLICATE)
 
 
@@ -335,12 +335,12 @@ def _share(parameter: fx.Node, placement: Placement, rank: int) -> int:
 
 
 def _sent(node: fx.Node, kind: str, ranks: int) -> int:
-    """Return the bytes that each rank sends, by the least that the collective can do with."""
+    """Return the bytes that each rank sends, at the least that the collective needs."""
     return sent_bytes(kind, nbytes(node if kind == GATHER else args_of(node)[0]), ranks=ranks)
 
 
 def _flops(node: fx.Node) -> int:
-    """Count the FLOPs of a product, a convolution or attention; other operations count as nothing."""
+    """Count the FLOPs of a product, a convolution or attention; other operations count as 0."""
     op, args = op_of(node), args_of(node)
     if op in ("linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "addbmm"):
         left = args[op in ("addmm", "baddbmm", "addbmm")]
@@ -391,7 +391,7 @@ def _groups(whole: Whole) -> tuple[Group, ...]:
 
 
 def _first_states(parameter: fx.Node, name: str) -> tuple[State, ...]:
-    """Return a parameter's state before its first use, for each style; in the word that fits that use."""
+    """Return a parameter's state before its first use for each style, in that use's name for the style."""
     module = name.rpartition(".")[0]
     styles = [at_first_use(parameter, style, module)[1] for style in STYLES[1:]]
     return tuple(State(None, style=style) for style in (None, *styles))

@@ -1,10 +1,9 @@
-"""The best cut of a weight's outputs: whole attention heads, and the parts of a fused projection each.
+"""The best cut of a weight's outputs: by whole attention heads, in each part of a fused projection.
 
-The outputs of a projection are one dim. What is done with them further on shows what they mean: 96 that
-become (6, 16) are six heads, 96 split into three of 32 are three projections, and heads of keys that are
-repeated belong to that many heads of queries each. `column_ranges` follows the outputs and cuts so that
-every rank has whole heads of every part, and the heads of keys and values that its queries use; ranks may
-share these::
+The outputs of a projection are one dim. Their later use shows what they mean: 96 that become (6, 16) are six
+heads, 96 split into three of 32 are three projections, and repeated key heads each belong to that many query
+heads. `column_ranges` follows the outputs and cuts them so that every rank has whole heads of every part, and
+the key and value heads that its queries use; ranks may share these::
 
     8 outputs, 2 key heads of 4, each for 3 heads of queries, 3 ranks    ((0, 4),), ((0, 8),), ((4, 8),)
 """
@@ -30,7 +29,7 @@ _ATTENTION = ("scaled_dot_product_attention", "_scaled_dot_product_flash_attenti
 
 @dataclass(frozen=True)
 class Stretch:
-    """Outputs from `begin` on, `count` units of `unit` each, each of which serves `shared` heads."""
+    """Outputs from `begin` on: `count` units of `unit` outputs, each unit used by `shared` heads."""
 
     begin: int
     count: int
@@ -43,14 +42,14 @@ class Stretch:
 
 
 def column_ranges(p: Partition, node: fx.Node, size: int, *, dim: int) -> Ranges:
-    """Return, for every rank, which of the `size` outputs of `node`, its dim `dim`, it computes."""
+    """Return, for every rank, which of the `size` outputs of `node`, along `dim`, it computes."""
     found = _Tracker(p).follow(node, dim, Stretch(0, size))
     by_part = [_cut(stretch, p.ranks) for stretch in _finest(list(found), size)]
     return tuple(normal([i for part in by_part for i in part[rank]]) for rank in range(p.ranks))
 
 
 def _cut(stretch: Stretch, ranks: int) -> Ranges:
-    """Return every rank's share of a stretch: of the heads that it serves, and so of its units."""
+    """Return every rank's share of a stretch, by an even cut of the heads that use it."""
     heads = Split(0, even(stretch.count * stretch.shared, ranks))
 
     def outputs(begin: int, end: int) -> Interval:
@@ -61,7 +60,7 @@ def _cut(stretch: Stretch, ranks: int) -> Ranges:
 
 
 def _finest(found: list[Stretch], size: int) -> list[Stretch]:
-    """Return the stretches that cover the outputs once: of those that overlap, the ones that say most."""
+    """Return stretches that cover the outputs once; of overlapping ones, the most specific."""
     chosen: list[Stretch] = []
     for one in sorted(found, key=lambda s: (-s.shared, -s.unit, s.end - s.begin, s.begin)):
         if all(one.end <= other.begin or other.end <= one.begin for other in chosen):
@@ -73,7 +72,7 @@ def _finest(found: list[Stretch], size: int) -> list[Stretch]:
 
 
 class _Tracker:
-    """Follows a dim of a value through the program, as long as its elements stay apart."""
+    """Follows a dim of a value through the program as long as its elements stay separate."""
 
     def __init__(self, p: Partition) -> None:
         self.p = p
@@ -155,7 +154,7 @@ class _Tracker:
 
     def _apart(self, user: fx.Node, dims: list[int], stretch: Stretch) -> Iterator[Stretch]:
         """Follow a dim that became `dims`: (heads, width), or (3, heads, width) if the 3 are taken apart."""
-        if not dims:  # of a dim of one element
+        if not dims:  # it had one element
             return
         sizes = self.p.hints(user)
         if sizes[dims[0]] == 1 and len(dims) == 2:  # one head, or only another dim
@@ -187,7 +186,7 @@ class _Tracker:
         return False
 
     def _moved(self, node: fx.Node, user: fx.Node, dim: int) -> int | None:
-        """Return the dim of `user` that is `dim` of `node`, where it permutes, adds or drops dims."""
+        """Return the dim of `user`, which permutes, adds or drops dims, that is `dim` of `node`."""
         old, new = self.p.shape(node), self.p.shape(user)
         if op_of(user) in ("transpose", "permute", "t"):
             return order_of(user, len(old)).index(dim)
@@ -212,7 +211,7 @@ def _is_repeated(node: fx.Node) -> bool:
 def order_of(node: fx.Node, ndim: int) -> list[int]:
     """Return the source's dim for each dim of a transposed or permuted value."""
     target: Any = node.target
-    probe = torch.empty([*range(ndim)], device="meta")  # every dim of a size of its own
+    probe = torch.empty([*range(ndim)], device="meta")  # every dim has its own size
     return list(target(probe, *node.args[1:]).shape)
 
 

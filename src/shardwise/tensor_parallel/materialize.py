@@ -1,15 +1,16 @@
-"""A program's shards from a checkpoint, of which each rank reads only its own parts.
+"""Fills a program's shards from a checkpoint, of which each rank reads only its own parts.
 
     a mapping                          whole tensors by name, as `module.state_dict()`
     a .safetensors file                read by slices
-    a folder of them                   by the index json if it has one, files of that folder alone; they are
-                                       opened as they are needed
+    a folder of them                   by its index json if it has one, and only files of that folder; they
+                                       are opened when needed
     several of these, as a list        such as the files of a folder of links
-    a .pt, .pth or .bin file           a state dict by `torch.save`, mapped into memory and never executed
-    a function                         of a name: the whole's shape, and a function of a part of it; or None
+    a .pt, .pth or .bin file           a state dict from `torch.save`, mapped into memory and never executed
+    a function                         of a name; returns the whole's shape and a function that reads a part,
+                                       or None
 
-Which parts a rank holds stands in the program's record (`state.record_of`), so that a program that was loaded
-is filled as one just made.
+The program's record (`state.record_of`) says which parts a rank holds, so a loaded program is filled like a
+new one.
 """
 
 from __future__ import annotations
@@ -52,19 +53,20 @@ def materialize(
 
     Args:
         program: from `tensor_parallel_transformation`, or loaded; changed in place.
-        checkpoint: whole tensors; see this module for its forms. Cast to the program's dtypes.
-        device: where to put them; by default the device that the program was made for, if it is here.
-        rename: the checkpoint's name of the parameter of a name; by default the same. Of names that share a
-            tensor, any of them will do.
-        values: whole tensors that the checkpoint lacks, such as buffers that are not saved; these come first.
+        checkpoint: whole tensors, in one of the forms that the module docstring lists. Cast to the program's
+            dtypes.
+        device: where to put them; by default the device that the program was made for, if available.
+        rename: maps a parameter's name to the checkpoint's; by default the same. For names that share a
+            tensor, any one suffices.
+        values: whole tensors that the checkpoint lacks, such as buffers not saved; they take precedence.
 
     Returns:
         `program`.
 
     Raises:
         ShardingError: a program that is no rank's part.
-        CheckpointError: a missing name or another shape, naming each; nothing has been changed. Parameters
-            and buffers that already have memory may be missing: these stay as they are.
+        CheckpointError: missing names or different shapes, naming each; nothing has been changed. Parameters
+            and buffers that already have memory may be missing, and stay as they are.
     """
     record = record_of(program)
     device = device or here_for(record.get("device", "cpu"))
@@ -145,7 +147,7 @@ def _in_memory(tensors: Mapping[str, Tensor]) -> Source:
 
 @contextmanager
 def _opened(checkpoint: Checkpoint) -> Iterator[Source]:
-    """Open tensors by name; files are open as long as the context lasts."""
+    """Open tensors by name; files stay open as long as the context lasts."""
     if callable(checkpoint):
         yield checkpoint
         return
@@ -176,7 +178,7 @@ def _mapped(path: Path) -> Mapping[str, Tensor]:
     """Return the tensors that `torch.save` wrote, as views of the file."""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # whatever a damaged file leads to
+    except Exception as error:  # a damaged file may raise anything
         raise CheckpointError(
             f"{path} holds no state dict of tensors alone, or is damaged: {type(error).__name__}: {error}"
         ) from error

@@ -40,13 +40,13 @@ def is_tensor(x: Any) -> bool:
 
 
 def nbytes(node: fx.Node) -> int:
-    """Return the bytes of a node's tensor; unknown sizes count as they were at export."""
+    """Return the bytes of a node's tensor; unknown sizes count as at export."""
     value: Any = node.meta["val"]
     return math.prod(map(hint, value.shape)) * int(value.element_size()) if isinstance(value, Tensor) else 0
 
 
 def calls_of(node: fx.Node) -> list[str]:
-    """Return the calls of modules that `node` lies in, the innermost last: `up`, and `up@1` the next time."""
+    """Return the module calls that `node` lies in, the innermost last: `up`, then `up@1` for the second."""
     return [str(entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values()]
 
 

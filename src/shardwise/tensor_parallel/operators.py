@@ -1,24 +1,24 @@
-"""Operators that say how gradients flow where one rank's program meets the other ranks.
+"""Operators that define how gradients flow where one rank's program meets other ranks.
 
-The gradient of a value that every rank has whole is whole on every rank, too; never a multiple of it. That of
-a value that is cut, or one term of a sum, is this rank's: where several ranks have the same elements, the
-gradients that they have of them are terms of a sum. Here one becomes the other:
+If every rank has a whole value, every rank has its whole gradient, never a multiple. The gradient of a cut
+value, or of a term of a sum, is this rank's own; if several ranks have the same elements, their gradients of
+these are terms of a sum. These operators convert between the two:
 
-    replicated   a whole value goes into work that ranks share: gradients are summed over ranks
-    repeated     elements of a cut parameter that several ranks have: theirs are summed over ranks
-    once         what all ranks worked out for themselves is a whole value: only the first rank passes it on
-    summed       the result of an all-reduce is the sum of terms: each has the gradient of the sum
+    replicated   a whole value enters work that ranks divide: gradients are summed over ranks
+    repeated     several ranks hold the same elements of a cut parameter: their gradients are summed
+    once         all ranks computed the same whole value: only the first rank passes the gradient on
+    summed       the result of an all-reduce is the sum of terms: each term has the gradient of the sum
     gathered     the result of an all-gather is whole: each rank has the gradient of its part
-    scattered    the result of a reduce-scatter is a part of the sum: each term has that of all parts
-    untrainable  none of these were asked for: there is no right gradient
+    scattered    the result of a reduce-scatter is a part of the sum: each term has the gradient of all parts
+    untrainable  the program was cut without these: there is no right gradient
 
-And backward needs buffers as forward read them:
+Backward also needs buffers as forward read them:
 
-    unwritten    what a buffer was before the program wrote to it
+    unwritten    a buffer's value before the program wrote to it
 
-None communicates going forward: collectives are nodes of their own, whose inputs are detached. Going
-backward, replicated, repeated and scattered are collective over the group, and ranks come to them in one
-order: autograd goes through a program from its end to its beginning.
+None communicates in forward: collectives are separate nodes, whose inputs are detached. In backward,
+replicated, repeated and scattered are collective over the group. Ranks reach them in one order, as autograd
+goes through a program from its end to its beginning.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ def _sum(x: Tensor, group: str) -> Tensor:
 
 @torch.library.custom_op("shardwise::replicated", mutates_args=())
 def replicated(x: Tensor, group: str) -> Tensor:
-    """Return a copy of `x`, which is equal on every rank; the gradient is the sum of the ranks'."""
+    """Return a copy of `x`, which is equal on every rank; its gradient is the sum of the ranks' gradients."""
     return x.clone()
 
 
 @torch.library.custom_op("shardwise::repeated", mutates_args=())
 def repeated(x: Tensor, dim: int, pieces: Sequence[int], total: int, group: str) -> Tensor:
-    """Return a copy of `x`; the gradients of elements that several ranks have are the sums of theirs.
+    """Return a copy of `x`; gradients of elements that several ranks hold are summed over these ranks.
 
     Args:
         x: this rank's part of a parameter that is cut along `dim`.
-        pieces: of each interval of the dim that other ranks have as well: its begin, its size, and its begin
-            among the elements that several ranks have.
-        total: how many elements of the dim several ranks have.
+        pieces: for each interval of the dim that other ranks also hold: its begin, its size, and its begin
+            among all elements that several ranks hold.
+        total: number of elements of the dim that several ranks hold.
         group: the ranks.
     """
     return x.clone()
@@ -62,7 +62,7 @@ def repeated(x: Tensor, dim: int, pieces: Sequence[int], total: int, group: str)
 
 @torch.library.custom_op("shardwise::once", mutates_args=())
 def once(x: Tensor, rank: int) -> Tensor:
-    """Return a copy of `x`; the gradient goes on from rank 0 alone, as zeros from the others."""
+    """Return a copy of `x`; rank 0 passes the gradient on, the others pass zeros."""
     return x.clone()
 
 
@@ -74,25 +74,25 @@ def summed(term: Tensor, total: Tensor) -> Tensor:
 
 @torch.library.custom_op("shardwise::gathered", mutates_args=())
 def gathered(part: Tensor, whole: Tensor, rank: int) -> Tensor:
-    """Return a copy of `whole`, all ranks' `part` one after another along dim 0, all of one size."""
+    """Return a copy of `whole`, the concatenation along dim 0 of all ranks' `part`, all of one size."""
     return whole.clone()
 
 
 @torch.library.custom_op("shardwise::scattered", mutates_args=())
 def scattered(term: Tensor, share: Tensor, ranks: int, group: str) -> Tensor:
-    """Return a copy of `share`, this rank's of `ranks` parts along dim 0 of the sum of all `term`s."""
+    """Return a copy of `share`, this rank's of the `ranks` parts along dim 0 of the sum of all `term`s."""
     return share.clone()
 
 
 @torch.library.custom_op("shardwise::unwritten", mutates_args=())
 def unwritten(x: Tensor) -> Tensor:
-    """Return a copy of `x`; of a plain clone torch.compile saves the original, though it is written to."""
+    """Return a copy of `x`; for a plain clone, torch.compile would save the original, which is written to."""
     return x.clone()
 
 
 @torch.library.custom_op("shardwise::untrainable", mutates_args=())
 def untrainable(x: Tensor) -> Tensor:
-    """Return a copy of `x`, which has no gradient: asking for it raises ShardingError."""
+    """Return a copy of `x` without a gradient: backward raises ShardingError."""
     return x.clone()
 
 
@@ -107,9 +107,9 @@ def refused(gradient: Tensor) -> Tensor:
 
 
 def _add_backward(op: Any, backward: Callable[..., Tensor], *, copies: int = 0) -> None:
-    """Register the gradient of `op`, a copy of its input at `copies`: that of the first input, by `backward`.
+    """Register `backward` for `op`, which copies its input at `copies`; only the first input has a gradient.
 
-    `backward` gets the result's gradient, the first input's shape, and the inputs that are no tensors.
+    `backward` gets the result's gradient, the first input's shape, and the inputs that are not tensors.
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

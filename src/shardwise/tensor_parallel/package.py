@@ -1,19 +1,19 @@
-"""Every rank's program in one folder, and back into a rank of a job, or one whole model.
+"""Saves every rank's program to one folder; loads from it one rank's program, or the whole model.
 
     folder/manifest.json     world size, strategies, every parameter's placement, every file's sha256
     folder/rank-0.pt2        by torch.export.save
     folder/rank-1.pt2
 
-A folder is written beside its place and renamed, so that it is there whole or not at all. `load` refuses a
-rank or world size other than the folder's, and files that are not those written (`files.manifest`). It
-unpickles a file's example inputs and custom objects where they are more than tensors, as `torch.export.load`
-does: load folders only of those whom you would let run code.
+A folder is written next to its final path and renamed, so that it exists whole or not at all. `load` refuses
+a rank or world size other than the folder's, and files that differ from those written (`files.manifest`). It
+unpickles a file's example inputs and custom objects if they are more than tensors, as `torch.export.load`
+does: load folders only from people whom you would let run code.
 
-The graph names the process group of its collectives. `load` and `bind` put the name of the group given
-there, so programs made in one process without any group run in whichever group a job has for them.
+The graph names the process group of its collectives. `load` and `bind` set that name to the given group's, so
+programs made in one process without any group run in any group of a job.
 
-`merge` makes one model again of a folder: its whole state dict, bit by bit as it was cut. What one rank has
-is put in its place; what several have, whole or in part, must be equal on all of them.
+`merge` restores the whole model's state dict from a folder, bit by bit as it was cut. Elements that several
+ranks hold must be equal on all of them.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def save(
     """Write every rank's program to `folder`.
 
     Args:
-        programs: of all ranks, in order: local, and needs no process group. Or this rank's alone: collective
-            over `group` (the default group if None), whose ranks must see one file system.
-        folder: where to; its parents are made.
-        group: only for one program of several.
-        overwrite: replace a folder that is there.
+        programs: those of all ranks, in order: local, and needs no process group. Or only this rank's:
+            collective over `group` (the default group if None), whose ranks must share a file system.
+        folder: to write to; its parents are created.
+        group: only if each rank passes its own program.
+        overwrite: replace an existing folder.
 
     Raises:
-        ShardingError: programs that are not the parts of one, in order; a folder that is there.
+        ShardingError: programs that are not the parts of one, in order; a folder that exists.
     """
     place = Path(folder)
     alone = isinstance(programs, ExportedProgram)
@@ -115,13 +115,13 @@ def load(
     world_size: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> ExportedProgram:
-    """Load one rank's program from a folder that `save` wrote, on the device that it was made for. Local.
+    """Load one rank's program from a folder that `save` wrote, to the device that it was made for. Local.
 
     Args:
         folder: the folder.
-        rank, world_size: of the process within its group; by default asked of `group`.
-        group: that it will communicate over, of any ranks; by default the default group. Without a group, and
-            without a default one, the program is loaded as it is: `bind` it before it runs.
+        rank, world_size: of the process within its group; by default those of `group`.
+        group: to communicate over, of any ranks; by default the default group. If there is neither, the
+            program is loaded as it is: `bind` it before it runs.
 
     Raises:
         ShardingError: a rank or world size other than the group's or the folder's.
@@ -141,9 +141,9 @@ def load(
 
 
 def bind(program: ExportedProgram, group: dist.ProcessGroup | str | None = None) -> ExportedProgram:
-    """Have a rank's program communicate over `group` (the default group if None); changed in place. Local.
+    """Make a rank's program communicate over `group` (the default group if None), in place. Local.
 
-    A group may be given by its name, which it then must have where the program runs.
+    A group may be given by its name, which it must then have where the program runs.
 
     Raises:
         ShardingError: a group of another size, or in which this process has another rank.
@@ -232,7 +232,7 @@ def _beside(place: Path) -> Path:
 
 
 def _write(programs: list[ExportedProgram], folder: Path) -> dict[str, Any]:
-    """Save programs, and give the digests of their files by name."""
+    """Save programs, and return the digests of their files by name."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = {f"rank-{record_of(program)['rank']}.pt2": program for program in programs}
     for name, program in paths.items():
@@ -269,7 +269,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 
 def file_in(folder: Path, manifest: Mapping[str, Any], name: str) -> Path:
-    """Return a file of a folder, as it was when it was written.
+    """Return a file of a folder, checked to be as it was written.
 
     Raises:
         CheckpointError: one that is missing, damaged or outside.
@@ -293,13 +293,13 @@ def export_command(
     strict: bool = False,
     overwrite: bool = False,
 ) -> str:
-    """Cut an exported program in a file for `ranks` ranks and save all of them to a folder. Local.
+    """Cut an exported program in a file for `ranks` ranks, and save the ranks' programs to a folder. Local.
 
     Args:
-        model: a .pt2 file by `torch.export.save`.
+        model: a .pt2 file from `torch.export.save`.
         out: the folder to write.
         strategies: a JSON file of {module or pattern: word}, words as in `styles`; such a mapping; or "auto",
-            by `auto.choose`.
+            for `auto.choose`.
         device_type, strict: as of `tensor_parallel_transformation`.
         overwrite: as of `save`.
 
@@ -346,11 +346,11 @@ def read_strategies(path: str | Path) -> Mapping[str, Any]:
 def merge(folder: str | Path) -> dict[str, Tensor]:
     """Return the whole state dict of the model whose programs `save` wrote to a folder, on the CPU. Local.
 
-    Names that share a tensor share it here. Beside it, one rank's program is in memory at a time.
+    Names that share a tensor share it here too. Besides it, one rank's program is in memory at a time.
 
     Raises:
-        CheckpointError: a rank's file that is missing or damaged; weights without values; ranks that do not
-            have the same of what both have, as after training that went wrong.
+        CheckpointError: a rank's file that is missing or damaged; weights without values; ranks that disagree
+            on elements that both hold, as after training that went wrong.
     """
     place = Path(folder)
     manifest = manifest_of(place)
@@ -377,7 +377,7 @@ def merge(folder: str | Path) -> dict[str, Tensor]:
 
 
 def _put(whole: Tensor, part: Tensor, at: Placement, rank: int) -> bool:
-    """Put into `whole` what `rank` is the first to have; return whether all that it has is equal there."""
+    """Copy to `whole` what `rank` is the first to hold; return whether all that it holds equals `whole`."""
     if not isinstance(at, Split):
         if rank == 0:
             whole.copy_(part)
@@ -394,12 +394,12 @@ def _put(whole: Tensor, part: Tensor, at: Placement, rank: int) -> bool:
 
 
 def _bits_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether bits are equal, so also nan equals nan, and zeros of another sign differ."""
+    """Return whether the bits are equal: nan equals nan, and zeros of different signs differ."""
     return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (one, other)))
 
 
 def merge_command(folder: str | Path, out: str | Path, *, strip: str = "", overwrite: bool = False) -> str:
-    """Write the whole state dict to a safetensors file, without `strip` at the beginning of names. Local."""
+    """Write the whole state dict to a safetensors file, with the prefix `strip` removed from names. Local."""
     place = Path(out)
     if place.is_dir() or (place.exists() and not overwrite):
         raise CheckpointError(f"{out} is there already; choose another file, or pass --overwrite")

@@ -1,13 +1,13 @@
 """One rank's program, built node by node from the whole one.
 
-Every node of the whole program is visited once, in order. A rule (`tensor_parallel.rules`) looks at where
-its inputs are, takes them where it needs them, and emits nodes of this rank's sizes:
+Every node of the whole program is visited once, in order. A rule (`tensor_parallel.rules`) looks at its
+inputs' placements, takes the inputs at the placements it needs, and emits nodes of this rank's sizes:
 
-    take(node, placement)   the value there, by whatever moves it; once for each value and placement
+    take(node, placement)   the value at that placement, moved if needed; once for each value and placement
     emit(op, *args)         a node of this rank's program, its sizes found by running it on fake tensors
 
-Terms of a sum stay terms only as long as their one user can take them: what flows on to several users is
-summed first, so that no two of them sum it again.
+Terms of a sum stay terms only if their one user can take them. A value with several users is summed first, so
+that it is not summed twice.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ c10d = _compat.functional_collectives
 
 @dataclass
 class Value:
-    """A value of the whole program in this rank's: the node that has it, and where its elements are.
+    """A value of the whole program in this rank's program: its node, and its placement.
 
-    Of an operation with several results, `placement` is a tuple, one for each.
+    For an operation with several results, `placement` is a tuple, one for each.
     """
 
     node: Any
@@ -58,8 +58,8 @@ class Parameter:
 
     Attributes:
         name: fully qualified.
-        style: "column", "row" or None, as the user asked; "follow" of a buffer that is written in parts, such
-            as a cache of keys: cut as what is written to it.
+        style: "column", "row" or None, as the user asked; "follow" for a buffer that is written in parts,
+            such as a cache of keys, which is cut like the values written to it.
         placement: where it was cut; None before its first use.
     """
 
@@ -79,7 +79,7 @@ class Gathered:
 
 @dataclass
 class Partition:
-    """The program of `rank` of `ranks` in the making."""
+    """The program of `rank` of `ranks`, being built."""
 
     rank: int
     ranks: int
@@ -89,7 +89,7 @@ class Partition:
     graph: fx.Graph = field(default_factory=fx.Graph)
     values: dict[fx.Node, Value] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    building: fx.Node | None = None  # the operation whose rule is at work; None where the plan moves a value
+    building: fx.Node | None = None  # the operation whose rule runs; None when the plan moves a value
     gathers: list[Gathered] = field(default_factory=list)  # by operations
     later: dict[fx.Node, Any] = field(default_factory=dict)  # `rules.vocabulary` finishes it when first taken
     row_sums: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of gradients, along the dim they are cut
@@ -122,7 +122,7 @@ class Partition:
         return self.emitted(op, args, kwargs, result)
 
     def emitted(self, op: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
-        """Return a node that calls `op`, of which `result` came on fake tensors."""
+        """Return a node that calls `op`, given its `result` on fake tensors."""
         node = self.graph.call_function(op, args, kwargs)
         node.meta["val"] = result
         if self.building is not None:
@@ -130,16 +130,16 @@ class Partition:
         return node
 
     def run(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """Make nodes for each operation of `function`, plain code of tensors, on nodes of this program.
+        """Make a node for each operation of `function`, plain tensor code, on nodes of this program.
 
-        Sizes that it uses must be numbers.
+        Sizes that `function` uses must be numbers.
         """
         recorder = _Recorder(self, [x for x in inputs if isinstance(x, fx.Node)])
         with self.fake_mode, self._no_guards(), torch.no_grad(), recorder:
             return map_aggregate(function(*map_arg(inputs, _value)), recorder.node_of)
 
     def locally(self, node: fx.Node, inputs: Mapping[Any, Placement], placement: Placements) -> None:
-        """Run the node on `inputs` at their placements, all others whole; its value is at `placement`."""
+        """Run the node with `inputs` at their placements and others whole; its value is at `placement`."""
 
         def taken(x: fx.Node) -> Any:
             return self.take(x, inputs.get(x, REPLICATE))
@@ -148,10 +148,10 @@ class Partition:
         self.keep(node, made, placement)
 
     def follow(self, node: fx.Node, dims: Mapping[fx.Node, Sequence[int | None]]) -> None:
-        """Run the node with its first cut input as it is, its result and other inputs cut to match.
+        """Run the node with its first cut input as it is, and its result and other inputs cut to match.
 
         Args:
-            dims: which dim of the result each dim of an input is; None where it must be whole.
+            dims: for each dim of an input, its dim in the result; None if it must be whole.
         """
         cuts = []
         for x, of_result in dims.items():
@@ -167,7 +167,7 @@ class Partition:
     def repeat(self, node: fx.Node) -> None:
         """Run the node as in the whole program, on whole inputs."""
         args, kwargs = self.take_all(node.args), self.take_all(node.kwargs)
-        views = ("aten.view.default", "aten._unsafe_view.default")  # strides may be others
+        views = ("aten.view.default", "aten._unsafe_view.default")  # strides may differ
         target: Any = aten.reshape.default if str(node.target) in views else node.target
         made = self.graph.call_function(target, args, kwargs)
         made.meta.update(node.meta)
@@ -185,17 +185,17 @@ class Partition:
         return True
 
     def cut_of(self, *nodes: Any) -> Split | None:
-        """Return the cut of the first of `nodes` that is cut; rather one of which ranks share nothing."""
+        """Return the cut of the first of `nodes` that is cut; preferably one whose parts do not overlap."""
         return rather_disjoint([at for node in nodes if isinstance(at := self.placement(node), Split)])
 
     def spread(self, x: fx.Node, sizes: Sequence[Any]) -> list[int | None]:
-        """Return the dim of a result of `sizes` for each dim of `x`, which broadcasts; None if spread."""
+        """Return, for each dim of `x`, its dim in a result of `sizes`; None if it broadcasts."""
         first = len(sizes) - len(self.shape(x))
         of_result = range(first, len(sizes))
         return [None if self.is_spread(x, d - first, sizes[d]) else d for d in of_result]
 
     def is_spread(self, x: fx.Node, dim: int, size: Any) -> bool:
-        """Return whether the one element of a dim of `x` is used for all `size` elements of a result."""
+        """Return whether a dim of `x` has one element, broadcast to the `size` elements of a result."""
         return self.hints(x)[dim] == 1 != hint(size)
 
     def aligned(self, x: fx.Node, cut: Split, sizes: Sequence[Any]) -> Placement:
@@ -204,14 +204,14 @@ class Partition:
         return cut.on(dims.index(cut.dim)) if cut.dim in dims else REPLICATE
 
     def _no_guards(self) -> ExitStack:
-        """Suppress guards: sizes on this rank must put no conditions on the whole program's symbols."""
+        """Suppress guards: sizes on this rank must not constrain the whole program's symbols."""
         symbols, stack = self.fake_mode.shape_env, ExitStack()
         stack.enter_context(symbols.suppress_guards())
         stack.enter_context(symbols.ignore_fresh_unbacked_symbols())
         return stack
 
     def keep(self, node: fx.Node, made: Any, placement: Placements) -> None:
-        """Record `made` as the value of `node`, at `placement`; of several results, each."""
+        """Record `made` as the value of `node`, at `placement`; one placement holds for all results."""
         value = node.meta.get("val")
         if isinstance(value, (tuple, list)) and not isinstance(placement, tuple):
             placement = (placement,) * len(value)
@@ -226,7 +226,7 @@ class Partition:
         self.values[node] = Value(made, placement)
 
     def take(self, node: Any, placement: Placement = REPLICATE) -> Any:
-        """Return the value of `node` at `placement`, by whatever moves it there. Numbers are everywhere."""
+        """Return the value of `node` at `placement`, moved there if needed. Numbers are everywhere."""
         if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), Tensor):
             return self.values[node].node if isinstance(node, fx.Node) else node
         if node in self.later:
@@ -239,7 +239,7 @@ class Partition:
             return value.node
         key = (node, placement)
         if key not in self._moved:
-            user, self.building = self.building, None  # what moves a value is not of the module that takes it
+            user, self.building = self.building, None  # moving a value is no part of the module that takes it
             self._moved[key] = self._move(node, value, placement, user)
             self.building = user
         return self._moved[key]
@@ -249,16 +249,16 @@ class Partition:
         return map_arg(args, self.take)
 
     def stays(self, x: fx.Node) -> Placement:
-        """Return the placement of an input: terms of a sum stay so if this is their one use."""
+        """Return the placement of an input; terms of a sum stay terms if this is their only use."""
         at = self.placement(x)
         return REPLICATE if at == PARTIAL and not self.may_stay_partial(x) else at
 
     def is_gathered(self, node: fx.Node) -> bool:
-        """Return whether the whole of a value that is cut is already there, for another user."""
+        """Return whether a cut value has already been gathered for another user."""
         return (node, REPLICATE) in self._moved
 
     def may_stay_partial(self, node: fx.Node) -> bool:
-        """Return whether `node` is a sum in terms with only one user, which may take the terms on."""
+        """Return whether `node` is a sum in terms with only one user, which may take the terms."""
         return isinstance(self.placement(node), Partial) and len(node.users) == 1
 
     # ------------------------------------------------------------ moving
@@ -270,7 +270,7 @@ class Partition:
         self.hold(parameter, placement)
 
     def hold(self, parameter: Parameter, placement: Placement) -> None:
-        """Have a parameter at `placement`."""
+        """Put a parameter at `placement`."""
         parameter.placement = placement
         value = self.values[parameter.node]
         value.placement = placement
@@ -302,7 +302,7 @@ class Partition:
         return self.cut(whole, target) if isinstance(target, Split) else whole
 
     def inside(self, node: fx.Node, source: Split, target: Split) -> fx.Node:
-        """Return the part `target` of a value of which this rank has `source`; no communication."""
+        """Return the part `target` of a value of which this rank holds `source`; no communication."""
         asked = target.ranges[self.rank] or ((0, 0),)
         if source.ranges[self.rank] == asked:
             return node
@@ -316,7 +316,7 @@ class Partition:
         return self.emit(c10d.wait_tensor.default, started)
 
     def reduce_scatter(self, node: fx.Node, dim: int) -> fx.Node:
-        """Return this rank's share of the sum of every rank's `node`, along `dim`; all shares are equal."""
+        """Return this rank's share, along `dim`, of the sum of every rank's `node`; shares have one size."""
         if dim:
             node = self.emit(aten.contiguous.default, self.emit(aten.transpose.int, node, 0, dim))
         started = self.emit(c10d.reduce_scatter_tensor.default, node, "sum", self.ranks, self.group)
@@ -331,7 +331,7 @@ class Partition:
         """Return the whole of a value cut by `split`."""
         most = max(split.size(rank) for rank in range(self.ranks))
         dtype = node.meta["val"].dtype
-        if dtype == torch.bool:  # not every backend sends them
+        if dtype == torch.bool:  # not every backend sends bools
             node = self.emit(aten.to.dtype, node, torch.uint8)
         if split.dim:
             node = self.emit(aten.transpose.int, node, 0, split.dim)
@@ -344,7 +344,7 @@ class Partition:
         pieces = _in_order(split, most)
         if pieces != [(0, most * self.ranks)]:
             whole = self._pieces(whole, 0, pieces)
-        if split.dim:  # contiguous, as some operations want what they take whole
+        if split.dim:  # some operations need whole inputs contiguous
             whole = self.emit(aten.contiguous.default, self.emit(aten.transpose.int, whole, 0, split.dim))
         return self.emit(aten.to.dtype, whole, dtype) if dtype == torch.bool else whole
 
@@ -353,7 +353,7 @@ class Partition:
         return self._pieces(node, split.dim, split.ranges[self.rank], own=True)
 
     def _pieces(self, node: fx.Node, dim: int, pieces: Sequence[Interval], *, own: bool = False) -> fx.Node:
-        """Join intervals of a dim; `own`: this rank's, others having others (for `training`)."""
+        """Join intervals of a dim; `own`: this rank's, as other ranks have others (for `training`)."""
         pieces = pieces or [(0, 0)]
         parts = [self.emit(aten.slice.Tensor, node, dim, begin, end) for begin, end in pieces]
         for part in parts:
@@ -366,7 +366,7 @@ class Partition:
 
 
 class _Recorder(_compat.TorchDispatchMode):
-    """Puts a node into a program for each operation, of one result, on fake tensors."""
+    """Adds a node to a program for each operation on fake tensors; each must have one result."""
 
     def __init__(self, p: Partition, inputs: Sequence[fx.Node]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -388,21 +388,21 @@ def _value(node: fx.Node) -> Any:
 
 
 def name_source(made: fx.Node, node: fx.Node) -> None:
-    """Note that `made` comes from the code that `node` does, unless it is noted already."""
+    """Give `made` the source metadata of `node`, unless it has its own."""
     for name in ("nn_module_stack", "source_fn_stack", "stack_trace", "torch_fn"):
         if name in node.meta:
             made.meta.setdefault(name, node.meta[name])
 
 
 def rather_disjoint(cuts: Sequence[Split]) -> Split | None:
-    """Return the first cut of which ranks share nothing, or the first one."""
+    """Return the first cut whose parts do not overlap, or else the first."""
     return next((at for at in cuts if at.disjoint), cuts[0] if cuts else None)
 
 
 def _in_order(split: Split, padded: int) -> list[Interval]:
-    """Return where elements lie, in their order, in ranks' pieces padded to `padded` and laid end to end.
+    """Return the intervals of a dim's elements, in order, in all ranks' pieces padded to `padded` and joined.
 
-    Elements that several ranks hold are taken from the first.
+    Elements that several ranks hold are taken from the first of these ranks.
     """
     first = sorted((b, e, rank) for rank, held in enumerate(split.once().ranges) for b, e in held)
     begins = [rank * padded + split.on_rank(rank, begin) for begin, _, rank in first]

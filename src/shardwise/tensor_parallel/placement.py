@@ -1,8 +1,8 @@
 """Placements of a program's values: whole on every rank, cut over ranks, or as terms of a sum.
 
-`Split` says for every rank which intervals of one dim it holds, in order. So it can say what equal chunks
-cannot: whole attention heads, as many on one rank as on another or not; the query, key and value parts of a
-fused projection; key heads that several ranks share; nothing at all::
+`Split` lists, for every rank, the intervals of one dim that it holds, in order. So it can express what equal
+chunks cannot: whole attention heads, in equal or unequal numbers; the query, key and value parts of a fused
+projection; key heads that several ranks share; ranks that hold nothing::
 
     6 heads of 8 over 4 ranks              ((0, 16),), ((16, 32),), ((32, 40),), ((40, 48),)
     q, k, v of 2 heads of 8 each, 2 ranks  ((0, 8), (16, 24), (32, 40)), ((8, 16), (24, 32), (40, 48))
@@ -27,17 +27,17 @@ Ranges = tuple[tuple[Interval, ...], ...]
 
 @dataclass(frozen=True)
 class Replicate:
-    """A placement whole and equal on every rank."""
+    """The value is whole and equal on every rank."""
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Every rank has a term; the value is their sum."""
+    """Every rank has a term; the value is the sum of the terms."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """`ranges[rank]`: the intervals of `dim` that a rank holds, begin and end, one after another."""
+    """The value is cut: `ranges[rank]` are the intervals (begin, end) of `dim` that `rank` holds."""
 
     dim: int
     ranges: Ranges
@@ -51,7 +51,7 @@ class Split:
         return sum(min(end, index) - begin for begin, end in self.ranges[rank] if begin <= index)
 
     def on(self, dim: int) -> Split:
-        """Return the same cut, of another dim."""
+        """Return the same cut of another dim."""
         return Split(dim, self.ranges)
 
     def each(self, change: Callable[[int, int], Interval]) -> Split:
@@ -63,7 +63,7 @@ class Split:
         return self.each(lambda begin, end: (begin * factor, end * factor))
 
     def divided(self, factor: int) -> Split | None:
-        """Return the cut of a dim whose every `factor` elements became one; None where ranks share any."""
+        """Return the cut of a dim in which every `factor` elements became one; None if ranks share one."""
         found = self.each(lambda begin, end: (begin // factor, end // factor))
         return found if found.scaled(factor) == self else None
 
@@ -116,12 +116,12 @@ def local_shape(placement: Placement | None, shape: Sequence[Any], rank: int) ->
 
 
 def with_dim(sizes: Sequence[Any], dim: int, size: Any) -> list[Any]:
-    """Return `sizes` with another one at `dim`."""
+    """Return `sizes` with `size` at `dim`."""
     return [*sizes[:dim], size, *sizes[dim + 1 :]]
 
 
 def even(size: int, ranks: int) -> Ranges:
-    """Return a dim of `size` cut as evenly as possible, the first ranks having one more."""
+    """Return a dim of `size` cut as evenly as possible; if uneven, the first ranks have one more."""
     return tuple(normal([interval]) for interval in even_intervals(size, ranks))
 
 
@@ -148,9 +148,9 @@ def _without(interval: Interval, taken: Sequence[Interval]) -> list[Interval]:
 
 
 def regroup(at: Split, old: Sequence[Any], new: Sequence[Any]) -> Split | None:
-    """Return the cut in sizes `new` of a value of sizes `old` cut by `at`; None where no one dim says it.
+    """Return the cut that `at` becomes when sizes `old` are viewed as `new`; None if no one dim expresses it.
 
-    Sizes are numbers or symbols; of a cut dim merged with one whose size is a symbol nothing can be said.
+    Sizes are numbers or symbols. None too if a cut dim merges with one whose size is a symbol.
     """
     before, after = next(group for group in groups(old, new) if at.dim in group[0])
     if len(before) == len(after) == 1:
@@ -174,7 +174,7 @@ def regroup(at: Split, old: Sequence[Any], new: Sequence[Any]) -> Split | None:
 
 
 def _repeated(ranges: Ranges, count: int, block: int) -> Ranges:
-    """Return the intervals of `count` blocks, one after another, of each of which `ranges` are those."""
+    """Return the intervals in `count` consecutive blocks, each of which has the intervals `ranges`."""
     return tuple(
         normal([(n * block + b, n * block + e) for n in range(count) for b, e in held]) for held in ranges
     )
@@ -186,7 +186,7 @@ def groups(old: Sequence[Any], new: Sequence[Any]) -> Groups:
 
 
 def hint(size: Any) -> int:
-    """Return a size as a number: one not known before the program runs is as it was when it was exported."""
+    """Return a size as a number; a size not known before the program runs counts as at export."""
     if isinstance(size, int):
         return size
     known = size.node.hint

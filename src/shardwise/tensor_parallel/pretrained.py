@@ -1,8 +1,8 @@
-"""Strategies for a model of `transformers`: the plan that it brings, in the words of `styles`.
+"""Strategies for a model of `transformers`: the plan that the model defines, in the words of `styles`.
 
-Its words say how a rank's layer is to be cut and what is to be sent before and after it. Here a value means
-the whole one wherever its elements are, and moves when it has to, so only the cut is asked for. What a plan
-says of gradients, of sums over ranks and of inputs that each rank has whole follows from it.
+A plan says how each rank's layer is cut, and what is sent before and after it. Here a value stands for the
+whole value, wherever its elements are, and moves when needed, so only the cut is used. What a plan says of
+gradients, of sums over ranks and of inputs that each rank has whole follows from the cut.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WORDS: dict[str, str | None] = {
 LEAST_CUT = 0.5  # of a model's bytes; a plan that cuts less warns
 _FLIPPED = {_COLUMN: _ROW, _ROW: _COLUMN}
 
-# Of kinds that bring none: columns, then rows, by the ends of names.
+# For model types without a plan: columns, then rows, by the ends of names.
 _PLANS: dict[str, tuple[str, str]] = {
     "gpt2": ("attn.c_attn mlp.c_fc lm_head", "attn.c_proj mlp.c_proj"),
     "t5": ("SelfAttention.[qkv] EncDecAttention.[qkv] wi wi_0 wi_1 lm_head", "Attention.o wo"),
@@ -39,7 +39,7 @@ _PLANS: dict[str, tuple[str, str]] = {
 def chosen_for(
     model: nn.Module, strategies: Mapping[str, Any] | Literal["auto"] | None
 ) -> Mapping[str, Any] | Literal["auto"]:
-    """Return `strategies`; for None those of the model's plan, or "auto", with a warning, without one."""
+    """Return `strategies`; if None, those of the model's plan, or "auto" with a warning if it has none."""
     if strategies is not None:
         return strategies
     if _plan_of(model):
@@ -52,13 +52,13 @@ def chosen_for(
 
 
 def strategies_of(model: Any) -> dict[str, str]:
-    """Return strategies for a model, or for the one that generates by a config, from the plan that it brings.
+    """Return strategies from the plan that a model, or the generative model of a config, defines.
 
-    Entries that fit nothing in this model, or parameters that are vectors by themselves, are left out. A plan
-    that leaves most of the model's bytes whole on every rank warns.
+    Entries that match nothing in this model, or only vectors, are left out. Warns if the plan leaves most of
+    the model's bytes whole on every rank.
 
     Raises:
-        ShardingError: a model without a plan, or a plan with a word that is not known here, naming it.
+        ShardingError: a model without a plan, or a plan with an unknown word, which the message names.
     """
     if not isinstance(model, nn.Module):
         with torch.device("meta"):
@@ -78,7 +78,7 @@ def strategies_of(model: Any) -> dict[str, str]:
                 f" program; known are {', '.join(sorted(_WORDS))}"
             )
         style = _WORDS[word]
-        if name.rpartition(".")[0] in fused and word in _FLIPPED:  # beside [in, out], by dims and not by use
+        if name.rpartition(".")[0] in fused and word in _FLIPPED:  # next to [in, out], by dims and not by use
             style = _FLIPPED[word]
         fits = [
             x for own, x in parameters if fnmatchcase(own, name) or fnmatchcase(own.rpartition(".")[0], name)
@@ -98,14 +98,14 @@ def strategies_of(model: Any) -> dict[str, str]:
 
 
 def _plan_of(model: nn.Module) -> dict[str, str]:
-    """Return the plan that a model brings, or that is here for its kind; empty where there is none."""
+    """Return the plan that a model defines, or this module's for its type; empty if there is none."""
     plan = dict(getattr(model, "_tp_plan", None) or {})
     columns, rows = _PLANS.get(getattr(getattr(model, "config", None), "model_type", ""), ("", ""))
     return plan or {f"*{name}": _COLUMN for name in columns.split()} | {f"*{n}": _ROW for n in rows.split()}
 
 
 def made_from(config: Any) -> nn.Module:
-    """Return the model that generates by `config`, with random weights, in eval mode."""
+    """Return the generative model of `config`, with random weights, in eval mode."""
     transformers = from_extra("hf", "transformers", what="a model from a config")
     kinds: Any = (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM)
     model: nn.Module = kinds[bool(config.is_encoder_decoder)].from_config(config)

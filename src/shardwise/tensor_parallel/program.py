@@ -1,7 +1,7 @@
-"""The whole program as it is cut: read into one form, each of its operations built by the operation's rule.
+"""The whole program, read into canonical form; the rule of each operation builds a rank's form of it.
 
 `transform` builds a rank's program from it, node by node; `exploring` builds every operation for every state
-that its inputs may come in. Both see the same graph and the same rules, so what the one finds the other does.
+of its inputs. Both use the same graph and rules, so what `exploring` predicts is what `transform` builds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.tensor_parallel.rules import find, getitem, is_pointwise, pointwi
 from shardwise.tensor_parallel.state import RECORD, fake_mode_of, tied
 
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER)
-# Outputs that belong to a parameter or buffer, and are as it is cut.
+# Outputs that belong to a parameter or buffer, and are cut like it.
 _MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
 _OVERWRITES = ("index_copy", "index_put", "slice_scatter", "select_scatter", "scatter")
 _WRITES = (*_MUTATIONS, OutputKind.GRADIENT_TO_PARAMETER)
@@ -38,10 +38,10 @@ class Whole:
 
     Attributes:
         program: functional; its graph is not the one that is cut.
-        graph: canonical. Of placeholders that share a tensor, the first has all uses.
+        graph: canonical. If placeholders share a tensor, the first has all uses.
         parameters: parameters and buffers, by placeholder.
         aliases: placeholders without uses, each with the one whose tensor it shares.
-        dropped: names that strict export drops from the graph; the placeholder of the tensor's other name.
+        dropped: names that strict export drops from the graph, each with the placeholder of its tensor.
         written: parameters and buffers that the program writes to.
     """
 
@@ -58,16 +58,16 @@ class Whole:
         return {parameter.name: node for node, parameter in self.parameters.items()} | self.dropped
 
     def partition(self, rank: int, ranks: int, *, group: str = "") -> Partition:
-        """Return the program of one rank, with nothing built of it yet."""
+        """Return a new, empty program for one rank."""
         own = {node: Parameter(each.name, node, each.style) for node, each in self.parameters.items()}
         return Partition(rank, ranks, group, fake_mode_of(self.program), own)
 
 
 def read(program: ExportedProgram) -> Whole:
-    """Read `program` into canonical form; it stays as it is.
+    """Read `program` into canonical form; `program` is not changed.
 
     Raises:
-        ShardingError: what is no exported program, or is one rank's already.
+        ShardingError: something other than an exported program, or a program already cut for one rank.
     """
     _check_whole(program)
     program = functional(program)
@@ -97,7 +97,7 @@ def read(program: ExportedProgram) -> Whole:
 
 
 def _check_whole(program: Any) -> None:
-    """Refuse what is no exported program, and one whose ranks communicate already."""
+    """Refuse anything but an exported program, and a program that already communicates."""
     if not isinstance(program, ExportedProgram):
         kind = "a module" if isinstance(program, nn.Module) else f"{type(program).__name__}"
         raise ShardingError(
@@ -124,8 +124,8 @@ def _check_whole(program: Any) -> None:
 def at_first_use(weight: fx.Node, style: str, module: str) -> tuple[int | None, str]:
     """Return the dim that `style` cuts where `module` uses `weight`, and the style that cuts it at first use.
 
-    A table that is an embedding and the head's weight is cut along the vocabulary by "row" as the one and by
-    "column" as the other.
+    A table that is both an embedding and the head's weight is cut along the vocabulary by "row" as the
+    embedding, and by "column" as the head.
     """
     users = sorted(weight.users)  # in the graph's order
     used = next((user for user in users if module in modules_of(user)[-1:]), users[0] if users else None)
@@ -135,7 +135,7 @@ def at_first_use(weight: fx.Node, style: str, module: str) -> tuple[int | None, 
 
 
 def _dim(style: str, user: fx.Node, weight: fx.Node) -> int | None:
-    """Return the dim of a matrix that a style cuts where `user` uses it; None where that is not known."""
+    """Return the dim of a matrix that a style cuts where `user` uses it; None if unknown."""
     if weight.meta["val"].ndim != 2:
         return None
     stored = op_of(user) in ("embedding", "mm", "addmm")  # [rows, columns], [in, out]
@@ -143,7 +143,7 @@ def _dim(style: str, user: fx.Node, weight: fx.Node) -> int | None:
 
 
 def _restyle(p: Partition, node: fx.Node) -> None:
-    """Give matrices that are cut already the style that this use of them calls that cut."""
+    """Set the style of matrices that are already cut to this use's name for their cut."""
     for x in node.all_input_nodes:
         parameter = p.parameters.get(x)
         if parameter is not None and isinstance(at := parameter.placement, Split):
@@ -155,13 +155,13 @@ def _restyle(p: Partition, node: fx.Node) -> None:
 
 
 def build(p: Partition, node: fx.Node, *, strict: bool = False) -> None:
-    """Build this rank's form of `node`: its inputs are in `p.values`, and so is its value then."""
+    """Build this rank's form of `node` from its inputs in `p.values`, and put its value there."""
     _restyle(p, node)
     if node.op in ("placeholder", "get_attr"):
         target = str(node.target)
         made = p.graph.placeholder(target) if node.op == "placeholder" else p.graph.get_attr(target)
         if node.op == "placeholder":
-            made.name = target  # the signature's, though it may be that of a Python function ("input")
+            made.name = target  # as in the signature, even if a Python function has that name ("input")
         made.meta = copy.copy(node.meta)
         p.values[node] = Value(made, REPLICATE)
         parameter = p.parameters.get(node)
@@ -198,7 +198,7 @@ def _replicate(p: Partition, node: fx.Node, *, strict: bool) -> None:
 
 
 def outputs(whole: Whole, node: fx.Node) -> list[tuple[Any, fx.Node | None]]:
-    """List what the program returns, each with the parameter or buffer that it is written to."""
+    """List the program's outputs, each with the parameter or buffer that it is written to, if any."""
     named = whole.named
     specs = whole.program.graph_signature.output_specs
     values: Sequence[Any] = node.args[0]  # type: ignore[assignment]
@@ -209,6 +209,6 @@ def outputs(whole: Whole, node: fx.Node) -> list[tuple[Any, fx.Node | None]]:
 
 
 def output(p: Partition, value: Any, owner: fx.Node | None) -> Any:
-    """Return an output of this rank: whole, or as the parameter that it is written to is cut."""
+    """Return an output of this rank: whole, or cut like the parameter that it is written to."""
     where: Placement | None = None if owner is None else p.parameters[owner].placement
     return p.take(value, where or REPLICATE)

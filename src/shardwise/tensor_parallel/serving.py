@@ -1,10 +1,10 @@
-"""A language model of `transformers` over ranks: two programs, prefill and decode, on one key/value cache.
+"""Runs a `transformers` language model over ranks: prefill and decode programs on one key/value cache.
 
     prefill    a prompt in, the logits of the next token out; fills the cache
     decode     a token in, the logits of the next one out; adds to the cache
 
-Each rank has in its cache the heads of keys and values that its program makes. A model with an encoder runs
-that in the prefill, which keeps what its decoder attends to, and decodes from its start token.
+Each rank's cache holds the heads of keys and values that its program computes. For a model with an encoder,
+prefill runs the encoder and caches what the decoder attends to; decoding begins with the start token.
 """
 
 from __future__ import annotations
@@ -44,15 +44,14 @@ def generate(
     ends: Sequence[int] = (),
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Generate tokens [batch, at most `tokens`] greedily, by a model cut over ranks. Collective.
+    """Generate tokens [batch, at most `tokens`] greedily with a model cut over ranks. Collective.
 
     Args:
-        model: a model of `transformers` that generates, in eval mode, the same on every rank.
+        model: a generative model of `transformers` in eval mode, the same on every rank.
         prompt: token ids [batch, length], the same on every rank, all rows of one length.
         tokens: how many to generate.
-        strategies: by names within the model; by default its own (`strategies_of`), or 'auto'
-            where it brings none.
-        ends: tokens after which a row is over; it goes on with the first of them until all are.
+        strategies: by names within the model; by default its own (`strategies_of`), or 'auto' if it has none.
+        ends: tokens that end a row, which is then filled with the first of them until all rows end.
         group: the ranks; by default the default group.
 
     Raises:
@@ -72,11 +71,11 @@ def generate(
 
 
 def export_steps(model: nn.Module, prompt: Tensor, tokens: int) -> Programs:
-    """Export the whole model's prefill of prompts of `prompt`'s size, and decode of up to `tokens`. Local.
+    """Export the whole model's prefill for prompts of `prompt`'s size, and decode of up to `tokens`. Local.
 
     Raises:
-        ShardingError: torch.export, or the model with a cache of fixed size, cannot do it; or positions whose
-            dynamic frequencies depend on how long a text is.
+        ShardingError: torch.export fails, or the model does with a cache of fixed size; or its rotary
+            frequencies would change within the prompt and `tokens`.
     """
     step = _Step(model, prompt, tokens)
     try:
@@ -107,11 +106,11 @@ def cut_steps(
 ) -> Programs:
     """Return one rank's prefill and decode, which share weights and cache. Local.
 
-    Arguments are those of `tensor_parallel_transformation`, but for:
+    Arguments are those of `tensor_parallel_transformation`, except:
 
     Args:
         strategies: by names within the model.
-        fill: gives the prefill's weights values, where the model has none: by `materialize`, say.
+        fill: gives the prefill's weights values if the model has none, for example by `materialize`.
     """
 
     def cut(program: ExportedProgram, plan: Any, sharing: ExportedProgram | None) -> ExportedProgram:
@@ -131,7 +130,7 @@ def cut_steps(
 
 
 def choice(program: ExportedProgram) -> str:
-    """Describe what "auto" chose: modules by style, layers together, and the bytes left on this rank."""
+    """Describe what "auto" chose: modules by style, layers merged, and the bytes that this rank holds."""
     by_style: dict[str, dict[str, None]] = {}
     for name, style in record_of(program)["strategies"].items():
         by_style.setdefault(str(style), {})[re.sub(r"\b\d+\b", "*", name.removeprefix("model."))] = None
@@ -145,7 +144,7 @@ def choice(program: ExportedProgram) -> str:
 
 @torch.no_grad()
 def greedy(programs: Programs, prompt: Tensor, tokens: int, *, ends: Sequence[int] = ()) -> Tensor:
-    """Generate tokens greedily, as `generate` does, by the programs of this rank. Collective."""
+    """Generate tokens greedily, as `generate` does, with this rank's programs. Collective."""
     prefill, decode = (program.module() for program in programs)
     last = torch.tensor(ends)
     found: list[Tensor] = [prefill(prompt).argmax(-1, keepdim=True)]
@@ -156,7 +155,7 @@ def greedy(programs: Programs, prompt: Tensor, tokens: int, *, ends: Sequence[in
 
 
 def cache_bytes(program: ExportedProgram) -> int:
-    """Return the bytes of keys and values that a program keeps."""
+    """Return the bytes of keys and values in a program's cache."""
     named = program.constants.items()
     return sum(x.nbytes for name, x in named if name.startswith((_OWN, _CROSS)) and isinstance(x, Tensor))
 
@@ -170,12 +169,12 @@ def _changes(rope_type: str) -> bool:
 
 @contextmanager
 def _fixed_frequencies(model: nn.Module, longest: int) -> Iterator[None]:
-    """Fix rotary frequencies to texts of `longest` tokens, where the model would choose at each call.
+    """Fix rotary frequencies for texts of `longest` tokens, if the model would choose them at each call.
 
-    A program chooses nothing by the length of a text.
+    A program cannot choose by the length of a text.
 
     Raises:
-        ShardingError: they would change within so long a text; the message names the module and its limit.
+        ShardingError: they would change within `longest` tokens; the message names the module and its limit.
     """
     with ExitStack() as stack:
         for name, module in model.named_modules():
@@ -206,8 +205,8 @@ class _Step(nn.Module):
     """One call of a model, on caches that are buffers of this module.
 
     Attributes:
-        prefill: is this the first call, of a whole prompt?
-        position: of the token that comes next.
+        prefill: whether this is the first call, of a whole prompt.
+        position: of the next token.
     """
 
     config: Any
@@ -232,7 +231,7 @@ class _Step(nn.Module):
         given: dict[str, Any] = {"input_ids": ids}
         if self.config.is_encoder_decoder and self.prefill:
             given["decoder_input_ids"] = ids = torch.full_like(ids[:, :1], self.config.decoder_start_token_id)
-        elif self.config.is_encoder_decoder:  # what the encoder made is in the cache: only its sizes are used
+        elif self.config.is_encoder_decoder:  # the encoder's output is in the cache: only its sizes are used
             known = torch.zeros(*self.prompt_shape, self.config.hidden_size)
             given = {"encoder_outputs": (known,), "decoder_input_ids": ids}
         made = self.model(**given, past_key_values=self._cache(begin), use_cache=True)
@@ -240,12 +239,12 @@ class _Step(nn.Module):
         return made.logits[:, -1]  # type: ignore[no-any-return]
 
     def _cache(self, begin: Tensor) -> Any:
-        """Return the cache as the model knows it, with `begin` tokens in it."""
+        """Return the cache as the model's own class, with `begin` tokens in it."""
         from transformers.cache_utils import Cache, EncoderDecoderCache
 
         every = [layer for layers in self.layers for layer in layers]
         for layer in every:
-            layer.cumulative_length = 0 if self.prefill else 1  # asked for as a number, by that of both
+            layer.cumulative_length = 0 if self.prefill else 1  # the cache of both reads it as a number
         caches = [Cache(layers=layers) for layers in self.layers]
         made = EncoderDecoderCache(*caches) if len(caches) > 1 else caches[0]
         for layer in every:
@@ -275,9 +274,9 @@ def _layers(model: Any, batch: int, capacity: int) -> list[Any]:
             " attention can be kept by heads"
         )
     heads, width = (x if isinstance(x, list) else [x] * len(asked) for x in get_head_shapes(config))
-    made = [StaticLayer(max_cache_len=capacity) for _ in asked]  # of all tokens: windows are the mask's
+    made = [StaticLayer(max_cache_len=capacity) for _ in asked]  # of all tokens: the mask makes windows
     for layer, count, size in zip(made, heads, width, strict=True):
-        latent = getattr(config, "kv_lora_rank", None)  # of which every head makes its keys and values
+        latent = getattr(config, "kv_lora_rank", None)  # from which every head makes its keys and values
         count, *sizes = (1, latent, config.qk_rope_head_dim) if latent else (count, size, size)
         empty = [torch.empty(batch, count, 0, each, dtype=model.dtype, device=model.device) for each in sizes]
         layer.lazy_initialization(*empty)

@@ -1,12 +1,12 @@
 """One rank's parameters, and the exported program around its graph.
 
-Everything in the new program's state is this rank's own: copies of its shards, and of what every rank has
-whole. The whole program keeps its graph, its symbols and its tensors. Names of one tensor share its shard.
+The new program's state consists of copies: of this rank's shards, and of what every rank has whole. The whole
+program keeps its graph, symbols and tensors. Names that share a tensor share its shard.
 
-What of each parameter a rank has is written down with the program, as JSON in `graph_module.meta["custom"]`:
-`torch.export.save` and `load` keep it there, and `record_of` reads it. By it `materialize` fills a program
-from a checkpoint, shard by shard; a program exported on the meta device or from fake tensors has no weights
-until then.
+A record in the program, JSON in `graph_module.meta["custom"]`, says which part of each parameter the rank
+holds. `torch.export.save` and `load` preserve it, `record_of` reads it, and `materialize` uses it to fill a
+program from a checkpoint, shard by shard. Until then, a program exported on the meta device or from fake
+tensors has no weights.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def fake_mode_of(program: ExportedProgram) -> Any:
 def tied(program: ExportedProgram) -> dict[str, str]:
     """Return the first name of the same tensor, for parameters and buffers that have an earlier name.
 
-    Names that the graph has come first: strict export drops others.
+    Names that the graph contains come first: strict export drops others.
     """
     first: dict[Any, str] = {}
     found = {}
@@ -73,7 +73,7 @@ def _identity(tensor: Tensor) -> Any:
 def held(whole: Tensor, placement: Placement | None, rank: int) -> Tensor:
     """Return the part of a whole parameter on `rank`: a copy of its intervals, or of all of it if replicated.
 
-    Of a tensor without memory (on meta, or fake) it is one on meta.
+    For a tensor without memory (on meta, or fake), the part is on meta.
     """
     if whole.is_meta or _compat.is_fake(whole):
         made = torch.empty(local_shape(placement, whole.shape, rank), dtype=whole.dtype, device="meta")
@@ -87,7 +87,7 @@ def held(whole: Tensor, placement: Placement | None, rank: int) -> Tensor:
 
 
 def intervals(placement: Split, rank: int) -> tuple[tuple[int, int], ...]:
-    """Return the parts of the dim that `rank` has; an empty one where it has nothing."""
+    """Return the intervals of the dim that `rank` holds; an empty one if it holds nothing."""
     return placement.ranges[rank] or ((0, 0),)
 
 
@@ -125,9 +125,9 @@ def program_of(
     gathers: list[dict[str, Any]],
     sharing: ExportedProgram | None = None,
 ) -> ExportedProgram:
-    """Make the exported program of `partition`, made of `program` by `plan`, for a kind of device.
+    """Return the exported program of `partition`, made from `program` by `plan`, for a device type.
 
-    `gathers` are those that nothing asked for, as JSON, for the record. What `sharing` has is taken from it.
+    `gathers` are those that nothing asked for, as JSON, for the record. Tensors of `sharing` are shared.
     """
     graph = partition.graph
     graph.eliminate_dead_code(_is_impure)
@@ -153,7 +153,7 @@ def program_of(
 
 
 def _examples(value: Any, device: torch.device) -> Any:
-    """Return example inputs; fake ones on meta: `torch.export.load` would unpickle those as any object."""
+    """Return example inputs, with fake ones on meta: `torch.export.load` would unpickle fakes as objects."""
     if isinstance(value, Tensor) and _compat.is_fake(value):
         return torch.empty([int(size) for size in value.shape], dtype=value.dtype, device="meta")
     if isinstance(value, Tensor):
@@ -166,7 +166,7 @@ def _examples(value: Any, device: torch.device) -> Any:
 
 
 def _name_sources(graph: fx.Graph) -> None:
-    """Give nodes that move a value the module that made it."""
+    """Attribute nodes that move a value to the module that made it."""
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -247,7 +247,7 @@ def record_of(program: ExportedProgram) -> dict[str, Any]:
     """Return the record that the transformation wrote with a program: rank, world size, group, placements.
 
     Raises:
-        ShardingError: a program that it did not make.
+        ShardingError: a program that the transformation did not make.
     """
     found = (program.graph_module.meta.get("custom") or {}).get(RECORD)
     if found is None:

@@ -1,18 +1,17 @@
-"""Styles that the user asks for, by module: how its weights are cut, and where its outputs are to be.
+"""Styles that the user gives by module: how its weights are cut, and the layout of its outputs.
 
-    column      a linear layer's output features, an embedding's columns (what a row of it is made of)
+    column      a linear layer's output features, an embedding's columns (the embedding dim)
     row         a linear layer's input features, an embedding's rows (the vocabulary)
     replicate   whole on every rank
 
-How a weight lies in memory ([out, in] or [in, out]) is seen from its use, not asked for. Every value of an
-exported program means the whole one, wherever its elements are, as a DTensor does: so `input_layouts` only
-say what a module may meet, any value being moved to where it is needed, and `use_local_output` says nothing.
-`output_layouts` are done: the module's outputs are moved there, whoever uses them. So are the desired
-layouts of torch's PrepareModuleInput and PrepareModuleOutput, for modules with one tensor in or out; where
-these come from, their other layouts, is known.
+Whether a weight is stored as [out, in] or [in, out] is found from its use. Like a DTensor, every value of an
+exported program stands for the whole value, wherever its elements are, and moves where it is needed. So
+`input_layouts` and `use_local_output` have no effect. `output_layouts` are applied: the module's outputs are
+moved there for all their users. So are the desired layouts of torch's PrepareModuleInput and
+PrepareModuleOutput, for modules with one tensor in or out; their other layouts, the present ones, are known.
 
-Where several entries fit a parameter, its own name comes before its module's, and that before patterns. Two
-patterns that ask for different things are an error, as no order of them is meant by everyone.
+If several entries match a parameter, its own name takes precedence over its module's name, and that over
+patterns. Two matching patterns that ask for different things are an error.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from shardwise.tensor_parallel import placement as own
 
 
 class _Parallel:
-    """Layouts of a style, by the keywords that torch's styles of the same names have."""
+    """Layouts of a style, with the keywords of torch's styles of the same names."""
 
     def __init__(
         self, *, input_layouts: Any = None, output_layouts: Any = None, use_local_output: bool = True
@@ -47,20 +46,20 @@ class _Parallel:
 
 
 class ColwiseParallel(_Parallel):
-    """Cut of the module's outputs: a linear layer's output features, an embedding's columns.
+    """Cut along the module's outputs: a linear layer's output features, an embedding's columns.
 
     Args:
-        input_layouts: a placement (`torch.distributed.tensor`'s) or None. Any is accepted: see this module.
-        output_layouts: None or Shard(-1): cut, as they come. Replicate(): gathered there. Shard(dim): moved
-            there; that dim must be static.
-        use_local_output: either; see this module.
+        input_layouts: a placement of `torch.distributed.tensor`, or None. Has no effect.
+        output_layouts: None or Shard(-1): leave the outputs cut. Replicate(): gather them. Shard(dim): move
+            them to that cut; the dim must be static.
+        use_local_output: has no effect.
     """
 
 
 class RowwiseParallel(_Parallel):
-    """Cut of the dim that the module contracts: a linear layer's input features, an embedding's rows.
+    """Cut along the dim that the module contracts: a linear layer's input features, an embedding's rows.
 
-    Args: as `ColwiseParallel`'s; `output_layouts` None or Replicate(): summed where they are needed.
+    Args: as of `ColwiseParallel`. With `output_layouts` None or Replicate(), outputs are summed where needed.
     """
 
 
@@ -85,7 +84,7 @@ Layout = int | str  # a dim to be cut along, or REPLICATED
 
 @dataclass(frozen=True)
 class Style:
-    """One entry: "column", "row" or "replicate", and where the module's outputs are to be; None: anywhere."""
+    """One entry: "column", "row" or "replicate", and the layout of the module's outputs; None: any."""
 
     kind: str
     outputs: Layout | None = None
@@ -97,8 +96,8 @@ class Plan:
 
     Attributes:
         styles: "column" or "row", by parameter; those not named stay whole.
-        inputs: where the one input of modules is to be, by fully qualified name.
-        outputs: where the outputs of modules are to be.
+        inputs: layout of a module's one input, by the module's fully qualified name.
+        outputs: layout of a module's outputs, likewise.
         asked: every entry as text, in order.
     """
 
@@ -126,21 +125,21 @@ _WORDS = {
 def plan_of(
     strategies: Mapping[str, Any], parameters: Mapping[str, Tensor], *, modules: Iterable[str] = ()
 ) -> Plan:
-    """Return what `strategies` ask of a program with `parameters`.
+    """Return the plan that `strategies` describe for a program with `parameters`.
 
     Args:
-        strategies: by fully qualified name of a module or parameter, or a pattern of them in which `*` is any
-            text: a style's class or instance, ours or torch's of the same name; a word ("colwise", "rowwise",
-            "replicate", ...); or a function of (parameter's name, tensor without memory) that returns one of
-            these, or None to leave the parameter as other entries say. Torch's PrepareModuleInput,
-            PrepareModuleOutput and PrepareModuleInputOutput stand beside the style of the same module's
-            parameters only under another pattern, as every name has one entry.
-        parameters: every parameter and buffer of the program; only shapes and dtypes are looked at.
-        modules: of the program, those without parameters too.
+        strategies: styles by fully qualified name of a module or parameter, or by a pattern in which `*`
+            matches any text. A style is a class or instance, ours or torch's of the same name; a word
+            ("colwise", "rowwise", "replicate", ...); or a function of (parameter's name, tensor without
+            memory) that returns one of these, or None to leave the parameter to other entries. A name has one
+            entry, so to give a module both a style and torch's PrepareModuleInput, PrepareModuleOutput or
+            PrepareModuleInputOutput, give one of them under a pattern.
+        parameters: every parameter and buffer of the program; only shapes and dtypes are used.
+        modules: names of the program's modules, including those without parameters.
 
     Raises:
-        ShardingError: a name that fits nothing, with the nearest ones; something that is no style; layouts
-            that cannot be had; a module without a weight of two dims or more that is to be cut.
+        ShardingError: a name that matches nothing, with the nearest names; an entry that is no style; layouts
+            that are not possible; a module to be cut that has no weight of two dims or more.
     """
     plan = Plan(asked={asked: described(entry) for asked, entry in strategies.items()})
     styles: _Claims = {}
@@ -169,11 +168,11 @@ def plan_of(
 
 _Claims = dict[
     str, list[tuple[str, Any]]
-]  # by parameter or module: the entries that fit it, what each asks for
+]  # by parameter or module: the entries that match it, and what each asks for
 
 
 def _decide(name: str, claims: list[tuple[str, Any]]) -> tuple[str, Any]:
-    """Return the entry that decides for `name`, and what it asks: its own name, its module's, or patterns."""
+    """Return the entry that takes precedence for `name`, and what it asks for."""
     for names in ((name,), (name.rpartition(".")[0],), None):
         fitting = [claim for claim in claims if names is None or claim[0] in names]
         other = next((claim for claim in fitting if claim[1] != fitting[0][1]), None)
@@ -188,7 +187,7 @@ def _decide(name: str, claims: list[tuple[str, Any]]) -> tuple[str, Any]:
 
 
 def described(entry: Any) -> str:
-    """Return an entry of the strategies as text: its class, with layouts that are not the usual ones."""
+    """Return an entry of the strategies as text: its class, and layouts that are not the default."""
     if isinstance(entry, str):
         return entry
     if inspect.isclass(entry) or inspect.isfunction(entry):
@@ -232,7 +231,7 @@ def style_of(entry: Any, *, asked: str) -> Style:
 
 
 def _kind(entry: Any) -> str:
-    """Return the name of the style's class, or of the one that it is derived from."""
+    """Return the name of the style's class, or of the known class that it derives from."""
     kinds = entry.__mro__ if inspect.isclass(entry) else type(entry).__mro__
     known = {"ColwiseParallel", "RowwiseParallel", "SequenceParallel", "Replicate"}
     known |= {"PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput"}
@@ -240,7 +239,7 @@ def _kind(entry: Any) -> str:
 
 
 def _prepared(entry: Any, asked: str) -> dict[str, Layout]:
-    """Return where a PrepareModule... wants the module's "inputs", "outputs" or both."""
+    """Return the layouts that a PrepareModule... wants for the module's "inputs", "outputs" or both."""
     if inspect.isclass(entry):
         raise ShardingError(
             f"the strategy for {asked!r} is {entry.__name__}; give an instance, with its layouts"
@@ -289,7 +288,7 @@ def _style_for(entry: Any, name: str, tensor: Tensor, asked: str) -> Style | Non
 
 
 def _matching(asked: str, names: Iterable[str]) -> list[str]:
-    """Return the parameters that `asked` names itself, by their module, or by a pattern of either."""
+    """Return the parameters that `asked` matches: by name, by their module's name, or as a pattern."""
     known = list(names)
     matching = [
         name
@@ -302,7 +301,7 @@ def _matching(asked: str, names: Iterable[str]) -> list[str]:
 
 
 def _matching_modules(asked: str, names: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """Return the modules, those with none but modules within too, that `asked` names."""
+    """Return the modules that `asked` matches, including those that only contain modules."""
     known = dict.fromkeys(
         ".".join(parts[:depth])
         for name in names
@@ -331,7 +330,7 @@ def _no_match(asked: str, names: list[str]) -> list[str]:
 
 
 def _check_dims(plan: Plan, parameters: Mapping[str, Tensor]) -> None:
-    """Check that a module with cut vectors has a weight, by which they are cut."""
+    """Check that a module with cut vectors has a weight, which determines their cut."""
     cut = dict.fromkeys(name.rpartition(".")[0] for name in plan.styles if parameters[name].ndim >= 2)
     for name, kind in plan.styles.items():
         if parameters[name].ndim < 2 and name.rpartition(".")[0] not in cut:

@@ -1,4 +1,4 @@
-"""One rank's program as a module whose parameters say how they are cut: `fully_shard` cuts them once more."""
+"""One rank's program as a module of DTensor parameters, which `fully_shard` can shard further."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from shardwise.tensor_parallel.state import placement_from_json, record_of
 
 
 def trainable(program: ExportedProgram, mesh: DeviceMesh) -> fx.GraphModule:
-    """Return a program's module with parameters that are DTensors over the ranks that it is cut for.
+    """Return a program's module, with parameters as DTensors over the ranks that it is cut for.
 
         cut = tensor_parallel_transformation(program, ..., group_name="later", training=True)
         block = fully_shard(trainable(cut, mesh["tp"]), mesh=mesh["dp"])
 
-    Optimizers, norms and checkpoints then see the whole program's parameters, by its names, as they do after
-    torch's `parallelize_module`. The program is changed: it communicates over `mesh`. Local.
+    Optimizers, norms and checkpoints then see the whole program's parameters under its names, as after
+    torch's `parallelize_module`. The program is changed to communicate over `mesh`. Local.
 
     Args:
-        program: of `tensor_parallel_transformation`, with training=True.
-        mesh: of one dimension; its ranks are the program's, by their order in it.
+        program: from `tensor_parallel_transformation`, with training=True.
+        mesh: a 1-D mesh of the program's ranks, in order.
 
     Raises:
-        ShardingError: a mesh of other ranks; a parameter cut as no DTensor is, such as a fused projection of
-            queries, keys and values, or heads that the ranks do not divide.
+        ShardingError: a mesh of other ranks; a parameter whose cut no DTensor can express, such as a fused
+            projection of queries, keys and values, or heads that the ranks do not divide evenly.
     """
     if mesh.ndim != 1:
         raise ShardingError(
@@ -38,7 +38,7 @@ def trainable(program: ExportedProgram, mesh: DeviceMesh) -> fx.GraphModule:
     record = record_of(program)
     known = record["parameters"]
     params = {name: x for name, x in program.state_dict.items() if isinstance(x, nn.Parameter)}
-    made: dict[Tensor, nn.Parameter] = {}  # names of one tensor share it
+    made: dict[Tensor, nn.Parameter] = {}  # names of one tensor share its parameter
     for name, param in params.items():
         shape = torch.Size(known[name]["shape"]) if name in known else param.shape
         placement = placement_from_json(known[name]["placement"]) if name in known else REPLICATE

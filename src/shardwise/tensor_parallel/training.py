@@ -1,17 +1,17 @@
-"""Gradients of a rank's program: which values have their own on every rank, and where these are summed.
+"""Gradients of a rank's program: which values' gradients differ between ranks, and where they are summed.
 
-Every value is one of two kinds, found by going through the program once:
+Every value is one of two kinds, found in one pass over the program:
 
     whole   equal on every rank, and so is its gradient
-    own     made of this rank's part of something: a cut parameter, a slice; its gradient is this rank's alone
+    own     computed from this rank's part of something: a cut parameter, a slice; so is its gradient
 
-Work on values of which some are own gives own ones. Whole inputs go into it through one `replicated` for
-each value, whoever uses it, in whatever shape: so the gradients of query, key and value projections are
-added up before the ranks' are. Collectives make own values whole. So backward has as many all-reduces as
-forward, at the other ends.
+An operation with any own input gives own results. A whole value enters such operations through a single
+`replicated`, whatever uses it in whatever shape; so the gradients of query, key and value projections are
+added locally before they are summed over ranks. Collectives make own values whole. So backward has as many
+all-reduces as forward, at the opposite ends.
 
-What a program writes to its buffers it writes at its end, before backward, which may need what was read from
-them: running statistics, say. Such reads are of a copy.
+A program writes to its buffers at its end, before backward. Backward may need the values read from them, such
+as running statistics, so these reads use a copy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardwise.tensor_parallel.partition import Partition, aten, name_source
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
 
 _GRADIENTS = (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
-# Whose results are their first input in another shape: a gradient may be summed before or after.
+# Operations that only reshape their first input: a gradient may be summed before or after them.
 _VIEWS = {
     *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "transpose", "permute", "t"),
     *("squeeze", "unsqueeze", "expand", "alias", "contiguous", "clone"),
@@ -38,23 +38,23 @@ _VIEWS = {
 
 
 def differentiable(p: Partition, signature: ExportGraphSignature) -> None:
-    """Put the operators into a finished partition that make its gradients those of the whole program.
+    """Insert operators into a finished partition that make its gradients those of the whole program.
 
-    Local, and equal on every rank. The gradient of a parameter or input that is whole is whole on every rank.
-    A program that returns its gradients itself stays as it is.
+    Local, with equal results on every rank. A whole parameter or input has a whole gradient on every rank. A
+    program that returns its gradients itself is not changed.
 
     Args:
         p: with its output node.
-        signature: the whole program's; says which placeholders are buffers, which have no gradients.
+        signature: the whole program's; tells which placeholders are buffers, which have no gradients.
     """
     if not _returns_gradients(signature):
         _Pass(p, signature).run()
 
 
 def untrainable(p: Partition, signature: ExportGraphSignature) -> None:
-    """Have backward through a finished partition raise ShardingError, if anything in it is cut.
+    """Make backward through a finished partition raise ShardingError, if anything in it is cut.
 
-    A program that returns its gradients itself stays as it is.
+    A program that returns its gradients itself is not changed.
     """
     marked = _Pass(p, signature)
     if _returns_gradients(signature) or not any(marked.is_cut(node) for node in p.graph.nodes):
@@ -69,7 +69,7 @@ def untrainable(p: Partition, signature: ExportGraphSignature) -> None:
 
 
 def _returns_gradients(signature: ExportGraphSignature) -> bool:
-    """Return whether the backward is in the program, cut as the rest of it."""
+    """Return whether the program includes its backward, which is then cut like the rest."""
     return any(spec.kind in _GRADIENTS for spec in signature.output_specs)
 
 
@@ -78,7 +78,7 @@ class _Pass:
         self.p = p
         self.own: set[fx.Node] = set()
         self.flows: set[fx.Node] = set()  # gradients may go through these
-        self.shared: dict[fx.Node, fx.Node] = {}  # whole values, as they go into own work
+        self.shared: dict[fx.Node, fx.Node] = {}  # whole values, as own operations take them
         self.given: dict[fx.Node, Placement] = {
             value.node: value.placement
             for value in p.values.values()
@@ -112,7 +112,7 @@ class _Pass:
                 self._copied(node, nodes[len(inputs)])
 
     def is_cut(self, node: fx.Node) -> bool:
-        """Return whether `node` gives a value of this rank's own, whatever its inputs are."""
+        """Return whether `node` gives an own value, whatever its inputs are."""
         return node in self.cut or node.meta.get("own", False) or self.given.get(node, REPLICATE) != REPLICATE
 
     def _input(self, node: fx.Node, first: fx.Node) -> None:
@@ -145,7 +145,7 @@ class _Pass:
         return None
 
     def _replicated(self, x: fx.Node, user: fx.Node) -> fx.Node:
-        """Return the whole value `x` for own work, of which `user` is the first."""
+        """Return the whole value `x` for own operations, of which `user` is the first."""
         if x in self.shared:
             return self.shared[x]
         source = _seen_as(x)
@@ -183,7 +183,7 @@ class _Pass:
     def _after(
         self, node: fx.Node, before: fx.Node, op: Any, *rest: Any, first: fx.Node | None = None
     ) -> fx.Node:
-        """Put `op` on `node`, in its place for all its users."""
+        """Apply `op` to `node`, and make all users of `node` use the result."""
         users = list(node.users)
         with self.p.graph.inserting_before(before):
             made = self.p.emit(op, *(x for x in (first, node) if x is not None), *rest)
@@ -193,7 +193,7 @@ class _Pass:
         return made
 
     def _is_saved(self, buffer: fx.Node) -> bool:
-        """Return whether backward may need what `buffer`, or a view of it, was when an operation read it."""
+        """Return whether backward may need the value that an operation read from `buffer` or a view of it."""
         return any(user in self.flows or (is_view(user) and self._is_saved(user)) for user in buffer.users)
 
     def _copied(self, buffer: fx.Node, before: fx.Node) -> None:

@@ -1,8 +1,8 @@
-"""`tensor_parallel_transformation`: an exported program in, one rank's exported program out.
+"""`tensor_parallel_transformation`: turns an exported program into one rank's exported program.
 
-Styles may say where a module's input or outputs are to be. An exported program has no modules, only nodes
-that say which call of which module they belong to: what comes in is what they take from others, what goes out
-is their last.
+Styles may give layouts for a module's input or outputs. An exported program has no modules, only nodes that
+name the module call they belong to. A call's input is what its nodes take from other nodes; its output is
+its last node.
 """
 
 from __future__ import annotations
@@ -43,37 +43,37 @@ def tensor_parallel_transformation(
     training: bool = False,
     sharing: ExportedProgram | None = None,
 ) -> ExportedProgram:
-    """Return the program that `rank` of `world_size` runs so that all together compute `exported_program`.
+    """Return the program that `rank` of `world_size` runs so that all ranks compute `exported_program`.
 
-    Local: needs no process group and no communication, and any rank's program can be made in any process.
-    Weights are only copied, when all placements are known: a program exported on the meta device or from fake
-    tensors is cut as well, and `materialize` fills the result from a checkpoint.
+    Local: needs no process group and no communication, and any process can make any rank's program. Weights
+    are only copied, once all placements are known. So a program exported on the meta device or from fake
+    tensors can be cut too, and `materialize` fills the result from a checkpoint.
 
     Args:
-        exported_program: from `torch.export.export`, as it is or decomposed. It stays as it is; operations
-            that write in place are made functional in the result.
-        rank: of the process that will run the result, within its group.
-        world_size: how many ranks. More than a dim has elements leaves some ranks without any of them.
-        device_type: where it will run, such as "cuda". This machine need not have it: values then stay where
-            they are, until `load` moves them on one that has.
-        parallel_strategies: styles by module, see `styles.plan_of`; or "auto": those of `choose`, at its own
-            prices.
-        group_name: of the process group that it communicates over; by default the default group's, which
-            must have `world_size` ranks. Where there is none yet, `package.bind` names it later.
-        strict: raise where an operation would gather what no style or layout asks for, as one without a rule
-            does; where a weight with a style was not cut; and where some rank has nothing of a weight.
-        training: have backward through the result's module give the whole program's gradients. Without it
-            backward raises ShardingError, where any parameter requires a gradient.
-        sharing: what this made of another program of the same model, for the same rank: what both have is cut
-            as it is there, and is the same tensors. So a prefill and a decode program have one cache.
+        exported_program: from `torch.export.export`, decomposed or not. It is not changed; its in-place
+            operations are functional in the result.
+        rank: within its group, of the process that will run the result.
+        world_size: number of ranks. If it exceeds the size of a dim, some ranks get no elements.
+        device_type: where the result will run, such as "cuda". If this machine does not have it, values stay
+            where they are until `load` moves them on a machine that does.
+        parallel_strategies: styles by module, see `styles.plan_of`; or "auto": those of `choose`, at its
+            default prices.
+        group_name: of the process group to communicate over; by default the default group's, which must have
+            `world_size` ranks. Without a default group, `package.bind` sets it later.
+        strict: raise if an operation would gather what no style or layout asks for, as one without a rule
+            does; if a weight with a style was not cut; or if a rank holds nothing of a weight.
+        training: let backward through the result's module compute the whole program's gradients. If False,
+            backward raises ShardingError if any parameter requires a gradient.
+        sharing: result of this function for another program of the same model and the same rank. Tensors that
+            both programs have get the same cut and are shared; so prefill and decode use one cache.
 
     Returns:
-        A program with the same inputs and outputs, whole on every rank, whose state dict has this rank's
-        parts of the parameters, and of buffers that it writes in parts (a cache of keys, say).
+        A program with the same inputs and outputs, whole on every rank. Its state dict has this rank's parts
+        of the parameters, and of buffers that it writes in parts, such as a cache of keys.
 
     Raises:
-        ShardingError: a rank, world size, name or style that does not fit; what is no exported program, or is
-            one rank's already.
+        ShardingError: a rank, world size, name or style that does not fit; something other than an exported
+            program, or a program already cut for one rank.
     """
     _check_ranks(rank, world_size)
     _check_device(device_type)
@@ -114,7 +114,7 @@ def _check_ranks(rank: Any, world_size: Any) -> None:
 
 
 def _check_device(device_type: Any) -> None:
-    """Refuse what is no kind of device that torch knows, whether or not this machine has one."""
+    """Refuse a device type that torch does not know; this machine need not have the device."""
     try:
         known = isinstance(device_type, str) and torch.device(device_type) is not None
     except RuntimeError:
@@ -152,7 +152,7 @@ def _default_group(world_size: int) -> str:
 
 
 def _give_styles(p: Partition, plan: Plan, whole: Whole) -> None:
-    """Write its style on each parameter, in the word that cuts it so at its first use."""
+    """Set each parameter's style, named as its first use cuts it ("column" or "row")."""
     given: dict[fx.Node, tuple[int | None, str]] = {}
     for name, node in whole.named.items():
         style, first = plan.styles.get(name), whole.aliases.get(node, node)
@@ -168,7 +168,7 @@ def _give_styles(p: Partition, plan: Plan, whole: Whole) -> None:
 
 
 def _place_as(p: Partition, sharing: ExportedProgram) -> None:
-    """Have parameters and buffers where another program has them."""
+    """Place parameters and buffers as another program does."""
     record = state.record_of(sharing)
     if (record["rank"], record["world_size"]) != (p.rank, p.ranks):
         raise ShardingError(
@@ -187,7 +187,7 @@ def _place_as(p: Partition, sharing: ExportedProgram) -> None:
 
 
 def _build_all(p: Partition, plan: Plan, whole: Whole, *, strict: bool) -> None:
-    """Build every node in order; move what the plan wants elsewhere."""
+    """Build every node in order, and move values to the layouts that the plan gives."""
     moved = enter(plan, whole.graph, whole.program.graph_signature) | leave(plan, whole.graph)
     for node in whole.graph.nodes:
         if node.op == "output":
@@ -198,7 +198,7 @@ def _build_all(p: Partition, plan: Plan, whole: Whole, *, strict: bool) -> None:
         p.building = None
         if node in moved:
             move(p, node, *moved[node])
-    for alias, first in whole.aliases.items():  # has no uses; its shard is the other's
+    for alias, first in whole.aliases.items():  # an alias has no uses; it shares the other's shard
         p.parameters[alias].placement = p.parameters[first].placement
         p.values[alias].node.meta["val"] = p.values[first].node.meta["val"]
 
@@ -215,7 +215,7 @@ def _is_asked(found: Gathered, asked: Mapping[fx.Node, str | None]) -> bool:
 
 
 def _described(p: Partition, found: Gathered) -> dict[str, Any]:
-    """Return a gather that nothing asked for, as it is written down with the program."""
+    """Return a gather that nothing asked for, as the program's record has it."""
     value = found.value
     return {
         "op": name_of(found.user),
@@ -235,7 +235,7 @@ def _report(
     *,
     strict: bool,
 ) -> None:
-    """Warn of what may be meant otherwise; if `strict`, raise."""
+    """Warn of what the user may not have intended; if `strict`, raise."""
     if strict and unasked:
         raise ShardingError(
             "{op} ({node}, of module {module!r}, {source}) takes the whole of {value}, which is cut, and"
@@ -271,11 +271,11 @@ Moves = dict[fx.Node, tuple[str, Layout]]
 
 
 def enter(plan: Plan, graph: fx.Graph, signature: ExportGraphSignature) -> Moves:
-    """Put a node before each call of a module whose input is to be moved, for what comes in: where to."""
+    """Insert a node for the input before each call of a module that moves it; return the nodes' layouts."""
     moves: Moves = {}
     for module, layout in plan.inputs.items():
         for own in _calls(graph, module, "input"):
-            if layout == REPLICATED:  # users that take it whole have it whole
+            if layout == REPLICATED:  # users that need it whole gather it themselves
                 continue
             entering = dict.fromkeys(x for node in own for x in node.all_input_nodes if x not in own)
             given = [x for x in entering if _is_activation(x, signature)]
@@ -294,7 +294,7 @@ def enter(plan: Plan, graph: fx.Graph, signature: ExportGraphSignature) -> Moves
 
 
 def leave(plan: Plan, graph: fx.Graph) -> Moves:
-    """Return the last operation of each call of a module whose outputs move: the module, and where to."""
+    """Return the last operation of each call of a module that moves its outputs: module and layout."""
     return {
         [node for node in own if is_tensor(node)][-1]: (module, layout)
         for module, layout in plan.outputs.items()
@@ -318,14 +318,14 @@ def _calls(graph: fx.Graph, module: str, what: str) -> list[list[fx.Node]]:
 
 
 def _is_activation(node: fx.Node, signature: ExportGraphSignature) -> bool:
-    """Return whether `node` is a floating tensor that is computed, or given by the caller."""
+    """Return whether `node` is a floating-point tensor that is computed or given by the caller."""
     value = node.meta.get("val")
     made = node.op == "call_function" or str(node.target) in signature.user_inputs
     return made and isinstance(value, Tensor) and value.is_floating_point()
 
 
 def move(p: Partition, node: fx.Node, module: str, layout: Layout) -> None:
-    """Have the value of `node` where the style of `module` wants it."""
+    """Move the value of `node` to the layout that the style of `module` gives."""
     at = p.placement(node)
     wanted: Placement = REPLICATE
     if layout != REPLICATED:

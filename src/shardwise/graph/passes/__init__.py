@@ -1,7 +1,7 @@
-"""Passes over fx graphs of operators: when collectives are issued and waited for, how many, how large.
+"""Passes over fx graphs of operators: they move, merge and bound collectives.
 
-Each is a function that changes a graph in place and returns what it moved. They decide from the graph alone,
-so ranks with equal graphs make equal ones of them, and never change the order of collectives of one kind.
+Each is a function that changes a graph in place and returns what it moved. Passes decide from the graph
+alone, so graphs equal on all ranks stay equal, and never change the order of collectives of one kind.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class Passes:
     Attributes:
         prefetch: how many gathers ahead parameters are gathered; 0: where they are needed. None: one, in turn
             with reductions.
-        max_unsharded: how many groups may be gathered at a time; None: as many as that takes.
-        merge_bytes: collectives are merged up to this size; 0: none is.
+        max_unsharded: the most groups gathered at a time; None: as many as `prefetch` takes.
+        merge_bytes: size up to which collectives are merged; 0: merge none.
 
     Raises:
-        ShardingError: numbers that say nothing.
+        ShardingError: values that are not whole numbers, or too small.
     """
 
     prefetch: int | None = None
     max_unsharded: int | None = None
     merge_bytes: int = 0
-    # Of forward graphs, the names of what they return, and of the part that is gathered its gathers.
+    # For each forward graph: the names of its outputs, and the gathers of those that are gathered.
     _forwards: deque[tuple[set[str], dict[str, str]]] = field(
         default_factory=lambda: deque(maxlen=64), init=False, repr=False, compare=False
     )
@@ -64,11 +64,11 @@ class Passes:
                 raise ShardingError(f"{name} is {value!r}; expected a whole number of {least} or more")
 
     def __call__(self, graph: Graph) -> None:
-        """Run them over a forward or backward graph of operators, in place.
+        """Run the passes over a forward or backward graph of operators, in place.
 
         Raises ShardingError if the graph itself needs more than `max_unsharded` groups at a time.
         """
-        returned = graph.output_node().args[0]  # by its names, which passes may change
+        returned = graph.output_node().args[0]  # names before the passes, which may change them
         names = [getattr(one, "name", "") for one in returned] if isinstance(returned, (list, tuple)) else []
         if self.merge_bytes:
             merge_small(graph, nbytes=self.merge_bytes)
@@ -83,9 +83,9 @@ class Passes:
                 self._forwards.append((set(names), {names[place]: name for place, name in saved.items()}))
 
     def _saved_for(self, graph: Graph) -> dict[str, str]:
-        """Return what the forward of a backward graph saved of which gather, by the names of the inputs.
+        """Return the gather of each input that a backward graph's forward saved gathered.
 
-        A backward graph takes what its forward returned, by the same names, and tangents.
+        A backward graph takes its forward's outputs, by the same names, and tangents.
         """
         inputs = {node.name for node in graph.nodes if node.op == "placeholder"}
         taken = {name for name in inputs if not name.startswith("tangents_")}

@@ -25,19 +25,20 @@ from shardwise.graph.passes.moves import (
 def bound_unsharded(graph: Graph, *, limit: int, saved: Mapping[str, str] | None = None) -> list[Node]:
     """Delay gathers until fewer than `limit` others are held, each counted from issue to last use.
 
-    What a graph returns, so parameters that stay gathered until backward, is held to its end. Gathers of what
-    the graph computes are not counted and stay; gathers keep their order. A merged gather counts as one.
+    Values that a graph returns, such as parameters that stay gathered until backward, are held to its end.
+    Gathers of values that the graph computes are not counted and stay; gathers keep their order. A merged
+    gather counts as one.
 
     Args:
-        saved: of a backward graph, by name its inputs that forward gathered, and what tells their gathers
-            apart (`saved_gathers` of the forward graph); each is held until its last use.
+        saved: for a backward graph, the inputs that forward gathered, by name, each with a label of its
+            gather (`saved_gathers` of the forward graph); each is held until its last use.
 
     Returns:
         The nodes that moved, in their order.
 
     Raises:
-        ShardingError: the graph itself uses more than `limit` at a time; names those that are held where no
-            other fits, and the one that is needed there. Nothing has moved.
+        ShardingError: the graph itself uses more than `limit` at a time. Names the gathers held where no more
+            fit, and the one needed there. Nothing has moved.
     """
     gathers = [one for one in collectives(graph) if one.kind == GATHER]
     moved: list[Node] = []
@@ -54,7 +55,7 @@ def bound_unsharded(graph: Graph, *, limit: int, saved: Mapping[str, str] | None
 
 
 def saved_gathers(graph: Graph) -> dict[int, str]:
-    """Return, by place among a graph's outputs, which gather brought each gathered parameter there."""
+    """Return the gather of each gathered parameter that a graph returns, by its place among the outputs."""
     returned = graph.output_node().args[0]
     places = enumerate(returned if isinstance(returned, (list, tuple)) else [returned])
     brought = {
@@ -67,7 +68,7 @@ def saved_gathers(graph: Graph) -> dict[int, str]:
 
 
 def _ends_of_saved(graph: Graph, saved: Mapping[str, str]) -> dict[Collective | str, Node]:
-    """Return, by gather, the last use of what forward saved of it."""
+    """Return, by gather, the last use of the inputs that forward saved from it."""
     inputs: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and node.name in saved:
@@ -83,13 +84,13 @@ def _last_use_of(nodes: Iterable[Node]) -> Node:
 
 
 def last_use(gather: Collective) -> Node:
-    """Return the last node that takes what a gather brought; the graph's output if it is returned."""
+    """Return the last node that uses a gather's result; the graph's output if it is returned."""
     chain = [gather.issue, *tail(gather)]
     return max([*chain, *uses(chain)])
 
 
 def _plan(graph: Graph, gathers: list[Collective], limit: int, saved: Mapping[str, str]) -> list[Node]:
-    """Return, by gather, the node behind which it may be issued; its present place if that is later."""
+    """Return, by gather, the node after which it may be issued; its present place if that is later."""
     planned: list[Node] = []
     held = _ends_of_saved(graph, saved)  # with their last uses
     for gather, deadline in zip(gathers, _deadlines(graph, gathers), strict=True):
@@ -108,7 +109,7 @@ def _plan(graph: Graph, gathers: list[Collective], limit: int, saved: Mapping[st
 
 
 def _deadlines(graph: Graph, gathers: list[Collective]) -> list[Node]:
-    """Return, by gather, the first node that needs it or a gather behind it, as they are issued in order."""
+    """Return, by gather, the first node that needs it or a later gather, as gathers keep their order."""
     end = graph.output_node()
     written = [node for node in graph.nodes if writes(node)]
     found: list[Node] = []

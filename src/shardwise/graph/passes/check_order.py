@@ -1,6 +1,6 @@
-"""The check that all ranks' graphs issue the same collectives in the same order.
+"""Checks that all ranks' graphs issue the same collectives in the same order.
 
-Ranks whose graphs differ would wait for each other forever, or exchange garbage of equal size.
+Ranks with different graphs would wait for each other forever, or exchange garbage of equal size.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def order_text(graphs: Graph | Iterable[Graph], *, groups: Sequence[str] | None 
 
     Args:
         graphs: one, or several that run one after another.
-        groups: names of the process groups whose ranks must agree about sizes: of collectives over others,
-            which may carry another amount on each of these ranks, only the kind is listed. None: all.
+        groups: names of the process groups whose ranks must agree about sizes; None: all. Collectives over
+            other groups may carry different amounts on these ranks, so only their kind is listed.
     """
     found = [
         one for graph in ([graphs] if isinstance(graphs, Graph) else graphs) for one in collectives(graph)
@@ -34,7 +34,7 @@ def order_text(graphs: Graph | Iterable[Graph], *, groups: Sequence[str] | None 
 def graphs_in(module: GraphModule) -> list[Graph]:
     """Return the graphs of `module` and of the graphs it calls, each once, in order of their first call.
 
-    The graphs that Dynamo makes hold bodies of checkpoints and of autograd functions so.
+    Dynamo's graphs hold the bodies of checkpoints and autograd functions as such inner graphs.
     """
     found: dict[Graph, None] = {}
     _visit(module, found)
@@ -51,10 +51,10 @@ def check_order(
     Args:
         graphs: as of `order_text`.
         groups: process groups to compare over.
-        device: where the groups' backends want their tensors.
+        device: the device of the groups' backends.
 
     Raises:
-        RankMismatchError: on every rank of the groups, naming the first difference, if any rank's differ.
+        RankMismatchError: on every rank of the groups, naming the first difference: ranks' graphs differ.
     """
     check_text(
         order_text(graphs, groups=[group.group_name for group in groups]), groups=groups, device=device

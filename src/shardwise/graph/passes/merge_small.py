@@ -1,11 +1,11 @@
-"""Make one collective of several small ones, which cost the same latency each.
+"""Merge several small collectives, each of which costs the same latency, into one.
 
     shard a -> gather -> wait -> a            shard a --+                            +-> copy -> a
     shard b -> gather -> wait -> b            shard b --+-> cat -> gather -> wait -> +-> copy -> b
 
-An all-gather puts out all of rank 0, then all of rank 1, so each one's result is a column of the merged one's
-ranks x (a + b), and is copied out; a reduce-scatter takes its inputs so. All-reduces are laid end to end.
-Whoever takes a result may rely on its memory being its own, so every one is copied out.
+An all-gather outputs all of rank 0, then all of rank 1, so each original result is a column of the merged
+one's ranks x (a + b), and is copied out. A reduce-scatter takes its inputs in this layout. All-reduces are
+laid end to end. Users of a result may rely on its having its own memory, so every result is copied out.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _aten: Any = torch.ops.aten
 
 
 def merge_small(graph: Graph, *, nbytes: int) -> list[list[str]]:
-    """Merge runs of collectives of one kind, group, dtype and op into one each of at most `nbytes` bytes.
+    """Merge each run of collectives of one kind, group, dtype and op into one of at most `nbytes` bytes.
 
-    A run is merged where nothing in the graph stands against it: gathers are of the graph's inputs, and what
-    a reduction leaves is not used before the last of the run is issued. Collectives of one kind keep their
-    order. Values are the same, but that a reduction over more than two ranks may add in another order.
+    A run is merged only if the graph allows it: gathers must be of the graph's inputs, and a reduction's
+    result must not be used before the run's last is issued. Collectives of one kind keep their order. Values
+    are the same, except that a reduction over more than two ranks may add in another order.
 
     Args:
-        graph: whose nodes have fake tensors in their meta.
-        nbytes: at most this much in one merged collective, as `Collective.bytes` counts.
+        graph: its nodes need fake tensors in their meta.
+        nbytes: the most bytes of one merged collective, as `Collective.bytes` counts.
 
     Returns:
         The names of the collectives that were merged, by run.
@@ -97,12 +97,12 @@ def _can_reduce(run: list[Collective], reductions: dict[Node, Collective]) -> bo
     if first_write(first.issue, last.issue) is not None:
         return False
     if any(first.issue < node < last.issue and node not in own for node in reductions):
-        return False  # an all-reduce behind these would move past it
+        return False  # an all-reduce after these would move past it
     return all(last.issue < user for chain in chains for user in uses(chain)[:1])
 
 
 def _chain(one: Collective, reductions: dict[Node, Collective]) -> list[Node]:
-    """Return what follows a reduction and may move behind others: its tail, and of an all-reduce of it."""
+    """Return the nodes after a reduction that may move past others: its tail, and that of its all-reduce."""
     chain = tail(one)
     for node in list(chain):
         if node in reductions:
@@ -111,7 +111,7 @@ def _chain(one: Collective, reductions: dict[Node, Collective]) -> list[Node]:
 
 
 def _merge(graph: Graph, run: list[Collective]) -> None:
-    """Merge a run: inputs side by side, one row for each target of a reduce-scatter; results so by sender."""
+    """Merge a run: inputs side by side, a row per target of a reduce-scatter; results, a row per sender."""
     first = run[0]
     if first.kind == GATHER:
         at = first.issue
@@ -137,7 +137,7 @@ def _merge(graph: Graph, run: list[Collective]) -> None:
 
 
 def _replace(graph: Graph, one: Collective, split: Node, index: int) -> None:
-    """Let users of `one` take a copy of its part: what a graph returns must lie in memory of its own."""
+    """Make users of `one` use a copy of its part: what a graph returns must have its own memory."""
     with graph.inserting_before(one.wait):
         part = _call(graph, operator.getitem, split, index)
         part = _call(graph, _aten.clone.default, part, memory_format=torch.contiguous_format)

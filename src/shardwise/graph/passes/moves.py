@@ -1,8 +1,8 @@
 """Moves in a graph that do not change what it computes.
 
-Graphs that AOTAutograd makes are functional but for a few writes to inputs, so a node may stand anywhere
-between its inputs and its users; no move here crosses an operator that writes to anything. What is moved with
-a collective is what only lays out memory around it: casts, views, copies, divisions (`is_layout`).
+AOTAutograd's graphs are functional except for a few writes to inputs, so a node may be anywhere between its
+inputs and its users; no move here crosses an operator that writes. A collective moves together with the nodes
+that only lay out memory around it: casts, views, copies, divisions (`is_layout`).
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def is_of_inputs(issue: Node) -> bool:
 
 
 def tail(collective: Collective) -> list[Node]:
-    """Return the waits for a collective and what only lays out what they return, in graph order.
+    """Return the waits for a collective and the nodes that only lay out its result, in graph order.
 
-    Behind a reduction also an all-reduce of it, which ends the tail.
+    The tail of a reduction includes, as its end, an all-reduce of the result.
     """
     made = {*collective.waits}
     for node in collective.issue.users:
@@ -97,15 +97,15 @@ def tail(collective: Collective) -> list[Node]:
 
 
 def uses(nodes: Iterable[Node]) -> list[Node]:
-    """Return the nodes outside `nodes` that take one of them, in graph order."""
+    """Return the nodes outside `nodes` that use one of them, in graph order."""
     inside = set(nodes)
     return sorted({user for node in inside for user in node.users} - inside)
 
 
 def sink(nodes: list[Node], anchor: Node) -> list[Node]:
-    """Move those of `nodes` that stand before `anchor` to right before it; in graph order, as returned.
+    """Move the nodes that are before `anchor` to right before it; return them in graph order.
 
-    They stay before an operator that writes.
+    They do not cross an operator that writes.
     """
     early = [node for node in nodes if node < anchor]
     if not early:
@@ -120,9 +120,9 @@ def sink(nodes: list[Node], anchor: Node) -> list[Node]:
 
 
 def hoist(nodes: list[Node], anchor: Node) -> list[Node]:
-    """Move those of `nodes` that stand behind `anchor` to right behind it; in graph order, as returned.
+    """Move the nodes that are after `anchor` to right after it; return them in graph order.
 
-    They stay behind an operator that writes.
+    They do not cross an operator that writes.
     """
     late = [node for node in nodes if anchor < node]
     if not late:
@@ -137,7 +137,7 @@ def hoist(nodes: list[Node], anchor: Node) -> list[Node]:
 
 
 def move_behind(nodes: list[Node], anchor: Node) -> Node:
-    """Move `nodes` to right behind `anchor`, in their order; returns the last of them, or `anchor`."""
+    """Move `nodes` to right after `anchor`, in their order; return the last of them, or `anchor`."""
     for node in nodes:
         anchor.append(node)
         anchor = node
@@ -145,7 +145,7 @@ def move_behind(nodes: list[Node], anchor: Node) -> Node:
 
 
 def first_write(start: Node, end: Node) -> Node | None:
-    """Return the first node that writes to memory behind `start` and before `end`."""
+    """Return the first node after `start` and before `end` that writes to memory."""
     node = start.next
     while node is not end and node.op != "output":
         if writes(node):
@@ -155,7 +155,7 @@ def first_write(start: Node, end: Node) -> Node | None:
 
 
 def label(collective: Collective) -> str:
-    """Name a collective for a user: by the module that first uses what it brings, else by its inputs."""
+    """Name a collective for a user: by the module that first uses its result, else by its inputs."""
     for user in uses(tail(collective)):
         stack: Any = user.meta.get("nn_module_stack")
         if stack:

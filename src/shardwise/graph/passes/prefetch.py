@@ -1,4 +1,4 @@
-"""Issue collectives early and wait for them late, so that they run beside compute."""
+"""Issue collectives early and wait for them late, so that they overlap compute."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def prefetch(graph: Graph, *, ahead: int = 1) -> list[Node]:
 
 
 def prefetch_in_turn(graph: Graph) -> list[Node]:
-    """Prefetch by one gather, in turn with reductions of the gradients of the module before.
+    """Prefetch by one gather, in turn with the reduction of the previous module's gradients.
 
-    While a module runs backward, those lie in a staging buffer. Their reduction is waited for amid that
-    backward, and the next gather issued there: so both have a share of it by their bytes to run beside, and
-    the graph holds one of them at a time. Progress of backward is measured by the bytes of gradients that
-    are there: sizes of parameters are equal on all ranks, as those of activations may not be. Runs behind
-    `sink_waits`, which puts waits where they belong without it.
+    While a module runs backward, the previous module's gradients are in a staging buffer. In the middle of
+    that backward, the graph waits for their reduction, then issues the next gather. So each overlaps a share
+    of the backward in proportion to its bytes, and the graph holds one of them at a time. Progress of
+    backward is measured in bytes of gradients made: parameters have equal sizes on all ranks, activations may
+    not. Runs after `sink_waits`, which places waits as they belong without this pass.
 
     Returns:
         The nodes that moved, in their order.
@@ -39,11 +39,11 @@ def prefetch_in_turn(graph: Graph) -> list[Node]:
 
 
 def _prefetch(graph: Graph, ahead: int, *, reductions: list[Collective]) -> list[Node]:
-    """Issue gathers early, behind the waits of those `reductions` that they would run beside."""
+    """Issue gathers early, after the waits of those `reductions` that they would overlap."""
     made = _gradients(graph)
     moved: list[Node] = []
-    issues: list[Node] = []  # of the gathers before, of whatever kind
-    waits: list[Node] = []  # of those of the graph's inputs
+    issues: list[Node] = []  # of all gathers before
+    waits: list[Node] = []  # of gathers of the graph's inputs
     for gather in collectives(graph):
         if gather.kind != GATHER:
             continue
@@ -75,7 +75,7 @@ def _gradients(graph: Graph) -> Counter[Node]:
 
 
 def _amid(begin: Node, end: Node, share: float, made: Counter[Node]) -> Node:
-    """Return the first node from `begin` to `end` by which this share of the gradients is there."""
+    """Return the first node from `begin` to `end` by which this share of the gradients is made."""
     between = [begin]
     while between[-1].next is not end:
         between.append(between[-1].next)
@@ -88,18 +88,18 @@ def _amid(begin: Node, end: Node, share: float, made: Counter[Node]) -> Node:
 
 
 def sink_waits(graph: Graph) -> list[Node]:
-    """Put every wait right before its first use; what only lays out its result comes along.
+    """Move every wait right before its first use, with the nodes that only lay out its result.
 
-    A reduction is issued right behind the last gradient it takes. The wait for one that nothing else in the
-    graph uses goes before the next one's staging buffer is made, so that there is one at a time; or behind
-    the next issue where no gradients are staged: at most two buffers of gradients are then in flight. An
-    all-reduce of what a reduce-scatter leaves goes behind the next reduce-scatter as well.
+    A reduction is issued right after the last gradient that it takes. If nothing else in the graph uses its
+    result, its wait goes before the next reduction's staging buffer is made, so that one exists at a time. If
+    no gradients are staged, the wait goes after the next issue: at most two buffers of gradients are then in
+    flight. An all-reduce of a reduce-scatter's result also goes after the next reduce-scatter.
 
     Returns:
         The nodes that moved, one after another; a node may move twice.
     """
     moved = issue_reductions(graph)
-    # An all-reduce stands between a reduce-scatter's wait and its own: that must make room before and follow.
+    # An all-reduce lies between a reduce-scatter's wait and its own wait: it must make room, then follow.
     for kind in (REDUCE, SCATTER, REDUCE):
         found = [one for one in collectives(graph) if one.kind == kind]
         for i, one in enumerate(found):
@@ -111,7 +111,7 @@ def sink_waits(graph: Graph) -> list[Node]:
 
 
 def issue_reductions(graph: Graph) -> list[Node]:
-    """Issue every reduce-scatter as early as its inputs are there, and not before the one before it."""
+    """Issue every reduce-scatter as soon as its inputs are ready, but not before the previous one."""
     moved: list[Node] = []
     heads = [node for node in graph.nodes if node.op == "placeholder"][-1:]
     last: Node | None = None

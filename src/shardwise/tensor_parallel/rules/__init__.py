@@ -1,4 +1,4 @@
-"""Rules: what every operation does to placements, and what it becomes on one rank."""
+"""Rules: how every operation changes placements, and its form on one rank."""
 
 from shardwise.tensor_parallel.rules import (  # noqa: F401 -- each registers its rules
     attention,

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: every head by itself, so its inputs are cut along heads or batch."""
+"""Scaled dot-product attention: heads are independent, so its inputs are cut along heads or batch."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ def _emit(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node, **cha
 
 
 def without_heads(p: Partition, cut: Split, dim: int) -> list[int]:
-    """Return the ranks that have none of the heads, dim `dim`, where there are fewer than ranks.
+    """Return the ranks that have none of the heads, dim `dim`, if there are fewer heads than ranks.
 
-    The kernel for CPU divides by their number, and until torch 2.12 is chosen even so.
+    The CPU kernel divides by the number of heads, and until torch 2.12 is chosen even for none.
     """
     return [rank for rank in range(p.ranks) if not cut.size(rank)] if cut.dim == dim else []
 
 
 def _of_no_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return an empty result in the shape that attention has, with a gradient for each input."""
+    """Return an empty result of attention's shape, with a gradient for each input."""
     return (q.sum(-1, True) + k.sum((-2, -1), True)) * v.sum(-2, True)
 
 
 def _with_dropout(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node) -> fx.Node:
-    """Compute attention as products and softmax: a kernel with dropout would draw for local heads alone."""
+    """Compute attention as products and softmax: a kernel with dropout would draw only for local heads."""
     q, keys, _, mask, share, is_causal, scale, *_ = arguments_of(node).values()
     scale = scale or 1 / math.sqrt(p.hints(q)[-1])
     here = p.take(q, cut)
@@ -97,7 +97,7 @@ def mask_for(p: Partition, x: Any, cut: Split, q: Any) -> Any:
 
 
 def _grouped(p: Partition, node: fx.Node, *, group: int) -> None:
-    """Cut attention with fewer heads of keys than of queries: each rank has the key heads its queries use."""
+    """Cut attention with fewer key than query heads: each rank has the key heads that its queries use."""
     q, k, v = args_of(node)[:3]
     at, dim = p.placement(q), len(p.shape(q)) - 3
     if not isinstance(at, Split) or at.dim != dim:

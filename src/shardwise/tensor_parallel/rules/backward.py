@@ -1,9 +1,9 @@
 """Backward operations, for programs exported with their backward in them.
 
 Most of a backward is products, sums and elementwise operations, whose rules are those of the forward: the
-gradient of a column layer's input is a term of a sum, that of its weight is cut as the weight is. Here is
-what has operators of its own. None of it communicates, but softmax over a cut dim, and its logarithm where
-the gradient is not that of a loss: they need a sum for each row.
+gradient of a column layer's input is a term of a sum, that of its weight is cut like the weight. This module
+has rules for operators of backward only. Only softmax over a cut dim communicates, and log-softmax if its
+gradient is not a loss's: they need a sum for each row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardwise.tensor_parallel.rules.vocabulary import (
 
 @aten_rule("nll_loss_backward", "nll_loss2d_backward")
 def nll_backward(p: Partition, node: fx.Node) -> None:
-    """Put each row's gradient, one number at the target's place, on the rank that has it."""
+    """Put each row's gradient, one number at the target's place, on the rank that has that place."""
     gradient, x, target, weight, reduction, ignored, total = args_of(node)
     at, dim = p.placement(x), class_dim(p, x)
     if not isinstance(at, Split) or not by_intervals(at, dim):
@@ -44,7 +44,7 @@ def nll_backward(p: Partition, node: fx.Node) -> None:
         index = target.unsqueeze(dim)
         skipped = index == ignored
         grad = grad.unsqueeze(dim) if reduction == NONE else grad / total if reduction == MEAN else grad
-        # no weight but nan times 0 is nan: of a mean over no rows
+        # masked, as nan times 0 is nan: the gradient of a mean over no rows
         return (-loss_weights(weight, index, skipped, dtype) * grad).masked_fill(skipped, 0)
 
     def placed(here: Tensor, target: Tensor, row: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def norm_backward(p: Partition, node: fx.Node) -> None:
     "_scaled_dot_product_cudnn_attention_backward",
 )
 def attention_backward(p: Partition, node: fx.Node) -> None:
-    """Differentiate each head by itself: gradients are cut as the queries, keys and values are."""
+    """Differentiate each head by itself: gradients are cut like the queries, keys and values."""
     gradient, q, k, v = args_of(node)[:4]
     at = p.cut_of(q, gradient, k, v)
     heads = [p.hints(x)[-3] for x in (q, k, v)]
@@ -125,7 +125,7 @@ def _attention(p: Partition, node: fx.Node, at: Split, k: fx.Node, v: fx.Node) -
 
 
 def _grouped(p: Partition, node: fx.Node, at: Split | None, *, group: int) -> None:
-    """Cut a backward with fewer key heads: where several ranks use one, each has a term of its gradient."""
+    """Cut a backward with fewer key heads: if several ranks use one, each has a term of its gradient."""
     _, q, k, v = args_of(node)[:4]
     if at is None or at.dim != 1 or at != p.placement(q) or any(len(held) > 1 for held in at.ranges):
         return p.repeat(node)

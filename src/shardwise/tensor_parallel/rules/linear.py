@@ -1,7 +1,7 @@
-"""Products with weights: where tensor parallelism happens.
+"""Products with weights, the core of tensor parallelism.
 
 column   weight cut along its outputs: inputs whole, outputs cut; no communication
-row      weight cut along its inputs, as the incoming activation is cut: terms of a sum, one all-reduce
+row      weight cut along its inputs, like the incoming activation: terms of a sum, one all-reduce
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def product(p: Partition, node: fx.Node) -> None:
 
 
 def _product(p: Partition, node: fx.Node, x: Any, weight: Any, bias: Any, *, out_dim: int) -> None:
-    """Compute x @ weight + bias, where the weight is a parameter with a style, or any value."""
+    """Compute x @ weight + bias; the weight is a parameter with a style, or any value."""
     parameter, in_dim = p.parameters.get(weight), 1 - out_dim
     style = None if parameter is None else parameter.style
     known = p.placement(weight) if parameter is None else parameter.placement

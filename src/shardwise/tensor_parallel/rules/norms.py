@@ -1,4 +1,4 @@
-"""Operations over some dims of a value: local where another dim is cut, on the whole value otherwise."""
+"""Operations over some dims of a value: local if another dim is cut, otherwise on the whole value."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def along(p: Partition, node: fx.Node) -> Dims:
 
 
 def _dims(given: Any, ndim: int) -> set[int]:
-    """Return the dims that an argument names; all of them where it names none, or the value has none."""
+    """Return the dims that an argument names; all dims if it names none, or the value has none."""
     if given is None or given == [] or not ndim:
         return set(range(ndim))
     return {int(d) % ndim for d in (given if isinstance(given, (list, tuple)) else [given])}

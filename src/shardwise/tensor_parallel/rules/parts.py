@@ -19,7 +19,7 @@ from shardwise.tensor_parallel.rules.vocabulary import by_intervals, by_rows, ch
 
 @aten_rule("slice", "narrow", "select", "split", "chunk", "split_with_sizes", "unbind", "tensor_split")
 def part(p: Partition, node: fx.Node) -> None:
-    """Take parts along a dim; along the cut one, each rank's part of them."""
+    """Take parts along a dim; along the cut dim, each rank's part of them."""
     x, op = args_of(node)[0], op_of(node)
     ndim = len(p.shape(x))
     dim = part_dim(node, ndim)
@@ -75,7 +75,7 @@ def _sliced(p: Partition, at: Split, begin: int, size: int) -> tuple[Split, int]
 
 
 def _along(p: Partition, node: fx.Node, at: Split) -> None:
-    """Take parts along the cut dim, each cut itself, like those of a fused projection."""
+    """Take parts along the cut dim, each of which is cut too, like those of a fused projection."""
     cuts, begin = [], 0
     for piece in node.meta["val"]:
         end = begin + hint(piece.shape[at.dim])
@@ -111,7 +111,7 @@ def cat(p: Partition, node: fx.Node) -> None:
 
 
 def _cat_along(p: Partition, node: fx.Node, tensors: list[fx.Node], dim: int) -> None:
-    """Join values along the dim in which they are cut: the parts of a fused projection."""
+    """Join values along the dim in which they are cut, such as the parts of a fused projection."""
     cuts = [at for x in tensors if isinstance(at := p.placement(x), Split) and at.dim == dim]
     if len(cuts) < len(tensors):
         return p.repeat(node)
@@ -131,7 +131,7 @@ def _cat_along(p: Partition, node: fx.Node, tensors: list[fx.Node], dim: int) ->
 
 @aten_rule("index")
 def index(p: Partition, node: fx.Node) -> None:
-    """Index x[i, j, ...]: dims with indices are replaced by the indices' own."""
+    """Index x[i, j, ...]: the indices' dims replace the dims that have indices."""
     x, indices = args_of(node)[:2]
     of_x = _indexed(p, x, indices)
     if of_x is not None and p.may_stay_partial(x):
@@ -157,7 +157,7 @@ def index_put(p: Partition, node: fx.Node) -> Dims:
 
 
 def _indexed(p: Partition, x: fx.Node, indices: Any) -> list[int | None] | None:
-    """Return, for each dim of x[indices], its dim of x, None for those of indices; None if masks choose."""
+    """Return, for each dim of x[indices], its dim of x, or None for the indices' dims; None for masks."""
     used = {d: i for d, i in enumerate(indices) if i is not None}
     if not used or any(i.meta["val"].dtype == torch.bool for i in used.values()):
         return None
@@ -178,7 +178,7 @@ def index_copy(p: Partition, node: fx.Node) -> Dims:
 
 @aten_rule("gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce")
 def gather(p: Partition, node: fx.Node) -> None:
-    """Gather by indices that have the dims of the value, and are cut with it."""
+    """Gather by indices that have the dims of the value, and are cut like it."""
     args, op = args_of(node), op_of(node)
     dim, chosen = (args[2], args[1]) if op == "take_along_dim" else (args[1], args[2])
     x, tensors = args[0], [a for a in args if is_tensor(a)]

@@ -1,8 +1,8 @@
 """Elementwise operations, on inputs that broadcast to one shape, and random values.
 
-Every rank draws the random values of the whole value, in the whole program's order, and keeps its own. So
-generators that start equal on all ranks stay equal: what is whole gets the same mask on every rank, parts
-get masks that have nothing to do with one another, and a cut program draws what the whole one would.
+Every rank draws random numbers for the whole value, in the whole program's order, and keeps its part. So
+generators that start equal on all ranks stay equal: a whole value gets the same mask on every rank, parts get
+independent masks, and a cut program draws what the whole one would.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LINEAR = {"alias", "clone", "contiguous", "detach", "neg"}
 
 def is_pointwise(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags:  # a part's draws are others than the whole's
+    if torch.Tag.nondeterministic_seeded in tags:  # a part's draws differ from the whole's
         return False
     return torch.Tag.pointwise in tags or _aten_op(node) in _UNTAGGED
 
@@ -41,7 +41,7 @@ def _aten_op(node: fx.Node) -> str:
 
 
 def pointwise(p: Partition, node: fx.Node) -> None:
-    """Cut every input, and the result, as the first input that is cut."""
+    """Cut every input, and the result, like the first input that is cut."""
     inputs = [x for x in node.all_input_nodes if is_tensor(x)]
     if _keeps_terms(p, node, inputs):
         return p.locally(node, {x: p.placement(x) for x in inputs}, PARTIAL)
@@ -111,7 +111,7 @@ def _drawn(
     *,
     of: torch.dtype | None = None,
 ) -> fx.Node:
-    """Return this rank's part of what `draw` gives for a value of whole `sizes`; `here` is its part."""
+    """Return this rank's part of what `draw` returns for a value of whole `sizes`; `here` is its part."""
     known = [n if isinstance(n, int) else p.emit(aten.sym_size.int, here, dim) for dim, n in enumerate(sizes)]
     whole = p.emit(aten.new_empty.default, here, known, dtype=of)
     return p.cut(p.run(draw, whole), at)

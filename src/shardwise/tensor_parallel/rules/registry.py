@@ -1,7 +1,7 @@
 """The registry of rules, by operation.
 
-    rule(p, node)    emits this rank's form of `node` into the partition `p`, and says with `p.keep` where
-                     the result is
+    rule(p, node)    emits this rank's form of `node` into the partition `p`, and records the result and its
+                     placement with `p.keep`
 
 A rule is found by the operation's name with its overload ("aten::mean.dim"), then without ("aten::mean").
 """
@@ -42,11 +42,11 @@ def aten_rule(*names: str) -> Callable[[_R], _R]:
 
 
 def by_dims(*names: str, terms: bool = False) -> Callable[[DimRule], DimRule]:
-    """Register operations of aten that follow a cut input, by what the decorated function says of dims.
+    """Register aten operations that follow a cut input; the decorated function maps dims to the result's.
 
     Args:
         names: without "aten::".
-        terms: of terms of a sum, do they give terms of theirs?
+        terms: whether operations on terms of a sum give terms of the result.
     """
 
     def register(function: DimRule) -> DimRule:
@@ -67,5 +67,5 @@ def find(node: fx.Node) -> Rule | None:
     name = name_of(node)
     known = RULES.get(name) or RULES.get(name.partition(".")[0])
     if known is None and _compat.schema(node.target) is None:
-        return Partition.repeat  # a function of sizes, or one that calls a graph within this one
+        return Partition.repeat  # a function of sizes, or one that calls an inner graph
     return known

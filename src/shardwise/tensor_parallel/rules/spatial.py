@@ -1,4 +1,4 @@
-"""Convolutions and what goes with them: cut along channels."""
+"""Convolutions, their norms and PReLU: cut along channels."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def convolution(p: Partition, node: fx.Node) -> None:
 
 
 def _one_of_zeros(p: Partition, here: fx.Node, dim: int) -> fx.Node:
-    """Pad no channels to one of zeros: torch refuses to work on none."""
+    """Pad an input without channels to one channel of zeros, as torch refuses to work on none."""
     padding = [0] * (2 * here.meta["val"].ndim)
     padding[-2 * dim - 1] = 1
     return p.emit(aten.constant_pad_nd.default, here, padding, 0)
@@ -74,7 +74,7 @@ def _by_groups(
 
 
 def _groups_of(p: Partition, at: Split, width: int) -> Split | None:
-    """Return the groups of `width` channels that ranks have, if each has some, and all whole."""
+    """Return ranks' groups of `width` channels, if each rank has some and all groups are whole."""
     some = all(at.size(rank) for rank in range(p.ranks))  # torch divides by their number
     return at.divided(width) if some else None
 
@@ -103,7 +103,7 @@ def batch_norm(p: Partition, node: fx.Node) -> None:
 
 @aten_rule("group_norm", "native_group_norm")
 def group_norm(p: Partition, node: fx.Node) -> None:
-    """Normalise each group of channels by itself, where ranks have whole groups."""
+    """Normalise each group of channels by itself, if ranks have whole groups."""
     native = op_of(node) == "native_group_norm"
     x, *rest = args_of(node)
     at, place = p.cut_of(x), 5 if native else 0

@@ -1,4 +1,4 @@
-"""Views of the same elements in another shape: what is cut stays cut, along the dim that it becomes."""
+"""Views of the same elements in another shape: a cut dim stays cut as the dim that it becomes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def permute(p: Partition, node: fx.Node) -> None:
 
 @by_dims("view_as_complex", "view_as_real", terms=True)
 def as_complex(p: Partition, node: fx.Node) -> Dims:
-    """Cut views as complex or real: the last dim, of two elements, becomes one number, or comes of it."""
+    """Cut views as complex or real: the last dim, of two elements, becomes one number, or the reverse."""
     x = args_of(node)[0]
     both = min(len(p.shape(x)), len(p.shape(node)))
     return {x: [d if d < both else None for d in range(len(p.shape(x)))]}
@@ -73,7 +73,7 @@ def as_complex(p: Partition, node: fx.Node) -> Dims:
 def expand(p: Partition, node: fx.Node) -> None:
     x, asked = args_of(node)[:2]
     dims = p.spread(x, p.shape(node))
-    if is_tensor(asked):  # cut as that one is
+    if is_tensor(asked):  # cut like that one
         return p.follow(node, {x: dims, asked: range(len(p.shape(asked)))})
     at = p.stays(x)
     there = at if not isinstance(at, Split) else None if (dim := dims[at.dim]) is None else at.on(dim)
@@ -85,7 +85,7 @@ def expand(p: Partition, node: fx.Node) -> None:
 
 @by_dims("repeat")
 def repeat(p: Partition, node: fx.Node) -> Dims:
-    """Repeat whole copies along each dim: of the cut one only if it is not repeated."""
+    """Repeat whole copies along each dim; the cut dim must not be repeated."""
     x, counts = args_of(node)
     new = len(counts) - len(p.shape(x))
     return {x: [d if counts[d] == 1 else None for d in range(new, len(counts))]}
@@ -102,7 +102,7 @@ def repeat_interleave(p: Partition, node: fx.Node) -> None:
     dim %= len(p.shape(x))
     if at.dim == dim and not isinstance(count, int):
         return p.repeat(node)
-    # the size of the output may be given: it is the whole one
+    # a given output size is the whole one, so it is left out
     made = p.emit(node.target, p.take(x, at), p.take(count), dim)
     return p.keep(node, made, at.scaled(count) if at.dim == dim else at)
 

@@ -1,13 +1,13 @@
 """Softmax, cross-entropy and lookups over a cut dim, such as a vocabulary: ranks exchange sums, not rows.
 
-Of each row x, cut over ranks:
+For each row x, cut over ranks:
 
-    max(x)                  one all-reduce of maxima; x less its maximum is this rank's alone
+    max(x)                  one all-reduce of maxima; subtracting the maximum is local
     sum(exp(x)), x[target]  terms of sums, side by side in one all-reduce
     loss = log(sum(exp(x))) - x[target]
 
-The maximum is no part of the result, so no gradient flows through it. Where softmax's logarithm is an
-operation of its own, its sums wait (`Partition.later`) for the first use of it: a loss sends its own along.
+The result does not depend on the maximum, so no gradient flows through it. If log-softmax is a separate
+operation, its sums wait (`Partition.later`) for its first use, so that a loss shares their all-reduce.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def softmax(p: Partition, node: fx.Node) -> None:
 
 
 def by_rows(p: Partition, x: Any, dim: int) -> bool:
-    """Return whether each rank has one interval of `dim` of `x`, and the whole is not needed anywhere yet."""
+    """Return whether each rank has one interval of `dim` of `x`, and `x` has not been gathered yet."""
     at = p.placement(x)
     return isinstance(at, Split) and by_intervals(at, dim) and not p.is_gathered(x)
 
@@ -61,11 +61,11 @@ def by_intervals(at: Split, dim: int) -> bool:
 
 @dataclass
 class Rows:
-    """Rows cut over ranks, of whose powers the sums are not known yet.
+    """Rows cut over ranks whose sums of exponentials are not known yet.
 
     Attributes:
-        node: whose value is the logarithm of their softmax, or that of a loss.
-        here: this rank's part, less the maxima of whole rows; in float32 where the dtype is shorter.
+        node: its value is the rows' log-softmax, or a loss.
+        here: this rank's part, minus the maxima of whole rows; in float32 if the dtype is shorter.
     """
 
     p: Partition
@@ -90,7 +90,7 @@ class Rows:
         return Rows(p, node, p.run(torch.sub, here, most), at)
 
     def sums(self, *terms: fx.Node) -> list[fx.Node]:
-        """Return each row's log of the sum of exponentials, and ranks' sums of `terms`: one all-reduce."""
+        """Return each row's log of the sum of exponentials, and ranks' sums of `terms`, by one all-reduce."""
         dim = self.at.dim
         powers = self.p.run(lambda x: x.exp().sum(dim, True), self.here)
         sizes = [term.meta["val"].shape[dim] for term in (powers, *terms)]
@@ -137,13 +137,13 @@ def choose(p: Partition, node: fx.Node) -> None:
 
 
 def waiting(p: Partition, x: fx.Node) -> Rows | None:
-    """Return the rows of a softmax's logarithm that nothing has used yet."""
+    """Return the rows of a log-softmax that nothing has used yet; None otherwise."""
     rows: Rows | None = p.later.get(x)
     return rows if rows is not None and rows.logarithm is None else None
 
 
 def placed(p: Partition, node: fx.Node) -> None:
-    """Cut x.scatter(dim, index, value) of one value a row: it is on the rank that has the place."""
+    """Cut x.scatter(dim, index, value) of one value a row: the rank that has the place writes it."""
     x, _, index, value = args_of(node)
     at = p.cut_of(x)
     assert at is not None
@@ -169,10 +169,10 @@ class Own:
     size: int
 
     def of(self, index: Tensor, *, hole: int = 0, more: int = 0) -> tuple[Tensor, Tensor]:
-        """Return indices of the dim among this rank's elements, and which are other ranks': `hole`.
+        """Return indices among this rank's elements, and a mask of other ranks' indices, which become `hole`.
 
-        What is no index of the whole dim is no element of this rank either: the operation that takes the
-        result, with `more` elements than `count`, raises then on every rank.
+        An index outside the whole dim becomes `count + more`, which is out of bounds: the operation that
+        takes the result raises on every rank.
         """
         local = index - self.begin
         elsewhere = (local < 0).logical_or(local >= self.count)
@@ -248,7 +248,7 @@ def cross_entropy(p: Partition, node: fx.Node) -> None:
 
 @aten_rule("nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward")
 def nll(p: Partition, node: fx.Node) -> None:
-    """Take the loss of logarithms of probabilities; cross-entropy where these have waited."""
+    """Compute the loss of log-probabilities; it is cross-entropy if a log-softmax waits."""
     x, target, weight, reduction, ignored = arguments_of(node).values()
     dim, values = class_dim(p, x), several(node.meta["val"])
     if len(p.shape(target)) != len(p.shape(x)) - 1 or not by_rows(p, x, dim):
@@ -263,7 +263,7 @@ def nll(p: Partition, node: fx.Node) -> None:
 
     def finished(loss: Tensor, target: Tensor, weight: Tensor | None) -> list[Tensor]:
         made, total = reduced(loss, target, weight, dim, reduction, ignored)
-        total = torch.zeros_like(total) if reduction == NONE else total  # as torch says it then
+        total = torch.zeros_like(total) if reduction == NONE else total  # as torch returns it
         return [one.to(value.dtype) for one, value in zip((made, total), values, strict=False)]
 
     made = p.run(finished, loss, index, p.take(weight))
@@ -271,7 +271,7 @@ def nll(p: Partition, node: fx.Node) -> None:
 
 
 def _picked(p: Partition, x: fx.Node, at: Split, ignored: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return this rank's terms of the elements that targets name, of rows cut by `at`."""
+    """Return a function of this rank's terms: the elements at targets, in rows cut by `at`."""
     own = among_own(p, at, p.shape(x)[at.dim])
 
     def picked(here: Tensor, target: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ def reduced(
     ignored: int,
     added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of whole rows, and the sum of their weights; `added` to weighted losses of rows."""
+    """Return the loss of whole rows, with `added` to their weighted losses, and the sum of weights."""
     index = target.to(torch.int64).unsqueeze(dim)
     skipped = index == ignored
     weights = loss_weights(weight, index, skipped, loss.dtype)
@@ -326,10 +326,10 @@ def embedding(p: Partition, node: fx.Node) -> None:
 def _by_rows(
     p: Partition, node: fx.Node, cut: Split, padding: Any = -1, by_count: Any = False, sparse: Any = False
 ) -> None:
-    """Look up, on each rank, the ids whose rows it has; the others add nothing."""
+    """Look up, on each rank, the ids whose rows it has; other ids give zeros."""
     weight, ids = args_of(node)[:2]
     own = among_own(p, cut, p.shape(weight)[0])
-    # one more row, of zeros, for ids of other ranks: where there is none, or where uses of a row are counted
+    # an extra row of zeros for ids of other ranks: if this rank has no row, or uses of rows are counted
     more = int(not own.count or by_count)
     own_padding = padding - own.begin if own.begin <= padding < own.begin + own.count else -1
 
@@ -344,6 +344,6 @@ def _by_rows(
 
 @by_dims("embedding_dense_backward")
 def embedding_backward(p: Partition, node: fx.Node) -> Dims:
-    """Compute the gradient of a table's columns; that of its rows is whole, and each rank takes its own."""
+    """Compute the gradient cut by columns; one cut by rows is computed whole, and ranks take their parts."""
     gradient = args_of(node)[0]
     return {gradient: [*[None] * (len(p.shape(gradient)) - 1), 1]}
