@@ -36,7 +36,7 @@ class VerifyResult:
 
     @property
     def first(self) -> Difference | None:
-        """The first difference beyond tolerance: initial parameters, then each step's loss, gradients, parameters."""
+        """The first difference beyond tolerance: start, then each step's loss, gradients, parameters."""
         return first_beyond(self.differences)
 
     @property
@@ -95,7 +95,7 @@ def step_name(step: int) -> str:
 
 
 def table(result: VerifyResult) -> Table:
-    """Return a table with a row per step: each kind's largest difference, and the tensor nearest its limit."""
+    """Return a table with a row per step: each kind's largest difference, the tensor nearest its limit."""
     rendered = Table(title=_title(result))
     rendered.add_column("step", justify="right")
     for kind in KINDS:

@@ -67,7 +67,7 @@ def verify(
 
 
 def _alone(plan: Plan, tolerance: Tolerance, timeout: float) -> dict[str, str]:
-    """Train on each dimension of the mesh alone; return each one's first difference beyond tolerance, or ""."""
+    """Train on each mesh dimension alone; return its first difference beyond tolerance, or ""."""
     sizes = Dimensions(plan.mesh).sizes if plan.mesh else {}
     found = {}
     for name, size in sizes.items():
