@@ -197,34 +197,25 @@ def plan(
         typer.Argument(help="Published model (llama3-8b), transformers config (.json) or module:factory."),
     ],
     ranks: Annotated[int, typer.Option(min=1, help="Total number of ranks.")] = 8,
-    hardware: Annotated[
-        str, typer.Option(help="Hardware profile: h100, a100-80gb, ..., or a .toml file.")
-    ] = "h100",
+    hardware: Annotated[str, typer.Option(help="Profile: h100, a100-80gb, ..., or a .toml file.")] = "h100",
     replicas: Annotated[int, typer.Option(min=1, help="Number of replicas R in a mesh of R x S ranks.")] = 1,
     pipeline: Annotated[
         int, typer.Option(min=1, help="Pipeline ranks; they run --accumulation micro-batches per step.")
     ] = 1,
-    schedule: Annotated[
-        str, typer.Option(help="Pipeline schedule: GPipe, 1F1B or Interleaved1F1B.")
-    ] = "1F1B",
+    schedule: Annotated[str, typer.Option(help="GPipe, 1F1B or Interleaved1F1B.")] = "1F1B",
     stages: Annotated[int, typer.Option(min=1, help="Stages per rank, for Interleaved1F1B.")] = 1,
     ulysses: Annotated[int, typer.Option(min=1, help="Ranks that share each sequence.")] = 1,
     experts: Annotated[int, typer.Option(min=1, help="Ranks that share a layer's experts.")] = 1,
     expert_load: Annotated[
-        float,
-        typer.Option(min=1.0, help="Tokens of the busiest rank's experts, as a multiple of an even share."),
+        float, typer.Option(min=1.0, help="Tokens of the busiest rank's experts over an even share.")
     ] = 1.0,
     tensor: Annotated[
         int, typer.Option(min=1, help="Adjacent ranks T that are tensor parallel; the mesh is R x S x T.")
     ] = 1,
-    tensor_plan: Annotated[
-        str, typer.Option(help="Tensor-parallel plan: auto, torchtitan or transformers.")
-    ] = "auto",
+    tensor_plan: Annotated[str, typer.Option(help="auto, torchtitan or transformers.")] = "auto",
     sequence_parallel: Annotated[bool | None, typer.Option(help="Override --tensor-plan.")] = None,
     loss_parallel: Annotated[bool | None, typer.Option(help="Override --tensor-plan.")] = None,
-    async_tensor: Annotated[
-        bool, typer.Option(help="Overlap tensor-parallel collectives with their matmuls.")
-    ] = False,
+    async_tensor: Annotated[bool, typer.Option(help="Overlap TP collectives with matmuls.")] = False,
     layout: Annotated[LayoutName, typer.Option(help="Layout of `fully_shard`.")] = LayoutName.interleaved,
     strategy: Annotated[str | None, typer.Option(help="Strategy, for --layout contiguous.")] = None,
     checkpointing: Annotated[
@@ -236,33 +227,27 @@ def plan(
     float8_scales: Annotated[
         str, typer.Option(help="Float8 scales: one per tensor, or one per row.")
     ] = "tensor",
-    nvfp4: Annotated[bool, typer.Option("--nvfp4", help="Use NVFP4 matmuls in them.")] = False,
+    nvfp4: Annotated[bool, typer.Option("--nvfp4", help="Use NVFP4 matmuls in compiled blocks.")] = False,
     optimizer: Annotated[
         str, typer.Option(help="Optimizer: AdamW, AdamW fused, AdamW flat, AdamW 8 bits, Muon or SGD.")
     ] = "AdamW fused",
     loss: Annotated[str, typer.Option(help="Loss of whole logits, or chunked.")] = "whole",
-    loop_holds: Annotated[
-        str, typer.Option(help="Tensors the training loop holds in backward: nothing, or logits.")
-    ] = "nothing",
+    loop_holds: Annotated[str, typer.Option(help="Held in backward: nothing, or logits.")] = "nothing",
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per micro-batch.")] = 1,
     sequence: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 2048,
     accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1,
     search: Annotated[
         bool,
-        typer.Option(
-            "--search", help="Search meshes, layouts, checkpointing, micro-batches and other settings."
-        ),
+        typer.Option("--search", help="Compare meshes, layouts, checkpointing, micro-batches and so on."),
     ] = False,
     json_path: Annotated[
-        Path | None,
-        typer.Option("--json", help="Also write the plan or the search results to this JSON file."),
+        Path | None, typer.Option("--json", help="Also write the plan or search results to this file.")
     ] = None,
     html_path: Annotated[
         Path | None, typer.Option("--html", help="Also write a self-contained HTML page.")
     ] = None,
     trace_path: Annotated[
-        Path | None,
-        typer.Option("--trace", help="Also write a trace of the step's streams, for ui.perfetto.dev."),
+        Path | None, typer.Option("--trace", help="Also write a trace of the streams for ui.perfetto.dev.")
     ] = None,
     png_path: Annotated[
         Path | None, typer.Option("--png", help="Also write a picture for slides (needs matplotlib).")
@@ -464,7 +449,7 @@ def _refuse_unused(tensor_plan: str, sequence_parallel: bool | None, loss_parall
     given = {"tensor-plan": tensor_plan != "auto", "sequence-parallel": sequence_parallel is not None}
     given |= {"loss-parallel": loss_parallel is not None}
     if named := ", ".join(f"--{name}" for name, is_given in given.items() if is_given):
-        raise ShardwiseError(f"{named}: of tensor parallelism, which is not asked for: give --tensor")
+        raise ShardwiseError(f"{named} cannot be used without tensor parallelism: give --tensor")
 
 
 def _check_plan(model: str, setup: Setup, hardware: str) -> None:

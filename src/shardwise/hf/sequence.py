@@ -47,9 +47,9 @@ def cut_sequences(model: Any, group: dist.ProcessGroup | DeviceMesh) -> Sequence
     loss = getattr(getattr(model, "loss_function", None), "__name__", None)
     if kind not in known or others or loss != "ForCausalLMLoss":
         raise ShardingError(
-            f"{name} has attention {kind!r}, other layers {others} and the loss {loss}; expected attention by"
-            " transformers' interface ('sdpa', 'flash_attention_2', ...), none, and ForCausalLMLoss."
-            " Load it with attn_implementation='sdpa', or cut by shardwise.nn.SequenceCut"
+            f"{name} has attention {kind!r}, other layers {others} and the loss {loss}; expected attention of"
+            " transformers' interface ('sdpa', 'flash_attention_2', ...), no other layers, and the loss"
+            " ForCausalLMLoss. Load it with attn_implementation='sdpa', or use shardwise.nn.SequenceCut"
         )
     cut = SequenceCut(group)
     own = f"{kind}_by_heads_of_{cut.group.group_name}"
@@ -99,8 +99,8 @@ def cut_sequences(model: Any, group: dist.ProcessGroup | DeviceMesh) -> Sequence
     def check(*_: Any) -> None:
         if len(seen) < config.num_hidden_layers:
             raise LifecycleError(
-                f"{len(seen)} of {config.num_hidden_layers} layers of {name} asked for attention by the"
-                " interface; others saw a piece of each sequence alone. Cut by shardwise.nn.SequenceCut"
+                f"only {len(seen)} of {config.num_hidden_layers} layers of {name} computed attention by the"
+                " interface; the others saw only a piece of each sequence. Use shardwise.nn.SequenceCut"
             )
 
     known.register(own, attention)
