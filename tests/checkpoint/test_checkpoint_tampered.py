@@ -116,7 +116,10 @@ def test_chunks_that_are_not_where_the_index_says_are_refused(tmp_path: Path) ->
         (lambda place: setattr(place, "offset", -1), r"expected sizes or offsets"),
         (lambda place: setattr(place, "length", place.length - 1), r"damaged \(BadZipFile"),
         (lambda place: setattr(place, "transform_descriptors", ["zip"]), r"in a form that is not read"),
-        (lambda place: setattr(place, "relative_path", "other"), r"named by \.metadata, not in the manifest"),
+        (
+            lambda place: setattr(place, "relative_path", "other"),
+            r"named by \.metadata but not in the manifest",
+        ),
     ]
     for change, match in cases:
         check_refused(

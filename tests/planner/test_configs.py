@@ -159,9 +159,11 @@ def test_attention_with_dropout_or_values_of_their_own_width_has_no_scores_in_me
 
 def test_a_model_that_takes_other_than_tokens_is_refused_by_what_it_takes(tmp_path: Path) -> None:
     speech = written(tmp_path, "whisper", architectures=["WhisperForConditionalGeneration"])
-    with pytest.raises(ShardingError, match=r"WhisperForConditionalGeneration takes input_features, and"):
+    with pytest.raises(
+        ShardingError, match=r"WhisperForConditionalGeneration takes input_features; expected"
+    ):
         shardwise.plan(speech, sequence=SEQUENCE)
-    with pytest.raises(ShardingError, match="a WhisperForCausalLM alone here; name it"):
+    with pytest.raises(ShardingError, match="makes only a WhisperForCausalLM; to plan that, name it"):
         shardwise.plan(written(tmp_path, "whisper"), sequence=SEQUENCE)
     config = written(tmp_path, "perceiver")
     with pytest.raises(ShardingError, match=r"takes inputs; expected a model that takes tokens$"):
