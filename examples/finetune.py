@@ -1,11 +1,11 @@
-"""Fine-tune a Llama with LoRA, cut over the ranks, and read it back with transformers.
+"""Fine-tune a sharded Llama with LoRA, and read it back with transformers.
 
     torchrun --standalone --nproc-per-node 4 examples/finetune.py        # or: make finetune
 
-Weights cannot be fetched here, so a tiny Llama is first trained a little on Python's source, sharded from its
-config on, and saved: the folder stands for one from elsewhere. The rest is what a large model takes: weights
-go from the files straight into shards, with adapters between them; only the adapters train, on the text of
-Python's own documentation; merged and saved, the model is a plain checkpoint.
+To avoid a download, the script first builds a tiny sharded Llama from its config, trains it a little on
+Python's source and saves it: this folder stands for a published model. The rest is as for a large model.
+Weights go from the files straight into shards, with adapters added. Only the adapters train, on the text of
+Python's documentation. After a merge, the model is saved as a plain checkpoint.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from run_log import progress_bar
 from shardwise import hf
 from train_gpt import read_text, say, windows
 
-SEQ = 96  # bytes, which are the tokens
-BATCH = 8  # windows a rank and step
+SEQ = 96  # bytes; each byte is a token
+BATCH = 8  # windows per rank and step
 CONFIG = LlamaConfig(
     vocab_size=256,
     hidden_size=96,
@@ -44,14 +44,14 @@ LORA = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
 
 
 def documentation() -> tuple[Tensor, Tensor]:
-    """Training bytes and held-out bytes of the text that `help()` shows."""
+    """Return training and held-out bytes of the text that `help()` shows."""
     text = torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
     cut = len(text) * 9 // 10
     return text[:cut], text[cut:]
 
 
 def loss_of(model: nn.Module, text: Tensor, seed: int) -> Tensor:
-    """Mean nats per byte over windows drawn by `seed`."""
+    """Return mean nats per byte over windows drawn by `seed`."""
     generator = torch.Generator().manual_seed(seed)
     ids, _ = windows(text, torch.randint(len(text) - SEQ, (BATCH,), generator=generator), SEQ)
     loss: Tensor = model(input_ids=ids, labels=ids).loss
@@ -59,7 +59,7 @@ def loss_of(model: nn.Module, text: Tensor, seed: int) -> Tensor:
 
 
 def train(model: nn.Module, text: Tensor, *, steps: int, lr: float) -> None:
-    """Train what is not frozen, every rank on windows of its own."""
+    """Train the parameters that are not frozen, each rank on its own windows."""
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, fused=True)
     with progress_bar(0, steps) as advance:
@@ -80,8 +80,8 @@ def held_out_loss(model: nn.Module, text: Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fine-tune a Llama with LoRA, sharded over ranks.")
     parser.add_argument("--layout", choices=["interleaved", "contiguous"], default="interleaved")
-    parser.add_argument("--base-steps", type=int, default=100, help="of training what is fine-tuned")
-    parser.add_argument("--steps", type=int, default=100, help="of fine-tuning")
+    parser.add_argument("--base-steps", type=int, default=100, help="training steps of the base model")
+    parser.add_argument("--steps", type=int, default=100, help="fine-tuning steps")
     parser.add_argument("--out", type=Path, default=Path("runs/finetune"))
     args = parser.parse_args()
     dist.init_process_group("gloo")

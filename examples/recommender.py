@@ -1,21 +1,22 @@
-"""Train a click model whose embedding tables lie on different ranks, each cut as suits it.
+"""Train a click model whose embedding tables are sharded over the ranks, each in its own way.
 
     torchrun --standalone --nproc-per-node 4 examples/recommender.py
     python examples/recommender.py --ranks 4          # the same: starts its ranks itself
 
-A recommender is mostly tables: a row for every user, item and word. Here each lies where it should
-(`place_tables`): by rows, by columns, or whole on the rank with the least load. The small dense layers are on
-every rank, and every rank has rows of its own of each batch:
+A recommender is mostly tables: a row for every user, item and word. `place_tables` cuts each table by rows or
+by columns, or places it whole on the rank with the least load. The small dense layers are on every rank, and
+each rank has its own rows of each batch:
 
     model-parallel   tables        `ShardedTensor`s, placed by a `ShardingPlan`
     data-parallel    activations   `ShardedTensor`s too, cut along the batch
     replicated       dense layers  plain parameters; operations sum their gradients over the ranks
 
-The model's code knows nothing of that, so the same code trains the unsharded copy that the first --check
-steps are compared with. At the end a checkpoint is loaded into tables cut another way, which predict and
-train on alike. No data and no GPU are needed: `Clicks` draws both ids and clicks.
+The model's code does not depend on this: the same code trains an unsharded copy, and the first --check steps
+are compared with it. At the end a checkpoint is loaded into tables that are cut differently, which predict
+and train the same. No data and no GPU are needed: `Clicks` draws both ids and clicks.
 
-stdout holds only what the seed and the number of ranks determine; what depends on time goes to stderr.
+stdout has only output that the seed and the number of ranks determine; output that depends on time goes to
+stderr.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ from shardwise.errors import ShardwiseError
 from shardwise.launch import on_ranks
 from shardwise.optim.sharded import ShardedOptimizer
 
-WIDTH = 16  # of every embedding
-DENSE = 8  # numbers beside the ids
+WIDTH = 16  # elements per embedding
+DENSE = 8  # numbers per example in addition to the ids
 EPS = 1e-6  # of Adagrad
-HELD_OUT = -1  # number of the batch that is not trained on
-TOLERANCE = 1e-5  # of losses and logits: other cuts add the same numbers in another order
+HELD_OUT = -1  # number of the batch that is never trained on
+TOLERANCE = 1e-5  # for losses and logits: other cuts sum in another order
 
 
 @dataclass(frozen=True)
 class Field:
-    """One feature: up to `bag` ids from 1 to rows - 1, whose embeddings are pooled; 0 fills short bags up."""
+    """One feature: up to `bag` ids from 1 to rows - 1, whose embeddings are pooled; 0 pads short bags."""
 
     name: str
     rows: int
@@ -77,12 +78,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--ranks", type=int, default=4, help="ranks to start when torchrun did not start this script")
     add("--steps", type=int, default=150)
     add("--batch", type=int, default=1024, help="examples per step over all ranks")
-    add("--check", type=int, default=5, help="steps that an unsharded copy is trained too and compared")
+    add("--check", type=int, default=5, help="steps to compare with an unsharded copy")
     add("--lr", type=float, default=0.05)
     add("--seed", type=int, default=0)
     add("--log-every", type=int, default=10, help="steps between printed losses")
     add("--held-out", type=int, default=8192, help="examples for the final AUC")
-    add("--out", type=Path, default=Path("runs/recommender"), help="the checkpoint goes here")
+    add("--out", type=Path, default=Path("runs/recommender"), help="folder for the checkpoint")
     return parser.parse_args(argv)
 
 
@@ -90,7 +91,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Clicks:
-    """Made-up clicks with a structure to find; equal for a seed, whatever the number of ranks.
+    """Synthetic clicks with structure to learn; a seed gives the same ones on any number of ranks.
 
     Every id of every field has a hidden vector z ~ N(0, 1) in 4 dims. An example's u_f is the mean of z over
     its ids of field f (zero where it has none), and u_dense is a hidden linear map of its dense numbers plus
@@ -134,7 +135,7 @@ class Clicks:
 
 
 class ClickModel(nn.Module):
-    """A batch to [batch] logits of a click: embeddings, the dot products of all pairs, an MLP."""
+    """Model from a batch to [batch] click logits: embeddings, the dot products of all pairs, an MLP."""
 
     def __init__(self, fields: Sequence[Field]) -> None:
         super().__init__()
@@ -156,7 +157,7 @@ class ClickModel(nn.Module):
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The mean over the whole batch: a plain tensor, also where the batch is sharded."""
+    """Return the mean loss over the whole batch, a plain tensor even if the batch is sharded."""
     return F.binary_cross_entropy_with_logits(model(batch), batch["click"])
 
 
@@ -164,10 +165,10 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def place_tables(fields: Sequence[Field]) -> st.ShardingPlan:
-    """Tables cut by rows or columns over all ranks; the others whole, where the least lies yet.
+    """Plan tables cut by rows or columns over all ranks, and the others whole on the least loaded ranks.
 
-    These are placed from the largest to the smallest, each on the rank that holds the fewest elements of
-    tables so far, cut ones included; of equal ranks on the lowest.
+    Whole tables are placed from largest to smallest, each on the rank that holds the fewest table elements so
+    far, including cut tables; ties go to the lowest rank.
     """
     everywhere, held = placements(), [0] * dist.get_world_size()
     specs: dict[str, st.ShardingSpec | st.Sharder] = {}
@@ -182,7 +183,7 @@ def place_tables(fields: Sequence[Field]) -> st.ShardingPlan:
 
 
 def all_by_rows(fields: Sequence[Field]) -> st.ShardingPlan:
-    """Every table by rows, the first rows on the last rank."""
+    """Plan every table cut by rows, with the first rows on the last rank."""
     spec = st.ChunkShardingSpec(dim=0, placements=placements()[::-1])
     return st.ShardingPlan({f"tables.{field.name}.weight": spec for field in fields})
 
@@ -192,9 +193,9 @@ def placements() -> list[str]:
 
 
 def my_rows(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch as sharded tensors, of which every rank has its own rows. No communication.
+    """Return the batch as sharded tensors with this rank's rows. No communication.
 
-    Here every rank draws the whole batch and keeps a part; a reader of files would read that part alone.
+    Here every rank draws the whole batch and keeps a part; a file reader would read only that part.
     """
     spec = st.ChunkShardingSpec(dim=0, placements=placements())
     found: dict[str, Tensor] = {}
@@ -207,7 +208,7 @@ def my_rows(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def make_optimizer(model: nn.Module, *, lr: float) -> ShardedOptimizer:
-    """Adagrad over this rank's shards and the dense layers."""
+    """Make Adagrad over this rank's shards and the dense layers."""
     parameters = st.named_params_with_sharded_tensor(model)
     return ShardedOptimizer(parameters, torch.optim.Adagrad, lr=lr, eps=EPS)
 
@@ -216,7 +217,7 @@ def make_optimizer(model: nn.Module, *, lr: float) -> ShardedOptimizer:
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> float:
-    """One update, sharded or not; returns the loss before it, equal on every rank."""
+    """Run one update, sharded or not; return the loss before it, equal on every rank."""
     loss = loss_of(model, batch)
     loss.backward()
     optimizer.step()
@@ -227,7 +228,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[s
 def train(
     args: argparse.Namespace, clicks: Clicks, model: nn.Module, optimizer: ShardedOptimizer, whole: nn.Module
 ) -> None:
-    """Train the sharded model and, for the first steps and on every rank, `whole`: the same unsharded."""
+    """Train the sharded model and, on every rank for the first steps, its unsharded copy `whole`."""
     its_optimizer, apart = torch.optim.Adagrad(whole.parameters(), lr=args.lr, eps=EPS), 0.0
     console, off = Console(stderr=True), dist.get_rank() != 0
     with Progress(console=console, redirect_stdout=sys.stdout.isatty(), disable=off) as bar:
@@ -239,7 +240,7 @@ def train(
             if number + 1 == min(args.check, args.steps):
                 say(f"{number + 1} steps of the sharded and the unsharded model:")
                 agree("losses", apart, TOLERANCE)
-                # Adagrad divides by the size of gradients, which magnifies the rounding of tiny ones.
+                # Adagrad divides by the size of gradients, which magnifies rounding in tiny ones.
                 agree("parameters", largest_difference(model, whole), args.lr / 100)
             if (number + 1) % args.log_every == 0 or number + 1 == args.steps:
                 say(f"step {number + 1:4d}  loss {loss:.6f}")
@@ -250,19 +251,19 @@ def unsharded(tensor: Tensor) -> Tensor:
 
 
 def largest_difference(model: nn.Module, other: nn.Module) -> float:
-    """Of any element of any parameter, whatever the cuts. Collective."""
+    """Return the largest difference of any parameter's element, for any cuts. Collective."""
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     return max(float((unsharded(p) - unsharded(q)).abs().max()) for p, q in pairs)
 
 
 @torch.no_grad()
 def predict(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """[batch] logits, on every rank."""
+    """Return [batch] logits, on every rank."""
     return unsharded(model(my_rows(batch)))
 
 
 def area_under_curve(scores: Tensor, clicks: Tensor) -> float:
-    """The share of pairs of a click and a non-click in which the click scores higher; ties count half."""
+    """Return the share of (click, non-click) pairs in which the click scores higher; ties count half."""
     clicked, others = scores[clicks > 0], scores[clicks == 0].sort().values
     below, up_to = torch.searchsorted(others, clicked), torch.searchsorted(others, clicked, right=True)
     return float((below + up_to).double().mean() / (2 * len(others)))
@@ -277,14 +278,14 @@ def say(what: str | Table) -> None:
 
 
 def agree(what: str, apart: float, tolerance: float) -> None:
-    """Print a difference, equal on every rank, and end the run where it is too large."""
+    """Print a difference, equal on every rank; end the run if it is too large."""
     say(f"  {what} apart by at most {apart:.1e} (tolerance {tolerance:.0e})")
     if not apart <= tolerance:
         raise ShardwiseError(f"{what}: expected a difference of at most {tolerance}, found {apart}")
 
 
 def where_tables_lie(model: ClickModel) -> Table:
-    """A line for each table. Every rank knows all of it, so nobody is asked."""
+    """Describe each table in a line. Every rank knows all placements, so this needs no communication."""
     ranks = range(dist.get_world_size())
     shown = Table("table", "rows x width", "cut", *[f"rank {r}" for r in ranks], title="KiB of each rank")
     total = [0.0] * len(ranks)
@@ -301,7 +302,7 @@ def where_tables_lie(model: ClickModel) -> Table:
 
 
 def run(args: argparse.Namespace, fields: Sequence[Field] = FIELDS) -> ClickModel:
-    """Everything between joining and leaving the process group."""
+    """Run everything between joining and leaving the process group."""
     clicks = Clicks(fields, seed=args.seed)
     torch.manual_seed(args.seed)  # every rank makes the same model, then keeps its share
     model = ClickModel(fields)
@@ -316,7 +317,7 @@ def run(args: argparse.Namespace, fields: Sequence[Field] = FIELDS) -> ClickMode
     reached, best = (area_under_curve(scores, truth) for scores in (logits, held_out["chance"]))
     say(f"held-out AUC {reached:.4f}; of the true chances {best:.4f}")
 
-    # A checkpoint fits any cut: every rank reads into the memory of its shards what they need.
+    # A checkpoint fits any cut: each rank reads what its shards need, straight into their memory.
     save(args.out, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, step=args.steps)
     again = ClickModel(fields)
     st.shard_module(again, all_by_rows(fields))

@@ -1,13 +1,13 @@
-"""What a run says of itself while it goes on: memory, collectives, a bar, and in its folder `metrics.jsonl`,
-the page made of that, TensorBoard scalars, a trace.
+"""The log of a run: memory, collectives, a progress bar, and in its folder `metrics.jsonl`, the report made
+from it, TensorBoard scalars and a trace.
 
 Each line of `metrics.jsonl` is one of
 
-    {"begins": step, "ranks": 4, "device": ...}   a start or a resume of the run, and on what
+    {"begins": step, "ranks": 4, "device": ...}   a start or resume of the run, and its hardware
     {"step": 1, "loss": ..., "seconds": ...}      a step
-    {"note": {...}}                               what is known once: collectives, each rank's memory, results
+    {"note": {...}}                               facts about the whole run: collectives, memory, results
 
-A run that resumes at a step drops the lines of later steps, which it is about to do again. Rank 0 writes.
+A run that resumes at a step drops the lines of later steps, which it will repeat. Only rank 0 writes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PAGE_EVERY_S = 10.0
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:
-    """What a run happens on: device and versions."""
+    """Return the device and versions that a run uses."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
         "device": f"{device.type} ({name})",
@@ -52,7 +52,7 @@ def surroundings(device: torch.device) -> dict[str, Any]:
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:
-    """Memory in use now and at most: of the device on a GPU, else of this process."""
+    """Return memory now and at its peak, of the device on a GPU, otherwise of this process."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     import resource
@@ -60,16 +60,16 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     pages = Path("/proc/self/statm")
     now = int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else peak
-    return now, max(now, peak)  # the system brings the peak up to date later
+    return now, max(now, peak)  # the system updates the peak later
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part: of a DTensor, of rows (contiguous layout), or all of a plain tensor."""
+    """Return this rank's part of a DTensor or of rows (contiguous layout), or all of a plain tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else getattr(tensor, "local", tensor)
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind this rank's part of the tensors."""
+    """Return the bytes of the distinct storages behind this rank's part of the tensors."""
     storages = {s.data_ptr(): s.nbytes() for s in (local(t).untyped_storage() for t in tensors)}
     return sum(storages.values())
 
@@ -84,7 +84,7 @@ def memory_held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def what_ranks_said(counter: CommCounter, held: dict[str, int]) -> dict[str, Any]:
-    """The collectives of a step that was counted, and what every rank held at its end."""
+    """Return the collectives of a counted step, and what every rank held at its end."""
     memory: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(memory, held)
     kinds = dict.fromkeys(call.kind for call in counter.calls)
@@ -99,7 +99,7 @@ class RunLog:
     folder: Path
     done: int = 0
     title: str = "A run"
-    steps: int = 0  # that it is to reach
+    steps: int = 0  # target of the run
     others: list[Path] = field(default_factory=list)
     tensorboard: bool = False
 
@@ -115,11 +115,11 @@ class RunLog:
         self._scalars = tensorboard_writer(self.folder, self.done) if self.tensorboard else None
 
     def begin(self, **about: Any) -> None:
-        """A start or resume, on what and with which settings."""
+        """Record a start or resume, with its hardware and settings."""
         self._add({"begins": self.done, **about})
 
     def step(self, step: int, **numbers: float) -> None:
-        """Step number `step` (from 1) is done; writes the page now and then."""
+        """Record the end of step `step` (from 1), and write the report from time to time."""
         self._add({"step": step, **numbers})
         if self._scalars is not None:
             for name, value in numbers.items():
@@ -128,11 +128,11 @@ class RunLog:
             self.write(running=True)
 
     def note(self, **facts: Any) -> None:
-        """Facts about the run as a whole; later ones take the place of earlier ones."""
+        """Record facts about the whole run; later ones replace earlier ones."""
         self._add({"note": facts})
 
     def write(self, *, running: bool) -> Path:
-        """The page as things stand; returns where it is."""
+        """Write the current report; return its path."""
         self._file.flush()
         runs = [make_run(self.folder, self._lines), *(read_run(folder) for folder in self.others)]
         page = write_page(
@@ -142,7 +142,7 @@ class RunLog:
         return page
 
     def close(self) -> Path:
-        """The last page; returns where it is."""
+        """Write the final report; return its path."""
         if self._scalars is not None:
             self._scalars.close()
         page = self.write(running=False)
@@ -155,7 +155,7 @@ class RunLog:
 
 
 def open_log(args: argparse.Namespace, device: torch.device, *, done: int) -> RunLog | None:
-    """The run's log on rank 0, which writes the page while the run goes on; none on others."""
+    """Return the run's log on rank 0, which writes the report during the run; None on other ranks."""
     if dist.get_rank() != 0:
         return None
     log = RunLog(
@@ -172,7 +172,7 @@ def open_log(args: argparse.Namespace, device: torch.device, *, done: int) -> Ru
 
 
 def tensorboard_writer(folder: Path, done: int) -> Any:
-    """A writer of scalars for TensorBoard, which forgets steps after `done` of an earlier run."""
+    """Return a TensorBoard writer that discards an earlier run's steps after `done`."""
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
@@ -180,7 +180,7 @@ def tensorboard_writer(folder: Path, done: int) -> Any:
 
 @contextmanager
 def progress_bar(done: int, steps: int) -> Iterator[Callable[[str], None]]:
-    """Yields advance(text), which moves rank 0's bar on stderr by one step."""
+    """Yield advance(text), which moves rank 0's bar on stderr by one step."""
     if dist.get_rank() != 0:
         yield lambda text: None
         return
@@ -193,9 +193,9 @@ def progress_bar(done: int, steps: int) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def profiled(folder: Path, steps: int) -> Iterator[Callable[[], None]]:
-    """Yields a function to call after each step; leaves a trace of `steps` steps, after two others.
+    """Yield a function to call after each step; write a trace of `steps` steps after the first two.
 
-    Each rank writes a file of its own in `folder`, for chrome://tracing or Perfetto, with modules' names.
+    Each rank writes its own file in `folder`, with modules' names, for chrome://tracing or Perfetto.
     """
     if not steps:
         yield lambda: None

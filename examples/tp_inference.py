@@ -1,14 +1,14 @@
-"""Run a transformer cut over ranks: export it, cut the exported program, compare it with the whole model.
+"""Run a transformer with tensor parallelism: export it, cut the program, compare it with the whole model.
 
     torchrun --standalone --nproc-per-node 2 examples/tp_inference.py llama
     python examples/tp_inference.py mixtral --ranks 4 --layers 4      # the same: starts torchrun itself
 
-Needs `pip install transformers`; models are made from a configuration, with random weights, so that nothing
-is downloaded. The script reads top to bottom as the whole of it: the model (`MODELS`), which of its layers
-are cut how (`PLANS`), the export, the cut, and the check. With --package a folder is written in which every
-rank's program lies, and each rank runs what it read from there.
+Needs `pip install transformers`. Models are built from a config with random weights, so nothing is
+downloaded. Read from top to bottom, the script has the model (`MODELS`), how its layers are cut (`PLANS`),
+the export, the cut, and the check. With --package it writes every rank's program to a folder, and each rank
+runs the program that it reads from there.
 
-stdout holds what the seed and the number of ranks determine, and the speed.
+stdout has output that the seed and the number of ranks determine, and the speed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardwise.tensor_parallel.package import load, save
 VOCABULARY, IMAGE, PATCH = 512, 32, 8
 HEAD = 16  # elements of a head
 
-# Column, then row: what lies between needs no communication, and each pair costs one all-reduce.
+# Column, then row: no communication in between, and one all-reduce per pair.
 PLANS: dict[str, dict[str, Any]] = {
     "llama": {
         "*.q_proj": ColwiseParallel,
@@ -51,7 +51,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "*.attn.c_proj": RowwiseParallel,
         "*.mlp.c_fc": ColwiseParallel,
         "*.mlp.c_proj": RowwiseParallel,
-        "*.lm_head": ColwiseParallel,  # the embedding's table too: it is the same tensor
+        "*.lm_head": ColwiseParallel,  # also cuts the embedding's table, which is the same tensor
     },
     "bert": {
         "*.self.query": ColwiseParallel,
@@ -93,12 +93,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seq", type=int, default=32, help="tokens of each sequence")
     add("--runs", type=int, default=5, help="calls to time")
     add("--seed", type=int, default=0)
-    add("--strict", action="store_true", help="refuse operations that must gather their inputs")
+    add("--strict", action="store_true", help="raise for operations that must gather their inputs")
     add("--explain", action="store_true", help="print what rank 0 holds and sends")
     add(
         "--package",
         type=Path,
-        help="write all ranks' programs to this folder and run what is read from there",
+        help="write all ranks' programs to this folder, then read and run them",
     )
     args = parser.parse_args(argv)
     if args.hidden % HEAD or args.hidden <= 0:
@@ -122,7 +122,7 @@ class Whole(nn.Module):
 
 
 def make_model(family: str, *, layers: int, hidden: int) -> nn.Module:
-    """A model of `family` with random weights, in eval mode."""
+    """Make a model of `family` with random weights, in eval mode."""
     import transformers as hf
 
     heads = hidden // HEAD
@@ -149,7 +149,7 @@ def make_model(family: str, *, layers: int, hidden: int) -> nn.Module:
 
 
 def make_inputs(args: argparse.Namespace) -> tuple[Tensor, int]:
-    """A batch, equal on every rank, and how many tokens it is."""
+    """Make a batch, equal on every rank; return it with its number of tokens."""
     torch.manual_seed(args.seed + 1)
     if args.family == "vit":
         return torch.randn(args.batch, 3, IMAGE, IMAGE), args.batch * ((IMAGE // PATCH) ** 2 + 1)
@@ -160,7 +160,7 @@ def make_inputs(args: argparse.Namespace) -> tuple[Tensor, int]:
 
 
 def cut(program: ExportedProgram, args: argparse.Namespace) -> ExportedProgram:
-    """This rank's program."""
+    """Return this rank's program."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with warnings.catch_warnings():
         warnings.simplefilter("once" if rank == 0 else "ignore")
@@ -175,7 +175,7 @@ def cut(program: ExportedProgram, args: argparse.Namespace) -> ExportedProgram:
 
 @torch.no_grad()
 def run(args: argparse.Namespace) -> float:
-    """Everything between joining and leaving the process group; returns the largest difference."""
+    """Run everything between joining and leaving the process group; return the largest difference."""
     torch.manual_seed(args.seed)  # every rank builds the same model, then keeps its share
     model = make_model(args.family, layers=args.layers, hidden=args.hidden)
     inputs, tokens = make_inputs(args)

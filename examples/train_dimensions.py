@@ -1,11 +1,11 @@
-"""Train a small GPT, with experts or without, on a mesh of several dimensions: one loss curve on any.
+"""Train a small GPT, with or without experts, on a mesh of several dimensions; the losses match on any.
 
     python examples/train_dimensions.py --mesh pp2,dp2,tp2      # starts its 8 ranks itself
-    make train MESH=ep2,sp2                                     # goes on from any mesh's checkpoint
+    make train MESH=ep2,sp2                                     # resumes from any mesh's checkpoint
 
-`pp` stages of the model (torch.distributed.pipelining), `replicate` and `dp` rows of the batch, `sp`
-sequences in pieces, `ep` experts, `tp` matrices (torch's DTensor); any subset. `shard` and `stages_of` say
-what is cut; `Step` knows whose loss and gradients are whose.
+Any subset of dimensions: `pp` splits the model into stages (torch.distributed.pipelining), `replicate`
+and `dp` split the batch, `sp` sequences, `ep` experts and `tp` matrices (torch's DTensor). `shard` and
+`stages_of` cut the model; `Step` combines losses and gradients.
 """
 
 from __future__ import annotations
@@ -47,14 +47,19 @@ ENDS = ("embedding", "head")
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small GPT on a mesh of several dimensions.")
     add = parser.add_argument
-    add("--mesh", default="dp1", help="dims with sizes: pp2,dp2,tp2; of pp, replicate, dp, sp, ep, tp")
-    add("--steps", type=int, default=100, help="optimizer steps in all, earlier runs' included")
+    add("--mesh", default="dp1", help="dims with sizes, such as pp2,dp2,tp2 (pp, replicate, dp, sp, ep, tp)")
+    add("--steps", type=int, default=100, help="total optimizer steps, including earlier runs")
     add("--layout", choices=["interleaved", "contiguous"], default="interleaved")
-    add("--dtype", choices=["float32", "float64"], default="float32", help="of everything")
-    add("--schedule", default="1F1B", help="of pp: GPipe, 1F1B, Interleaved1F1B, ZBVZeroBubble, ...")
-    add("--micro-batches", type=int, default=4, help="of each rank's rows, in a pipeline")
-    add("--no-resume", dest="resume", action="store_false", help="do not go on from --out's checkpoint")
-    add("--out", type=Path, default=Path("runs/train_dimensions"), help="checkpoints and the page go here")
+    add("--dtype", choices=["float32", "float64"], default="float32", help="dtype of everything")
+    add("--schedule", default="1F1B", help="pipeline: GPipe, 1F1B, Interleaved1F1B, ZBVZeroBubble, ...")
+    add("--micro-batches", type=int, default=4, help="micro-batches per step in a pipeline")
+    add("--no-resume", dest="resume", action="store_false", help="do not resume from --out's checkpoint")
+    add(
+        "--out",
+        type=Path,
+        default=Path("runs/train_dimensions"),
+        help="folder for checkpoints and the report",
+    )
     add("--data", type=Path, help="folder of text (default: Python's standard library)")
     add("--lr", type=float, default=2e-3)
     for name, default in (SIZES | EVERY).items():
@@ -76,7 +81,7 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Two experts for each token."""
+    """A layer that sends each token to two experts."""
 
     cut: ExpertCut
 
@@ -123,7 +128,7 @@ class Embedding(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model, or a stage of it: what is not there is another stage's. Names are the whole model's."""
+    """The model, or a stage of it without the other stages' modules; names are the whole model's."""
 
     def __init__(self, embedding: Any, blocks: dict[str, Any], head: Any) -> None:
         super().__init__()
@@ -136,13 +141,13 @@ class GPT(nn.Module):
 
 
 def joined(stages: list[GPT]) -> GPT:
-    """All stages of a rank as one, for the optimizer and the checkpoint."""
+    """Join a rank's stages into one module, for the optimizer and the checkpoint."""
     embedding, head = (next((m for stage in stages if (m := getattr(stage, end))), None) for end in ENDS)
     return GPT(embedding, {name: block for stage in stages for name, block in stage.blocks.items()}, head)
 
 
 def build(args: argparse.Namespace) -> GPT:
-    """The same weights on every rank."""
+    """Build the model, with the same weights on every rank."""
     torch.manual_seed(args.seed)
     blocks = {str(i): Block(args.width, args.heads, args.experts * (i % 2)) for i in range(args.depth)}
     head = nn.Sequential(nn.LayerNorm(args.width), nn.Linear(args.width, VOCABULARY, bias=False))
@@ -150,9 +155,9 @@ def build(args: argparse.Namespace) -> GPT:
 
 
 def shard(model: GPT, mesh: DeviceMesh, *, layout: str, sequences: SequenceCut | None) -> None:
-    """Cut all parameters: first what a dim of its own cuts, then everything over the rest of the mesh."""
+    """Shard all parameters: experts and matrices over their own dims, then all over the rest of the mesh."""
     tp, ep = part(mesh, "tp"), part(mesh, "ep")
-    # Micro-batches use parameters again and again: a pipeline gathers them once.
+    # Every micro-batch uses the parameters, so a pipeline gathers them once.
     options: dict[str, Any] = {"layout": layout, "reshard_after_forward": part(mesh, "pp") is None}
     for block in model.blocks.values():
         if tp is not None:
@@ -173,7 +178,7 @@ def shard(model: GPT, mesh: DeviceMesh, *, layout: str, sequences: SequenceCut |
 
 
 def stages_of(model: GPT, pp: DeviceMesh, args: argparse.Namespace) -> list[tuple[int, GPT]]:
-    """This rank's stages, with their numbers: even shares of the blocks; two for schedules of several."""
+    """Return this rank's stages with their numbers: even shares of the blocks, two if the schedule asks."""
     places = list(range(pp.size()))
     if not issubclass(get_schedule_class(args.schedule), PipelineScheduleSingle):
         places += places[::-1] if args.schedule in V_SHAPED else places
@@ -189,7 +194,7 @@ def stages_of(model: GPT, pp: DeviceMesh, args: argparse.Namespace) -> list[tupl
 
 
 class Step:
-    """One training step on any mesh: gradients of the whole batch's mean loss, clipped by the whole norm."""
+    """A training step on any mesh: gradients of the whole batch's mean loss, clipped by the global norm."""
 
     def __init__(self, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
         self.mesh, self.device = mesh, device
@@ -212,12 +217,12 @@ class Step:
         if pp is not None:
             kind, count = get_schedule_class(args.schedule), pp.size() * len(own)
             stages: Any = [PipelineStage(m, i, count, device, group=pp.get_group()) for i, m in own]
-            # It divides gradients by the number of micro-batches, as it should: our loss is a mean.
+            # The schedule divides gradients by the number of micro-batches, as needed: the loss is a mean.
             stages = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
             self.schedule = kind(stages, args.micro_batches, loss_fn=self.loss)
 
     def mine(self, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
-        """This rank's rows, and its piece of them."""
+        """Return this rank's rows, and its piece of their sequences."""
         index, count = share_of_batch(self.mesh)
         rows = [each.chunk(count)[index].to(self.device) for each in batch]
         return rows if self.sequences is None else [self.sequences(each).contiguous() for each in rows]
@@ -228,7 +233,7 @@ class Step:
         return total / count if self.sequences is None else self.sequences.mean(total, count)
 
     def backward(self, batch: tuple[Tensor, Tensor]) -> tuple[float, float]:
-        """The batch's loss and the gradients' norm, equal on all ranks."""
+        """Return the batch's loss and the gradients' norm, equal on all ranks."""
         inputs, targets = self.mine(batch)
         losses: list[Tensor] = []
         if self.schedule is None:
@@ -241,7 +246,7 @@ class Step:
         norm = clip_grad_norm_(self.model.parameters(), 1.0, stages=part(self.mesh, "pp"))
         held = [sum(each.item() for each in losses), len(losses)]
         total = torch.tensor(held, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)  # ranks without a last stage have none
+        dist.all_reduce(total)  # ranks without the last stage have no loss
         return float(total[0] / total[1]), norm.item()
 
 
@@ -288,10 +293,10 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
 
 def main() -> None:
     args = parse_arguments()
-    report_errors()  # of a mesh that cannot be too
+    report_errors()  # also for an invalid mesh
     on_ranks(Dimensions(args.mesh).ranks)
     device = train_gpt.start()
-    shardwise.install()  # torch's pipeline stages then know what is sharded
+    shardwise.install()  # so that torch's pipeline stages handle sharded modules
     run(args, device)
     dist.destroy_process_group()
 

@@ -1,17 +1,17 @@
-"""Train a small GPT on real text, every parameter cut over the ranks.
+"""Train a small GPT on real text, with every parameter sharded over the ranks.
 
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py
     python examples/train_gpt.py --ranks 4            # the same: starts its ranks itself
 
-The script reads top to bottom as the whole of sharded training: the text, the model, where it is
-cut (`shard`), the step, the checkpoint that any number of ranks can resume, and the page that
-says what it cost. It needs no network and no GPU: the text is the Python standard library's own
-source unless --data names a folder. Importing from `torch.distributed.fsdp` instead of
-`shardwise` in the one line below trains the same model to the same losses.
+Read from top to bottom, the script is a complete sharded training run: the text, the model, how it
+is sharded (`shard`), the step, the checkpoint that any number of ranks can resume, and a report of
+losses, speed and memory. It needs no network and no GPU: the text is the source of the Python standard
+library unless --data names a folder. Importing from `torch.distributed.fsdp` instead of `shardwise`
+in the one line below trains the same model to the same losses.
 
 --layout contiguous gathers the same parameters without a copy; checkpoints fit either layout.
-stdout holds only what the seed and the number of ranks determine; what depends on time or on
-memory goes to stderr and to the page.
+stdout has only output that the seed and the number of ranks determine; output that depends on time
+or memory goes to stderr and to the report.
 """
 
 from __future__ import annotations
@@ -60,41 +60,39 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small GPT, sharded over ranks.")
     add = parser.add_argument
     add("--ranks", type=int, help="ranks to start when torchrun did not start this script (default: 1)")
-    add("--steps", type=int, default=300, help="optimizer steps in all, earlier runs' included")
+    add("--steps", type=int, default=300, help="total optimizer steps, including earlier runs")
     add("--layout", choices=["interleaved", "contiguous"], default="interleaved")
-    add("--strategy", choices=STRATEGIES, help="what is cut over the ranks (contiguous layout; default: all)")
+    add("--strategy", choices=STRATEGIES, help="what is sharded (contiguous layout; default: all)")
     add("--hsdp", action="store_true", help="2-D mesh: replicate over 2, shard over the rest")
-    add("--flat", action="store_true", help="optimizer over flat memory (contiguous layout)")
+    add("--flat", action="store_true", help="flat optimizer (contiguous layout)")
     add(
         "--resume",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="go on from --out's checkpoint, or drop it",
+        help="resume from --out's checkpoint, or discard it",
     )
-    add("--step", type=int, help="go on from this checkpoint instead of the newest; drop later ones")
-    add(
-        "--dtype", choices=["float32", "bfloat16"], default="float32", help="of parameters while they compute"
-    )
-    add("--out", type=Path, default=Path("runs/train_gpt"), help="checkpoints and the page go here")
-    add("--compare", type=Path, nargs="*", default=[], help="other runs' --out: the page shows them too")
-    add("--tensorboard", action="store_true", help="scalars for TensorBoard too, in --out/tensorboard")
+    add("--step", type=int, help="resume from this checkpoint instead of the newest; discard later ones")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of gathered parameters")
+    add("--out", type=Path, default=Path("runs/train_gpt"), help="folder for checkpoints and the report")
+    add("--compare", type=Path, nargs="*", default=[], help="--out of other runs to show in the report")
+    add("--tensorboard", action="store_true", help="also write TensorBoard scalars, in --out/tensorboard")
     add("--profile", type=int, default=0, metavar="N", help="trace N steps, after two others, in --out/trace")
     add("--data", type=Path, help="folder of text (default: Python's standard library)")
     add("--seed", type=int, default=0)
-    add("--batch", type=int, default=12, help="windows per step over all ranks, rounded up to share evenly")
+    add("--batch", type=int, default=12, help="windows per step over all ranks, rounded up to split evenly")
     add("--seq", type=int, default=128, help="bytes per window")
     add("--width", type=int, default=224)
     add("--depth", type=int, default=4)
     add("--heads", type=int, default=7)
     add("--lr", type=float, default=2e-3)
     add("--log-every", type=int, default=10, help="steps between printed losses")
-    add("--save-every", type=int, default=50, help="steps between checkpoints; SIGTERM and Ctrl-C save too")
-    add("--keep", type=int, default=2, help="newest checkpoints to keep")
-    add("--keep-every", type=int, help="keep those of its multiples too")
+    add("--save-every", type=int, default=50, help="steps between checkpoints; SIGTERM and Ctrl-C also save")
+    add("--keep", type=int, default=2, help="number of newest checkpoints to keep")
+    add("--keep-every", type=int, help="also keep checkpoints at multiples of this step")
     add("--eval-windows", type=int, default=96, help="windows of held-out text in the final loss")
     add("--sample", type=int, default=240, help="bytes of text to write at the end")
-    add("--prompt", default="def ", help="what the sampled text starts with")
-    add("--temperature", type=float, default=0.9, help="of sampling; 0 takes the likeliest byte")
+    add("--prompt", default="def ", help="start of the sampled text")
+    add("--temperature", type=float, default=0.9, help="sampling temperature; 0 takes the likeliest byte")
     args = parser.parse_args(argv)
     if args.layout != "contiguous" and (args.strategy or args.flat):
         parser.error("--strategy and --flat need --layout contiguous")
@@ -107,7 +105,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def read_text(folder: Path | None, seq: int) -> tuple[Tensor, Tensor]:
-    """Training bytes and held-out bytes (uint8, 1-D): of the sorted files, every 16th is held out."""
+    """Return training and held-out bytes (uint8, 1-D); every 16th of the sorted files is held out."""
     root = folder or Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
     files = sorted(root.rglob("*" if folder else "*.py"))
@@ -124,22 +122,22 @@ def read_text(folder: Path | None, seq: int) -> tuple[Tensor, Tensor]:
 
 
 def unigram_entropy(text: Tensor) -> float:
-    """Nats per byte of the best model that looks at no context: what training has to beat."""
+    """Return nats per byte of the best model without context, the baseline that training must beat."""
     share = torch.bincount(text, minlength=VOCABULARY).double() / len(text)
     return -torch.xlogy(share, share).sum().item()
 
 
 def windows(text: Tensor, starts: Tensor, seq: int) -> tuple[Tensor, Tensor]:
-    """Inputs and the bytes that follow them, both int64 (len(starts), seq)."""
+    """Return inputs and the bytes that follow them, both int64 (len(starts), seq)."""
     rows = torch.stack([text[start : start + seq + 1] for start in starts.tolist()]).long()
     return rows[:, :-1], rows[:, 1:]
 
 
 def training_batch(text: Tensor, *, position: int, batch: int, seq: int, seed: int) -> tuple[Tensor, Tensor]:
-    """The global batch at `position`, counted in windows drawn so far; equal on every rank.
+    """Return the global batch at `position`, counted in windows drawn so far; equal on every rank.
 
-    Each window's start is drawn by a generator of its own, so a resumed run sees the windows the
-    first would have seen, also with another batch size or number of ranks.
+    A separate generator draws each window's start. A resumed run therefore sees the windows that the
+    first would have seen, even with another batch size or number of ranks.
     """
     drawn = range(position, position + batch)
     starts = [random.Random(f"{seed} {window}").randrange(len(text) - seq) for window in drawn]
@@ -147,7 +145,7 @@ def training_batch(text: Tensor, *, position: int, batch: int, seq: int, seed: i
 
 
 def my_rows(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """This rank's even share of a global batch."""
+    """Return this rank's even share of a global batch."""
     inputs, targets = (t.chunk(dist.get_world_size())[dist.get_rank()].to(device) for t in batch)
     return inputs, targets
 
@@ -178,7 +176,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes (batch, seq) to logits (batch, seq, 256); the embedding is also the output head."""
+    """Model from bytes (batch, seq) to logits (batch, seq, 256); the embedding is also the output head."""
 
     def __init__(self, *, width: int, depth: int, heads: int, seq: int) -> None:
         super().__init__()
@@ -190,7 +188,7 @@ class GPT(nn.Module):
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
-        for block in self.blocks:  # the residual stream starts near the embedding, however deep
+        for block in self.blocks:  # keep the initial residual stream near the embedding at any depth
             nn.init.normal_(block.attention_out.weight, std=0.02 / math.sqrt(2 * depth))
             nn.init.normal_(block.mlp_out.weight, std=0.02 / math.sqrt(2 * depth))
         self.head.weight = self.token.weight
@@ -218,7 +216,7 @@ def shard(
     strategy: str | None = None,
     dtype: str = "float32",
 ) -> None:
-    """Cut every parameter over the mesh: one group per block, one for all the rest.
+    """Shard every parameter over the mesh: one group per block, one for all the rest.
 
     A group is gathered just before it computes and freed right after, so a rank holds its
     share of the model plus about two blocks.
@@ -252,7 +250,7 @@ def make_optimizer(model: nn.Module, *, over_flat_memory: bool) -> torch.optim.O
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, *, peak: float, step: int, warmup: int = 40) -> float:
-    """Linear warm-up, then 1 / sqrt(step): no function of the total, so a longer run is a resumed one."""
+    """Set linear warm-up, then 1 / sqrt(step): independent of the total, so a run can be extended."""
     rate = peak * min((step + 1) / warmup, math.sqrt(warmup / (step + 1)))
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -266,7 +264,7 @@ def mean_over_ranks(value: Tensor) -> float:
 
 
 def backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[float, float]:
-    """Gradients of the global batch's mean loss, clipped to norm 1; returns that loss and the norm before."""
+    """Compute gradients of the global mean loss, clipped to norm 1; return the loss and the norm before."""
     loss = next_byte_loss(model, batch)
     loss.backward()
     norm = clip_grad_norm_(model.parameters(), 1.0)
@@ -275,7 +273,7 @@ def backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[float, flo
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, text: Tensor, args: argparse.Namespace, device: torch.device) -> float:
-    """Mean nats per byte over windows spread evenly through the held-out text."""
+    """Return mean nats per byte over windows spread evenly over the held-out text."""
     ranks = dist.get_world_size()
     count = -(-args.eval_windows // ranks) * ranks
     starts = torch.linspace(0, len(text) - args.seq - 1, count, dtype=torch.float64).long()
@@ -287,7 +285,7 @@ def held_out_loss(model: nn.Module, text: Tensor, args: argparse.Namespace, devi
 
 @torch.no_grad()
 def sample(model: nn.Module, args: argparse.Namespace, device: torch.device) -> str:
-    """Text continued from the prompt. Every rank takes part: each forward gathers each group."""
+    """Continue the prompt. Every rank takes part, as each forward gathers each group."""
     generator = torch.Generator().manual_seed(args.seed)
     written = list(args.prompt.encode())
     for _ in range(args.sample):
@@ -310,9 +308,9 @@ def training_state(
     progress: dict[str, Any],
     stages: DeviceMesh | None = None,
 ) -> dict[str, Any]:
-    """All a run needs to go on: shards of parameters and moments, plain numbers, each rank's random state."""
+    """Return all a run needs to resume: shards of parameters and moments, numbers, random states."""
     moments = optimizer_state(model, optimizer, stages=stages)
-    own = PerRank({"rng": torch.get_rng_state()}, optional=True)  # other numbers of ranks go on without
+    own = PerRank({"rng": torch.get_rng_state()}, optional=True)  # runs with other numbers of ranks ignore it
     return {"model": get_model_state_dict(model), "optimizer": moments, "progress": progress, "own": own}
 
 
@@ -353,7 +351,7 @@ def train(
     progress: dict[str, Any],
     log: RunLog | None,
 ) -> int:
-    """From progress["step"] to args.steps or a signal, saving on the way; returns the exit status."""
+    """Train from progress["step"] to args.steps or a signal, saving checkpoints; return the exit status."""
     draw = {"batch": args.batch, "seq": args.seq, "seed": args.seed}
     counted = min(progress["step"] + 1, args.steps - 1)  # the second step: the first allocates
     with (
@@ -401,7 +399,7 @@ def train(
 
 
 def start() -> torch.device:
-    """Join the process group: NCCL where every rank of this machine can have a GPU, else gloo."""
+    """Join the process group: NCCL if every rank of this machine can have a GPU, otherwise gloo."""
     local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks:
         device = torch.device("cuda", local_rank)
@@ -418,7 +416,7 @@ def of_layout(args: argparse.Namespace) -> str:
 
 
 def run(args: argparse.Namespace, device: torch.device) -> int:
-    """Everything between joining and leaving the process group; returns the exit status."""
+    """Run everything between joining and leaving the process group; return the exit status."""
     ranks = dist.get_world_size()
     args.batch = -(-args.batch // ranks) * ranks
     text, held_out = read_text(args.data, args.seq)
@@ -478,7 +476,7 @@ def main() -> None:
 
 
 def verify_case() -> Case:
-    """This model, tiny, for `shardwise verify examples/train_gpt.py`: 1 process against N ranks."""
+    """Return a tiny case for `shardwise verify examples/train_gpt.py`: 1 process against N ranks."""
     from shardwise.verify import Case
 
     text, _ = read_text(None, 32)

@@ -1,9 +1,9 @@
-"""The page about training runs: did they learn, how fast, what did each rank hold, what did ranks say.
+"""A report of training runs: losses, speed, each rank's memory, and communication.
 
     python examples/training_report.py runs/a runs/b --out compare.html
 
-A `Run` holds the numbers; `training_report.html` beside this file is the whole look of the page, which loads
-nothing else. Here numbers become SVG coordinates, and what the pointer shows over a chart.
+A `Run` holds the numbers. The template `training_report.html` defines the look of the page, which loads
+nothing else. This module computes SVG coordinates, and what the pointer shows over a chart.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-LOG = "metrics.jsonl"  # of a run, in its folder; `run_log` says what it holds
-POINTS = 600  # of a curve; more would only make the page heavy
+LOG = "metrics.jsonl"  # in a run's folder; `run_log` describes it
+POINTS = 600  # per curve; more would only make the page large
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as `run_log` kept it."""
+    """One run, as `run_log` recorded it."""
 
     name: str
     steps: Sequence[dict[str, float]]  # "step" and what was measured there
@@ -37,20 +37,20 @@ class Run:
 
     @property
     def now(self) -> dict[str, Any]:
-        """What it runs on since it last started."""
+        """The hardware and settings since the last start."""
         return self.sittings[-1] if self.sittings else {}
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """(step, value) where the value is a number."""
+        """Return (step, value) for each value that is a number."""
         found = ((row["step"], row.get(name)) for row in self.steps)
         return [(step, value) for step, value in found if value is not None and math.isfinite(value)]
 
     def elapsed(self) -> list[float]:
-        """Seconds of training up to the end of each step."""
+        """Return the seconds of training up to the end of each step."""
         return list(itertools.accumulate(row.get("seconds", 0.0) for row in self.steps))
 
     def median(self, name: str) -> float | None:
-        """Of the last half of the steps, past the warm-up."""
+        """Return the median over the last half of the steps, past the warm-up."""
         values = [value for _, value in self.series(name)]
         return statistics.median(values[len(values) // 2 :]) if values else None
 
@@ -63,7 +63,7 @@ class Run:
 
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log; none where it has none. A last line cut short is left out."""
+    """Return the lines of a run's log, if it has one, without an incomplete last line."""
     path = folder / LOG
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
@@ -86,7 +86,7 @@ def make_run(folder: Path, lines: list[dict[str, Any]]) -> Run:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file so that whoever reads it finds the old one or the new one, whole."""
+    """Replace a file atomically: readers see the whole old file or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_text(text, encoding="utf-8")
@@ -97,7 +97,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def human_bytes(count: float) -> str:
-    """`12.3 MiB`: three significant digits, binary units."""
+    """Format bytes as `12.3 MiB`: three significant digits, binary units."""
     if count < 1000:
         return f"{count:.0f} B"
     units = iter(("KiB", "MiB", "GiB", "TiB"))
@@ -111,7 +111,7 @@ def human_bytes(count: float) -> str:
 
 
 def short(value: float) -> str:
-    """Four significant digits, and a thousand as 1,000."""
+    """Format a number with four significant digits, and a thousand as 1,000."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
@@ -158,7 +158,7 @@ class Chart:
 
 
 def nice_ticks(low: float, high: float, *, count: int = 5) -> list[float]:
-    """About `count` round numbers that lie within [low, high]; [low] if that is a point."""
+    """Return about `count` round numbers within [low, high]; [low] if both are equal."""
     if high <= low:
         return [low]
     rough = (high - low) / count
@@ -169,13 +169,13 @@ def nice_ticks(low: float, high: float, *, count: int = 5) -> list[float]:
 
 
 def byte_ticks(low: float, high: float, *, count: int = 5) -> list[float]:
-    """Round numbers of the unit that `human_bytes` shows."""
+    """Return ticks that are round in the unit that `human_bytes` shows."""
     unit = 1024.0 ** max(0, int(math.log(max(high, 1), 1024)))
     return [unit * tick for tick in nice_ticks(low / unit, high / unit, count=count)]
 
 
 def smoothed(values: Sequence[float], *, span: int) -> list[float]:
-    """Mean of each value and up to `span - 1` before it."""
+    """Return the mean of each value and up to `span - 1` before it."""
     total, out = 0.0, []
     for i, value in enumerate(values):
         total += value - (values[i - span] if i >= span else 0.0)
@@ -184,7 +184,7 @@ def smoothed(values: Sequence[float], *, span: int) -> list[float]:
 
 
 def thinned(points: list[tuple[float, float]], *, most: int = POINTS) -> list[tuple[float, float]]:
-    """At most about `most` points: the lowest and highest of each stretch, so that no spike is lost."""
+    """Return at most about `most` points: the lowest and highest of each stretch, so no spike is lost."""
     if len(points) <= most:
         return points
     size = math.ceil(2 * len(points) / most)
@@ -196,7 +196,7 @@ def thinned(points: list[tuple[float, float]], *, most: int = POINTS) -> list[tu
 
 
 def curves_of(runs: Sequence[Run], name: str, *, smooth: bool = True) -> list[Curve]:
-    """A curve for each run: raw, and its running mean."""
+    """Return a raw curve and its running mean for each run."""
     found = []
     for number, run in enumerate(runs):
         points = run.series(name)
@@ -220,7 +220,7 @@ def line_chart(
     width: float = 440,
     height: float = 230,
 ) -> Chart:
-    """`rules` are named horizontal lines in the curves' unit, `marks` (run, step) where a run went on.
+    """`rules` are named horizontal lines in the curves' unit, `marks` (run, step) where a run resumed.
 
     `show` writes a value, `at` a place on the x axis. With `from_zero`, a few values far above the rest
     (first steps, pauses) are drawn at the upper edge.
@@ -275,7 +275,7 @@ def line_chart(
 
 
 def charts(runs: Sequence[Run]) -> list[Chart]:
-    """All charts but the first, which `loss_charts` makes; without those that have no numbers."""
+    """Return all charts with numbers, except the first, which `loss_charts` makes."""
     marks = resumes(runs)
     memory = []
     for number, run in enumerate(runs):
@@ -293,7 +293,7 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def losses_by_time(runs: Sequence[Run]) -> list[Curve]:
-    """Mean loss over the time that steps took, pauses left out."""
+    """Return mean losses over training time, without pauses."""
     found = []
     for curve, run in zip(curves_of(runs, "loss")[1::2], runs, strict=True):
         times = dict(zip((row["step"] for row in run.steps), run.elapsed(), strict=True))
@@ -303,7 +303,7 @@ def losses_by_time(runs: Sequence[Run]) -> list[Curve]:
 
 
 def loss_charts(runs: Sequence[Run]) -> list[Chart]:
-    """The same chart for wide and for narrow windows."""
+    """Return the loss chart for wide and for narrow windows."""
     first = runs[0].notes
     rules = {name: first[key] for name, key in RULES.items() if key in first}
     curves, marks = curves_of(runs, "loss"), resumes(runs)
@@ -322,9 +322,9 @@ def resumes(runs: Sequence[Run]) -> list[tuple[int, float]]:
 
 
 def render(runs: Sequence[Run], *, title: str, steps: int = 0, running: bool = False) -> str:
-    """The page as one HTML document. The first run is the subject; others stand beside it.
+    """Return the page as one HTML document about the first run, compared with the others.
 
-    `steps` is how many the first run is to do; a page about a run that is `running` loads itself anew.
+    `steps` is the first run's target; the page of a run that is still `running` reloads itself.
     """
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -348,7 +348,7 @@ def render(runs: Sequence[Run], *, title: str, steps: int = 0, running: bool = F
 
 
 def write_page(path: Path, runs: Sequence[Run], **options: Any) -> Path:
-    """`render` to `path`, at once: a browser finds the old page or the new one. Returns the path."""
+    """Write the rendered page to `path` atomically, and return the path."""
     replace_file(path, render(runs, **options))
     return path
 

@@ -224,7 +224,9 @@ def test_every_wrong_argument_of_a_plan_is_refused_before_torch_is_imported(tmp_
 
 def test_help_says_what_the_exit_status_means():
     output = " ".join(run("verify", "--help").output.split())
-    assert "0 all within tolerance; 1 some loss, gradient or parameter beyond tolerance; 2 the case" in output
+    assert (
+        "0 everything is within tolerance; 1 a loss, gradient or parameter is beyond it; 2 the case" in output
+    )
 
 
 @pytest.mark.parametrize(("status", "code"), [(Status.OK, 0), (Status.WARNING, 0), (Status.BROKEN, 1)])

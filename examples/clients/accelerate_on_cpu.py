@@ -1,8 +1,8 @@
-"""Lets accelerate, and what is built on it, shard on CPU.
+"""Enable sharding on CPU in accelerate and libraries built on it.
 
-accelerate hands its FSDP plugin to accelerators alone: ranks on CPU have the distributed type MULTI_CPU, for
-which it ignores the plugin without a word and trains with DDP. Its own FSDP2 code runs on CPU over gloo, so
-the type is set here to the one that it has on accelerators.
+accelerate uses its FSDP plugin only on accelerators: CPU ranks have the distributed type MULTI_CPU, for which
+it silently ignores the plugin and trains with DDP. Its FSDP2 code does run on CPU over gloo, so this module
+sets the type to the one used on accelerators.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, DistributedType, PartialState
 
 
 def use_fsdp_plugin_on_cpu() -> None:
-    """Call it before anything makes an `Accelerator`."""
+    """Set the distributed type; call this before anything makes an `Accelerator`."""
     as_accelerate_does = AcceleratorState.__init__
 
     def init(self: AcceleratorState, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:

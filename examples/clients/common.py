@@ -1,4 +1,4 @@
-"""A small model and its data, the same for every client; what a client reports of its run."""
+"""A small model and its data, shared by all clients, and the report of a client's run."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=98,  # even: torch gives ranks with uneven DTensors each other's compiled graphs
+        vocab_size=98,  # even: with uneven DTensors, torch gives ranks each other's compiled graphs
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -30,11 +30,11 @@ def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
 
 
 def batches(first: int, last: int, rank: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches `first` to `last` of a rank."""
+    """Yield batches `first` to `last` of a rank."""
     for number in range(first, last):
         generator = torch.Generator().manual_seed(1000 * rank + number)
         start = torch.randint(1, 97, (2, 1), generator=generator)
-        ids = (start * 5 ** torch.arange(12)) % 97  # each token tells the next
+        ids = (start * 5 ** torch.arange(12)) % 97  # each token determines the next
         yield {"input_ids": ids, "labels": ids}
 
 
@@ -44,7 +44,7 @@ def check_resuming(
     save: Callable[[], object],
     load: Callable[[], object],
 ) -> list[float]:
-    """Train on 12 batches; the last six again from a saved state, to the same losses, which are returned."""
+    """Train on 12 batches, then the last six again from a saved state; check and return the losses."""
     check_sharded(model)
     losses = train(0, 6)
     save()
@@ -55,9 +55,9 @@ def check_resuming(
 
 
 def check_sharded(model: nn.Module) -> dict[str, Any]:
-    """Who sharded the modules of `model`, how many, and how many parameters lie in which layout.
+    """Count `model`'s sharded modules, and parameters per layout; say which implementation sharded them.
 
-    Raises `AssertionError` unless it is the implementation that `torch.distributed.fsdp` has at the moment.
+    Raises `AssertionError` unless it is the one that `torch.distributed.fsdp` currently has.
     """
     from shardwise import ShardedParameter
 
@@ -73,11 +73,11 @@ def check_sharded(model: nn.Module) -> dict[str, Any]:
 
 
 def implementation(kind: type) -> str | None:
-    """`torch` or `shardwise` for a class of sharded modules; both call it FSDPModule."""
+    """Return `torch` or `shardwise` for a class of sharded modules; both have an FSDPModule."""
     return next((one.__module__.split(".")[0] for one in kind.__mro__ if one.__name__ == "FSDPModule"), None)
 
 
 def report(losses: list[float], model: nn.Module) -> None:
-    """Print a rank's losses, and who sharded the model they are of, for `compare.py`."""
+    """Print a rank's losses and the implementation that sharded the model, for `compare.py`."""
     said = {"rank": int(os.environ["RANK"]), "losses": losses, "sharded": check_sharded(model)}
     print(f"REPORT {json.dumps(said)}", flush=True)

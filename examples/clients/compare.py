@@ -1,11 +1,11 @@
-"""Runs each client on torch's FSDP2 and, unchanged, on shardwise in both layouts; compares their losses.
+"""Run each client on torch's FSDP2 and, unchanged, on shardwise in both layouts; compare the losses.
 
     python examples/clients/compare.py [CLIENT ...]
     python examples/clients/compare.py --write     and replace their rows in the documentation
 
-The interleaved layout must give FSDP2's losses to the last bit. The contiguous one adds the norm of gradients
-in another order: a relative difference of 1e-5 is allowed in fp32, of 1e-2 where the client computes in bf16.
-A run whose ranks do not all show that the implementation in question sharded their model fails.
+The interleaved layout must match FSDP2's losses bit for bit. The contiguous layout sums gradient norms in
+another order, so a relative difference of 1e-5 is allowed in fp32, and 1e-2 if the client computes in bf16.
+A run fails unless all ranks show that the expected implementation sharded their model.
 """
 
 import argparse
@@ -53,12 +53,12 @@ Reports = dict[int, dict[str, Any]]  # by rank, what `common.report` printed
 
 
 def apart(client: str) -> str:
-    """The folder of what the client needs in versions, or in company, that would not do for other clients."""
+    """Return the folder of the client's packages that would conflict with those of other clients."""
     return f"{sys.prefix}/apart/{NEEDS[client]}"
 
 
 def run(client: str, way: str) -> Reports | str:
-    """Every rank's report, or what went wrong in a line."""
+    """Return every rank's report, or a line that says what failed."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     path = os.pathsep.join([apart(client), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
@@ -76,7 +76,7 @@ def run(client: str, way: str) -> Reports | str:
 
 
 def doubt(way: str, reports: Reports) -> str:
-    """Why these reports are no evidence of training that was sharded in this way; empty where they are."""
+    """Return why these reports do not prove training sharded in this way; empty if they do."""
     if (missing := set(range(RANKS)) - set(reports)) or not all(one["losses"] for one in reports.values()):
         return f"FAILED: no losses of ranks {sorted(missing) or list(reports)}"
     by = "torch" if way == "FSDP2" else "shardwise"
@@ -107,7 +107,7 @@ def verdict(client: str, way: str, ours: Reports | str, theirs: Reports) -> str:
 
 
 def row(client: str) -> list[str]:
-    """The client's name and purpose, how many modules FSDP2 sharded, and the verdicts on both layouts."""
+    """Return the client's name, purpose, number of modules FSDP2 sharded, and verdicts on both layouts."""
     purpose = (ast.get_docstring(ast.parse((HERE / f"{client}.py").read_text())) or "").split("\n")[0]
     cells = [f"`{client}`: {purpose.rstrip('.')}"]
     if PathFinder.find_spec(NEEDS[client], [apart(client), *sys.path]) is None:

@@ -34,7 +34,9 @@ def tiny_t5() -> T5ForConditionalGeneration:
         dropout_rate=0.0,
     )
     model = T5ForConditionalGeneration(config)
-    model.encoder.embed_tokens = deepcopy(model.shared)  # accelerate shards the embedding apart from its ties
+    model.encoder.embed_tokens = deepcopy(
+        model.shared
+    )  # accelerate shards the embedding separately from its ties
     model.decoder.embed_tokens = deepcopy(model.shared)
     return model
 
@@ -82,7 +84,7 @@ def main() -> None:
     loaded = T5ForConditionalGeneration.from_pretrained(f"{folder}/final")
     prompts = torch.stack([row["input_ids"] for row in rows(6)])
     again = loaded.generate(prompts, max_length=LENGTH).numpy()
-    assert np.array_equal(again, written[: len(prompts), :LENGTH])  # ranks' batches were made equally many
+    assert np.array_equal(again, written[: len(prompts), :LENGTH])  # ranks got equal numbers of batches
     report(losses, trainer.model)
 
 

@@ -1,6 +1,6 @@
 """timm: a vision transformer with stochastic depth under accelerate's FSDP2 plugin: clipping, resume."""
 
-# ruff: noqa: E402 - most of what is imported imports torchvision
+# ruff: noqa: E402 - most imports need torchvision
 from torchvision_on_cpu import declare_operators
 
 declare_operators()
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 def images(first: int, last: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Noise, in which one of ten places is bright: the class."""
+    """Yield noise images with one of ten places bright; the place is the class."""
     for number in range(first, last):
         generator = torch.Generator().manual_seed(1000 * rank + number)
         labels = torch.randint(10, (4,), generator=generator)

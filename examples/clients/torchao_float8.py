@@ -21,7 +21,7 @@ def is_converted(module: nn.Module, name: str) -> bool:
 def main() -> None:
     dist.init_process_group("gloo")
     model = tiny_llama()
-    # Emulated, as CPUs have no products of float8.
+    # Emulated, as CPUs have no float8 matmuls.
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
     convert_to_float8_training(model, config=config, module_filter_fn=is_converted)
     for layer in model.model.layers:

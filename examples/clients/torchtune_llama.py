@@ -25,7 +25,7 @@ def llama() -> TransformerDecoder:
 
 
 def build(saved: dict[str, Any]) -> tuple[TransformerDecoder, torch.optim.Optimizer, CEWithChunkedOutputLoss]:
-    """A sharded model and its optimizer in a saved state, and the loss, as `full_finetune_distributed`."""
+    """Build the model, optimizer and loss as in `full_finetune_distributed`, from a saved state."""
     with torch.device("meta"):
         model = llama()
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
@@ -33,7 +33,7 @@ def build(saved: dict[str, Any]) -> tuple[TransformerDecoder, torch.optim.Optimi
     is_sharded = partial(training.get_shard_conditions, names_to_match=["tok_embeddings", "output"])
     training.shard_model(model, [is_sharded], cpu_offload=False, dp_mesh=mesh["dp"])
     for module in model.modules():
-        if hasattr(module, "rope_init"):  # its buffers are in no state dict
+        if hasattr(module, "rope_init"):  # no state dict has its buffers
             with CPU:
                 module.rope_init()
     training.load_from_full_model_state_dict(model, saved[training.MODEL_KEY], CPU, strict=True)

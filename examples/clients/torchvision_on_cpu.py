@@ -1,7 +1,7 @@
-"""Lets timm import torchvision beside a CPU build of torch.
+"""Enable timm to import torchvision with a CPU build of torch.
 
-PyPI's torchvision is built for CUDA: its operators do not load there. torchvision goes on without them, but
-describes two of them to torch, which does not know them then. They are declared here; a vision transformer
+PyPI's torchvision is built for CUDA, so its operators do not load. torchvision continues without them, but
+registers fake kernels of two that torch then does not know. This module declares both; a vision transformer
 calls neither.
 """
 
@@ -13,7 +13,7 @@ OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
 
 
 def declare_operators() -> None:
-    """Call it before anything imports torchvision."""
+    """Declare the operators; call this before anything imports torchvision."""
     files = importlib.metadata.files("torchvision") or []
     try:
         for file in files:

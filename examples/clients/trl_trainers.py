@@ -19,7 +19,7 @@ STEPS = 6
 
 
 def words() -> PreTrainedTokenizerFast:
-    """One word for each token of the model."""
+    """Make a tokenizer with one word per token of the model."""
     model = WordLevel({"pad": 0, "end": 97} | {f"w{token}": token for token in range(1, 97)}, unk_token="pad")
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = Whitespace()

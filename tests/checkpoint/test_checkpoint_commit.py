@@ -119,7 +119,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_taken(tmp_pa
         flip_a_bit(next((tmp_path / "step-00000003").glob("*.distcp")))
         (tmp_path / "step-00000002" / commit.MANIFEST).write_text("{")
     dist.barrier()
-    with pytest.warns(UserWarning, match="Going on from") as warned:
+    with pytest.warns(UserWarning, match="Continuing from") as warned:
         assert loaded_value(tmp_path) == 1
     told = [str(warning.message) for warning in warned]
     assert len(told) == 2  # on every rank, whichever found it
@@ -127,7 +127,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_taken(tmp_pa
     assert "damaged, expected" in told[0]
     assert "step-00000002/manifest.json: cannot be read" in told[1]
     assert all(
-        each.endswith("Going on from " + str(tmp_path / "step-00000001") + " instead") for each in told
+        each.endswith("Continuing from " + str(tmp_path / "step-00000001") + " instead") for each in told
     )
     with pytest.raises(CheckpointError, match="step-00000003"):
         loaded_value(tmp_path, step=3)

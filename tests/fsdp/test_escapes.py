@@ -133,7 +133,7 @@ def test_a_backward_through_a_backward_is_refused_by_its_name(layout: str) -> No
     loss = net(x).square().mean()
     (slope,) = torch.autograd.grad(loss, x, create_graph=True)
     message = raises_on_every_rank(LifecycleError, (loss + slope.square().mean()).backward)
-    assert "(create_graph=True): sharded modules have first derivatives only" in message
+    assert "(create_graph=True), sharded modules support first derivatives only" in message
     net.reset_iter_state()
 
 

@@ -40,7 +40,10 @@ def test_computed_parameters_are_used_or_refused_and_never_dropped(layout: str, 
             given = computed(net, which=which)
             if forwards == 0 or option == "smaller":
                 message = raises_on_every_rank(ShardingError, partial(functional_call, net, given, (X,)))
-                assert "let forward compute what functional_call is to be given" in message
+                assert (
+                    "instead of passing computed parameters to functional_call, compute them in forward"
+                    in message
+                )
             else:  # those of groups that are still gathered are whole tensors
                 with suppress(ShardingError):
                     expected = functional_call(reference, computed(reference, which=which), (X,))

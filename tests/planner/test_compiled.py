@@ -130,7 +130,7 @@ def test_float8_halves_what_blocks_gather_and_casts_each_input_once_a_phase() ->
     assert forward == [*multiply, "prims.fused", *multiply, *multiply, "prims.fused"]
     matmuls = [event for event in kernels(narrow, "forward") if event.flops]
     assert {event.dtype for event in matmuls} == {"float8_e4m3fn"}
-    with pytest.raises(ShardingError, match="float8 and nvfp4 are planned for compiled blocks"):
+    with pytest.raises(ShardingError, match="float8 and nvfp4 need compiled blocks"):
         Setup(float8=True)
 
 

@@ -54,7 +54,7 @@ def test_blocks_of_an_encoder_and_of_its_decoder_are_groups(tmp_path: Path) -> N
 
 def test_what_has_no_logits_of_tokens_alone_is_refused_in_chunks_and_over_sequences(tmp_path: Path) -> None:
     config = written(tmp_path, "t5", num_layers=1, num_decoder_layers=1, **T5)
-    with pytest.raises(ShardingError, match=r"has a loss of its own, which has no chunks: plan with"):
+    with pytest.raises(ShardingError, match=r"has its own loss, which cannot be chunked: plan with"):
         shardwise.plan(config, ranks=2, sequence=SEQUENCE, loss="chunked")
     with pytest.raises(ShardingError, match="does not say how its sequences are cut"):
         shardwise.plan(config, ranks=2, sequence=SEQUENCE, ulysses=2)
@@ -159,12 +159,14 @@ def test_attention_with_dropout_or_values_of_their_own_width_has_no_scores_in_me
 
 def test_a_model_that_takes_other_than_tokens_is_refused_by_what_it_takes(tmp_path: Path) -> None:
     speech = written(tmp_path, "whisper", architectures=["WhisperForConditionalGeneration"])
-    with pytest.raises(ShardingError, match=r"WhisperForConditionalGeneration takes input_features, and"):
+    with pytest.raises(
+        ShardingError, match=r"WhisperForConditionalGeneration takes input_features; expected"
+    ):
         shardwise.plan(speech, sequence=SEQUENCE)
-    with pytest.raises(ShardingError, match="a WhisperForCausalLM alone here; name it"):
+    with pytest.raises(ShardingError, match="makes only a WhisperForCausalLM; to plan that, name it"):
         shardwise.plan(written(tmp_path, "whisper"), sequence=SEQUENCE)
     config = written(tmp_path, "perceiver")
-    with pytest.raises(ShardingError, match=r"takes inputs, and models of tokens alone are planned$"):
+    with pytest.raises(ShardingError, match=r"takes inputs; expected a model that takes tokens$"):
         shardwise.plan(config, sequence=SEQUENCE)
 
 

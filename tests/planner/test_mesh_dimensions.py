@@ -194,8 +194,8 @@ def test_learned_positions_are_cut_with_their_sequence() -> None:
         (decoder, {"ulysses": 2}, "decoder does not say how its sequences are cut.*cut_sequences"),
         (decoder, {"experts": 2}, "no module of experts"),
         (tiny(), {"ulysses": 3}, "ulysses=3 does not divide 8 ranks"),
-        (tiny(), {"stages": 2}, "Interleaved1F1B has more than one stage"),
-        (tiny(), {"ulysses": 2, "tensor": 2}, "tensor and ulysses are each planned without the other"),
+        (tiny(), {"stages": 2}, "Interleaved1F1B needs more than one stage"),
+        (tiny(), {"ulysses": 2, "tensor": 2}, "tensor and ulysses cannot be planned together"),
     ],
 )
 def test_what_cannot_be_cut_so_is_refused_by_name(model: Any, changes: dict[str, Any], told: str) -> None:

@@ -62,7 +62,7 @@ def test_a_sequence_may_be_as_long_as_there_are_positions(
 
     shardwise.plan(factory, ranks=1, sequence=longest)
     if longest != 80:
-        with pytest.raises(ShardingError, match=r"positions up in a table of 64 that are learned"):
+        with pytest.raises(ShardingError, match=r"positions, but its table has only 64 learned ones"):
             shardwise.plan(factory, ranks=1, sequence=longest + 1)
 
 
@@ -81,7 +81,7 @@ def test_so_may_those_of_transformers(kind: str, tmp_path: Path) -> None:
     if kind == "llama":  # which computes its positions
         shardwise.plan(str(path), ranks=1, sequence=2 * POSITIONS)
     else:
-        with pytest.raises(ShardingError, match=r"65 positions up in a table of 64"):
+        with pytest.raises(ShardingError, match=r"looks up 65 positions, but its table has only 64"):
             shardwise.plan(str(path), ranks=1, sequence=POSITIONS + 1)
 
 

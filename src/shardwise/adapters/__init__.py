@@ -1,4 +1,4 @@
-"""Puts shardwise where other people's code asks for FSDP2."""
+"""Run code that uses torch's FSDP2 on shardwise instead."""
 
 from shardwise.adapters.fsdp2 import install, uninstall
 

@@ -1,11 +1,11 @@
-"""`install`: what torch calls FSDP2 is shardwise, in modules that are imported later and in those that are.
+"""`install` replaces torch's FSDP2 with shardwise, in modules imported already or later.
 
     torch.distributed.fsdp.fully_shard      our `fully_shard`, with the defaults of `install`
     ...FSDPModule, MixedPrecisionPolicy     our classes of the same names
-    anywhere else                           the same, where a module holds one of torch's objects
+    any other module                        the same, if it holds one of torch's objects
 
-Torch's own implementation keeps its names. Policies, placements and mesh infos that were made of its classes
-are translated field by field. Torch's optimizers of whole matrices refuse rows when they are made.
+Torch's own implementation keeps its names. Policies, placements and mesh infos of torch's classes are
+translated field by field. Torch's optimizers that need whole matrices raise when constructed with rows.
 """
 
 from __future__ import annotations
@@ -45,19 +45,20 @@ _replaced: list[tuple[Any, str, Any, Any]] = []  # module or class, name, torch'
 
 
 def install(*, interleave: Collection[str] = (), **defaults: Any) -> None:
-    """Let code that asks torch for FSDP2 get shardwise.
+    """Make code that uses torch's FSDP2 use shardwise.
 
-    Local: call it on every rank, before the model is sharded. A second call replaces the first's defaults.
+    Local: call it on every rank before sharding the model. A second call replaces the first call's defaults.
 
     Args:
-        interleave: names of classes whose modules get the interleaved layout: those of the blocks, say,
-            for an optimizer of matrices, which rows refuse.
+        interleave: names of classes whose modules always get the interleaved layout, such as the blocks
+            for an optimizer that needs whole matrices and so cannot take rows.
         defaults: keywords of `shardwise.fully_shard` for calls that do not pass them, such as
-            `layout="contiguous"` or `strategy="zero2"`. A module that the contiguous layout refuses,
-            for a tensor subclass or a placement such as `Shard(1)`, gets the interleaved one, with a warning.
+            `layout="contiguous"` or `strategy="zero2"`. A module that the contiguous layout does not support,
+            because of a tensor subclass or a placement such as `Shard(1)`, gets the interleaved layout, with
+            a warning.
 
     Raises:
-        ShardwiseError: a keyword that `fully_shard` does not have.
+        ShardwiseError: if `fully_shard` does not have one of the keywords.
     """
     if unknown := sorted(set(defaults) - set(Options.__annotations__)):
         raise ShardwiseError(
@@ -89,14 +90,14 @@ def _replace(owner: Any, name: str, ours: Any) -> None:
 
 
 def _stage_class() -> type:
-    """Return the class of all stages of torch's pipelines."""
+    """Return the base class of torch's pipeline stages."""
     from torch.distributed.pipelining import PipelineStage
 
     return next(kind for kind in PipelineStage.__mro__ if "backward_maybe_with_nosync" in vars(kind))
 
 
 def uninstall() -> None:
-    """Give every module that `install` changed its names back. Modules that are sharded stay so."""
+    """Restore torch's names in every module that `install` changed. Sharded modules stay sharded."""
     for module, name, theirs, ours in _replaced:
         if getattr(module, name, None) is ours:
             setattr(module, name, theirs)
@@ -104,7 +105,7 @@ def uninstall() -> None:
 
 
 def _twins() -> dict[str, Any]:
-    """Return those of torch's public objects that have a counterpart here, by name."""
+    """Return torch's public objects that have a counterpart in shardwise, by name."""
     public = [importlib.import_module(name) for name in _PUBLIC]
     names = ("fully_shard", "DataParallelMeshDims", *fsdp.__all__)
     return {name: getattr(public[0], name) for name in names if hasattr(public[0], name)}
@@ -115,7 +116,7 @@ def _ours(name: str) -> Any:
 
 
 def _checking_rows(add: Callable[..., None]) -> Callable[..., None]:
-    """Return `Optimizer.add_param_group` that refuses rows where a step would."""
+    """Wrap `Optimizer.add_param_group` to raise for rows in an optimizer that needs whole matrices."""
 
     @functools.wraps(add)
     def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:
@@ -135,7 +136,7 @@ def _checking_rows(add: Callable[..., None]) -> Callable[..., None]:
 def _fully_shard(
     defaults: dict[str, Any], interleave: Collection[str], classes: dict[Any, Any]
 ) -> Callable[..., Any]:
-    """Make a `fully_shard` of shardwise for callers that know torch's."""
+    """Return a shardwise `fully_shard` that accepts torch's arguments."""
     inputs = importlib.import_module(_PRIVATE_INPUTS)
     for name in ("ShardPlacementResult", "FSDPMeshInfo", "HSDPMeshInfo", "DDPMeshInfo"):
         if hasattr(inputs, name):
@@ -144,7 +145,7 @@ def _fully_shard(
 
     @functools.wraps(fsdp.fully_shard)
     def fully_shard(module: nn.Module | list[nn.Module], **given: Any) -> Any:
-        known: dict[int, tuple[Any, Any]] = {}  # parameters that share a mesh info go on sharing it
+        known: dict[int, tuple[Any, Any]] = {}  # parameters that share a mesh info must still share it
 
         def translated(value: Any) -> Any:
             if (wanted := classes.get(type(value))) is None or not dataclasses.is_dataclass(value):
@@ -166,7 +167,7 @@ def _fully_shard(
             if "layout" not in defaults or "layout" in given:
                 raise
             rest = {name: value for name, value in options.items() if name not in _OF_LAYOUTS}
-            found = fsdp.fully_shard(module, **rest)  # the caller knows of no layouts
+            found = fsdp.fully_shard(module, **rest)  # the caller did not ask for a layout
             _LOG.warning("%s; installed as interleaved", refusal)
             return found
 
@@ -176,6 +177,6 @@ def _fully_shard(
 
 
 def state(module: nn.Module) -> StateOfStage | None:
-    """Call `fully_shard.state`; return None for a module that was not sharded."""
+    """Return the module's state, as torch's `fully_shard.state` does; None if it is not sharded."""
     found = state_of(module)
     return None if found is None else StateOfStage(found)

@@ -1,10 +1,10 @@
-"""What torch's pipeline stages need of sharded modules.
+"""Support for torch's pipeline stages of sharded modules.
 
-At the end of a schedule a stage walks the state's groups to reduce what its micro-batches accumulated, and
-ends backward. Here the end of backward does both.
+At the end of a schedule a stage walks the state's groups to reduce the gradients that its micro-batches
+accumulated, then ends backward. Here the end of backward does both.
 
-Schedules without bubbles halve backward: gradients of inputs first, those of parameters later. Both halves
-look for the parameters that forward computed with in `parameters()`, which has them while they are gathered.
+Zero-bubble schedules split backward: gradients of inputs first, gradients of parameters later. Both halves
+look in `parameters()` for the parameters that forward used, which are there only while gathered.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class StateOfStage:
 
 
 def backward_of_stages(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a stage's `backward_maybe_with_nosync` that gathers the stage before half a backward.
+    """Wrap a stage's `backward_maybe_with_nosync` to gather the stage before each half of a split backward.
 
-    Without it a stage whose forward reshards finds no gradients, and says nothing. Collective over the mesh
-    of the stage's modules, whose ranks run the same schedule. Parameters are known as a stage's since.
+    Otherwise a stage whose forward reshards would silently find no gradients. Collective over the mesh of the
+    stage's modules, whose ranks run the same schedule. The call also records the parameters as a stage's.
     """
 
     @functools.wraps(backward)
@@ -69,7 +69,7 @@ def _gather(stage: nn.Module) -> None:
 
 
 def _check_is_whole(stage: nn.Module) -> None:
-    """Raise if the stage is not sharded itself, but some module inside it is."""
+    """Raise if a module inside the stage is sharded but the stage itself is not."""
     sharded = next((name for name, module in stage.named_modules() if state_of(module) is not None), None)
     if sharded is not None:
         raise ShardingError(

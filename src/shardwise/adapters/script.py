@@ -1,4 +1,4 @@
-"""A script that asks torch for FSDP2, run with shardwise in its place."""
+"""Run a script that uses torch's FSDP2 with shardwise instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.launch import note, report_errors
 
 
 def check_script(target: str, *, is_module: bool = False) -> None:
-    """Raise where there is no such script or module."""
+    """Raise if there is no such script or module."""
     if is_module:
         sys.path.insert(0, "")
         try:
@@ -33,10 +33,10 @@ def check_script(target: str, *, is_module: bool = False) -> None:
 
 
 def run_script(target: str, arguments: list[str], *, is_module: bool = False, **defaults: Any) -> None:
-    """Run a script or module as `python` would, after `install(**defaults)`, whose arguments they are.
+    """Run a script or module as `python` would, after `install(**defaults)`.
 
-    Errors that nothing catches are shown as `launch` says. A script that ends without one is followed by a
-    line on stderr: how many modules it sharded in which layout, or a warning that it sharded none.
+    Uncaught errors are shown as by `launch`. After a script that ends without one, a line on stderr counts
+    the modules that it sharded in each layout, or warns that it sharded none.
     """
     report_errors()
     install(**defaults)
@@ -57,7 +57,7 @@ def run_script(target: str, arguments: list[str], *, is_module: bool = False, **
 
 
 def what_was_sharded() -> str:
-    """Describe how many modules this process sharded in which layout, in one line."""
+    """Return one line with the number of modules that this process sharded in each layout."""
     if not sharded_modules:
         return (
             "shardwise: WARNING: nothing was sharded: the script called neither shardwise's fully_shard, nor"

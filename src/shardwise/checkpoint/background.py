@@ -88,7 +88,7 @@ class Saving:
             if (path := self._ended()) is not None:
                 return path
             raise CheckpointError(
-                f"{self._what}: ranks met anew meanwhile; `latest_step` tells if it is there"
+                f"{self._what}: ranks met again during the save; `latest_step` tells whether it is complete"
             )
         if self in _in_flight:
             _in_flight.remove(self)
@@ -109,7 +109,7 @@ class Saving:
         self._given_up.set()
         self._thread.join()
         if self._problem is not None:
-            _log.warning("%s was given up, as ranks met anew: %s", self._what, self._problem)
+            _log.warning("%s was abandoned because ranks met again: %s", self._what, self._problem)
             if self._rank == 0:
                 discard(self._staging)
 

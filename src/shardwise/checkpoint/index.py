@@ -64,7 +64,7 @@ def read_index(folder: Location, tensors: Mapping[str, Any], files: Mapping[str,
         raise CheckpointError(f"{file}: {error}. Load another step") from error
     except Exception as error:  # attributes that are missing or of other types
         raise CheckpointError(
-            f"{file}: no index ({type(error).__name__}: {error}). Load another step"
+            f"{file}: not a valid index ({type(error).__name__}: {error}). Load another step"
         ) from error
 
 
@@ -87,7 +87,7 @@ def _checked(folder: Location, found: Any, tensors: Mapping[str, Any], files: Ma
         shape = _numbers(entry.size)
         dtype = str(entry.properties.dtype).removeprefix("torch.")
         if (list(shape), dtype) != (expected["shape"], expected["dtype"]):
-            raise CheckpointError(f"{name}: {dtype} {shape}, in the manifest {expected}")
+            raise CheckpointError(f"{name}: the index has {dtype} {shape}, the manifest {expected}")
         boxes = [Box(_numbers(chunk.offsets), _numbers(chunk.sizes)) for chunk in entry.chunks]
         try:
             cover(boxes, shape)
@@ -107,7 +107,7 @@ def _place(folder: Location, stored: Any, files: Mapping[str, Any]) -> Place:
     if getattr(stored, "transform_descriptors", None):
         raise CheckpointError(f"{name!r:.100} is stored in a form that is not read: {stored!r:.200}")
     if name not in files:
-        raise CheckpointError(f"{name!r:.100}: named by {INDEX}, not in the manifest; not read")
+        raise CheckpointError(f"{name!r:.100} is named by {INDEX} but not in the manifest; not read")
     begin, length = _numbers((begin, length))
     if begin + length > files[name]["bytes"]:
         raise CheckpointError(f"{name} has {files[name]['bytes']} bytes; expected {length} from {begin} on")

@@ -223,7 +223,7 @@ class LivingRanks(Generic[_T]):
         for rank, (taken, ready, *_) in enumerate(by_rank):
             if taken is not None and taken != newest and not (ready and taken == newest - 1):
                 raise CheckpointError(
-                    f"rank {rank} has taken {taken} steps and cannot take the last of {newest}. {START}"
+                    f"rank {rank} has taken {taken} of {newest} steps and cannot catch up. {START}"
                 )
         if self._taken is not None and self._taken < newest:
             self._take()
@@ -250,7 +250,7 @@ class LivingRanks(Generic[_T]):
         if taken:
             state = {"state": training.state()}
             if memory.load(state) is None:
-                raise CheckpointError(f"{self._folder}: what ranks handed on is gone. {START}")
+                raise CheckpointError(f"{self._folder}: the state that ranks handed over is gone. {START}")
             training.load(state["state"])
         else:
             self._resume(training)

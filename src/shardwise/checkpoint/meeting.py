@@ -114,8 +114,8 @@ class Meeting:
             waiting = self._store.add(f"{newest}/waiting", 0)
             if time.monotonic() - started > patience_s:
                 raise CheckpointError(
-                    f"rank {rank}: the run in this store has all its {self._ranks} ranks, and in"
-                    f" {patience_s:g} s none of them met anew. {START}, with a new store, if they have gone"
+                    f"rank {rank}: the run in this store already has all its {self._ranks} ranks, and they"
+                    f" did not meet again in {patience_s:g} s. {START}, with a new store, if they are gone"
                 )
             time.sleep(_LOOK_S)
 

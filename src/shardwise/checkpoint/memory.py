@@ -172,8 +172,8 @@ class HostMemory:
         needed = there + sum(bytes_of(chunk) + _CHUNK_BYTES for chunk in chunks)
         if needed > self._limit:
             raise CheckpointError(
-                f"{self._path}: a copy takes this host to {needed} bytes of memory, more than limit_bytes="
-                f"{self._limit}; allow more, or spread the state over more ranks"
+                f"{self._path}: with a copy this host would use {needed} bytes of memory, more than"
+                f" limit_bytes={self._limit}; raise limit_bytes, or spread the state over more ranks"
             )
 
     def _is_here(self, rank: int | None) -> bool:
@@ -343,7 +343,7 @@ def _sound(what: str, look: Callable[[], object]) -> bool:
     try:
         together(what, looked)
     except CheckpointError as error:
-        warnings.warn(f"{error}\nGoing on from an older copy, if there is one", stacklevel=4)
+        warnings.warn(f"{error}\nContinuing from an older copy, if there is one", stacklevel=4)
         return False
     return True
 

@@ -112,4 +112,4 @@ def _check_covered(chunks: Sequence[Chunk]) -> None:
         try:
             cover(found, size)
         except ShardingError as error:
-            raise CheckpointError(f"{name}: the ranks' shards are not the tensor: {error}") from error
+            raise CheckpointError(f"{name}: the ranks' shards do not make up the tensor: {error}") from error

@@ -146,7 +146,7 @@ def _newest_whole(folders: Sequence[str]) -> Whole:
             damaged.append(str(error))
             continue
         for problem in damaged:
-            warnings.warn(f"{problem}\nGoing on from {folder} instead", stacklevel=3)
+            warnings.warn(f"{problem}\nContinuing from {folder} instead", stacklevel=3)
         return found[0]
     raise CheckpointError("\n".join(damaged))
 
@@ -372,7 +372,7 @@ def _check_target(target: Tensor, stored: Stored, item: ReadItem) -> None:
             f" {tuple(target.shape)}"
         )
     if _overlaps(target):
-        raise CheckpointError("the state's tensor has several elements in one place; clone it")
+        raise CheckpointError("elements of the state's tensor share memory; clone it")
     if target.is_inference() and not torch.is_inference_mode_enabled():
         raise CheckpointError("the state's tensor was made in inference mode; clone it, or load in that mode")
 

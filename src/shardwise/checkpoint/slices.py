@@ -104,7 +104,7 @@ def _known(name: Any, tensor: Any) -> ShardedTensor | Tensor:
     """Return the tensor in a form that can be written."""
     if not isinstance(name, str) or name == "__metadata__":
         raise CheckpointError(
-            f"a tensor is named by a str other than '__metadata__', found {name!r}; rename it"
+            f"expected a str other than '__metadata__' as a tensor's name, found {name!r}; rename it"
         )
     tensor = to_sharded(tensor, cast(dist.ProcessGroup, dist.group.WORLD))
     if not isinstance(tensor, Tensor):
@@ -116,7 +116,7 @@ def _known(name: Any, tensor: Any) -> ShardedTensor | Tensor:
         check_dense(name, part)
     if tensor.dtype not in NAMES or (tensor.dtype == torch.float4_e2m1fn_x2 and not tensor.ndim):
         raise CheckpointError(
-            f"{name}: safetensors files have no {tensor.dtype} of {tensor.ndim} dims; convert it to one of"
+            f"{name}: safetensors cannot store {tensor.dtype} of {tensor.ndim} dims; convert it to one of"
             f" {', '.join(NAMES.values())}"
         )
     return tensor
@@ -126,7 +126,7 @@ def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
     found = dict(metadata or {})
     wrong = [key for key, value in found.items() if not (isinstance(key, str) and isinstance(value, str))]
     if wrong:
-        raise CheckpointError(f"metadata is of texts by text, found others at {wrong}; use str(...) or JSON")
+        raise CheckpointError(f"metadata must map str to str, found others at {wrong}; use str(...) or JSON")
     return found
 
 
@@ -319,9 +319,9 @@ def load_slices(
     for rank, found in enumerate(every):
         if found != every[0]:
             raise CheckpointError(
-                f"{what} failed: found {every[0][1]} {tuple(every[0][0])} in group rank 0's cut, and on"
-                f" group rank {rank} {found[1]} {tuple(found[0])}, maybe in another cut; give all ranks the"
-                " same files, spec and dtype"
+                f"{what} failed: ranks differ in dtype, shape or cut: group rank 0 has {every[0][1]}"
+                f" {tuple(every[0][0])}, group rank {rank} has {found[1]} {tuple(found[0])}; give all ranks"
+                " the same files, spec and dtype"
             )
     return made[0]
 

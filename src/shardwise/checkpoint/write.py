@@ -220,8 +220,8 @@ def _check_shared(what: str, staging: StorePath, *, is_keeper: bool) -> None:
     def look() -> None:
         if not (staging / _MARK).is_file():
             raise CheckpointError(
-                f"{staging.parent}: this store is not shared by all ranks: rank 0 wrote what is not"
-                " here. Give one that all reach"
+                f"{staging.parent}: this store is not shared by all ranks: a file that rank 0 wrote is not"
+                " visible here. Give a store that all ranks reach"
             )
 
     try:

@@ -1,7 +1,6 @@
-"""The `shardwise` command: argument parsing and printing; the work is in the modules it calls.
+"""The `shardwise` command: argument parsing and printing. The modules it calls do the work.
 
-Exit status of every command: 0 all well, 1 the command ran and found something wrong, 2 it could
-not run.
+Exit status of every command: 0 success, 1 the command ran and found a problem, 2 it could not run.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class LayoutName(StrEnum):
 
 
 class Layout(StrEnum):
-    """A layout of parameters, or both, one after the other."""
+    """A memory layout of `fully_shard`, or both in turn."""
 
     interleaved = "interleaved"
     contiguous = "contiguous"
@@ -50,7 +49,7 @@ class Layout(StrEnum):
 
 
 class Precision(StrEnum):
-    """The dtypes a tolerance can be derived from."""
+    """The dtypes from which a tolerance can be derived."""
 
     float64 = "float64"
     float32 = "float32"
@@ -92,15 +91,18 @@ def main(
 
 
 @app.command(
-    epilog="Exit status: 0 all within tolerance; 1 some loss, gradient or parameter beyond tolerance; "
-    "2 the case could not be run (no such script or verify_case, a rank raised, died or hung)."
+    epilog="Exit status: 0 everything is within tolerance; 1 a loss, gradient or parameter is beyond it; "
+    "2 the case could not be run (no such script or verify_case, or a rank raised, died or hung)."
 )
 def verify(
     case: Annotated[
-        str, typer.Argument(help="script.py[:FUNCTION] or package.module[:FUNCTION]; FUNCTION is verify_case")
+        str,
+        typer.Argument(
+            help="script.py[:FUNCTION] or package.module[:FUNCTION]. Default FUNCTION: verify_case."
+        ),
     ],
-    ranks: Annotated[int, typer.Option(min=1, help="Local processes to shard over.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps to compare.")] = 5,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of local processes to shard over.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Number of training steps to compare.")] = 5,
     tolerance: Annotated[
         float | None,
         typer.Option(min=0.0, help="Largest difference relative to a tensor's scale. Default: derived."),
@@ -108,15 +110,17 @@ def verify(
     dtype: Annotated[
         Precision | None,
         typer.Option(
-            help="Derive the tolerance from this dtype. Default: the coarsest parameter or gradient."
+            help="Derive the tolerance from this dtype. Default: the coarsest of parameters and gradients."
         ),
     ] = None,
-    hsdp: Annotated[int, typer.Option(min=1, help="Replicas R of a (R, ranks / R) mesh.")] = 1,
+    hsdp: Annotated[int, typer.Option(min=1, help="Number of replicas R in a (R, ranks / R) mesh.")] = 1,
     mesh: Annotated[
-        str | None, typer.Option(help="Dimensions with sizes in place of both, such as pp2,dp2,tp2.")
+        str | None,
+        typer.Option(help="Mesh dimensions and sizes, such as pp2,dp2,tp2; replaces --ranks and --hsdp."),
     ] = None,
     layout: Annotated[
-        Layout | None, typer.Option(help="Layout to ask the case's shard function for. Default: its own.")
+        Layout | None,
+        typer.Option(help="Layout to pass to the case's shard function. Default: the function's own."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of every process.")] = 0,
     timeout: Annotated[
@@ -128,7 +132,7 @@ def verify(
     streams: Annotated[
         bool,
         typer.Option(
-            "--streams", help="Train on a simulated accelerator instead, and look for waits that are missing."
+            "--streams", help="Train on a simulated accelerator instead, and report missing stream waits."
         ),
     ] = False,
     show_tracebacks: Traceback = False,
@@ -185,70 +189,72 @@ def verify(
 
 
 @app.command(
-    epilog="Exit status: 0 it fits; 1 it does not, and what to change is printed; 2 it could not be planned."
+    epilog="Exit status: 0 it fits; 1 it does not (changes that help are printed); 2 it could not be planned."
 )
 def plan(
     model: Annotated[
         str,
-        typer.Argument(help="Published model (llama3-8b), transformers config (.json), module:factory"),
+        typer.Argument(help="Published model (llama3-8b), transformers config (.json) or module:factory."),
     ],
-    ranks: Annotated[int, typer.Option(min=1, help="In all.")] = 8,
-    hardware: Annotated[str, typer.Option(help="Profile: h100, a100-80gb, ..., or a file (.toml).")] = "h100",
-    replicas: Annotated[int, typer.Option(min=1, help="Replicas R of a mesh of R x S ranks.")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="Total number of ranks.")] = 8,
+    hardware: Annotated[str, typer.Option(help="Profile: h100, a100-80gb, ..., or a .toml file.")] = "h100",
+    replicas: Annotated[int, typer.Option(min=1, help="Number of replicas R in a mesh of R x S ranks.")] = 1,
     pipeline: Annotated[
-        int, typer.Option(min=1, help="Ranks with the model's stages, for --accumulation micro-batches.")
+        int, typer.Option(min=1, help="Pipeline ranks; they run --accumulation micro-batches per step.")
     ] = 1,
     schedule: Annotated[str, typer.Option(help="GPipe, 1F1B or Interleaved1F1B.")] = "1F1B",
-    stages: Annotated[int, typer.Option(min=1, help="Of each rank, with Interleaved1F1B.")] = 1,
+    stages: Annotated[int, typer.Option(min=1, help="Stages per rank, for Interleaved1F1B.")] = 1,
     ulysses: Annotated[int, typer.Option(min=1, help="Ranks that share each sequence.")] = 1,
     experts: Annotated[int, typer.Option(min=1, help="Ranks that share a layer's experts.")] = 1,
     expert_load: Annotated[
-        float, typer.Option(min=1.0, help="Tokens of the busiest rank's experts, beside an even share.")
+        float, typer.Option(min=1.0, help="Tokens of the busiest rank's experts over an even share.")
     ] = 1.0,
     tensor: Annotated[
-        int, typer.Option(min=1, help="Neighbouring ranks that are tensor parallel; R x S x T is all ranks.")
+        int, typer.Option(min=1, help="Adjacent ranks T that are tensor parallel; the mesh is R x S x T.")
     ] = 1,
     tensor_plan: Annotated[str, typer.Option(help="auto, torchtitan or transformers.")] = "auto",
-    sequence_parallel: Annotated[bool | None, typer.Option(help="Whatever that plan.")] = None,
-    loss_parallel: Annotated[bool | None, typer.Option(help="Whatever that plan.")] = None,
-    async_tensor: Annotated[bool, typer.Option(help="Its collectives beside their matmuls.")] = False,
-    layout: Annotated[LayoutName, typer.Option(help="Of `fully_shard`.")] = LayoutName.interleaved,
-    strategy: Annotated[str | None, typer.Option(help="Of the contiguous layout.")] = None,
-    checkpointing: Annotated[str, typer.Option(help="Of blocks: none, selective, alternate, full.")] = "none",
-    compiled: Annotated[bool, typer.Option("--compile", help="Blocks are compiled.")] = False,
-    compile_loss: Annotated[bool, typer.Option(help="The loss of whole logits is compiled.")] = False,
-    float8: Annotated[bool, typer.Option("--float8", help="Compiled blocks multiply in float8.")] = False,
+    sequence_parallel: Annotated[bool | None, typer.Option(help="Override --tensor-plan.")] = None,
+    loss_parallel: Annotated[bool | None, typer.Option(help="Override --tensor-plan.")] = None,
+    async_tensor: Annotated[bool, typer.Option(help="Overlap TP collectives with matmuls.")] = False,
+    layout: Annotated[LayoutName, typer.Option(help="Layout of `fully_shard`.")] = LayoutName.interleaved,
+    strategy: Annotated[str | None, typer.Option(help="Strategy, for --layout contiguous.")] = None,
+    checkpointing: Annotated[
+        str, typer.Option(help="Activation checkpointing: none, selective, alternate or full.")
+    ] = "none",
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the blocks.")] = False,
+    compile_loss: Annotated[bool, typer.Option(help="Compile the loss of whole logits.")] = False,
+    float8: Annotated[bool, typer.Option("--float8", help="Use float8 matmuls in compiled blocks.")] = False,
     float8_scales: Annotated[
-        str, typer.Option(help="Of float8: one of a tensor, or of each row.")
+        str, typer.Option(help="Float8 scales: one per tensor, or one per row.")
     ] = "tensor",
-    nvfp4: Annotated[bool, typer.Option("--nvfp4", help="Or in NVFP4.")] = False,
+    nvfp4: Annotated[bool, typer.Option("--nvfp4", help="Use NVFP4 matmuls in compiled blocks.")] = False,
     optimizer: Annotated[
-        str, typer.Option(help="AdamW, AdamW fused, AdamW flat, AdamW 8 bits, Muon or SGD.")
+        str, typer.Option(help="Optimizer: AdamW, AdamW fused, AdamW flat, AdamW 8 bits, Muon or SGD.")
     ] = "AdamW fused",
-    loss: Annotated[str, typer.Option(help="whole logits, or chunked.")] = "whole",
-    loop_holds: Annotated[str, typer.Option(help="In backward: nothing, or logits.")] = "nothing",
-    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences a rank computes at a time.")] = 1,
-    sequence: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 2048,
-    accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches a step.")] = 1,
+    loss: Annotated[str, typer.Option(help="Loss of whole logits, or chunked.")] = "whole",
+    loop_holds: Annotated[str, typer.Option(help="Held in backward: nothing, or logits.")] = "nothing",
+    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per micro-batch.")] = 1,
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 2048,
+    accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1,
     search: Annotated[
         bool,
         typer.Option("--search", help="Compare meshes, layouts, checkpointing, micro-batches and so on."),
     ] = False,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the plan, or what was found, to this file.")
+        Path | None, typer.Option("--json", help="Also write the plan or search results to this file.")
     ] = None,
     html_path: Annotated[
-        Path | None, typer.Option("--html", help="Also write a page to look at, in one file.")
+        Path | None, typer.Option("--html", help="Also write a self-contained HTML page.")
     ] = None,
     trace_path: Annotated[
-        Path | None, typer.Option("--trace", help="Also write the step's streams for ui.perfetto.dev.")
+        Path | None, typer.Option("--trace", help="Also write a trace of the streams for ui.perfetto.dev.")
     ] = None,
     png_path: Annotated[
-        Path | None, typer.Option("--png", help="Also write a picture for slides; needs matplotlib.")
+        Path | None, typer.Option("--png", help="Also write a picture for slides (needs matplotlib).")
     ] = None,
     show_tracebacks: Traceback = False,
 ) -> None:
-    """Say what training takes of each rank's memory, what it sends and how long a step takes."""
+    """Predict training's memory per rank, its communication and its step time."""
     from shardwise.planner.setup import Setup
 
     choices: dict[str, Any] = {"layout": layout.value, "checkpointing": checkpointing, "optimizer": optimizer}
@@ -263,18 +269,18 @@ def plan(
         if tensor == 1 and not search:
             _refuse_unused(tensor_plan, sequence_parallel, loss_parallel)
         setup = Setup(ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, **choices)
-        for written in (json_path, html_path, trace_path, png_path):  # not only after a search
+        for written in (json_path, html_path, trace_path, png_path):  # fail before a search, not after it
             if written is not None:
                 _check_writable(written)
         _check_plan(model, setup, hardware)
         if png_path is not None and not (json_path or html_path or trace_path):
-            # Else what was asked for beside it comes first.
+            # Other files that were asked for are written first.
             from_extra("plan", "matplotlib.figure", what="a PNG of a plan")
-    except ShardwiseError as error:  # in a third of a second: nothing has asked for torch
+    except ShardwiseError as error:  # takes a third of a second: torch is not imported yet
         print_failure(error, traceback.format_exc() if show_tracebacks else "")
         raise typer.Exit(NOT_RUN) from None
-    gc.disable()  # going through what is imported takes two seconds, and finds nothing
-    atexit.register(gc.freeze)  # nor does it as the process ends
+    gc.disable()  # collecting over the imports takes two seconds and frees nothing
+    atexit.register(gc.freeze)  # nor does it when the process ends
     from shardwise import planner
     from shardwise.launch import place
     from shardwise.planner.advice import lines
@@ -295,7 +301,9 @@ def plan(
             return
         for line in lines(model, made, hardware):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-    except Exception as error:  # of the user's factory, files and so on: status 1 says that it does not fit
+    except (
+        Exception
+    ) as error:  # from the user's factory, files and so on; status 1 would mean that it does not fit
         where = f"{line}: " if (line := place(error)) else ""
         failure = error if isinstance(error, ShardwiseError) else f"{where}{type(error).__name__}: {error}"
         print_failure(ShardwiseError(str(failure)), traceback.format_exc() if show_tracebacks else "")
@@ -307,20 +315,24 @@ def plan(
 
 @app.command(
     epilog="On several machines: torchrun --nnodes 2 ... -m shardwise calibrate OUT. "
-    "Exit status: 0 written; 1 a rank failed; 2 it could not be measured."
+    "Exit status: 0 the file is written; 1 a rank failed; 2 the machine could not be measured."
 )
 def calibrate(
-    out: Annotated[Path, typer.Argument(help="File to write (.toml), for `shardwise plan --hardware`.")],
+    out: Annotated[Path, typer.Argument(help=".toml file to write, for `shardwise plan --hardware`.")],
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Local processes. Default: accelerators, or 2 on a CPU.")
+        int | None,
+        typer.Option(min=1, help="Number of local processes. Default: one per accelerator, or 2 on CPU."),
     ] = None,
     like: Annotated[
-        str | None, typer.Option(help="Profile whose peaks, and links not measured, are taken: h100, say.")
+        str | None,
+        typer.Option(help="Profile, such as h100, that supplies the peaks and any link not measured."),
     ] = None,
-    small: Annotated[bool, typer.Option("--small", help="Small sizes, in seconds; rough.")] = False,
+    small: Annotated[
+        bool, typer.Option("--small", help="Measure small sizes only: takes seconds, less exact.")
+    ] = False,
     show_tracebacks: Traceback = False,
 ) -> None:
-    """Measure this machine's matmuls, memory, host and links, for plans of runs on it."""
+    """Measure this machine's matmuls, memory, host and links for `shardwise plan`."""
     import torch
 
     from shardwise import launch, planner
@@ -351,28 +363,30 @@ def calibrate(
     "run",
     context_settings={"allow_interspersed_args": False},
     epilog="On several machines: torchrun ... -m shardwise.run [OPTIONS] train.py ARGS. "
-    "Exit status: the script's, of the first rank to fail; 2 no such script.",
+    "Exit status: the script's, from the first rank that fails; 2 if there is no such script.",
 )
 def run_command(
-    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="A script, or with -m a module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its own arguments.")] = None,
+    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="Script to run, or a module with -m.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
+    ] = None,
     is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
     layout: Annotated[
-        LayoutName, typer.Option(help="Layout of calls of fully_shard that do not name one.")
+        LayoutName, typer.Option(help="Layout for fully_shard calls that do not pass one.")
     ] = LayoutName.interleaved,
     strategy: Annotated[
-        str | None, typer.Option(help="Strategy of such calls, for the contiguous layout: zero2, say.")
+        str | None, typer.Option(help="Strategy for such calls in the contiguous layout, such as zero2.")
     ] = None,
     interleave: Annotated[
         list[str] | None,
-        typer.Option(metavar="CLASS", help="Modules of this class get the interleaved layout all the same."),
+        typer.Option(metavar="CLASS", help="Always give modules of this class the interleaved layout."),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Start this many local ranks. Default: run in this process.")
+        int | None, typer.Option(min=1, help="Number of local ranks to start. Default: run in this process.")
     ] = None,
     show_tracebacks: Traceback = False,
 ) -> None:
-    """Run a script on local ranks; where it asks torch for FSDP2, it gets shardwise, unchanged."""
+    """Run an unchanged script on local ranks, with shardwise in place of torch's FSDP2."""
     from shardwise import launch
     from shardwise.adapters.script import check_script, run_script
     from shardwise.fsdp.strategy import NAMED
@@ -396,17 +410,21 @@ def run_command(
 
 @app.command(
     epilog="On several machines: torchrun --nnodes 2 ... -m shardwise doctor. "
-    "Exit status: 0 everything needed works; 1 something needed is broken, or reports were read; "
+    "Exit status: 0 everything required works; 1 something required is broken, or reports were read; "
     "2 there are no reports."
 )
 def doctor(
     reports: Annotated[
         str | None,
-        typer.Argument(help="Folder or URL of ranks' reports (SHARDWISE_REPORTS): say who waited for whom."),
+        typer.Argument(
+            help="Folder or URL of the ranks' reports (SHARDWISE_REPORTS): say which rank waited for which."
+        ),
     ] = None,
-    checkpoints: Annotated[str, typer.Option(help="Where checkpoints are to go: a folder or a URL.")] = ".",
+    checkpoints: Annotated[
+        str, typer.Option(help="Where checkpoints will be saved: a folder or a URL.")
+    ] = ".",
 ) -> None:
-    """Check that this machine, or those of torchrun's ranks, can run sharded training; or explain a hang."""
+    """Check that this machine (under torchrun: every rank's) can run sharded training; or explain a hang."""
     from shardwise import doctor as checks
     from shardwise.comm.report import read_reports, verdict
     from shardwise.doctor import Status, table
@@ -427,15 +445,15 @@ def doctor(
 
 
 def _refuse_unused(tensor_plan: str, sequence_parallel: bool | None, loss_parallel: bool | None) -> None:
-    """Raise for options that only a plan of tensor parallelism has."""
+    """Raise if options of tensor parallelism are given without `--tensor`."""
     given = {"tensor-plan": tensor_plan != "auto", "sequence-parallel": sequence_parallel is not None}
     given |= {"loss-parallel": loss_parallel is not None}
     if named := ", ".join(f"--{name}" for name, is_given in given.items() if is_given):
-        raise ShardwiseError(f"{named}: of tensor parallelism, which is not asked for: give --tensor")
+        raise ShardwiseError(f"{named} cannot be used without tensor parallelism: give --tensor")
 
 
 def _check_plan(model: str, setup: Setup, hardware: str) -> None:
-    """Raise for what cannot be planned, as far as can be known without torch."""
+    """Raise if the plan is impossible, as far as that can be known without torch."""
     from shardwise.planner.devices import check_narrow, check_rate, hardware_of
     from shardwise.planner.setup import check_filled
     from shardwise.planner.shapes import check_cut, check_source

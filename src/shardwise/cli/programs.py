@@ -1,4 +1,4 @@
-"""Commands on exported programs that are cut over ranks: `shardwise tp`."""
+"""The `shardwise tp` commands: exported programs cut over ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OK, FOUND, NOT_RUN = 0, 1, 2
 
 
 def print_failure(error: Exception, trace: str) -> None:
-    """Print an error to stderr, after its traceback if there is one."""
+    """Print an error to stderr, preceded by its traceback if there is one."""
     console = Console(stderr=True, emoji=False)
     if trace:
         console.print(trace.rstrip(), markup=False, highlight=False, soft_wrap=True)
@@ -25,21 +25,21 @@ app = typer.Typer(help="Tensor parallelism for exported programs.", no_args_is_h
 
 
 @app.command(
-    "export", epilog="Exit status: 0 written; 2 a program or strategies that cannot be read or do not fit."
+    "export", epilog="Exit status: 0 written; 2 the program or strategies cannot be read or do not fit."
 )
 def export(
-    model: Annotated[Path, typer.Argument(help="A .pt2 file by torch.export.save.")],
+    model: Annotated[Path, typer.Argument(help="A .pt2 file written by torch.export.save.")],
     out: Annotated[Path, typer.Option(help="Folder to write every rank's program to.")],
-    ranks: Annotated[int, typer.Option(min=1, help="How many ranks will run it.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks that will run the program.")] = 2,
     strategies: Annotated[
         str, typer.Option(help="JSON file of {module or pattern: colwise|rowwise|replicate}, or auto.")
     ] = "auto",
-    device: Annotated[str, typer.Option(help="Kind of device that will run it.")] = "cpu",
-    strict: Annotated[bool, typer.Option(help="Refuse operations without a rule.")] = False,
-    overwrite: Annotated[bool, typer.Option(help="Replace a folder that is there.")] = False,
-    aot: Annotated[bool, typer.Option(help="Also compile each to machine code, by AOTInductor.")] = False,
+    device: Annotated[str, typer.Option(help="Device type that will run the program.")] = "cpu",
+    strict: Annotated[bool, typer.Option(help="Raise for operations that have no sharding rule.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing folder.")] = False,
+    aot: Annotated[bool, typer.Option(help="Also compile each program with AOTInductor.")] = False,
 ) -> None:
-    """Cut an exported program over ranks: one program a rank, in one folder."""
+    """Cut an exported program over ranks; one folder holds one program per rank."""
     from shardwise.tensor_parallel.aot import compile_package
     from shardwise.tensor_parallel.package import export_command
 
@@ -67,13 +67,13 @@ def export(
 )
 def merge(
     folder: Annotated[
-        Path, typer.Argument(help="Of every rank's program, as `shardwise tp export` writes it.")
+        Path, typer.Argument(help="Folder of every rank's program, written by `shardwise tp export`.")
     ],
     out: Annotated[Path, typer.Option(help="Safetensors file to write.")],
-    strip: Annotated[str, typer.Option(help="A beginning of names to leave out: `model.`, say.")] = "",
-    overwrite: Annotated[bool, typer.Option(help="Replace a file that is there.")] = False,
+    strip: Annotated[str, typer.Option(help="Prefix to remove from names, such as `model.`.")] = "",
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing file.")] = False,
 ) -> None:
-    """Put ranks' weights together to one model's again."""
+    """Merge the ranks' weights back into one model's."""
     from shardwise.tensor_parallel.package import merge_command
 
     try:
@@ -84,25 +84,27 @@ def merge(
     Console(emoji=False).print(printed, end="", markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command("generate", epilog="Exit status: 0 generated; 2 a model, prompt or plan that cannot be used.")
+@app.command("generate", epilog="Exit status: 0 generated; 2 the model, prompt or plan cannot be used.")
 def generate(
     folder: Annotated[
-        Path, typer.Argument(help="Of transformers: a config, with weights or for random ones.")
+        Path, typer.Argument(help="Folder with a transformers config; random weights if it has none.")
     ],
-    ids: Annotated[str, typer.Option(help="The prompt as token ids, with spaces between.")] = "",
-    text: Annotated[str | None, typer.Option(help="The prompt, for the tokenizer in the folder.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="How many to generate at most.")] = 16,
-    ranks: Annotated[int, typer.Option(min=1, help="Local processes, unless torchrun started this.")] = 2,
+    ids: Annotated[str, typer.Option(help="The prompt as token ids separated by spaces.")] = "",
+    text: Annotated[str | None, typer.Option(help="The prompt as text, for the folder's tokenizer.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 16,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Number of local processes, unless torchrun started this.")
+    ] = 2,
     strategies: Annotated[
         str | None,
         typer.Option(help="JSON file of styles by module, or auto. Default: the model's own plan."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of random weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of random weights.")] = 0,
     timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds without progress that count as a hang.")
     ] = 600.0,
 ) -> None:
-    """Generate greedily by a language model cut over ranks, with the cache cut by heads."""
+    """Generate greedily with a language model cut over ranks; its cache is cut by heads."""
     import torch.distributed as dist
 
     from shardwise.hf.generate import generate_command

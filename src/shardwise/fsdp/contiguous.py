@@ -153,8 +153,8 @@ class ContiguousGroup(ParamGroup):
             warnings.warn(
                 f"rank {self.layout.rank}: the group of '{self.params[0].name}' is padded by"
                 f" {segment.padding / used:.0%} so that its rows or blocks of rows stay whole on"
-                f" {segment.ranks} ranks, and sends as much more; shard several modules in one call, with"
-                " smaller blocks, or over fewer ranks (HSDP)",
+                f" {segment.ranks} ranks, which adds as much communication; shard several modules in one"
+                " call, use smaller blocks, or shard over fewer ranks (HSDP)",
                 stacklevel=2,
             )
 

@@ -259,7 +259,7 @@ class ContiguousReducer(GradReducer):
             if bool(param.rows_in(shard).any()):
                 raise ShardingError(
                     f"{here()}: '{param.name}' got no gradient on this rank, which holds some of its rows,"
-                    " but did on others. Where ranks use different parameters, call"
+                    " but got one on other ranks. If ranks use different parameters, call"
                     " set_reduce_scatter_unused_params(True) on the root module"
                 )
 

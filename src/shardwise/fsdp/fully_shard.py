@@ -295,9 +295,9 @@ def _check_program(module: nn.Module) -> None:
         known = record["parameters"].get(name)
         if known and known["shape"] != list(param.shape):
             raise ShardingError(
-                f"{here()}: '{name}' is this rank's part of {tuple(known['shape'])}, which norms and"
-                " checkpoints would take for all of it; give fully_shard what"
-                " shardwise.tensor_parallel.trainable(program, mesh['tp']) returns"
+                f"{here()}: '{name}' is only this rank's part of a parameter of shape"
+                f" {tuple(known['shape'])}, but norms and checkpoints would treat it as the whole; pass"
+                " fully_shard what shardwise.tensor_parallel.trainable(program, mesh['tp']) returns"
             )
 
 
@@ -366,7 +366,7 @@ def _find_params(
             )
         if found.param.__class__ is not nn.Parameter and isinstance(found.param, ShardedTensorBase):
             raise ShardingError(
-                f"{here()}: '{found.name}' is a ShardedTensor, which ranks share out already; put it in"
+                f"{here()}: '{found.name}' is a ShardedTensor, which is already sharded; put it in"
                 " ignored_params to leave it as it is"
             )
     return list(by_id.values())

@@ -60,10 +60,10 @@ def check_transforms(state: ModuleState) -> None:
     """Raise within transforms of `torch.func` whose backward would read freed memory unnoticed."""
     if is_grad_enabled() and _compat.differentiates_twice_backward():
         raise LifecycleError(
-            f"{here()}: the forward of '{state.name or state.classes}' runs within a transform of torch.func"
-            " that goes backward through another one's derivatives, as grad(grad()) or jacrev(jacfwd())."
-            " Sharded modules have first derivatives backward only. Take second derivatives forward:"
-            " torch.func.hessian(...), or jacfwd, jvp or vmap around grad"
+            f"{here()}: the forward of '{state.name or state.classes}' runs within a torch.func transform"
+            " that differentiates another one's derivatives in reverse mode, such as grad(grad()) or"
+            " jacrev(jacfwd()). Sharded modules support reverse mode for first derivatives only. Take second"
+            " derivatives in forward mode: torch.func.hessian(...), or jacfwd, jvp or vmap around grad"
         )
 
 
@@ -83,16 +83,16 @@ def _check_all_is_reduced(root: ModuleState, holds: Callable[[ShardedParam], boo
         for param in () if reducer.unsynced else group.params:
             if param.has_unreduced and (holds is None or holds(param)):
                 raise LifecycleError(
-                    f"{here()}: a gradient of '{param.name}' was not reduced: backward reached it by"
-                    f" another way than through what the forward of {group.title} returned. Return every"
-                    " tensor that losses use from forward; reset_iter_state() drops the gradient"
+                    f"{here()}: a gradient of '{param.name}' was not reduced: backward reached it other than"
+                    f" through the outputs of the forward of {group.title}. Return every tensor that losses"
+                    " use from forward; reset_iter_state() drops the gradient"
                 )
 
 
 _TOGETHER = (
-    "Passes whose gradients are reduced together must all be compiled or all be eager (from"
-    " torch._dynamo.config.recompile_limit graphs on a module runs eagerly: raise it); reset_iter_state()"
-    " on the root module drops what was not reduced"
+    "Passes whose gradients are reduced together must all be compiled or all be eager (a module with"
+    " torch._dynamo.config.recompile_limit graphs runs eagerly: raise the limit); reset_iter_state() on the"
+    " root module drops the unreduced gradients"
 )
 
 
@@ -100,8 +100,8 @@ def check_compiled_gradients(group: ParamGroup) -> None:
     """Raise if compiled backwards without synchronisation left gradients that an eager one cannot add to."""
     if isinstance(group.traced, list) and any(one.earlier is not None for one in group.traced):
         raise LifecycleError(
-            f"{here()}: compiled passes left gradients of {group.title} that were not reduced, and an"
-            f" eager one follows. {_TOGETHER}"
+            f"{here()}: compiled passes left unreduced gradients of {group.title}, but this pass is eager."
+            f" {_TOGETHER}"
         )
 
 
@@ -110,8 +110,8 @@ def check_eager_gradients(group: ParamGroup) -> None:
     for param in group.params:
         if param.has_unreduced:
             raise LifecycleError(
-                f"{here()}: an eager pass left a gradient of '{param.name}' that was not reduced, and a"
-                f" compiled one follows. {_TOGETHER}"
+                f"{here()}: an eager pass left an unreduced gradient of '{param.name}', but this pass is"
+                f" compiled. {_TOGETHER}"
             )
 
 

@@ -225,8 +225,8 @@ class ModuleState:
         if added:
             warnings.warn(
                 f"{here()}: {', '.join(added[:5])}{', ...' if len(added) > 5 else ''} came after fully_shard:"
-                " nothing shards them or reduces their gradients, so ranks will differ. Add parameters before"
-                " it, or put in ignored_params those that you reduce yourself",
+                " nothing shards them or reduces their gradients, so ranks will diverge. Add parameters"
+                " before fully_shard, or put those whose gradients you reduce yourself in ignored_params",
                 stacklevel=2,
             )
 

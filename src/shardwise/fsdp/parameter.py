@@ -197,8 +197,8 @@ class ShardedParam(ABC):
             f"{here()}: '{self.name}' was replaced by {what}; it can only be replaced by a DTensor of shape"
             f" {tuple(self.global_shape)}, {self.replaced_if}, before the first forward or by"
             " load_state_dict(assign=True). Load whole values with set_model_state_dict of"
-            " torch.distributed.checkpoint.state_dict; parametrize, tie and prune before fully_shard, and let"
-            " forward compute what functional_call is to be given"
+            " torch.distributed.checkpoint.state_dict; parametrize, tie and prune before fully_shard;"
+            " instead of passing computed parameters to functional_call, compute them in forward"
         )
 
     def register(self, form: nn.Parameter) -> None:
@@ -392,8 +392,8 @@ class EvenParam(ShardedParam):
             return self._spmd_spec(tp)
         if tp.mesh == info.mesh:
             raise ShardingError(
-                f"{here()}: '{self.name}' is sharded over these ranks already, by fully_shard of a module"
-                " around it or by hand; apply fully_shard to inner modules before outer ones"
+                f"{here()}: '{self.name}' is sharded over these ranks already, by fully_shard on an outer"
+                " module or by hand; apply fully_shard to inner modules before outer ones"
             )
         # Data parallelism beside a tensor-parallel mesh that it does not contain.
         outer = self._data_parallel(self._outer_shard(tp, range(tp.mesh.ndim)))
@@ -459,7 +459,7 @@ class EvenParam(ShardedParam):
         if _compat.storage_id(self.sharded) != storage and self.local is local:
             raise ShardingError(
                 f"{here()}: '{self.name}'.data was assigned to (on {self.sharded.data.device}), but a sharded"
-                " parameter is a DTensor, which keeps its values all the same. Change them in place:"
+                " parameter is a DTensor, whose values this does not change. Change them in place:"
                 " data.copy_(...), or any in-place operation under no_grad"
             )
 

@@ -77,9 +77,9 @@ def explain(error: Exception) -> Exception | None:
     if group.is_unsharded:
         return LifecycleError(f"{here()}: a parameter of {group.title} {_CHANGED}")
     return LifecycleError(
-        f"{here()}: backward reached the inside of {group.title} by another way than through what its forward"
-        " returned, when its parameters were not gathered. Some tensor left that forward otherwise: as an"
-        " attribute of a module, say, or in an object that has no attributes to look at. Return it from"
-        " forward as well, and let the loss use what was returned. Or it is a backward through a backward"
-        " (create_graph=True): sharded modules have first derivatives only"
+        f"{here()}: backward reached the inside of {group.title} other than through the outputs of its"
+        " forward, while its parameters were not gathered. A tensor left that forward in another way, such as"
+        " an attribute of a module, or in an object whose attributes cannot be inspected. Return it from"
+        " forward too, and use the returned one in the loss. If this is a backward through a backward"
+        " (create_graph=True), sharded modules support first derivatives only"
     )

@@ -68,9 +68,9 @@ class RowsParam(ShardedParam):
             return _ROWS
         if isinstance(placement, Shard):
             raise ShardingError(
-                f"{here()}: '{self.name}' of shape {tuple(self.shape)} is to be cut on dim {placement.dim},"
-                " but the contiguous layout keeps each parameter in one piece and cuts dim 0 only; return"
-                ' Shard(0) from shard_placement_fn, or use layout="interleaved"'
+                f"{here()}: '{self.name}' of shape {tuple(self.shape)} cannot be sharded on dim"
+                f" {placement.dim}: the contiguous layout shards parameters on dim 0 only, in one piece;"
+                ' return Shard(0) from shard_placement_fn, or use layout="interleaved"'
             )
         raise ShardingError(
             f"{here()}: shard_placement_fn must return Shard(0), RaggedShard, Owned, a ShardPlacementResult"

@@ -123,8 +123,8 @@ class ModuleSettings(nn.Module):
         """Set whether forward frees the parameters from now on."""
         if not isinstance(reshard_after_forward, bool):
             raise ShardingError(
-                f"{here()}: set_reshard_after_forward takes a bool, got {reshard_after_forward!r}; sizes are"
-                " given to fully_shard"
+                f"{here()}: set_reshard_after_forward takes a bool, got {reshard_after_forward!r}; pass a"
+                " number of ranks as fully_shard(reshard_after_forward=)"
             )
         for state in self._states(recurse):
             # The user has chosen, so the root is no longer an exception.
@@ -186,7 +186,8 @@ class ModuleSettings(nn.Module):
         """
         if stream is not None and any(group.replicates for group in self._groups()):
             raise ShardingError(
-                f"{here()}: with HSDP the all-reduce hook runs on the all-reduce's own stream"
+                f"{here()}: stream= is for modules without HSDP: with HSDP the hook runs on the stream of the"
+                " all-reduce; leave stream out"
             )
         # As a `torch.Stream`: other streams here would not wait for events of a device's own kind.
         own = None if stream is None else plain(stream)

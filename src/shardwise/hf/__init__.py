@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers: loaded straight into shards, and saved from them."""
+"""Load Hugging Face transformers models straight into shards, and save them from shards."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Adapters merged into the weights that they adapt, a layer at a time.
+"""Merge adapters into the weights that they adapt, one layer at a time.
 
-PEFT computes what a merged weight is, from whole tensors that stand in for the sharded parameters of one
-layer. It is not imported: a module of its package, or one with a `base_layer`, adapts what is in it.
+PEFT computes the merged weight from whole tensors that stand in for one layer's sharded parameters. PEFT
+is not imported: a module of its package, or one with a `base_layer`, counts as an adapter of its contents.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from shardwise.fsdp.module import FSDPModule
 from shardwise.hf.load import owners_of
 from shardwise.sharded_tensor.kinds import store_whole, whole_of
 
-_UNLOAD = "unload_and_optionally_merge_module"  # of PEFT, in what is more than a layer around another
+_UNLOAD = "unload_and_optionally_merge_module"  # PEFT's method on modules that do more than wrap a layer
 
 
 @torch.no_grad()
 def merge(model: Any) -> Any:
-    """Merge the adapters of a sharded model in place and take them out; returns the model within.
+    """Merge a sharded model's adapters in place, remove them, and return the base model.
 
-    Collective over all ranks. Each rank holds one layer's parameters whole at a time, in their stored dtype,
-    and keeps its part of what they become. What is returned can be saved; to go on computing call `model`.
-    Copies of modules that PEFT trains (`modules_to_save`) take the place of the modules.
+    Collective over all ranks. Each rank holds the whole parameters of one layer at a time, in their stored
+    dtype, and keeps its part of the merged ones. Save the returned model; to go on computing, call `model`.
+    Copies of modules that PEFT trains (`modules_to_save`) replace the originals.
 
     Args:
-        model: of PEFT, whose layers can merge.
+        model: a PEFT model whose layers can merge.
 
     Raises:
-        ShardingError: on every rank, by name: adapters that cannot be merged, such as prompts, and weights
-            that adapters change but other modules have too.
+        ShardingError: on every rank, if an adapter cannot be merged, such as a prompt, or changes a weight
+            that other modules share. The message names them.
     """
     for one in model.modules():
         if isinstance(one, FSDPModule):
-            one.reshard()  # what is written to gathered parameters would be lost
+            one.reshard()  # writes to gathered parameters would be lost
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     within = {id(param) for param in base.parameters()}
     _check(
@@ -52,7 +52,7 @@ def merge(model: Any) -> Any:
 
 
 def adapters_in(model: nn.Module) -> dict[str, nn.Module]:
-    """Return by name the modules that adapt others, without those inside them."""
+    """Return the outermost adapter modules by name."""
     found: dict[str, nn.Module] = {}
     latest = "."
     for name, one in model.named_modules():
@@ -71,13 +71,15 @@ def _check(wrong: dict[str, str]) -> None:
 
 
 def _unmergeable(base: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str]:
-    """Return by name why adapters cannot be merged."""
+    """Return the adapters that cannot be merged by name, each with the reason."""
     everywhere, wrong = owners_of(base), dict[str, str]()
     for name, layer in layers.items():
         adapted = getattr(layer, "base_layer", None)
         if not hasattr(layer, _UNLOAD) and (adapted is None or not callable(getattr(layer, "merge", None))):
             wrong[name] = f"({type(layer).__name__}), which PEFT cannot merge"
-        elif adapted is not None and not hasattr(layer, "token_indices"):  # rows are set wherever they are
+        elif adapted is not None and not hasattr(
+            layer, "token_indices"
+        ):  # such rows are set in every module that has them
             own = owners_of(adapted)
             if any(everywhere[param] > count for param, count in own.items()):
                 wrong[name] = (
@@ -88,7 +90,7 @@ def _unmergeable(base: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str
 
 
 def _merged(name: str, layer: Any) -> nn.Module:
-    """Merge a layer, and return what takes its place."""
+    """Merge a layer and return the module that replaces it."""
     own = [(one, short, p) for one in layer.modules() for short, p in one.named_parameters(recurse=False)]
     try:
         for one, short, param in own:
@@ -112,7 +114,7 @@ def _merged(name: str, layer: Any) -> nn.Module:
 
 
 def _untie(model: Any) -> None:
-    """Let the config say that no weights are tied, where copies took the place of all that were."""
+    """Set the config to no tied weights if copies replaced all that were tied."""
     tied = getattr(model, "all_tied_weights_keys", {})
     params = dict(model.named_parameters(remove_duplicate=False))
     if tied and all(params.get(one) is not params.get(other) for one, other in tied.items()):

@@ -1,11 +1,11 @@
-"""Tensors without values that know which boxes of which sources they are made of.
+"""Tensors without values that record which boxes of which sources they consist of.
 
 transformers converts weights between a checkpoint's form and a model's: it renames, stacks, joins, cuts and
-transposes them. Run on `Boxes`, the same code computes nothing, and what comes out says of each of its
-elements where it lies. So a rank reads or writes just the elements that it holds.
+transposes them. Run on `Boxes`, the same code computes nothing; its result records where each element lies.
+A rank can therefore read or write only the elements that it holds.
 
-What an operation does that only moves boxes is in `_MOVES`; the result of any other is a source of its own,
-`Computed`, which is whole or not at all.
+`_MOVES` has the operations that only move boxes. The result of any other operation is a source of its own,
+`Computed`, which is always computed whole.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ aten = torch.ops.aten
 
 
 class Source(Protocol):
-    """A readable tensor of which any box can be had."""
+    """A tensor of which any box can be read."""
 
     def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
-        """Read the elements from `begins` to `ends`, an index for each dim."""
+        """Read the elements from `begins` to `ends`, which have one index per dim."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor that is a box of a source, dims maybe permuted, added or dropped."""
+    """A box of a tensor that is also a box of a source, perhaps with dims permuted, added or dropped."""
 
     box: Box
     source: Source
     origin: tuple[int, ...]  # of the box in the source
-    dims: tuple[int | None, ...]  # for each dim of the source that of the tensor; None: it has one element
+    dims: tuple[int | None, ...]  # the tensor's dim for each dim of the source; None: a dim of one element
 
     def within(self, box: Box) -> Piece | None:
-        """Return the part that lies in `box`."""
+        """Return the part inside `box`, or None if there is none."""
         common = self.box.intersect(box)
         if common is None:
             return None
@@ -54,7 +54,7 @@ class Piece:
         return Box(self.origin, tuple(1 if dim is None else self.box.sizes[dim] for dim in self.dims))
 
     def here(self, box: Box) -> Box:
-        """Return a box of the source within `source_box`, as one of the tensor."""
+        """Translate a box of the source, inside `source_box`, to the tensor's coordinates."""
         offsets, sizes = list(self.box.offsets), list(self.box.sizes)
         for source_dim, dim in enumerate(self.dims):
             if dim is not None:
@@ -63,7 +63,7 @@ class Piece:
         return Box(tuple(offsets), tuple(sizes))
 
     def turned(self, values: Tensor) -> Tensor:
-        """Return a box of the source, as a box of the tensor: a view."""
+        """Return a view of the source's values with the tensor's dims."""
         order = [source_dim for dim in range(len(self.box.sizes)) for source_dim in self._from(dim)]
         dropped = [source_dim for source_dim, dim in enumerate(self.dims) if dim is None]
         turned = values.permute(*dropped, *order)[(0,) * len(dropped)]
@@ -78,7 +78,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """The result of an operation that does not only move boxes; `index` where it makes several."""
+    """A result of an operation that does more than move boxes; `index` selects one of several results."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -87,7 +87,7 @@ class Computed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what it is computed from."""
+        """Bytes of the tensors that it is computed from."""
         sizes: list[int] = []
         each_tensor((self.args, self.kwargs), lambda found: sizes.append(found.nbytes))
         return sum(sizes)
@@ -101,7 +101,7 @@ class Computed:
 
 @dataclass(frozen=True, eq=False)
 class Plain:
-    """A tensor that has its values."""
+    """A tensor with values, as a source."""
 
     tensor: Tensor
 
@@ -110,10 +110,10 @@ class Plain:
 
 
 class Boxes(Tensor):
-    """A tensor of pieces. It has a shape, a dtype and a device, and no values."""
+    """A tensor made of pieces, with a shape, a dtype and a device, but no values."""
 
     pieces: tuple[Piece, ...]
-    like: Tensor  # of the same shape, strides and dtype, on the meta device
+    like: Tensor  # same shape, strides and dtype, on the meta device
 
     @staticmethod
     def of(source: Source, shape: Sequence[int], dtype: torch.dtype) -> Boxes:
@@ -130,7 +130,7 @@ class Boxes(Tensor):
         return made
 
     def read(self, box: Box | None = None, into: Tensor | None = None) -> Tensor:
-        """Read the values in `box`, by default all, converted to its dtype."""
+        """Read the values in `box` (default: all), converted to this tensor's dtype."""
         box = box or Box.whole(self.shape)
         out = torch.empty(box.sizes, dtype=self.dtype) if into is None else into
         for piece in self.pieces:
@@ -142,7 +142,7 @@ class Boxes(Tensor):
         return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Return another tensor of the same pieces."""
+        """Return another tensor with the same pieces."""
         copy = Boxes._made(self.like, self.pieces)
         return nn.Parameter(copy, self.requires_grad) if isinstance(self, nn.Parameter) else copy
 
@@ -171,7 +171,7 @@ class Boxes(Tensor):
 
 
 def each_tensor(found: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return `found` with every tensor in it changed."""
+    """Return `found` with `change` applied to every tensor in it."""
     if isinstance(found, Tensor):
         return change(found)
     if isinstance(found, (list, tuple)):
@@ -186,7 +186,7 @@ def _like(found: Tensor) -> Tensor:
 
 
 def _equal(first: Tensor, second: Tensor, rows: int = 1024) -> bool:
-    """Return whether the values are equal, reading a number of rows at a time."""
+    """Return whether the values are equal, reading `rows` rows at a time."""
     if first.shape != second.shape or not first.ndim:
         return first.shape == second.shape and torch.equal(*each_tensor((first, second), _read))
     parts = zip(first.split(rows), second.split(rows), strict=True)
@@ -201,7 +201,7 @@ def _all_of(source: Source, like: Tensor) -> Piece:
     return Piece(Box.whole(like.shape), source, (0,) * like.ndim, tuple(range(like.ndim)))
 
 
-# ------------------------------------------------------------ what only moves boxes
+# ------------------------------------------------------------ operations that only move boxes
 
 
 def _pieces(found: Tensor) -> Sequence[Piece]:
@@ -278,7 +278,7 @@ def _transpose(found: Tensor, first: int, second: int) -> list[Piece]:
 
 
 def _ordered(piece: Piece, order: Sequence[int]) -> Piece:
-    """Return `piece` with its dims in `order`; those left out have one element."""
+    """Return `piece` with its dims in `order`; dims left out have one element."""
     box = Box(tuple(piece.box.offsets[d] for d in order), tuple(piece.box.sizes[d] for d in order))
     dims = tuple(order.index(d) if d in order else None for d in piece.dims)
     return replace(piece, box=box, dims=dims)

@@ -1,4 +1,4 @@
-"""Experts of transformers' models over ranks: each keeps some, and tokens travel."""
+"""Expert parallelism for transformers models: each rank keeps some experts, and tokens travel to them."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _TAKES = ["hidden_states", "top_k_index", "top_k_weights"]
 
 
 def cut_experts(model: nn.Module, mesh: DeviceMesh, *, tp_mesh: DeviceMesh | None = None) -> list[nn.Module]:
-    """Cut a model's experts over the ranks of `mesh`, in place; each takes its own tokens to their experts.
+    """Cut a model's experts over the ranks of `mesh`, in place; tokens travel to the ranks of their experts.
 
-    Ranks are given batches of their own. Call it before `fully_shard`; then shard each of the returned
-    modules over the other dims, and have their gradients divided by the number of all ranks with tokens::
+    Collective over `mesh`. Each rank is given its own batch. Call this before `fully_shard`; then shard each
+    returned module over the other dims, and divide its gradients by the number of all ranks with tokens::
 
         for experts in cut_experts(model, mesh["ep"]):
             fully_shard(experts, mesh=expert_mesh(mesh)).set_gradient_divide_factor(data_ranks(mesh))
 
     Args:
-        model: with modules that hold all experts of a layer and take (hidden_states, top_k_index,
-            top_k_weights), as those of Mixtral, Qwen3-MoE, OLMoE or DeepSeek-V3 do.
-        mesh: of one dimension, whose size divides the number of experts. The same model on all ranks.
-        tp_mesh: ranks with the same tokens, which share them: see `shardwise.nn.ExpertCut`.
+        model: the same on all ranks. It has modules that hold all experts of a layer and take (hidden_states,
+            top_k_index, top_k_weights), as in Mixtral, Qwen3-MoE, OLMoE or DeepSeek-V3.
+        mesh: a 1-D mesh whose size divides the number of experts.
+        tp_mesh: ranks that have the same tokens and divide them: see `shardwise.nn.ExpertCut`.
 
     Returns:
-        The modules of experts, whose parameters are DTensors now. Collective over `mesh`.
+        The modules of experts. Their parameters are now DTensors.
 
     Raises:
-        ShardingError: no such module, or a number of experts that is no multiple of the ranks.
+        ShardingError: if there is no such module, or the ranks do not divide the number of experts.
     """
     found: list[Any] = [module for module in model.modules() if _takes_tokens(module)]
     if not found:
@@ -59,7 +59,7 @@ def _cut(module: nn.Module, cut: ExpertCut) -> None:
     kind, mine = type(module), cut.count // cut.ranks
 
     def of_own_experts(tokens: Tensor, counts: Tensor) -> Tensor:
-        """Call what the class does, on a module that has this rank's experts and no others."""
+        """Call the class's forward on a module that has only this rank's experts."""
         own: Any = kind.__new__(kind)
         own.__dict__.update(vars(module))
         own.__dict__["_parameters"] = {

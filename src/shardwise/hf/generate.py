@@ -1,4 +1,4 @@
-"""Generating by the model of a folder, cut over ranks: each reads from the files just what it holds."""
+"""Generation with a folder's model cut over ranks: each rank reads only its part of the files."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ Strategies = Mapping[str, Any] | Literal["auto"] | None
 def cut_folder(
     folder: str | Path, prompt: Tensor, tokens: int, rank: int, world_size: int, strategies: Strategies = None
 ) -> Programs:
-    """Cut the model in a folder as `cut_steps` does, without ever holding it whole. Local.
+    """Cut the model in a folder as `cut_steps` does, but never hold it whole. Local.
 
     Raises:
-        CheckpointError: weights that are missing, damaged or of another shape, by name.
+        CheckpointError: if weights are missing, damaged or of another shape. The message names them.
     """
     mode = _compat.FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -53,7 +53,7 @@ def cut_folder(
 
 
 def _initialised_buffers(model: Any) -> dict[str, Tensor]:
-    """Return buffers that no file has, by name: by the model's own rules."""
+    """Return the buffers that no file has, by name, initialised by the model's own rules."""
     made: dict[str, Tensor] = {}
 
     def give_memory(name: str, tensor: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def _initialised_buffers(model: Any) -> dict[str, Tensor]:
 
 
 def _fill(program: ExportedProgram, *, values: Mapping[str, Boxes], buffers: Mapping[str, Tensor]) -> None:
-    """Fill weights from the files; caches begin as zeros."""
+    """Fill weights from the files, and caches with zeros."""
     shapes = {name: entry["shape"] for name, entry in record_of(program)["parameters"].items()}
 
     def find(name: str) -> Any:
@@ -99,16 +99,16 @@ def generate_command(
     seed: int,
     strategies: Strategies,
 ) -> str:
-    """Generate by the model in a folder, over the default group. Collective; returns what to print.
+    """Generate with the model in a folder, and return the text to print. Collective over the default group.
 
     Args:
-        alive: called whenever it gets somewhere.
-        folder: with a config, and weights unless random ones, drawn from `seed`, are meant.
-        ids, text: the prompt: numbers with spaces between, or what the folder's tokenizer takes.
-        strategies: by names within the model; by default its own.
+        alive: called whenever progress is made.
+        folder: has a config, and weights; without weights, random ones are drawn from `seed`.
+        ids, text: the prompt, as numbers separated by spaces or as text for the folder's tokenizer.
+        strategies: strategies by names within the model. Default: the model's own.
 
     Raises:
-        ShardingError: on every rank: what cannot be read, or a prompt that is none.
+        ShardingError: on every rank, if something cannot be read or the prompt is invalid.
     """
     group = default_group()
     rank, ranks = dist.get_rank(group), group.size()
@@ -138,7 +138,7 @@ def generate_command(
 
 
 def _read_prompt(folder: str | Path, ids: str, text: str | None) -> tuple[Any, Tensor, Any]:
-    """Read a folder's config, a prompt [1, length], and the tokenizer for a text. Nothing is fetched."""
+    """Read a folder's config, a prompt [1, length], and for a text the tokenizer. Download nothing."""
     transformers, tokenizer = library(), None
     try:
         found = list(map(int, ids.split()))
@@ -155,7 +155,7 @@ def _read_prompt(folder: str | Path, ids: str, text: str | None) -> tuple[Any, T
 
 
 def _ends(folder: str | Path) -> list[int]:
-    """Return the tokens that end a text, as the folder says."""
+    """Return the end-of-text tokens that the folder's configs name."""
     transformers = library()
     try:
         found = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id

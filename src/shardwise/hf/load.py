@@ -1,13 +1,13 @@
-"""A transformers model whose weights go from files straight into shards.
+"""Load a transformers model from files straight into shards.
 
-    skeleton    `from_pretrained` itself, over `Boxes` in place of weights: it renames, converts, ties and
-                finds what is missing as ever, and computes nothing
-    shard       `fully_shard` of each block, then of the model
-    initialise  what no file has, by the model's own rules, one whole tensor at a time
-    read        of every other parameter the elements that this rank holds
+    skeleton    run `from_pretrained` itself, with `Boxes` in place of weights: it renames, converts, ties and
+                finds missing weights as usual, but computes nothing
+    shard       apply `fully_shard` to each block, then to the model
+    initialise  by the model's own rules, one whole tensor at a time, the weights that no file has
+    read        for every other parameter, the elements that this rank holds
 
-So a rank holds its shards and one tensor at most: what is being initialised, or what a conversion computes
-rather than moves. Elements are copied from the mapped file to the shard.
+A rank therefore holds its shards and at most one whole tensor: one being initialised, or one that a
+conversion computes rather than moves. Elements are copied from the mapped file to the shard.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of a rank's memory that loading takes, beside mapped files, which are the system's to keep.
+    """Bytes of a rank's host memory that loading takes, without mapped files, which the system manages.
 
     Attributes:
         whole: all parameters and buffers of the model.
-        shards: what this rank keeps of the parameters, padding included.
-        buffers: which every rank has whole.
-        tensor: the most that is held whole for a while: a tensor that is initialised or computed.
+        shards: this rank's shards of the parameters, with padding.
+        buffers: the buffers, which every rank holds whole.
+        tensor: the largest tensor held whole for a time, while it is initialised or computed.
     """
 
     whole: int
@@ -79,27 +79,28 @@ def load(
     adapt: Callable[[Any], Any] | None = None,
     **options: Unpack[Options],
 ) -> Any:
-    """Load a transformers model, cut over the ranks block by block, from a folder; in evaluation mode.
+    """Load a transformers model from a folder, sharded block by block, in evaluation mode.
 
-    Collective over all ranks. The blocks are the modules of the classes in the model's `_no_split_modules`.
+    Collective over all ranks. Blocks are the modules whose classes the model's `_no_split_modules` names.
 
     Args:
-        path_or_config: a folder as `save_pretrained` writes it, or a config, whose model is initialised with
-            random values: those that `from_pretrained(None, config=config, state_dict={})` draws in one
-            process from the same seed, whatever the ranks and layout. Each rank draws all of them.
-        model_class: by default the one that the config names in `architectures`.
-        dtype: to convert weights to as they are read; "auto" as `from_pretrained` has it.
-        strict: raise for weights that the folder lacks, or has beside the model's. Otherwise these are
-            initialised and ignored, as `from_pretrained` does.
-        adapt: changes the model before it is cut, and returns what is to be cut: freezes parameters, adds
-            adapters. Weights have no values there; parameters that it adds may.
-        **options: of `fully_shard`: mesh, layout, mp_policy, and so on.
+        path_or_config: a folder that `save_pretrained` wrote, or a config. A config's model gets random
+            values: those that `from_pretrained(None, config=config, state_dict={})` draws in one process
+            from the same seed, for any number of ranks and any layout. Each rank draws all of them.
+        model_class: class of the model. Default: the one that the config names in `architectures`.
+        dtype: dtype to which weights are converted as they are read; "auto" means what `from_pretrained`
+            means by it.
+        strict: raise if the folder lacks weights of the model or has others. Otherwise missing weights are
+            initialised and others ignored, as `from_pretrained` does.
+        adapt: function that changes the model before it is sharded, and returns the model to shard: it can
+            freeze parameters or add adapters. Weights have no values yet; parameters that it adds may.
+        **options: options of `fully_shard`: mesh, layout, mp_policy, and so on.
 
     Raises:
-        CheckpointError: on every rank: files that are missing, damaged or outside the folder; weights that
-            are missing, unexpected or of another shape, by name.
-        ShardingError: no class to make, a quantized model, and what `fully_shard` raises.
-        RankMismatchError: ranks that load different things, or whose seeds differ where values are drawn.
+        CheckpointError: on every rank, if files are missing, damaged or outside the folder, or weights are
+            missing, unexpected or of another shape. The message names them.
+        ShardingError: if there is no class to build, the model is quantized, or `fully_shard` raises it.
+        RankMismatchError: if ranks load different things, or draw values from different seeds.
     """
     what = f"hf.load of {path_or_config if isinstance(path_or_config, (str, os.PathLike)) else 'a config'}"
     group = group_or_default(None)
@@ -133,7 +134,7 @@ def library() -> Any:
 
 
 def _weights(what: str, found: Any) -> list[Path]:
-    """Return the file or index with a folder's weights. Collective."""
+    """Return a folder's weights file, or the index of several. Collective."""
     if not isinstance(found, (str, os.PathLike)):
         return []
 
@@ -153,7 +154,7 @@ def _weights(what: str, found: Any) -> list[Path]:
 
 
 def skeleton_of(found: Any, model_class: Any, dtype: Any, strict: bool, files: TensorFiles) -> Any:
-    """Return the model with `Boxes` for the weights of files, and what files lack on the meta device."""
+    """Return the model with `Boxes` for weights that files have, and other weights on the meta device."""
     transformers = library()
     from_files = isinstance(found, (str, os.PathLike))
     if not from_files and not isinstance(found, transformers.PreTrainedConfig):
@@ -204,7 +205,7 @@ def _check(folder: Any, info: dict[str, Any], strict: bool) -> None:
     ]
     advice = "Use the folder's own config and class"
     if strict:
-        if not wrong:  # of shapes; what has another one is not initialised
+        if not wrong:  # strict=False does not initialise weights of another shape
             advice += ", or strict=False, which initialises what is missing"
         wrong += [f"missing: {name}" for name in sorted(info["missing_keys"])]
         wrong += [f"unexpected: {name}" for name in sorted(info["unexpected_keys"])]
@@ -217,7 +218,7 @@ def _check(folder: Any, info: dict[str, Any], strict: bool) -> None:
 
 @contextmanager
 def _quiet(logging: Any) -> Iterator[None]:
-    """Silence transformers' warnings of weights, which are checked and raised instead."""
+    """Silence transformers' warnings about weights; `_check` raises errors instead."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -230,7 +231,7 @@ def _quiet(logging: Any) -> Iterator[None]:
 
 
 class _NothingAllocated(_compat.TorchDispatchMode):
-    """Keeps on the meta device what would get memory in place of a tensor without any."""
+    """Mode that keeps `empty_like` of a meta tensor on the meta device."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -242,7 +243,7 @@ class _NothingAllocated(_compat.TorchDispatchMode):
 
 
 class _Undrawn:
-    """The source of what has no values yet."""
+    """Source of a tensor that has no values yet."""
 
     def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
         raise ShardingError(f"{here()}: weights have no values before the model is cut; adapt only its form")
@@ -253,12 +254,12 @@ def _is_undrawn(value: Boxes) -> bool:
 
 
 def _claim_values(model: nn.Module) -> None:
-    """Replace tensors on the meta device by `Boxes` without values, for adapters that read weights."""
+    """Replace meta tensors by `Boxes` without values, so that an adapter that reads weights gets an error."""
     replace_tensors(model, lambda _, one: Boxes.of(_Undrawn(), one.shape, one.dtype) if one.is_meta else one)
 
 
 def take_values(model: nn.Module) -> dict[str, Boxes]:
-    """Return what parameters and buffers are to hold, by name. The former go to the meta device."""
+    """Return the values of parameters and buffers by name, and move parameters to the meta device."""
     values: dict[str, Boxes] = {}
 
     def take(name: str, tensor: Tensor) -> Tensor:
@@ -277,7 +278,7 @@ def take_values(model: nn.Module) -> dict[str, Boxes]:
 
 
 def replace_tensors(model: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
-    """Put others in place of parameters and buffers; ties stay."""
+    """Replace parameters and buffers by what `change` returns; keep ties."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for prefix, module in model.named_modules():
         own = [*module.named_parameters(recurse=False, remove_duplicate=False)]
@@ -294,7 +295,7 @@ def replace_tensors(model: nn.Module, change: Callable[[str, Tensor], Tensor]) -
 
 
 def _shard(model: nn.Module, classes: Iterable[str], options: Options) -> None:
-    """Apply `fully_shard` to every block, inner ones first, and to the model, with what blocks share."""
+    """Apply `fully_shard` to every block, inner ones first, then to the model with what blocks share."""
     named = [*model.named_modules(remove_duplicate=False)]
     times = Counter(one for _, one in named if one is not model and type(one).__name__ in classes)
     inside = tuple(f"{name}." for name, one in named if one in times)
@@ -305,13 +306,13 @@ def _shard(model: nn.Module, classes: Iterable[str], options: Options) -> None:
     for block in reversed(times):
         own = Counter(param for _, param in block.named_parameters(remove_duplicate=False))
         shared = {param for param, count in own.items() if paths[id(param)] != count * times[block]}
-        if own and shared <= beside:  # else the model could not find what only blocks have
+        if own and shared <= beside:  # otherwise the model could not find parameters that only blocks have
             fully_shard(block, **options | {"ignored_params": ignored | shared})
     fully_shard(model, **options)
 
 
 def owners_of(model: nn.Module) -> Counter[int]:
-    """Count how often each parameter is registered, by its id."""
+    """Count the registrations of each parameter, by its id."""
     return Counter(
         id(param)
         for one in model.modules()
@@ -320,7 +321,7 @@ def owners_of(model: nn.Module) -> Counter[int]:
 
 
 def _memory_for(model: nn.Module, values: Mapping[str, Boxes]) -> HostMemory:
-    """Give the shards memory."""
+    """Allocate the shards, and return the host memory that loading takes."""
     groups = [group for state in states_in(model.modules()) for group in state.groups]
     found = [_held_whole(values[name]) for name, _ in model.named_parameters()]
     adapters = sum(
@@ -337,7 +338,7 @@ def _memory_for(model: nn.Module, values: Mapping[str, Boxes]) -> HostMemory:
 
 
 def _held_whole(value: Boxes) -> int:
-    """Return the bytes that are whole in memory while a value is made."""
+    """Return the bytes that are held whole while a value is made."""
     if _is_undrawn(value):
         return value.nbytes
     computed = [piece.source for piece in value.pieces if isinstance(piece.source, Computed)]
@@ -352,12 +353,12 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 def _initialise(
     skeleton: Any, model: nn.Module, values: Mapping[str, Boxes], tied: list[tuple[nn.Module, str]]
 ) -> None:
-    """Initialise what has no value, by the model's own rules; copies take their original's. Collective."""
+    """Initialise tensors without values by the model's own rules; copies get their original's. Collective."""
     drawn = {name for name, value in values.items() if _is_undrawn(value)}
     tensors = _tensors(model)
     copies = _copies({name: values[name].pieces for name in values if name in drawn}, tensors, skeleton)
     for name in [*(values.keys() - drawn), *copies]:
-        tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]  # what transformers looks at
+        tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]  # the flag that transformers checks
     undrawn = sorted(name for name in drawn if isinstance(tensors[name], nn.Parameter))
     state = f"{fingerprint(str(torch.get_rng_state().tolist())):x}"
     source = [f"from seed {torch.initial_seed()}, state {state}"] if undrawn else []
@@ -379,7 +380,7 @@ def _initialise(
 def _copies(
     pieces: Mapping[str, tuple[Piece, ...]], tensors: Mapping[str, Tensor], skeleton: nn.Module
 ) -> dict[str, str]:
-    """Return each copy with its original, by name: of equals the one that the model initialises."""
+    """Map each copy's name to its original's, the one of equal tensors that the model initialises."""
     own = {id(param) for param in skeleton.parameters()}
     originals: dict[tuple[Piece, ...], str] = {}
     first = {
@@ -391,7 +392,7 @@ def _copies(
 
 @contextmanager
 def _untied(tied: list[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Keep parameters tied to others from being initialised a second time."""
+    """Prevent tied parameters from being initialised twice."""
     placed = []
     for owner, last in tied:
         placed.append((owner, last, getattr(owner, last)))
@@ -404,11 +405,11 @@ def _untied(tied: list[tuple[nn.Module, str]]) -> Iterator[None]:
 
 
 class _Drawing(_compat.TorchDispatchMode):
-    """Operations on a sharded parameter work on the whole tensor, of which each rank keeps its part."""
+    """Mode in which operations on a sharded parameter run on the whole tensor; each rank keeps its part."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._param: DTensor | None = None  # whose whole values these are
+        self._param: DTensor | None = None  # the parameter whose values `_whole` has
         self._whole = torch.empty(0)
         self._stored: set[int] = set()
 
@@ -431,7 +432,7 @@ class _Drawing(_compat.TorchDispatchMode):
         return self._whole
 
     def store(self) -> None:
-        """Keep this rank's part of what was worked on."""
+        """Store this rank's part of the current whole tensor."""
         if self._param is not None:
             store_whole(self._param, self._whole)
             self._stored.add(id(self._param))

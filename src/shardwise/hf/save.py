@@ -1,10 +1,10 @@
-"""A sharded model of transformers as a folder that `from_pretrained` reads; each rank writes its own shards.
+"""Save a sharded transformers model as a folder that `from_pretrained` reads; each rank writes its shards.
 
-The reverse of the conversions that loading made is run on `Boxes`, so every tensor of the checkpoint says
-which boxes of which parameters it is. Those that a rank holds it writes; only what a conversion computes,
-rather than moves, is gathered, a tensor at a time.
+The conversions of loading run in reverse on `Boxes`, so every tensor of the checkpoint records which boxes
+of which parameters it consists of. Each rank writes the boxes that it holds. Only a tensor that a conversion
+computes rather than moves is gathered, one at a time.
 
-Everything is written in a folder beside, and one rename publishes it.
+Everything is written to a temporary folder next to the destination, and one rename publishes it.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 @torch.no_grad()
 def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> Path:
-    """Write weights, config and generation config of a sharded model; returns the path.
+    """Write a sharded model's weights, config and generation config, and return the path.
 
-    Collective over all ranks. Weights have the names and the form of the checkpoint that the model came
-    from, or that its family publishes; `from_pretrained` gives the same model, equal bit for bit.
+    Collective over all ranks. Weights have the names and form of the checkpoint that the model came from, or
+    of those that its family publishes. `from_pretrained` loads the same model, bit for bit.
 
     Args:
-        model: of transformers; adapters are merged first (`hf.merge`).
-        path: seen by all ranks; nothing, or an empty folder. What is there afterwards is whole.
-        max_shard_size: of a file, in bytes or as "5GB"; several files have an index.
+        model: a transformers model without adapters; merge them first with `hf.merge`.
+        path: a path that all ranks see: new, or an empty folder. What appears there is always complete.
+        max_shard_size: largest size of a file, in bytes or as "5GB"; several files get an index.
 
     Raises:
-        CheckpointError: on every rank: a path that is taken, no size, a full disk, adapters that are not
-            merged; nothing is left then.
-        RankMismatchError: ranks that save otherwise.
+        CheckpointError: on every rank, if the path is taken, the size is invalid, the disk is full or
+            adapters are not merged. Nothing is left at the path.
+        RankMismatchError: if ranks pass different arguments.
     """
     what = f"hf.save to {path}"
     path = Path(together(what, lambda: str(on_disk(path)))[dist.get_rank()])
@@ -74,7 +74,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
             )
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise CheckpointError(f"{path} is there already; save to a new folder, or empty it")
-        _split({}, max_shard_size)  # raises for what is no size
+        _split({}, max_shard_size)  # raises if the size is invalid
         staging = path.with_name(f"{path.name}.tmp-{uuid4().hex[:6]}")
         if dist.get_rank() == 0:
             staging.mkdir(parents=True)
@@ -93,13 +93,13 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
 
 
 class _Parameter:
-    """A parameter or buffer as the source of what is saved."""
+    """A parameter or buffer, as a source of saved tensors."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()
 
     def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
-        """Read the whole, as a conversion that computes needs. Collective."""
+        """Read from the gathered tensor, for a conversion that computes. Collective."""
         return whole_of(self.tensor)[tuple(map(slice, begins, ends))]
 
     @cached_property
@@ -108,7 +108,7 @@ class _Parameter:
 
 
 def _in_checkpoint_form(model: Any) -> dict[str, Boxes]:
-    """Return the weights by the names that files have; of those that reading ties one."""
+    """Return the weights by their names in files; of weights that loading ties, only one."""
     tied, ignored = model.all_tied_weights_keys, model._keys_to_ignore_on_save or ()
     names: dict[int, str] = {}
     state = {n: t for n, t in model.state_dict(keep_vars=True).items() if n not in ignored}
@@ -122,7 +122,7 @@ def _in_checkpoint_form(model: Any) -> dict[str, Boxes]:
 
 
 def _write(weights: Mapping[str, Boxes], folder: Path, max_shard_size: int | str) -> dict[str, Any] | None:
-    """Write the files, all ranks side by side; return their index if there are several."""
+    """Write the files, all ranks in parallel; return the index if there are several."""
     split = _split({name: one.like for name, one in weights.items()}, max_shard_size)
     for file, names in split.filename_to_tensors.items():
         save_slices({n: _to_write(weights[n]) for n in names}, folder / file, metadata={"format": "pt"})
@@ -130,14 +130,14 @@ def _write(weights: Mapping[str, Boxes], folder: Path, max_shard_size: int | str
 
 
 def _split(like: Mapping[str, Tensor], max_shard_size: int | str) -> Any:
-    """Return which tensors go to which file."""
+    """Assign tensors to files."""
     return from_extra("hf", "huggingface_hub", what="shardwise.hf").split_torch_state_dict_into_shards(
         dict(like), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
 
 
 def _to_write(value: Boxes) -> ShardedTensor | Tensor:
-    """Return a tensor of a file as boxes that ranks hold."""
+    """Return a tensor of a file as the boxes that ranks hold."""
     sources = [piece.source for piece in value.pieces]
     tensors = [source.tensor for source in sources if isinstance(source, _Parameter)]
     if len(tensors) < len(sources) or not all(isinstance(tensor, DTensor) for tensor in tensors):
@@ -163,7 +163,7 @@ def _to_write(value: Boxes) -> ShardedTensor | Tensor:
 
 
 def _cut_evenly(value: Boxes) -> ShardedTensor | Tensor:
-    """Cut evenly over ranks a value that is computed, or lies whole on every rank. Collective."""
+    """Cut a value that is computed, or whole on every rank, evenly over the ranks. Collective."""
     whole, group = value.read(), cast(dist.ProcessGroup, dist.group.WORLD)
     if not whole.ndim:
         return whole
@@ -176,7 +176,7 @@ def _cut_evenly(value: Boxes) -> ShardedTensor | Tensor:
 
 
 def _publish(model: Any, index: dict[str, Any] | None, staging: Path, path: Path) -> None:
-    """Write the rest of the folder, and give it its name. By one rank."""
+    """Write the folder's remaining files and rename it. Called on one rank."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.dtype = str(model.dtype).removeprefix("torch.")

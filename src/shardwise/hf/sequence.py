@@ -1,4 +1,4 @@
-"""Causal language models of transformers on sequences cut over ranks: whole batches in, pieces computed."""
+"""Sequence parallelism for transformers' causal language models: each rank computes a piece of a sequence."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ from shardwise.errors import LifecycleError, ShardingError
 from shardwise.hf.load import library
 from shardwise.nn.sequence import SequenceCut
 
-_IGNORED = -100  # labels that have no part in the loss
-# Kinds of layers that see other tokens in attention alone.
+_IGNORED = -100  # label that the loss ignores
+# Kinds of layers in which only attention mixes tokens.
 _LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def cut_sequences(model: Any, group: dist.ProcessGroup | DeviceMesh) -> SequenceCut:
-    """Let a causal language model take whole batches, and each rank compute a piece of each sequence.
+    """Cut each sequence of a causal language model's batches over the ranks of `group`.
 
-    Every rank is given the same batch. Its logits are those of its tokens, its loss such that the mean over
-    the ranks is the whole batch's; so are gradients that `fully_shard` averages over a mesh with these ranks
-    in it. To be called before the model is compiled. The model stays so.
+    Every rank is given the same whole batch. Its logits are those of its own tokens. The mean of the ranks'
+    losses is the whole batch's loss, and gradients that `fully_shard` averages over a mesh with these ranks
+    are the whole batch's. Call this before compiling the model. It cannot be undone.
 
     Args:
-        model: of transformers, whose attention is by its interface ("sdpa", "flash_attention_2", ...).
-        group: the ranks, by their order in it; or a mesh of one dimension.
+        model: a transformers model whose attention uses transformers' interface ("sdpa",
+            "flash_attention_2", ...).
+        group: the ranks, which take the pieces in the group's order; or a 1-D mesh.
 
     Returns:
-        The cut, for what is computed besides: losses of one's own, metrics.
+        The cut, for what the caller computes itself, such as other losses or metrics.
 
     Raises:
-        ShardingError: a model of another kind, by name. When it is called: positions or a cache given to it.
-        LifecycleError: when it is called: attention that did not go through the interface.
+        ShardingError: if the model is of another kind; and, from the model's forward, if it is given
+            positions or a cache.
+        LifecycleError: from the model's forward, if attention did not go through the interface.
     """
     transformers = library()
     name, config = type(model).__name__, model.config
@@ -45,9 +47,9 @@ def cut_sequences(model: Any, group: dist.ProcessGroup | DeviceMesh) -> Sequence
     loss = getattr(getattr(model, "loss_function", None), "__name__", None)
     if kind not in known or others or loss != "ForCausalLMLoss":
         raise ShardingError(
-            f"{name} has attention {kind!r}, other layers {others} and the loss {loss}; expected attention by"
-            " transformers' interface ('sdpa', 'flash_attention_2', ...), none, and ForCausalLMLoss."
-            " Load it with attn_implementation='sdpa', or cut by shardwise.nn.SequenceCut"
+            f"{name} has attention {kind!r}, other layers {others} and the loss {loss}; expected attention of"
+            " transformers' interface ('sdpa', 'flash_attention_2', ...), no other layers, and the loss"
+            " ForCausalLMLoss. Load it with attn_implementation='sdpa', or use shardwise.nn.SequenceCut"
         )
     cut = SequenceCut(group)
     own = f"{kind}_by_heads_of_{cut.group.group_name}"
@@ -97,8 +99,8 @@ def cut_sequences(model: Any, group: dist.ProcessGroup | DeviceMesh) -> Sequence
     def check(*_: Any) -> None:
         if len(seen) < config.num_hidden_layers:
             raise LifecycleError(
-                f"{len(seen)} of {config.num_hidden_layers} layers of {name} asked for attention by the"
-                " interface; others saw a piece of each sequence alone. Cut by shardwise.nn.SequenceCut"
+                f"only {len(seen)} of {config.num_hidden_layers} layers of {name} computed attention by the"
+                " interface; the others saw only a piece of each sequence. Use shardwise.nn.SequenceCut"
             )
 
     known.register(own, attention)
@@ -110,7 +112,7 @@ def cut_sequences(model: Any, group: dist.ProcessGroup | DeviceMesh) -> Sequence
 
 
 class _Ungrouped:
-    """A module of attention as it is where each head of queries has its own keys."""
+    """An attention module, seen as one in which each query head has its own keys."""
 
     num_key_value_groups = 1
 

@@ -150,9 +150,7 @@ def _logits(output: Any) -> Tensor:
 def chunked(model: Model) -> Model:
     """Return `model` whose head (its last linear layer) computes the loss by chunks of the vocabulary."""
     if model.loss is not logits_loss:
-        raise ShardingError(
-            f"{model.name} has a loss of its own, which has no chunks: plan with loss='whole'"
-        )
+        raise ShardingError(f"{model.name} has its own loss, which cannot be chunked: plan with loss='whole'")
 
     def build(layers: int) -> nn.Module:
         made = model.build(layers)
@@ -207,9 +205,9 @@ def exits_told() -> Iterator[None]:
     except SystemExit as error:
         where = f" at {line}" if (line := place(error)) else ""
         raise ShardingError(
-            f"the model could not be planned: SystemExit: {error.code}, raised{where}. A factory is"
-            " called without a command line: keep what parses one, and what ends the program, out of it and"
-            " of its module"
+            f"the model could not be planned: SystemExit: {error.code}, raised{where}. A factory has"
+            " no command line: keep code that parses one or ends the program out of the factory and its"
+            " module"
         ) from error
 
 
@@ -377,8 +375,8 @@ def _of_transformers(path: Path, sequence: int) -> Model:
     found = [kind for kind, one in classes.items() if one is not None]
     if not found:
         raise ShardingError(
-            f"{path}: transformers makes no language model, which alone are planned, of"
-            f" {type(config).__name__}: none of {', '.join(_KINDS)}"
+            f"{path}: expected a language model's config: transformers makes none of {', '.join(_KINDS)}"
+            f" from {type(config).__name__}"
         )
     trained = next((one for one in config.architectures or () if hasattr(transformers, one)), "")
     _check_takes_tokens(path, getattr(transformers, trained, None))
@@ -389,8 +387,8 @@ def _of_transformers(path: Path, sequence: int) -> Model:
     both = "Seq2Seq" in kind and config.is_encoder_decoder
     if config.is_encoder_decoder and not both and not named:
         raise ShardingError(
-            f"{path}: of an encoder with its decoder transformers makes a {classes[kind].__name__} alone"
-            " here; name it in the config's architectures to plan that"
+            f"{path}: from this encoder-decoder config transformers makes only a {classes[kind].__name__};"
+            " to plan that, name it in the config's architectures"
         )
     text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
     whole_layers = getattr(text, "num_hidden_layers", 0)
@@ -449,4 +447,4 @@ def _of_transformers(path: Path, sequence: int) -> Model:
 def _check_takes_tokens(path: Path, kind: Any) -> None:
     takes = getattr(kind, "main_input_name", "input_ids")
     if takes != "input_ids":
-        raise ShardingError(f"{path}: {kind.__name__} takes {takes}, and models of tokens alone are planned")
+        raise ShardingError(f"{path}: {kind.__name__} takes {takes}; expected a model that takes tokens")

@@ -59,6 +59,6 @@ def check_positions(needed: int, there: int) -> None:
     """Raise ShardingError if a sequence needs more positions than were learned."""
     if needed > there:
         raise ShardingError(
-            f"the model looks {needed} positions up in a table of {there} that are learned; plan a shorter"
-            " sequence, or a model with more positions"
+            f"the model looks up {needed} positions, but its table has only {there} learned ones; plan a"
+            " shorter sequence, or a model with more positions"
         )

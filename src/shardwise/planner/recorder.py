@@ -59,9 +59,9 @@ def refuse_loop(counts: Counter[tuple[str, str, int | None]]) -> NoReturn:
     ((name, phase, layer), number), *_ = counts.most_common(1)
     block = "outside of blocks" if layer is None else f"of block {layer}"
     raise ShardingError(
-        f"forward and backward of the model are more than {MOST:,} operators, with {number:,} times"
-        f" {name} in {phase} {block}: a loop in Python, over tokens say, that would take minutes to plan."
-        " Give a shorter sequence, for which the loop is shorter, or vectorize it"
+        f"forward and backward of the model run more than {MOST:,} operators, {number:,} of them {name} in"
+        f" {phase} {block}: a Python loop, perhaps over tokens, would take minutes to plan. Give a shorter"
+        " sequence, which shortens the loop, or vectorize it"
     )
 
 

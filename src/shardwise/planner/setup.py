@@ -127,25 +127,33 @@ class Setup:
                 raise ShardingError(f"{name} must be at most {MOST:,}, got {getattr(self, name):,}")
         if self.expert_load > self.experts:
             raise ShardingError(
-                f"expert_load={self.expert_load:g} is more than all tokens of {self.experts} ranks that share"
-                f" experts: at most experts={self.experts} times an even share come to one"
+                f"expert_load={self.expert_load:g} must be at most experts={self.experts}: one rank's experts"
+                f" cannot get more than all tokens of {self.experts} ranks"
             )
         if (self.float8 or self.nvfp4) and not self.compile:
             raise ShardingError(
-                "float8 and nvfp4 are planned for compiled blocks, whose kernels find scales: compile=True"
+                "float8 and nvfp4 need compiled blocks, whose kernels compute the scales: give compile=True"
             )
         if self.float8 and self.nvfp4:
             raise ShardingError("float8 and nvfp4 are both asked for: blocks multiply in one of them")
         if self.float8_scales == "row" and not self.float8:
-            raise ShardingError("float8_scales='row' are of matmuls in float8: float8=True")
+            raise ShardingError("float8_scales='row' needs matmuls in float8: give float8=True")
         if self.async_tensor and not (self.compile and self.tensor > 1):
-            raise ShardingError("async_tensor is planned of compiled blocks, cut by tensor: compile=True")
+            raise ShardingError(
+                "async_tensor needs compiled blocks and tensor parallelism: give compile=True and tensor > 1"
+            )
         if self.loop_holds == "logits" and self.loss == "chunked":
-            raise ShardingError("loop_holds='logits' is of whole logits, which loss='chunked' never has")
+            raise ShardingError(
+                "loop_holds='logits' needs whole logits, but loss='chunked' never has them: give loss='whole'"
+            )
         if self.compile_loss and self.loss == "chunked":
-            raise ShardingError("compile_loss is of whole logits, which loss='chunked' never has")
+            raise ShardingError(
+                "compile_loss needs whole logits, but loss='chunked' never has them: give loss='whole'"
+            )
         if self.compile_loss and self.tensor > 1:
-            raise ShardingError("compile_loss is planned of logits that tensor=1 leaves whole")
+            raise ShardingError(
+                "compile_loss needs logits that are not cut by tensor parallelism: give tensor=1"
+            )
         _check_strategy(self)
         left = self.ranks
         for name in _AXES:
@@ -198,47 +206,49 @@ def _check_strategy(setup: Setup) -> None:
     if setup.strategy is None:
         return
     if setup.layout != "contiguous":
-        raise ShardingError(f"strategy {setup.strategy!r} is of the contiguous layout: layout='contiguous'")
+        raise ShardingError(
+            f"strategy {setup.strategy!r} needs the contiguous layout: give layout='contiguous'"
+        )
     if (setup.strategy in ("hsdp", "hierarchical_fsdp")) != (setup.replicas > 1):
-        of, how = "replicas, and there is 1", "(--replicas), a divisor of ranks"
+        needs, how = "more than 1 replica", "replicas (--replicas), a divisor of ranks"
         if setup.replicas > 1:
-            of, how = f"no replicas, and there are {setup.replicas}", "1, or hsdp or hierarchical_fsdp"
-        raise ShardingError(f"strategy {setup.strategy!r} is of a mesh of {of}: give replicas {how}")
+            needs, how = f"1 replica, got {setup.replicas}", "replicas=1, or hsdp or hierarchical_fsdp"
+        raise ShardingError(f"strategy {setup.strategy!r} needs {needs}: give {how}")
 
 
 def _check_dimensions(setup: Setup) -> None:
     """Raises ShardingError for settings that cannot be planned with pipelines, sequences or experts."""
     if (setup.stages > 1) != (setup.schedule == "Interleaved1F1B"):
         raise ShardingError(
-            f"schedule={setup.schedule!r} with stages={setup.stages}: Interleaved1F1B has more than one stage"
-            " on each rank, the others one"
+            f"schedule={setup.schedule!r} with stages={setup.stages}: Interleaved1F1B needs more than one"
+            " stage on each rank, other schedules exactly one"
         )
     if setup.schedule == "GPipe" and setup.pipeline == 1:
         raise ShardingError(
-            "schedule='GPipe' is of a pipeline: give pipeline (--pipeline) of more than 1 rank"
+            "schedule='GPipe' needs a pipeline: give pipeline (--pipeline) of more than 1 rank"
         )
     if setup.stages > 1 and setup.pipeline == 1:
-        raise ShardingError(
-            "stages are planned of a pipeline: give pipeline (--pipeline) of more than 1 rank"
-        )
+        raise ShardingError("stages > 1 needs a pipeline: give pipeline (--pipeline) of more than 1 rank")
     if setup.sequence % setup.ulysses:
         raise ShardingError(
             f"ulysses={setup.ulysses} does not divide sequence={setup.sequence}: choose one of its divisors"
         )
     others = [name for name in ("pipeline", "ulysses", "experts") if getattr(setup, name) > 1]
     if others and setup.loss == "chunked":
-        raise ShardingError(f"loss='chunked' is planned without {', '.join(others)}: choose loss='whole'")
+        raise ShardingError(f"loss='chunked' cannot be planned with {', '.join(others)}: choose loss='whole'")
     apart = [("tensor", "ulysses"), ("tensor", "experts"), ("pipeline", "ulysses"), ("pipeline", "experts")]
     for one, other in apart:
         if getattr(setup, one) > 1 and getattr(setup, other) > 1:
-            raise ShardingError(f"{one} and {other} are each planned without the other: choose {other}=1")
+            raise ShardingError(f"{one} and {other} cannot be planned together: choose {other}=1")
 
 
 def check_filled(setup: Setup) -> None:
     """Raises ShardingError for micro-batches that do not fill a pipeline; recordings may have fewer."""
     count, ranks = setup.accumulation, setup.pipeline
     if count < ranks:
-        raise ShardingError(f"accumulation={count} micro-batches do not fill pipeline={ranks}: give as many")
+        raise ShardingError(
+            f"accumulation={count} micro-batches do not fill pipeline={ranks}: give at least {ranks}"
+        )
     if setup.schedule == "Interleaved1F1B" and count % (rounds := count // ranks):
         raise ShardingError(
             f"accumulation={count} micro-batches do not make {rounds} equal rounds over pipeline={ranks}, as"

@@ -1,7 +1,7 @@
-"""Verification that a sharded run is the same training as the unsharded one, step by step, by parameter.
+"""Verify, step by step and by parameter, that a sharded run trains as the unsharded one does.
 
-case.py finds a script's `Case`; reference.py runs it on one process, sharded.py on N ranks, both
-started by processes.py; compare.py says what is allowed and what is beyond; result.py reports.
+case.py finds a script's `Case`. reference.py runs it on one process and sharded.py on N ranks, both
+started by processes.py. compare.py decides which differences are beyond tolerance; result.py reports them.
 """
 
 from .case import Case, CaseError, load_case

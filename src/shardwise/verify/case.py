@@ -1,7 +1,7 @@
-"""The case that a script offers to verify: one training step taken apart, and how it is found.
+"""The `Case` that a script offers for verification: one training step as functions, and how to find it.
 
-A `Case` holds the five pieces that a training step is made of, so that the same step can run
-unsharded in one process and sharded on many. A spec names where it comes from:
+A `Case` holds the five functions of a training step, so that the same step can run unsharded in one
+process and sharded on many. A spec names where it comes from:
 
     train.py                       verify_case() of that file
     train.py:small_case            another function of that file
@@ -33,8 +33,8 @@ DEFAULT_FACTORY = "verify_case"
 class CaseError(ShardwiseError):
     """A case that cannot be found, built or run.
 
-    `traceback` is the traceback, stack or log of the process that failed; empty where the message
-    says it all.
+    `traceback` is the traceback, stack or log of the process that failed, or empty if the message
+    is enough.
     """
 
     def __init__(self, message: str, *, traceback: str = "") -> None:
@@ -46,15 +46,15 @@ class CaseError(ShardwiseError):
 class Case:
     """One training step in five functions. Every process calls them with the same arguments.
 
-    `build` must give the same weights wherever it is called. `shard` applies `fully_shard` in place
-    over the mesh; with a parameter named `layout` it can be asked for one. `batch` returns the
-    *global* batch of a step, counted from 0: tensors whose dim 0 is cut evenly over the ranks.
-    `loss` returns the mean over the samples it is given, a scalar. The step must not mix samples
-    (batch statistics) nor draw random numbers (dropout), or it has no equal on several ranks.
+    `build` must return the same weights in every process. `shard` applies `fully_shard` in place over the
+    mesh; if it has a parameter named `layout`, a layout can be requested. `batch` returns the *global*
+    batch of a step, counted from 0: tensors whose dim 0 is split evenly over the ranks. `loss` returns a
+    scalar, the mean over the samples it is given. The step must not mix samples (batch statistics) or draw
+    random numbers (dropout); otherwise several ranks cannot reproduce it.
 
-    Where the sharded step is not a call of `loss` and its backward, as in a pipeline, `shard` returns what
-    this rank trains, a module with the whole model's names, and `backward` takes a step's gradients: of that
-    module, for this rank's rows. It returns their mean loss, or None where another stage has it.
+    If the sharded step is not a call of `loss` and its backward, as in a pipeline, `shard` returns the module
+    that this rank trains, with the whole model's names, and `backward` computes that module's gradients for
+    this rank's rows. `backward` returns the mean loss of those rows, or None if another stage has it.
     """
 
     build: Callable[[], nn.Module]
@@ -66,7 +66,7 @@ class Case:
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """Return (file or module, name of the factory) of a case spec."""
+    """Split a case spec into its file or module and the name of its factory."""
     target, colon, factory = spec.rpartition(":")
     if not colon or not factory.isidentifier():
         return spec, DEFAULT_FACTORY
@@ -74,11 +74,11 @@ def split_spec(spec: str) -> tuple[str, str]:
 
 
 def load_case(spec: str) -> Case:
-    """Import what `spec` names, in this process, and call its factory.
+    """Import the module that `spec` names, in this process, and call its factory.
 
-    The script sees what it would see when run directly: its own directory and the current one on
-    `sys.path`, and no command-line arguments. Raises `CaseError` where there is no such case;
-    whatever the script itself raises passes through.
+    The script sees its own directory and the current one on `sys.path`, and no command-line arguments, as
+    when it runs directly. Raises `CaseError` if there is no such case; exceptions of the script itself
+    propagate.
     """
     target, name = split_spec(spec)
     module = _import_script(Path(target)) if target.endswith(".py") else _import_name(target)
@@ -97,9 +97,9 @@ def load_case(spec: str) -> Case:
 
 
 def apply_shard(case: Case, module: nn.Module, mesh: Any, *, layout: str | None) -> nn.Module:
-    """Run `case.shard`, passing `layout` on when one was asked for; return what is trained.
+    """Call `case.shard`, with `layout` unless it is None, and return the module to train.
 
-    Raises `CaseError` when a layout was asked for and `case.shard` takes none.
+    Raises `CaseError` if a layout is given and `case.shard` does not accept one.
     """
     if layout is None:
         return case.shard(module, mesh) or module
@@ -148,10 +148,10 @@ def _put_on_path(*folders: str) -> None:
 def local_batch(
     batch: tuple[torch.Tensor, ...], step: int, ranks: int, rank: int
 ) -> tuple[torch.Tensor, ...]:
-    """Cut a global batch evenly over ranks, and return one rank's part.
+    """Split a global batch evenly over ranks, and return one rank's part.
 
     Raises:
-        CaseError: its samples cannot be cut evenly.
+        CaseError: if its samples cannot be split evenly.
     """
     length = batch[0].shape[0]
     if length % ranks or length == 0:

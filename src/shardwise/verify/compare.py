@@ -1,12 +1,12 @@
-"""Comparison of two runs: the allowed and the found differences. Pure functions over tensors.
+"""Compare two runs: allowed and actual differences. Pure functions over tensors.
 
     allowed difference of element i = tolerance * scale + slack[i]
-    tolerance   relative; from the dtype and the number of terms summed, or given by the user
+    tolerance   relative; derived from the dtype and the number of terms summed, or given by the user
     scale       largest magnitude in the reference tensor, at least SCALE_FLOOR of the largest over
                 all tensors of its kind in that step (a gradient that cancels to nearly nothing has
                 the rounding of the terms that cancelled)
-    slack       parameters only: what the optimizer may make of a gradient difference that is itself
-                allowed; Adam's first step is lr * sign(gradient), so an element whose gradient is
+    slack       parameters only: the difference that the optimizer may make of an allowed gradient
+                difference; Adam's first step is lr * sign(gradient), so an element whose gradient is
                 rounding noise may move either way
 
 docs/verify.md derives each term.
@@ -44,10 +44,10 @@ class Tolerance:
 
 
 def derived_tolerance(dtype: torch.dtype, *, terms: int, layers: int) -> Tolerance:
-    """Return the tolerance that rounding alone explains, with a safety factor.
+    """Return the largest difference that rounding can explain, times a safety factor.
 
-    `dtype` is the coarsest one that values are stored in, `terms` the number of terms a gradient
-    element sums over the global batch, `layers` the number of operations between input and loss.
+    `dtype` is the coarsest dtype in which values are stored, `terms` the number of terms that a gradient
+    element sums over the global batch, and `layers` the number of operations between input and loss.
     """
     stored = torch.finfo(dtype).eps / 2
     accumulated = min(stored, torch.finfo(torch.float32).eps / 2)
@@ -59,21 +59,21 @@ def derived_tolerance(dtype: torch.dtype, *, terms: int, layers: int) -> Toleran
 
 
 def fixed_tolerance(value: float) -> Tolerance:
-    """Return a tolerance that is the same at every step; 0 asks for equal bits."""
+    """Return a tolerance that is the same at every step; 0 requires bitwise equality."""
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"tolerance must be a finite number >= 0, got {value}")
     return Tolerance(base=value, growth=0.0, reason="given")
 
 
 def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the floating-point dtype with the largest rounding error; float32 where there is none."""
+    """Return the floating-point dtype with the largest rounding error; float32 if there is none."""
     floating = {d for d in dtypes if d.is_floating_point}
     return max(floating, key=lambda d: (torch.finfo(d).eps, str(d)), default=torch.float32)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of one tensor (or the loss) of one step from the reference."""
+    """The difference between one tensor (or the loss) of a step and the reference."""
 
     kind: Kind
     step: int  # START before the first step
@@ -81,7 +81,7 @@ class Difference:
     absolute: float = 0.0  # largest |found - expected|
     relative: float = 0.0  # absolute over the tensor's scale
     used: float = 0.0  # largest share of its allowed difference that an element uses
-    problem: str = ""  # what is wrong where numbers cannot say it
+    problem: str = ""  # description of a problem that numbers cannot express
     rank: int = 0  # the rank that found it
 
     @property
@@ -91,7 +91,7 @@ class Difference:
 
     @property
     def severity(self) -> tuple[bool, float, float]:
-        """Sorts differences from harmless to worst."""
+        """Sort key of differences, from harmless to worst."""
         return (bool(self.problem), _orderable(self.used), _orderable(self.relative))
 
 
@@ -100,7 +100,7 @@ def _orderable(value: float) -> float:
 
 
 def scale_of(tensor: torch.Tensor) -> float:
-    """Return the largest finite magnitude in `tensor`; 0.0 for one without elements."""
+    """Return the largest finite magnitude in `tensor`; 0.0 if it is empty."""
     largest = 0.0
     for chunk in _chunks(tensor):
         magnitude = chunk.abs()
@@ -109,7 +109,7 @@ def scale_of(tensor: torch.Tensor) -> float:
 
 
 def floored_scale(tensor: torch.Tensor, *, overall: float) -> float:
-    """Return the scale to measure differences of `tensor` against; `overall` is the largest of its kind."""
+    """Return the scale for differences of `tensor`; `overall` is the largest scale of its kind."""
     return max(scale_of(tensor), SCALE_FLOOR * overall)
 
 
@@ -125,10 +125,10 @@ def compare_tensors(
     slack: torch.Tensor | None = None,
     rank: int = 0,
 ) -> Difference:
-    """Compare two tensors of one shape element by element, in float64.
+    """Compare two tensors element by element, in float64.
 
     `slack` (shape of `expected`) is an absolute difference allowed on top of `tolerance * scale`.
-    A value that is not finite on either side is a problem whatever the tolerance.
+    A shape mismatch, or a non-finite value on either side, is a problem whatever the tolerance.
     """
     if found.shape != expected.shape:
         problem = f"shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
@@ -169,9 +169,9 @@ def optimizer_slack(
 ) -> torch.Tensor:
     """Bound what one optimizer step may add to a parameter's difference, per element, in its dtype.
 
-    An element's update depends on its gradient at most in proportion (SGD, momentum, Adam and
-    their kind): a gradient off by the share d / |g| moves the update by no more than that share of
-    the largest update in the tensor, and an update can at most turn around. Zero without gradient.
+    An element's update is at most proportional to its gradient (SGD, momentum, Adam and similar). A
+    gradient that is off by the share d / |g| changes the update by at most that share of the tensor's
+    largest update, and at most reverses it. Zero without a gradient.
     """
     if gradient is None or allowed_gradient == 0.0 or before.numel() == 0:
         return torch.zeros_like(after)
@@ -187,7 +187,7 @@ def first_beyond(differences: Iterable[Difference]) -> Difference | None:
 
 
 def worst(differences: Iterable[Difference]) -> Difference | None:
-    """Return the most severe difference; the earliest where several are equal."""
+    """Return the most severe difference, the earliest of equal ones."""
     return max(differences, key=lambda difference: difference.severity, default=None)
 
 
@@ -204,7 +204,7 @@ def merge_ranks(by_rank: Iterable[Iterable[Difference]]) -> list[Difference]:
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield `tensor` as flat float64 pieces on the CPU (complex numbers as pairs); none when it is empty."""
+    """Yield `tensor` as flat float64 chunks on the CPU (complex numbers as pairs); nothing if it is empty."""
     flat = tensor.detach()
     flat = (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1)
     for start in range(0, flat.numel(), CHUNK_NUMEL):

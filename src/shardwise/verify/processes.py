@@ -1,10 +1,10 @@
-"""Run a function on N local processes joined by gloo, and say which one failed and why.
+"""Run a function on N local processes connected by gloo, and report which one failed and why.
 
-Every process reports over its own pipe: ("alive",) now and then, then ("done", value) or
-("failed", time, message, traceback or None). The parent kills all of them when one fails, dies, or when
-none has reported for `timeout` seconds, and names the earliest cause: once one rank is gone, the
-others fail too, with errors about lost connections. Rendezvous is by a file in a temporary folder,
-so that any number of runs at once never clash.
+Each process reports over its own pipe: ("alive",) from time to time, then ("done", value) or
+("failed", time, message, traceback or None). The parent kills all processes when one fails or dies, or
+when none has reported for `timeout` seconds. It names the earliest cause: once one rank is gone, the
+others fail too, with errors about lost connections. Rendezvous is through a file in a temporary folder,
+so concurrent runs never clash.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ import torch.distributed as dist
 from shardwise import launch
 from shardwise.errors import ShardwiseError
 
-GRACE_S = 1.0  # how long to listen for an earlier cause after the first failure is heard of
+GRACE_S = 1.0  # how long to wait for reports of an earlier cause after the first failure
 _EXIT_S = 30.0  # a large process on a busy machine takes seconds to end
 LOG_LINES = 30
-HANGS = 0.9  # after this share of the timeout a process writes its stack down
+HANGS = 0.9  # after this share of the timeout a process dumps its stack
 
 
 class RankError(ShardwiseError):
@@ -50,7 +50,7 @@ class RankError(ShardwiseError):
 
 @dataclass(frozen=True)
 class _Job:
-    """The function that one process runs, and where its output goes."""
+    """The function that one process runs, and the log for its output."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
@@ -67,23 +67,25 @@ class _Job:
 @dataclass
 class _Child:
     job: _Job
-    label: str  # how messages call it
+    label: str  # its name in messages
     process: BaseProcess
     pipe: Connection
     done: bool = False
     value: Any = None
-    failure: tuple[float, str, str | None] | None = None  # time, message, traceback: none where that says all
+    failure: tuple[float, str, str | None] | None = (
+        None  # time, message, traceback; None if the message is enough
+    )
 
 
 def run_ranks(
     target: Callable[..., Any], *args: Any, world_size: int, timeout: float, name: str = "rank"
 ) -> list[Any]:
-    """Call `target(alive, *args)` on `world_size` new local processes; values returned by rank.
+    """Call `target(alive, *args)` on `world_size` new local processes; return its values by rank.
 
-    `target` (a module-level function) finds a gloo default process group of that size, one thread
-    per process, and `alive`, a function to call whenever it gets somewhere. `timeout` is in seconds
-    without any process getting anywhere. What the processes print is kept out of sight and quoted
-    when they fail. Raises `RankError`; no process outlives the call.
+    `target` is a module-level function. It runs with a gloo default process group of that size and one
+    thread per process, and calls `alive` whenever it makes progress. `timeout` is in seconds without
+    progress of any process. The output of the processes is captured, and quoted if they fail. Raises
+    `RankError` if a process fails; no process outlives the call.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as folder:
         children: list[_Child] = []
@@ -110,7 +112,7 @@ def _start(job: _Job, label: str) -> _Child:
 def _context() -> mp.context.BaseContext:
     """Return the context of processes forked from a server that has imported torch and started no threads.
 
-    The import, seconds long, is then paid once instead of once per rank.
+    The import takes seconds, and so happens once instead of once per rank.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.tensor", "shardwise", "shardwise.verify"])
@@ -118,12 +120,12 @@ def _context() -> mp.context.BaseContext:
 
 
 def _main(job: _Job, pipe: Connection) -> None:
-    """Run one rank, from its first line to its report."""
+    """Run one rank, from setup to its report."""
     _write_output_to(job.log)
     rank, world_size = str(job.rank), str(job.world_size)
     os.environ.update(OMP_NUM_THREADS="1", RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=rank)
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # also where the host name does not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works even if the host name does not resolve
     torch.set_num_threads(1)
 
     def alive() -> None:
@@ -153,7 +155,7 @@ def _main(job: _Job, pipe: Connection) -> None:
 
 
 def _write_output_to(log: Path) -> None:
-    """Send everything this process prints to a file."""
+    """Redirect all output of this process to a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -168,7 +170,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _listen(children: list[_Child], timeout: float) -> None:
-    """Take in reports until all are done, or one failed and its grace is over, or nobody moves."""
+    """Receive reports until all are done, one failed and its grace period is over, or none makes progress."""
     deadline = time.monotonic() + timeout
     ending = math.inf
     while open_children := [child for child in children if not child.done and child.failure is None]:
@@ -212,7 +214,7 @@ def _death(exitcode: int | None) -> str:
 
 
 def _record_hang(children: list[_Child], timeout: float) -> None:
-    """Fail the first of those still running, with the stacks of all."""
+    """Mark the first process still running as failed, with the stacks of all."""
     stacks = "\n".join(f"{child.label}:\n{_tail(child.job.log)}" for child in children)
     waiting = ", ".join(child.label for child in children)
     message = f"nothing moved for {timeout:g} s; still running: {waiting}"
@@ -236,7 +238,7 @@ def _tail(log: Path) -> str:
 
 
 def _end(children: list[_Child]) -> None:
-    """Let finished processes leave by themselves, kill the others, and wait for all."""
+    """Let finished processes exit, kill the others, and wait for all."""
     finished = all(child.done for child in children)
     deadline = time.monotonic() + (GRACE_S * 5 if finished else 0.0)
     for child in children:

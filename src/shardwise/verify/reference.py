@@ -1,11 +1,11 @@
-"""The run everything is measured against: one process, no sharding, the whole batch.
+"""The reference run: one process, no sharding, the whole batch.
 
-Leaves files in a folder, read back by the ranks one tensor at a time:
+It writes files to a folder, from which the ranks read one tensor at a time:
 
-    start.pt      parameters before the first step, names that are tied to them, scales
+    start.pt      parameters before the first step, names tied to them, scales
     step<i>.pt    loss, gradients, parameters after the step, scales, slack
 
-Only tensors, numbers and strings are stored, and they are loaded as such.
+The files have only tensors, numbers and strings, and are loaded as such.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Plan:
     seed: int
     folder: str
     tolerance: float | None  # None: derived
-    dtype: torch.dtype | None  # None: found out from the reference
+    dtype: torch.dtype | None  # None: taken from the reference
     replicas: int  # 1: a mesh of one axis
     layout: str | None  # None: the case's own choice
-    mesh: str | None = None  # in the words of `Dimensions`; ranks and replicas are then its own
+    mesh: str | None = None  # a spec of `Dimensions`, which then sets ranks and replicas
 
 
 def file_of(folder: str, step: int) -> Path:
@@ -55,7 +55,7 @@ def file_of(folder: str, step: int) -> Path:
 
 
 def read_step(folder: str, step: int) -> dict[str, Any]:
-    """Read one step of the reference, mapped into memory and read as tensors are touched."""
+    """Read one step of the reference; the file is memory-mapped, so tensors are read when used."""
     loaded: dict[str, Any] = torch.load(
         file_of(folder, step), map_location="cpu", weights_only=True, mmap=True
     )
@@ -63,7 +63,7 @@ def read_step(folder: str, step: int) -> dict[str, Any]:
 
 
 def named(module: nn.Module) -> tuple[Parameters, dict[str, str]]:
-    """Return (parameters by name, each once; {further name: first name} of those that are tied)."""
+    """Return the parameters by name, each once, and the tied ones' {further name: first name}."""
     first: Parameters = {}
     tied: dict[str, str] = {}
     names: dict[int, str] = {}
@@ -78,7 +78,7 @@ def named(module: nn.Module) -> tuple[Parameters, dict[str, str]]:
 
 
 def take_batch(case: Case, step: int) -> tuple[torch.Tensor, ...]:
-    """Return the global batch of a step. Raises `CaseError` for anything but tensors of one length."""
+    """Return a step's global batch. Raises `CaseError` unless it consists of tensors of one length."""
     batch = case.batch(step)
     batch = (batch,) if isinstance(batch, torch.Tensor) else tuple(batch)
     for index, entry in enumerate(batch):
@@ -109,7 +109,7 @@ def take_loss(case: Case, module: nn.Module, batch: tuple[torch.Tensor, ...]) ->
 
 
 def take_gradients(case: Case, module: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-    """Run forward and backward of what `case.shard` returned; the loss, or None where another rank has it."""
+    """Run forward and backward of the case; return the loss, or None if another rank has it."""
     if case.backward is not None:
         return case.backward(module, batch)
     loss = take_loss(case, module, batch)
@@ -118,7 +118,7 @@ def take_gradients(case: Case, module: nn.Module, batch: tuple[torch.Tensor, ...
 
 
 def run_reference(alive: Callable[[], None], plan: Plan) -> Tolerance:
-    """Run every step unsharded, leave the files in `plan.folder`, and return the tolerance."""
+    """Run every step unsharded, write the files to `plan.folder`, and return the tolerance."""
     torch.manual_seed(plan.seed)
     case = load_case(plan.spec)
     module = case.build()

@@ -16,7 +16,7 @@ from .compare import KINDS, START, Difference, Kind, Tolerance, first_beyond, wo
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """The differences of one verification, in the order in which they were met."""
+    """The differences of one verification, in the order in which they were found."""
 
     spec: str
     ranks: int
@@ -26,8 +26,8 @@ class VerifyResult:
     layout: str | None  # None: the case's own choice
     tolerance: Tolerance
     differences: tuple[Difference, ...]
-    mesh: str | None = None  # in the words of `Dimensions`
-    alone: dict[str, str] = field(default_factory=dict)  # by dimension: what is first beyond tolerance there
+    mesh: str | None = None  # a spec of `Dimensions`
+    alone: dict[str, str] = field(default_factory=dict)  # by dimension: the first difference beyond tolerance
 
     @property
     def ok(self) -> bool:
@@ -36,7 +36,7 @@ class VerifyResult:
 
     @property
     def first(self) -> Difference | None:
-        """The first beyond tolerance: parameters at the start, then loss, gradients, parameters by step."""
+        """The first difference beyond tolerance: start, then each step's loss, gradients, parameters."""
         return first_beyond(self.differences)
 
     @property
@@ -45,7 +45,7 @@ class VerifyResult:
         return first_beyond(d for d in self.differences if d.kind != "loss")
 
     def worst(self, kind: Kind, step: int) -> Difference | None:
-        """Return the most severe difference of a kind in a step; None where nothing was compared."""
+        """Return the most severe difference of a kind in a step; None if nothing was compared."""
         return worst(d for d in self.differences if d.kind == kind and d.step == step)
 
     def largest(self, kind: Kind, step: int) -> tuple[float, float]:
@@ -81,7 +81,7 @@ class _Result(Protocol):
 
 
 def write_json(path: str | Path, results: Sequence[_Result]) -> None:
-    """Write a result's `to_dict()` to a file; of several results, a list of them under the worst verdict."""
+    """Write a result's `to_dict()` as JSON; several results become a list under the worst verdict."""
     parts = [result.to_dict() for result in sorted(results, key=lambda result: result.ok)]
     content = parts[0]
     if len(results) > 1:
@@ -90,12 +90,12 @@ def write_json(path: str | Path, results: Sequence[_Result]) -> None:
 
 
 def step_name(step: int) -> str:
-    """Return how reports call a step."""
+    """Return a step's name in reports."""
     return "start" if step == START else str(step)
 
 
 def table(result: VerifyResult) -> Table:
-    """Return one row per step: the largest difference of each kind, and the tensor nearest to its limit."""
+    """Return a table with a row per step: each kind's largest difference, the tensor nearest its limit."""
     rendered = Table(title=_title(result))
     rendered.add_column("step", justify="right")
     for kind in KINDS:
@@ -117,7 +117,7 @@ def table(result: VerifyResult) -> Table:
 
 
 def verdict(result: VerifyResult) -> str:
-    """Return one or two lines: whether the runs agree, else the first difference and the first parameter."""
+    """Return one or two lines: that the runs agree, or the first difference and the first parameter."""
     first, parameter = result.first, result.first_parameter
     layout = f" ({result.layout} layout)" if result.layout else ""
     if first is None:
@@ -136,7 +136,7 @@ def verdict(result: VerifyResult) -> str:
 
 
 def describe(difference: Difference) -> str:
-    """Return a difference in one line, for a reader who has to find the fault."""
+    """Describe a difference in one line, for locating the fault."""
     what = "the loss" if difference.kind == "loss" else f"the {difference.kind} {difference.name}"
     if difference.kind == "gradient":
         what = f"the gradient of {difference.name}"

@@ -1,4 +1,4 @@
-"""Run a case on one process, then on N ranks, and compare: the two halves joined."""
+"""Run a case on one process, then on N ranks, and compare the runs."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def verify(
     tensor's scale and holds for losses, gradients and parameters at every step; without it, one is
     derived from `dtype` (by default the coarsest among parameters and gradients) and the batch.
     `replicas` > 1 gives a mesh ("replicate", "shard") of shape (replicas, ranks / replicas).
-    `mesh`, such as "pp2,dp2,tp2" (see `shardwise.dimensions`), has as many ranks as its sizes multiply to, in
-    place of both; where it is beyond tolerance, each dimension is tried alone, to say which is at fault.
-    `layout` is passed to the case's shard function. `timeout` is in seconds without progress.
+    `mesh`, such as "pp2,dp2,tp2" (see `shardwise.dimensions`), replaces `ranks` and `replicas`: it has the
+    product of its sizes as ranks. If a run is beyond tolerance, each dimension is tried alone to find the one
+    at fault. `layout` is passed to the case's shard function. `timeout` is in seconds without progress.
 
-    Starts `ranks` + 1 processes (never more than `ranks` at once) and needs room in the temporary
-    folder for `steps` times three times the parameters. Raises `CaseError` when the case cannot be
-    run, with the traceback of the process that failed. A script that calls this does so under
-    `if __name__ == "__main__":`, as with every function that starts Python processes.
+    Starts `ranks` + 1 processes (never more than `ranks` at once) and needs space in the temporary folder
+    for 3 x `steps` times the parameters. Raises `CaseError` if the case cannot be run, with the traceback
+    of the process that failed. Call it under `if __name__ == "__main__":`, as with every function that
+    starts Python processes.
     """
     ranks = _ranks_of(mesh, replicas) if mesh is not None else ranks
     _check_arguments(case_spec, ranks=ranks, steps=steps, replicas=replicas)
@@ -67,7 +67,7 @@ def verify(
 
 
 def _alone(plan: Plan, tolerance: Tolerance, timeout: float) -> dict[str, str]:
-    """Train on each dimension of the mesh alone; return what is first beyond tolerance there, or ""."""
+    """Train on each mesh dimension alone; return its first difference beyond tolerance, or ""."""
     sizes = Dimensions(plan.mesh).sizes if plan.mesh else {}
     found = {}
     for name, size in sizes.items():

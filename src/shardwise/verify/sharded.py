@@ -1,9 +1,9 @@
-"""The run under test, on one of N ranks: shard, step, and compare each step with the reference.
+"""The sharded run, on one of N ranks: shard, step, and compare each step with the reference.
 
-A sharded tensor is made whole one parameter at a time, which is collective, so before that the
-ranks tell each other which parameters and gradients they hold: a gradient missing on one rank is
-a difference to report, not a hang. Whole tensors are equal within a shard group, so one rank of
-each replica compares; tensors that are not sharded are compared on every rank.
+Sharded tensors are gathered one parameter at a time, which is collective. The ranks therefore first
+exchange which parameters and gradients they hold, so that a gradient missing on one rank is reported
+and does not hang. Gathered tensors are equal within a shard group, so one rank of each replica compares;
+tensors that are not sharded are compared on every rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DESCRIBED = {ABSENT: "no such parameter", EMPTY: "none", PRESENT: "present"}
 
 
 def run_sharded(alive: Callable[[], None], plan: Plan, tolerance: Tolerance) -> list[Difference]:
-    """Run every step sharded and compare. All differences on rank 0, in order; empty elsewhere.
+    """Run and compare every step; return all differences in order on rank 0, and none on other ranks.
 
     Collective over the default process group.
     """
@@ -147,13 +147,13 @@ def _held_by_rank(kind: Kind, parameters: Parameters, names: list[str]) -> list[
 
 
 def _on_its_stages(held: list[int], stages: list[int]) -> dict[int, int]:
-    """Return states by rank, of the ranks of those stages that have the parameter; of all where none has."""
+    """Return states by rank, for the stages that have the parameter, or for all if none has it."""
     having = {stage for stage, state in zip(stages, held, strict=True) if state != ABSENT} or set(stages)
     return {rank: state for rank, state in enumerate(held) if stages[rank] in having}
 
 
 def _presence_problem(held: dict[int, int], reference: int) -> str:
-    """Describe what is wrong with a tensor's states by rank against the reference's; "" if nothing."""
+    """Describe how a tensor's states by rank differ from the reference's; "" if they do not."""
     found = sorted(set(held.values()))
     if found == [reference]:
         return ""
@@ -169,7 +169,7 @@ def _presence_problem(held: dict[int, int], reference: int) -> str:
 def _name_problems(
     parameters: Parameters, tied: dict[str, str], expected: list[str], expected_tied: dict[str, str]
 ) -> list[Difference]:
-    """Return parameters the reference does not have, and names that are tied on one side only."""
+    """Return parameters that the reference does not have, and names tied on one side only."""
     problems = []
     for name in parameters:
         if name in expected_tied:
@@ -183,7 +183,7 @@ def _name_problems(
 
 
 def _gather_differences(differences: list[Difference]) -> list[Difference]:
-    """Gather what all ranks found, merged, on rank 0; empty elsewhere."""
+    """Gather and merge the differences of all ranks on rank 0; return none on other ranks."""
     by_rank = together(
         "merging what ranks found", lambda: [dataclasses.asdict(difference) for difference in differences]
     )

@@ -1,8 +1,9 @@
-"""The check that operations on an accelerator's streams wait for what they need, without an accelerator.
+"""Check, without an accelerator, that operations on its streams wait for what they need.
 
-clocks.py knows who runs after whom, memory.py who touches what; streams.py, device.py and collectives.py are
-a simulated device that tells them; check.py runs code on it, training.py a script's `Case`. values.py
-runs all of it again in another order (orders.py), on real ranks with the others' help (peers.py).
+clocks.py records which operation runs after which, memory.py which memory each touches. streams.py, device.py
+and collectives.py are a simulated device that reports to them. check.py runs code on it, training.py a
+script's `Case`. values.py runs everything again in another order (orders.py); on real ranks, peers.py
+coordinates this with the other ranks.
 """
 
 from .check import Finding, Findings, simulated

@@ -1,11 +1,11 @@
-"""The streams on which autograd's engine runs nodes of backward, and what those wait for.
+"""The streams on which autograd's engine runs backward nodes, and what they wait for.
 
-    a node             runs on its forward's stream, after the nodes that give it gradients; the first ones
-                       after what the caller of backward issued
+    a node             runs on its forward's stream, after the nodes that give it gradients; the first nodes
+                       run after what the caller of backward issued
     a leaf's gradient  is accumulated on the stream on which the graph first used the leaf
-    sums               gradients of several nodes for one are added on that one's stream
-    memory             of a gradient for a node on another stream is not given out before that one is past it
-    the caller         goes on after the streams of leaves, and of tensors whose gradients it asked for
+    sums               gradients from several nodes for one node are added on the receiving node's stream
+    memory             of a gradient for a node on another stream is not reused before that stream is past it
+    the caller         continues after the streams of leaves, and of tensors whose gradients it requested
 
 Source of the rules: the engine's notes on streaming backwards, and its `InputBuffer`.
 """
@@ -23,11 +23,11 @@ from torch import Tensor
 from shardwise import _compat
 from shardwise.verify.streams.clocks import Clock, Line, merge
 
-ACCUMULATES = 1 << 62  # from here on: numbers of nodes that accumulate gradients
+ACCUMULATES = 1 << 62  # first number of nodes that accumulate gradients
 
 
 class Stream(Protocol):
-    """A stream, as far as autograd goes."""
+    """The part of a stream that autograd needs."""
 
     @property
     def line(self) -> Line: ...
@@ -40,9 +40,9 @@ class Backward(Generic[S]):
     """One call of the engine.
 
     Attributes:
-        caller: the stream that was current where it was called.
-        parent: the node that called it, if one did.
-        stream: that of the node that runs now.
+        caller: stream that was current at the call.
+        parent: node that made the call, if any.
+        stream: stream of the node that runs now.
     """
 
     def __init__(
@@ -58,9 +58,11 @@ class Backward(Generic[S]):
         self._stream_of_number, self._record_stream = stream_of, record_stream
         self._roots, self._asked = {id(node) for node in roots}, list(asked)
         self._began: Clock = dict(caller.line.clock)
-        self._arrivals: dict[int, Clock] = {}  # of the gradients that a node is given
+        self._arrivals: dict[int, Clock] = {}  # of the gradients that a node receives
         self._given: set[tuple[int, int]] = set()  # nodes and places that have a gradient already
-        self._sums: deque[Any] = deque()  # for which the engine adds next, after the node that ended last
+        self._sums: deque[Any] = (
+            deque()
+        )  # nodes whose gradients the engine adds next, after the last node that ended
         self._running: Any = None
         self._has_ended = self._is_over = False
         self._first_uses: dict[int, int] = {}  # of leaves: the number of the first node that used it
@@ -86,7 +88,7 @@ class Backward(Generic[S]):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Follow the nodes, while the engine runs; the caller goes on after them unless one fails."""
+        """Follow the nodes while the engine runs; the caller continues after them unless one fails."""
         handles = []
         for node in self._nodes.values():
             if _compat.node_number(node) < ACCUMULATES:
@@ -100,7 +102,7 @@ class Backward(Generic[S]):
                 handle.remove()
 
     def follow(self, node: Any) -> bool:
-        """Return whether one of these nodes is running, with `stream`; begin it if it is seen first now."""
+        """Return whether a node of this call is running, and set `stream`; begin a node that is new."""
         if node is None or node is self.parent or id(node) not in self._nodes:
             if self._running is not None:
                 self._finish()  # callbacks at the end of backward
@@ -113,7 +115,7 @@ class Backward(Generic[S]):
         return True
 
     def issued(self) -> None:
-        """Note an issued operation: it was the engine's if the node that runs has ended."""
+        """Record an issued operation; it is the engine's if the running node has ended."""
         if self._has_ended and self._sums:
             merge(self._arrivals.setdefault(id(self._sums.popleft()), {}), self.stream.line.clock)
 

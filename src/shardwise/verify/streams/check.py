@@ -1,4 +1,4 @@
-"""Run code on a simulated device, and say which of its operations race.
+"""Run code on a simulated device, and report which of its operations race.
 
 with simulated() as found:
     ...                     # any code, with tensors on torch.device(DEVICE)
@@ -32,16 +32,16 @@ from shardwise.verify.streams.orders import Order
 from shardwise.verify.streams.streams import Event, OwnEvent, OwnStream, Stream, active, is_active
 from shardwise.verify.streams.values import Difference, Late
 
-_SECONDS = 0.5  # that threads have at the end, to come to what may be refused
+_SECONDS = 0.5  # for threads at the end, to reach an operation that is refused
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Two operations on the same memory, one of them a write, without an order between them.
+    """Two unordered operations on the same memory, at least one of them a write.
 
     Attributes:
-        what: the memory: a parameter, a gradient, a group's buffer, or where it was made.
-        again: the memory was freed after `earlier`, and given out again before `later`.
+        what: the memory: a parameter, a gradient, a group's buffer, or the place where it was allocated.
+        again: whether the memory was freed after `earlier` and allocated again before `later`.
     """
 
     earlier: Operation
@@ -67,9 +67,9 @@ class Findings:
     """The races and differences that a simulation found.
 
     Attributes:
-        findings: each pair of places once.
-        differences: numbers that another order of operations changes, if one was asked for.
-        models: whose parameters are called by their names, beside those of sharded modules.
+        findings: races, each pair of places once.
+        differences: numbers that another order of operations changes, if `order` was given.
+        models: models whose parameters are reported by name, in addition to sharded modules.
     """
 
     simulation: Simulation = field(init=False)
@@ -80,12 +80,12 @@ class Findings:
 
     @property
     def operations(self) -> int:
-        """Number of the device's operations that were checked."""
+        """The number of device operations that were checked."""
         streams = self.simulation.timeline.lines[1:]
         return sum(line.clock.get(line.number, 0) for line in streams)
 
     def _report(self, earlier: Operation, later: Operation, block: Block, address: int, again: bool) -> None:
-        """Take note of a race."""
+        """Record a race."""
         if (key := (earlier.name, earlier.place, later.name, later.place, again)) not in self._known:
             self._known.add(key)
             self.findings.append(Finding(earlier, later, self.name_of(block, address), again))
@@ -97,19 +97,19 @@ class Findings:
 
 @contextmanager
 def simulated(order: Order | None = None) -> Iterator[Findings]:
-    """Simulate a device: inside, `torch.device(DEVICE)` has streams, and what is done on it is looked at.
+    """Simulate a device: in the context, `torch.device(DEVICE)` has streams, and its operations are checked.
 
-    Streams, events, pinned memory and `torch.accelerator.current_stream` are the device's. Compiled functions
-    run uncompiled. The device type stays registered with torch for the rest of the process.
+    Streams, events, pinned memory and `torch.accelerator.current_stream` belong to the device. Compiled
+    functions run uncompiled. The device type stays registered with torch for the rest of the process.
 
     Args:
-        order: everything also runs a second time, in this order; then there are `differences` too.
+        order: order in which everything also runs a second time, which yields `differences`.
 
     Raises:
-        LifecycleError: a simulation runs already.
-        ShardwiseError: at the end too, what cannot be followed: work of other threads on the device,
-            `DistributedDataParallel`.
-        TypeError: `order` is none.
+        LifecycleError: if a simulation is already running.
+        ShardwiseError: at once and again at the end, for what the simulation cannot follow: other threads'
+            work on the device, `DistributedDataParallel`.
+        TypeError: if `order` is not an `Order`.
     """
     if not isinstance(order, Order | None):
         raise TypeError(f"expected an Order or None, got {order!r}; Order.of(1) is one")
@@ -117,7 +117,9 @@ def simulated(order: Order | None = None) -> Iterator[Findings]:
     found = Findings()
     found.simulation = simulation = Simulation(found._report)
     others = set(threading.enumerate())
-    watch_backward(live_states)  # which wraps autograd's engine for good, so before this does for a while
+    watch_backward(
+        live_states
+    )  # wraps autograd's engine permanently, so must come before the temporary wrapper
     with ExitStack() as stack:
         stack.enter_context(running_in(simulation))
         for patch in _patches(simulation):
@@ -130,7 +132,7 @@ def simulated(order: Order | None = None) -> Iterator[Findings]:
         yield found
         end = time.monotonic() + _SECONDS
         for thread in threading.enumerate():
-            if thread not in others and not thread.daemon:  # a pool's never ends
+            if thread not in others and not thread.daemon:  # a pool's thread never ends
                 thread.join(timeout=max(0.0, end - time.monotonic()))
         if simulation.refused is not None:
             raise simulation.refused
@@ -157,7 +159,7 @@ def _patches(simulation: Simulation) -> list[Any]:
     to, run_thread = Tensor.to, threading.Thread.run
 
     def run_in_mode(thread: threading.Thread) -> None:
-        with _compat.shared_with_thread(simulation.mode):  # which refuses tensors that are made there
+        with _compat.shared_with_thread(simulation.mode):  # the mode refuses tensors made in that thread
             run_thread(thread)
 
     def to_indexed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -246,7 +248,7 @@ def _is_there(device: Any) -> bool:
 
 
 def _moved(value: Any, moved: dict[Any, Tensor]) -> Any:
-    """Move what was loaded to the device: tensors of one storage share one there, which `moved` has."""
+    """Move loaded values to the device; tensors of one storage share one there, recorded in `moved`."""
     if isinstance(value, nn.Module):
         return value.to(NAME)
     if isinstance(value, Tensor):
@@ -259,7 +261,7 @@ def _moved(value: Any, moved: dict[Any, Tensor]) -> Any:
             made = nn.Parameter(made) if isinstance(value, nn.Parameter) else made
             moved[id(value)] = made.requires_grad_(value.requires_grad)
         return moved[id(value)]
-    if isinstance(value, dict):  # in place, as a state dict has attributes too
+    if isinstance(value, dict):  # in place: a state dict has attributes too
         value.update({key: _moved(item, moved) for key, item in value.items()})
     if isinstance(value, list):
         value[:] = [_moved(item, moved) for item in value]
@@ -278,7 +280,7 @@ class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
 
 
 class _Generator(torch.Generator, metaclass=_AnyGenerator):
-    """Stand-in for `torch.Generator`: random numbers of the device are the CPU's."""
+    """Stand-in for `torch.Generator` that draws the device's random numbers on the CPU."""
 
     _named: torch.device
 
@@ -295,7 +297,7 @@ class _Generator(torch.Generator, metaclass=_AnyGenerator):
 
 
 def _indexed(value: Any) -> Any:
-    """Return the device with its number, by which torch sees that a tensor is there already."""
+    """Return the device with its index, so that torch sees that a tensor is already there."""
     return torch.device(NAME, 0) if value in (NAME, torch.device(NAME)) else value
 
 
@@ -333,7 +335,7 @@ _MEMORY: dict[str, Callable[..., Any]] = {
 
 
 def _module() -> types.ModuleType:
-    """Make the module that torch expects of a device."""
+    """Make the module that torch expects for a device type."""
     module: Any = types.ModuleType("torch.lazy")
 
     @contextmanager
@@ -361,10 +363,10 @@ def _module() -> types.ModuleType:
 
 
 def name_at(address: int, models: list[nn.Module]) -> str:
-    """Return the parameter, gradient or buffer of a group that has `address`; nothing if none has.
+    """Return the name of the parameter, gradient or group buffer at `address`, or "" if there is none.
 
     Args:
-        models: whose parameters have the names by which they are called.
+        models: models whose parameters are called by name.
     """
     for words, tensor in _named(models):
         local = _compat.local_of(tensor)

@@ -1,12 +1,12 @@
 """Vector clocks of streams, events and the host: which operation runs after which.
 
-A stream runs what it is given one after another. It is ordered after another stream only by waits:
+A stream runs its operations in order. Only waits order it after another stream:
 
     stream.wait_event(event)      after all that came before the event on its stream, and what that waited for
     event.synchronize(), .item()  the host waits; whatever it issues later comes after
 
-A clock says how many operations of each line (a stream, or the host) surely come before. An operation comes
-after another if its line's clock has the other's tick. This file knows no tensors.
+A clock counts, for each line (a stream, or the host), the operations that certainly come before. An operation
+comes after another if its line's clock has reached the other's tick. This module knows nothing of tensors.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Operation:
     name: str
     place: str  # in the code
     stream: str  # the line's name
-    job: Any = None  # where operations are put off: what runs it
+    job: Any = None  # runs a deferred operation
 
     def __str__(self) -> str:
         return f"{self.name} on {self.stream} ({self.place})"
 
 
 def merge(into: Clock, other: Clock) -> None:
-    """Let `into` come after all that `other` comes after."""
+    """Update `into` to come after everything that `other` comes after."""
     for line, tick in other.items():
         if into.get(line, 0) < tick:
             into[line] = tick
@@ -61,7 +61,7 @@ class Line:
     """Clock of a stream, of a process group's asynchronous collectives, or of the host.
 
     Attributes:
-        key: name that all ranks give to it, though some make lines that others do not.
+        key: the line's name on all ranks, even if some ranks make lines that others do not.
     """
 
     number: int
@@ -71,7 +71,7 @@ class Line:
     last: Operation | None = None
 
     def issue(self, name: str, place: str, host: Clock) -> Operation:
-        """Issue the next operation; the host issues it, so it comes after all that the host waited for."""
+        """Issue the next operation. The host issues it, so it comes after everything the host waited for."""
         merge(self.clock, host)
         tick = self.clock[self.number] = self.clock.get(self.number, 0) + 1
         self.last = Operation(self.number, tick, name, place, self.name)

@@ -1,9 +1,9 @@
-"""Collectives of a simulated device: on which stream they run, and until when.
+"""Collectives of a simulated device: the stream each runs on, and when it ends.
 
-A synchronous one runs on the current stream. An asynchronous one runs on a stream of its group, after what
-the current stream was given so far; `wait` on its work lets the stream that is current then go on after it,
-and its tensors are kept alive until then, as NCCL's process group does. Under a no-op group every rank is
-taken to be like this one.
+A synchronous collective runs on the current stream. An asynchronous one runs on its group's stream, after
+what the current stream was issued so far. `wait` on its work makes the stream that is then current continue
+after it; until then its tensors stay alive, as with NCCL's process group. Under a no-op group every rank is
+assumed to be like this one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardwise.verify.streams.device import (
 )
 from shardwise.verify.streams.streams import Stream
 
-# Of these methods the first argument is written and the second read; of all others every tensor is both.
+# These methods write the first argument and read the second; all others read and write every tensor.
 _TWO_SIDED = ("gather", "scatter", "all_to_all", "alltoall")
 
 
@@ -58,7 +58,7 @@ class _Work(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Tell that it is: who asks, asks until it is, and goes on after it."""
+        """Return True after waiting: a caller that polls would poll until completion."""
         self.collectives.simulation.timeline.host_waits(self._clock)
         return True
 
@@ -67,7 +67,7 @@ class _Work(dist.Work):
 
 
 class _Future(torch.futures.Future[Any]):
-    """Stand-in for the future of an asynchronous collective; callbacks run on a stream of their own."""
+    """Stand-in for the future of an asynchronous collective; its callbacks run on a separate stream."""
 
     def __init__(self, work: _Work, value: Any) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class _Future(torch.futures.Future[Any]):
 
 
 class _All(dist.Work):
-    """The work of some collectives; each is waited for once, as more often gloo waits forever."""
+    """The work of several collectives. Each is waited for only once: a second wait on gloo never returns."""
 
     def __init__(self, works: list[Any]) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class _All(dist.Work):
 
 @dataclass(frozen=True)
 class _Part:
-    """A collective of a batch: how to run it, on what, and what it reads and writes."""
+    """A collective of a batch: how and on which tensors to run it, and what it reads and writes."""
 
     again: Callable[..., Any]
     given: tuple[Any, dict[str, Any]]
@@ -134,12 +134,12 @@ class _Backend:
 
 
 class Collectives:
-    """Tells a simulation of all collectives on its tensors."""
+    """Reports all collectives on a simulation's tensors to it."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
         self._lines: dict[str, Line] = {}
-        # What to wait for, by the address of a functional collective's result, and what it keeps until then.
+        # By address of a functional collective's result: the clock to wait for, and tensors kept until then.
         self._functional: dict[int, tuple[Clock, list[Tensor]]] = {}
         self._batches: dict[str, list[_Part]] = {}  # by group
 
@@ -163,7 +163,7 @@ class Collectives:
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             tensors = list(tensors_in((args, tuple(kwargs.values()))))
             late = self.simulation.late
-            if name == "barrier":  # NCCL's blocks the host until the current stream is there
+            if name == "barrier":  # NCCL's barrier blocks the host until the current stream reaches it
                 self.simulation.timeline.current().synchronize()
             if not any(isinstance(one, SimTensor) for one in tensors):
                 if late is not None:
@@ -183,17 +183,17 @@ class Collectives:
                 late.collective(operation, group, again, (args, kwargs), *touched)
             if not asynchronous:
                 return work
-            work.wait()  # what runs when is the simulation's to say
+            work.wait()  # the simulation decides what runs when
             return _Work(self, self.line_of(group), tensors, work)
 
         return call
 
     def start_coalescing(self, group: dist.ProcessGroup) -> None:
-        """Begin a batch: its collectives run together, when it ends."""
+        """Begin a batch of collectives, which run together when it ends."""
         self._batches[group.group_name] = []
 
     def end_coalescing(self, group: dist.ProcessGroup) -> dist.Work:
-        """Run the collectives of a batch, and return what waits for them."""
+        """Run the collectives of a batch, and return work that waits for them."""
         parts = self._batches.pop(group.group_name)
 
         def together(group: dist.ProcessGroup, given: Any, outcome: Any) -> dist.Work:
@@ -219,7 +219,7 @@ class Collectives:
         asynchronous: bool,
         written: Sequence[Tensor] | None = None,
     ) -> tuple[Operation, Sequence[Tensor], Sequence[Tensor]]:
-        """Tell the simulation of one collective; what it reads and what it writes."""
+        """Report a collective, with its reads and writes, to the simulation."""
         simulation, stream = self.simulation, self.simulation.timeline.current()
         line = stream.line
         if asynchronous:
@@ -288,13 +288,13 @@ class Collectives:
 
 
 def asks_async(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether a process group's method is asked not to wait."""
+    """Return whether a process group's method is called asynchronously."""
     options = [one for one in (*args, *kwargs.values()) if hasattr(one, "asyncOp")]
     return bool(options and options[0].asyncOp) or kwargs.get("async_op") is True
 
 
 def _all_but(part: Tensor, whole: Tensor) -> list[Tensor]:
-    """Return what an all-gather writes: in place, it leaves this rank's own part unchanged."""
+    """Return what an all-gather writes; in place, this excludes this rank's own part."""
     begin = part.storage_offset() - whole.storage_offset()
     end = begin + part.numel()
     if storage_id(part) != storage_id(whole) or begin < 0 or end > whole.numel():
@@ -315,7 +315,7 @@ def _functional_again(func: Any, group: dist.ProcessGroup, given: Any, outcome: 
 
 
 def _as_equal_ranks(name: str, args: Any, ranks: int) -> None:
-    """Write the results of a no-op group, as if all ranks sent what this one does; zeros for a message."""
+    """Write a no-op group's results as if all ranks sent what this rank sends; messages get zeros."""
     if name == "recv":
         for tensor in tensors_in(args[0]):
             bare_of(tensor).zero_()
@@ -341,7 +341,7 @@ def _fill(name: str, out: Tensor, source: Tensor, ranks: int) -> None:
 
 @contextmanager
 def reporting_to(simulation: Simulation) -> Iterator[Collectives]:
-    """Tell `simulation` of all collectives meanwhile."""
+    """Report all collectives in the context to `simulation`."""
     collectives = Collectives(simulation)
     simulation.functional = collectives.functional
     kinds: tuple[type, ...] = (dist.ProcessGroup, NoopGroup)

@@ -1,7 +1,7 @@
-"""A simulated accelerator: tensors of a device of their own over CPU memory, so that all code takes its way.
+"""A simulated accelerator: a device whose tensors lie in CPU memory, so that code takes its device path.
 
-    torch.device(NAME)    with streams, events, pinned memory, copies from and to the host
-    SimTensor             a tensor there; each operator runs at once, on the CPU, and the `Simulation` sees
+    torch.device(NAME)    has streams, events, pinned memory, copies from and to the host
+    SimTensor             a tensor there; each operator runs at once on the CPU, and the `Simulation` sees it
 
 The device is registered with torch for the rest of the process, and counts as available only while a
 simulation runs.
@@ -27,7 +27,7 @@ from shardwise.verify.streams.clocks import Line, Operation
 from shardwise.verify.streams.memory import Block, Extent, Memory, Report
 from shardwise.verify.streams.streams import Stream, Timeline, place_in_code
 
-NAME = "lazy"  # a type of torch's that nothing else here serves: `_compat.register_device`
+NAME = "lazy"  # a device type of torch that is otherwise unused here: `_compat.register_device`
 _DEVICE_OF = torch.ops.prim.device.default
 
 
@@ -61,10 +61,10 @@ class SimTensor(Tensor):
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """Return the CPU memory of a tensor of the device, as a tensor.
+    """Return the CPU memory of a device tensor, as a tensor.
 
     Raises:
-        RuntimeError: it was freed. (`set_` would give the storage other memory, unseen.)
+        RuntimeError: if it was freed. (`set_` would silently give the storage other memory.)
     """
     storage, (low, high) = tensor.untyped_storage(), span(tensor)
     if high - low and high - storage.data_ptr() > storage.nbytes():
@@ -77,13 +77,13 @@ def memory_of(tensor: Tensor) -> Tensor:
 
 
 def on_device(memory: Tensor) -> Tensor:
-    """Make CPU memory a tensor of the device."""
+    """Wrap CPU memory as a tensor of the device."""
     found: Tensor = _compat.as_device_tensor(SimTensor, memory, torch.device(NAME, 0))
     return found
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses from the first to behind the last element."""
+    """Return the addresses of the first element and of the end of the last."""
     if not tensor.numel():
         return 0, 0
     reach = 1 + sum(
@@ -106,9 +106,10 @@ class Simulation:
     """The simulated device, operator by operator.
 
     Attributes:
-        memory: of the device; `host` is the CPU memory that copies read or write.
-        late: gets everything that is done, to run it again in another order (`values.Late`).
-        refused: the first error for what cannot be followed, which code may have caught or lost in a thread.
+        memory: memory of the device; `host` is the CPU memory that copies read or write.
+        late: receives every operation, to run it again in another order (`values.Late`).
+        refused: the first error for something that cannot be followed; code may have caught it or lost it in
+            a thread.
     """
 
     def __init__(self, report: Report) -> None:
@@ -118,18 +119,18 @@ class Simulation:
         self.late: Any = None
         self.functional: Callable[[Any, Any, dict[str, Any]], Any] = self._no_collectives
         self.refused: ShardwiseError | None = None
-        self.looks_away = False  # from what computes shapes
+        self.looks_away = False  # while shapes are computed
         self._thread = threading.get_ident()
         self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block | None]] = {}
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self.mode = _Mode(self)
 
     def is_elsewhere(self) -> bool:
-        """Tell whether another thread runs than that of the simulation."""
+        """Return whether the current thread is not the simulation's."""
         return threading.get_ident() != self._thread
 
     def refuse(self, why: str) -> ShardwiseError:
-        """Return an error to raise, with which the simulation ends too."""
+        """Return an error to raise; the simulation also ends with it."""
         error = ShardwiseError(why)
         self.refused = self.refused or error
         return error
@@ -149,13 +150,13 @@ class Simulation:
         return self.memory.at(span(tensor)[0])
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
-        """Give a tensor's memory out again only where the device is past what this stream has by then."""
+        """Delay reuse of a tensor's memory until the device is past what `stream` has when it is freed."""
         local = _compat.local_of(tensor)
         if isinstance(local, SimTensor) and (block := self.block_of(local)) is not None:
             block.guarded.add(stream.line.number)
 
     def allocated(self, storage: torch.UntypedStorage, made: str, *, blank: bool = False) -> None:
-        """Note that a storage has memory, from the current stream; `blank` if it has no values yet."""
+        """Record a storage's allocation on the current stream; `blank` if it has no values yet."""
         block = None
         if storage.nbytes():
             owner = self.timeline.current().line.number
@@ -166,7 +167,7 @@ class Simulation:
         self._seen[key] = weakref.ref(storage, lambda _: self._freed(key)), block
 
     def _keep_on(self, storage: torch.UntypedStorage) -> None:
-        """Look at memory that an earlier simulation gave out."""
+        """Track memory that an earlier simulation allocated."""
         self.allocated(storage, "memory from before the simulation")
         block = self.memory.at(storage.data_ptr())
         if block is not None and block.shadow is not None:
@@ -183,7 +184,7 @@ class Simulation:
             self.late.freed(block)
 
     def resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `UntypedStorage.resize_`: memory is given back, and other allocated, on the current stream."""
+        """Wrap `UntypedStorage.resize_` to free and allocate memory on the current stream."""
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             known = self._seen.get(id(storage))
@@ -191,7 +192,7 @@ class Simulation:
                 return resize(storage, size)
             before, kept = known[1], min(size, storage.nbytes())
             moves = before is not None and kept
-            if moves:  # to the same size too: the device copies what was there
+            if moves:  # even to the same size: the device copies the contents
                 operation = self.timeline.issue(self.timeline.current().line, "resize_")
                 self._access(storage.data_ptr(), kept, operation, writes=False)
             result = resize(storage, size)
@@ -225,22 +226,22 @@ class Simulation:
         return self._is_on_host(tensor) and not self.is_pinned(tensor)
 
     def _host_memory(self, tensor: Tensor) -> None:
-        """Track what the host does with this memory from now on."""
+        """Track the host's use of this memory from now on."""
         storage = tensor.untyped_storage()
         if storage.nbytes() and self.host.at(storage.data_ptr()) is None:
             block = self.host.allocate(
                 storage.data_ptr(), storage.nbytes(), owner=0, made="memory of the host"
             )
-            # Torch gives pinned memory out again when copies from it have ended: no free is too early.
+            # Torch reuses pinned memory only after copies from it have ended: no free is too early.
             weakref.finalize(storage, self.host.forget, block)
 
     # Operators
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operator of which some tensor, or its result, is on the device."""
+        """Run an operator with a tensor or result on the device."""
         if self.is_elsewhere():
             raise self.refuse_thread(func)
-        if torch.is_inference_mode_enabled():  # in which views of ordinary tensors could not be made again
+        if torch.is_inference_mode_enabled():  # inference mode could not make views of ordinary tensors again
             with torch.inference_mode(mode=False), torch.no_grad():
                 found = func.decompose(*args, **kwargs)
                 return self.run(func, args, kwargs) if found is NotImplemented else found
@@ -254,7 +255,7 @@ class Simulation:
             return args[0]
         wanted = kwargs.get("device")
         leaves = wanted is not None and torch.device(wanted).type != NAME
-        # `to` pins what it copies to the host while that goes on.
+        # During a copy to the host, `to` pins the host memory.
         pins = bool(leaves and (kwargs.get("pin_memory") or kwargs.get("non_blocking")))
         kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
         if wanted is not None and not leaves:
@@ -267,7 +268,7 @@ class Simulation:
         bare_args, bare_kwargs = on_tensors(args, bare_of), on_tensors(kwargs, bare_of)
         before = _rng(func) if self.late is not None else None
         reads, writes = how.accesses(args, kwargs)
-        # A host's tensor without dims is a number to other operators than copies: read as they are launched.
+        # To operators other than copies, a 0-dim host tensor is a number, read at launch.
         numbers = [] if how.crosses else [t for t in reads if not t.ndim and self._is_on_host(t)]
         if numbers and self.late is not None:
             self.late.host_reads(numbers, how.name)
@@ -319,12 +320,12 @@ class Simulation:
     def touch(
         self, tensor: Tensor, operation: Operation, line: Line, *, writes: bool, copies: bool = False
     ) -> None:
-        """Note that an operation of `line` reads or writes a tensor; `copies`: while the host goes on."""
+        """Record that an operation of `line` reads or writes a tensor; `copies`: while the host continues."""
         extent = extent_of(tensor)
         on_host = self._is_on_host(tensor)
         if on_host:
             if not copies or not self.is_pinned(tensor):
-                return  # the host waits for the copy, or has copied what it reads before it goes on
+                return  # the host waits for the copy, or copies what it reads before it continues
             self._host_memory(tensor)
         elif extent.low < extent.high and self.memory.at(extent.low) is None:
             self._keep_on(tensor.untyped_storage())
@@ -332,7 +333,7 @@ class Simulation:
         memory.access(extent, operation, line.clock, writes=writes)
 
     def on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operator of the host; memory that copies read or write is tracked."""
+        """Run a host operator, and track memory that copies read or write."""
         pins = kwargs.get("pin_memory")
         if pins:
             kwargs = kwargs | {"pin_memory": False}
@@ -358,7 +359,7 @@ class Simulation:
                     self.host.access(extent_of(tensor), operation, host.clock, writes=does_write)
 
     def read_by(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a tensor method that reads host memory past torch's operators, or lets others do so."""
+        """Wrap a tensor method that reads host memory without an operator, or exposes it to such reads."""
 
         def method(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if (
@@ -379,7 +380,7 @@ class Simulation:
 
 
 class _Mode(TorchDispatchMode):
-    """Sees operators that no tensor of the device is given to: those that make some, and the host's."""
+    """Mode that sees operators without device inputs: factories of device tensors, and host operators."""
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -394,7 +395,9 @@ class _Mode(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         elsewhere = self.simulation.is_elsewhere()
-        if torch.is_inference_mode_enabled() and not elsewhere:  # in which composed operators come whole
+        if (
+            torch.is_inference_mode_enabled() and not elsewhere
+        ):  # inference mode passes composite operators undecomposed
             with self, torch.inference_mode(mode=False), torch.no_grad():
                 if (found := func.decompose(*args, **kwargs)) is not NotImplemented:
                     return found
@@ -443,13 +446,13 @@ _latest: list[Simulation] = []
 
 
 def running() -> Simulation:
-    """Return the simulation that runs, or ran last: its tensors may outlive it."""
+    """Return the current simulation, or the last one, whose tensors may outlive it."""
     return _latest[-1]
 
 
 @contextmanager
 def running_in(simulation: Simulation) -> Iterator[None]:
-    """Let operators on the device be this simulation's."""
+    """Run operators on the device in this simulation."""
     _latest[:] = [simulation]
     with simulation.timeline.used():
         yield

@@ -1,9 +1,9 @@
-"""Memory of the simulated device, with operations that touch it without an order between them.
+"""Memory of the simulated device, and the unordered operations that touch it.
 
-Accesses are matched by address: several storages may lie over the same memory. Two that overlap, one of them
-a write, must be ordered. So must be whatever touches memory that is given out again: the caching allocator
-may give what was freed to the next allocation of the stream that it was allocated on, at once, so at worst
-each allocation follows on all that other streams still do with anything freed there.
+Accesses are matched by address, as several storages may share memory. Two accesses that overlap, one of them
+a write, must be ordered. The same holds for memory that is reused: the caching allocator may at once give
+freed memory to the next allocation on the stream that it was allocated on. In the worst case, each allocation
+reuses memory on which other streams still work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from shardwise.verify.streams.clocks import Clock, Operation, comes_after, latest
 
-# The earlier operation, the later one, the block, an address in it, and was it given out again between them?
+# The earlier operation, the later one, the block, an address in it, whether it was reused in between.
 Report = Callable[[Operation, Operation, "Block", int, bool], None]
 _LOW = attrgetter("low")
 
@@ -29,8 +29,8 @@ class Extent:
     """The bytes of a tensor: those from `low` to `high`, or some of them.
 
     Attributes:
-        steps: sizes and strides in bytes, where the tensor leaves out bytes between its first and its last.
-        itemsize: bytes of an element.
+        steps: sizes and strides in bytes, if the tensor skips bytes between its first and its last.
+        itemsize: bytes per element.
     """
 
     low: int
@@ -39,7 +39,7 @@ class Extent:
     itemsize: int = 1
 
     def overlaps(self, other: Extent) -> bool:
-        """Tell whether both have a byte, exactly."""
+        """Return whether both have a byte in common; exact."""
         low, high = max(self.low, other.low), min(self.high, other.high)
         if low >= high:
             return False
@@ -49,13 +49,13 @@ class Extent:
         return all(part.size for part in parts)
 
     def covers(self, other: Extent) -> bool:
-        """Tell whether all bytes of another are surely among these."""
+        """Return whether this extent certainly has all bytes of another."""
         if self.steps:
             return self == other
         return self.low <= other.low and other.high <= self.high
 
     def _within(self, low: int, high: int) -> npt.NDArray[np.int64] | None:
-        """Return the addresses of its bytes there, or None for all of them."""
+        """Return the addresses of its bytes from `low` to `high`, or None for all of them."""
         if not self.steps:
             return None
         found = np.arange(self.low, self.low + self.itemsize)
@@ -76,9 +76,9 @@ class Block:
     """An allocation, from when it is made until it is freed.
 
     Attributes:
-        owner: the line that it was allocated on; it goes back there.
-        needs: the last operation of each line on what may have lain there before.
-        made: shape and place of what was allocated, in words.
+        owner: line on which it was allocated, and to which it returns.
+        needs: last operation of each line on memory that may have been here before.
+        made: shape and place of the allocation, in words.
     """
 
     low: int
@@ -88,7 +88,7 @@ class Block:
     needs: dict[int, Operation] = field(default_factory=dict)
     accesses: list[Access] = field(default_factory=list)
     guarded: set[int] = field(default_factory=set)  # lines passed to `record_stream`
-    shadow: Any = None  # of `values`: what lies there where operations run in another order
+    shadow: Any = None  # for `values`: its contents when operations run in another order
 
 
 class Memory:
@@ -97,10 +97,12 @@ class Memory:
     def __init__(self, report: Report) -> None:
         self._report = report
         self._blocks: list[Block] = []  # by address
-        self._freed: dict[int, dict[int, Operation]] = {}  # by owner: what its next allocation must follow
+        self._freed: dict[
+            int, dict[int, Operation]
+        ] = {}  # by owner: operations that its next allocation must follow
 
     def allocate(self, low: int, nbytes: int, *, owner: int, made: str) -> Block:
-        """Allocate a new block. What was there and was never seen to be freed is forgotten."""
+        """Allocate a new block. Forget blocks there whose free was not seen."""
         for old in self._overlapping(low, low + nbytes):
             self._blocks.remove(old)
         block = Block(low, low + nbytes, owner, made, dict(self._freed.get(owner, {})))
@@ -108,7 +110,7 @@ class Memory:
         return block
 
     def free(self, block: Block, last_of_owner: Operation | None) -> None:
-        """Give a block back to the line that it was allocated on."""
+        """Return a block to the line on which it was allocated."""
         if not self.forget(block):
             return
         used = [a.operation for a in block.accesses if a.operation.line not in block.guarded]
@@ -117,7 +119,7 @@ class Memory:
         self._freed[block.owner] = latest([*pool.values(), *block.needs.values(), *used, *own])
 
     def forget(self, block: Block) -> bool:
-        """Forget a block, which nobody needs to wait for; return whether it was known."""
+        """Forget a block without any need to wait for it; return whether it was known."""
         known = block in self._blocks
         if known:
             self._blocks.remove(block)
@@ -128,7 +130,7 @@ class Memory:
         return list(self._blocks)
 
     def at(self, address: int) -> Block | None:
-        """Return the block that has this address."""
+        """Return the block at this address."""
         index = bisect_right(self._blocks, address, key=_LOW) - 1
         found = self._blocks[index] if index >= 0 else None
         return found if found is not None and address < found.high else None
@@ -139,7 +141,7 @@ class Memory:
         return [block for block in self._blocks[first:last] if block.low < high and low < block.high]
 
     def access(self, extent: Extent, operation: Operation, clock: Clock, *, writes: bool) -> None:
-        """Note that `operation`, of a line that has `clock`, reads or writes these bytes."""
+        """Record that `operation`, on a line with `clock`, reads or writes these bytes."""
         block = self.at(extent.low)
         if block is None or extent.low >= extent.high:
             return

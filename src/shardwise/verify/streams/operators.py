@@ -1,4 +1,4 @@
-"""The reads, writes and results of torch's operators, by their schemas."""
+"""Reads, writes and results of torch's operators, taken from their schemas."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shardwise._compat import FakeTensor
 from shardwise.comm.kinds import NAMESPACES
 
 _ALLOCATE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted")
-# Of their first argument these read the shape, dtype and device alone.
+# These read only the shape, dtype and device of their first argument.
 _OF_A_SHAPE = (
     "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
     "new_zeros", "new_ones", "new_full",
 )  # fmt: skip
 _RESHAPE = ("set_", "as_strided_", "squeeze_", "unsqueeze_", "t_", "transpose_", "resize_", "swapdims_")
-# For these the host waits on CUDA, as a shape or a number depends on values. So it does where a mask is an
+# On CUDA the host waits for these, as a shape or a number depends on values. It also waits if a mask is an
 # index, and for `repeat_interleave` of counts without a sum.
 _WAIT = (
     "_local_scalar_dense", "equal", "allclose", "is_nonzero", "nonzero", "masked_select", "_unique",
@@ -28,8 +28,8 @@ _WAIT = (
     "_linalg_check_errors",
 )  # fmt: skip
 _INDEX = ("index", "index_put", "index_put_", "_index_put_impl_")
-# Running statistics, which these write though their schema does not say so: by name, where they stand, and
-# the argument that says whether they are written.
+# Running statistics that these write although their schema does not say so: by operator name, their
+# positions, and the argument that says whether they are written.
 _STATISTICS = {
     "native_batch_norm": (3, 4, 5),
     "cudnn_batch_norm": (3, 4, 5),
@@ -38,20 +38,20 @@ _STATISTICS = {
     "batch_norm_gather_stats": (3, 4, None),
     "batch_norm_gather_stats_with_counts": (3, 4, None),
 }
-# What takes tensors of the host beside those of the device.
+# Operators that take host tensors together with device tensors.
 _CROSSES = ("copy_", "_foreach_copy_", "_to_copy", "_pin_memory", "set_", *_INDEX)
 
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """One overload.
+    """One operator overload.
 
     Attributes:
-        returns: by result, the argument that it is (a position or a keyword), None for another tensor.
-        only_views: it touches no memory.
-        only_allocates: its result has no values yet.
-        reshapes: it changes its first argument's shape or memory, and no values.
-        crosses: it takes tensors of the host and of the device.
+        returns: for each result, the argument that it is (a position or a keyword), or None.
+        only_views: whether it touches no memory.
+        only_allocates: whether its result has no values yet.
+        reshapes: whether it changes its first argument's shape or memory, but no values.
+        crosses: whether it takes both host and device tensors.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Operator:
         return found[0], found[1]
 
     def waits(self, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Tell whether the host waits for the operator's result."""
+        """Return whether the host waits for the operator's result."""
         if self.name == "repeat_interleave":
             return kwargs.get("output_size") is None
         if self.name in _INDEX:
@@ -90,7 +90,7 @@ class Operator:
     def returned(
         self, args: Any, kwargs: dict[str, Any], result: Any, wrap: Callable[[Tensor], Tensor]
     ) -> Any:
-        """Return the result, in which written arguments are the arguments themselves."""
+        """Return the result, with written arguments replaced by the arguments themselves."""
         if not isinstance(result, (list, tuple)):
             known = self.returns[0] if self.returns else None
             if known is not None:

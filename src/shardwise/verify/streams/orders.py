@@ -1,4 +1,4 @@
-"""The orders in which the operations of a simulated device can run: which are early, and which late."""
+"""Orders in which a simulated device can run its operations: which run early, and which late."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardwise.verify.streams.clocks import HOST, Clock, Operation, comes_after
 
-_STALLS = 0.05  # of the operations, where a seed chooses some
+_STALLS = 0.05  # share of the operations that stall, if a seed chooses them
 
 
 @dataclass(frozen=True)
@@ -15,10 +15,10 @@ class Order:
     """The operations that run as soon as they can. All others run when something that must run needs them.
 
     Attributes:
-        early: lines (streams by number) whose operations do.
-        others: do those of all other lines, instead of these?
-        stalled: lines and ticks: these operations and what comes after them do not; everything else does.
-        seed: chooses lines, or operations that stall; and which runs first of those that are needed.
+        early: lines (streams by number) whose operations run as soon as they can.
+        others: whether those of all other lines do, instead of `early`.
+        stalled: (line, tick) of operations that do not, nor what comes after them; everything else does.
+        seed: chooses the lines or the stalled operations, and the order among needed operations.
     """
 
     early: frozenset[int] = frozenset()
@@ -50,20 +50,20 @@ class Order:
     def without(*operations: Operation) -> Order:
         """Run given operations of an earlier run as late as possible, everything else at once.
 
-        Whatever does not wait for one overtakes it, while all that it works on is there. Two that race have
-        both started.
+        Whatever does not wait for one overtakes it, while everything it works on still exists. Two operations
+        that race have both started.
         """
         return Order(stalled=frozenset((one.line, one.tick) for one in operations))
 
     @staticmethod
     def of(seed: int) -> Order:
-        """Choose by `seed` lines that are early and late, or operations that stall."""
+        """Choose early and late lines, or stalled operations, by `seed`."""
         return Order(seed=seed)
 
     def runs_at_once(
         self, own: Operation, clock: Clock, stalled: list[Operation], chance: random.Random
     ) -> bool:
-        """Return whether an operation runs now, after what `clock` says; one that stalls joins `stalled`."""
+        """Return whether an operation that follows `clock` runs now; add one that stalls to `stalled`."""
         if self.seed is None and not self.stalled:
             return (own.line in self.early) is not self.others
         if self.seed is not None and self.seed % 2:
@@ -75,6 +75,6 @@ class Order:
 
 
 def all_orders(lines: int, *, seeds: int) -> list[Order]:
-    """List orders: each line first and last, all at once, all as needed, and some that seeds choose."""
+    """List orders: each line first and last, all at once, all as needed, and some chosen by seeds."""
     of_lines = [order(line) for line in range(HOST + 1, lines) for order in (Order.first, Order.last)]
     return [Order.at_once(), Order.as_needed(), *of_lines, *map(Order.of, range(seeds))]

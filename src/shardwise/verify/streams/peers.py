@@ -1,7 +1,7 @@
-"""Collectives that each rank runs a second time when it wants to, so that no two ranks wait for each other.
+"""Repeats of collectives, which each rank runs at a time of its choice without deadlock.
 
-A rank that waits for a collective announces it after a moment; whichever rank waits runs what others have
-announced. Each stream has groups of its own for this: on two streams ranks may differ in order.
+A rank that waits for a collective announces it after a moment; every waiting rank runs the collectives that
+others have announced. Each stream has its own groups for this, as ranks may order two streams differently.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shardwise import _compat
 from shardwise.planner.noop_group import NoopGroup
 
 _LOOKS_EVERY_SECONDS, _TELLS_AFTER_SECONDS = 0.002, 0.02
-_WAITERS = 64  # waits may nest: what others wait for may wait itself
+_WAITERS = 64  # waits may nest: a collective that others wait for may itself wait
 
 
 @dataclass
 class _Known:
-    """State that outlives a simulation: the second groups of a default group, as making them takes long."""
+    """State that outlives a simulation: a default group's second groups, which are slow to make."""
 
     twins: dict[str, Future[dist.ProcessGroup]] = field(default_factory=dict)
     simulations: int = 0
@@ -37,7 +37,7 @@ class Peers:
     """The other ranks of one simulation.
 
     Attributes:
-        put_off: the collectives that are still to run, by what ranks call them: how to run each.
+        put_off: functions that run the deferred collectives, by their names on all ranks.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Peers:
             self._run = known.simulations = known.simulations + 1
 
     def name(self, group: dist.ProcessGroup, line: str) -> str:
-        """Return the name that all ranks of `group` give to the next collective on a line."""
+        """Return the name of the next collective on a line, equal on all ranks of `group`."""
         key = f"{group.group_name}/{line}"
         count = self._counts[key] = self._counts.get(key, 0) + 1
         return f"shardwise/second/{self._run}/{key}/{count}"
@@ -58,8 +58,8 @@ class Peers:
     def twin(self, group: dist.ProcessGroup, line: str, name: str) -> dist.ProcessGroup:
         """Return a group of the same ranks for what a line runs a second time.
 
-        The first collective of a line, `name`, makes it, together with whoever runs that collective: ranks
-        of several groups may come to their first ones in any order.
+        The first collective of a line, `name`, makes the group, together with all ranks that run it. Ranks
+        of several groups may reach their first collectives in any order.
         """
         if isinstance(group, NoopGroup):
             return group
@@ -72,13 +72,13 @@ class Peers:
         return twins[key].result()
 
     def wait(self, work: Any, name: str | None = None) -> None:
-        """Wait for a collective, by its name if it is a second one; meanwhile run what others wait for."""
+        """Wait for a collective (`name`: a repeated one), and meanwhile run what others wait for."""
         if work is None:
             return
         if work.is_completed():
             work.wait()
             return
-        ended = self._waiters.submit(work.wait)  # as not every work knows when it is completed
+        ended = self._waiters.submit(work.wait)  # not every work knows when it is completed
         self._until(ended, name)
         ended.result()
 

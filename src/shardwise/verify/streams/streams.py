@@ -158,7 +158,7 @@ class Event:
 
 
 class OwnStream(Stream):
-    """Stand-in for a device's own kind of stream, as `torch.cuda.Stream` is."""
+    """Stand-in for a device's own stream class, such as `torch.cuda.Stream`."""
 
     def record_event(self, event: Event | None = None) -> Event:
         return super().record_event(OwnEvent() if event is None else event)
@@ -168,9 +168,9 @@ class OwnStream(Stream):
 
 
 class OwnEvent(Event):
-    """Stand-in for a device's own kind of event, as `torch.cuda.Event` is.
+    """Stand-in for a device's own event class, such as `torch.cuda.Event`.
 
-    A plain `torch.Stream` does not see that it was recorded; and it reads what a plain stream has not.
+    A plain `torch.Stream` does not see that it was recorded, and it reads fields that a plain stream lacks.
     """
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -186,8 +186,11 @@ class Timeline:
         self.host = Line(HOST, "the host")
         self.lines = [self.host]
         self._named = Counter[str]()  # streams by the names they were given
-        self._current: list[tuple[Stream, int | None]] = []  # entered, and inside of which node
-        self._made: tuple[list[int], list[Stream]] = ([], [])  # nodes below a number, on which stream
+        self._current: list[tuple[Stream, int | None]] = []  # entered streams, and inside which node
+        self._made: tuple[list[int], list[Stream]] = (
+            [],
+            [],
+        )  # upper bounds of node numbers, and their streams
         self._backwards: list[Backward[Stream]] = []  # each called by a node of the one before
         self.waited: Callable[[Clock], None] | None = None  # called with what the host waits for
         self._asked: Clock | None = None  # what the host last asked about
@@ -198,7 +201,7 @@ class Timeline:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Make streams here, meanwhile."""
+        """Create streams on this timeline, in the context."""
         if _active:
             raise LifecycleError("a device is simulated already")
         _active.append(self)
@@ -232,7 +235,7 @@ class Timeline:
         self._current.pop()
 
     def set(self, stream: Stream) -> None:
-        """Make it current until further notice."""
+        """Make a stream current until another is set."""
         self._note_nodes()
         if self._current:
             self._current.pop()
@@ -241,7 +244,7 @@ class Timeline:
     # Autograd
 
     def _note_nodes(self) -> None:
-        """Note a change of the current stream: nodes made since the last one were made on it."""
+        """Record a change of the current stream: nodes made since the last change are on it."""
         numbers, streams = self._made
         now, current = _compat.next_node_number(), self.current()
         if not numbers or now > numbers[-1]:
@@ -259,7 +262,7 @@ class Timeline:
         return id(node) if self._backwards and self._backwards[-1].follow(node) else None
 
     def backward(self, engine: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap autograd's engine, to follow its nodes."""
+        """Wrap autograd's engine to follow its nodes."""
 
         def call(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             asked = _compat.nodes_of(args[3] or ()) if len(args) > 3 else []
@@ -278,7 +281,7 @@ class Timeline:
     # Waiting
 
     def line(self, name: str, group: str | None = None) -> Line:
-        """Return a new line: of a stream, or of the process group of that name."""
+        """Return a new line, of a stream or of the named process group."""
         if group is None:
             self._named[name] += 1
             name += f" ({self._named[name]})" if self._named[name] > 1 else ""
@@ -296,15 +299,15 @@ class Timeline:
         return operation
 
     def host_waits(self, clock: Clock) -> None:
-        """Let the host wait for all that comes before `clock`."""
+        """Make the host wait for all that comes before `clock`."""
         merge(self.host.clock, clock)
         if self.waited is not None:
             self.waited(clock)
 
     def host_asks(self, clock: Clock) -> bool:
-        """Tell whether all that `clock` comes after has ended: not yet, if the host has not waited for it.
+        """Return whether all that `clock` comes after has ended: false unless the host has waited for it.
 
-        Who asks for the same again asks until it has, and so waits.
+        A second query of the same clock counts as polling, and so waits.
         """
         asked = self._asked == clock
         self._asked = dict(clock)
@@ -313,7 +316,7 @@ class Timeline:
         return all(self.host.clock.get(line, 0) >= tick for line, tick in clock.items())
 
     def synchronize(self) -> None:
-        """Let the host wait for everything."""
+        """Make the host wait for everything."""
         for line in self.lines:
             self.host_waits(dict(line.clock))
 
@@ -322,12 +325,12 @@ _active: list[Timeline] = []
 
 
 def is_active() -> bool:
-    """Return whether a device is simulated now."""
+    """Return whether a device is being simulated."""
     return bool(_active)
 
 
 def active() -> Timeline:
-    """Return the timeline of the device that is simulated now."""
+    """Return the timeline of the simulated device."""
     if not _active:
         raise LifecycleError("streams of the simulated device were asked for when none is simulated")
     return _active[-1]

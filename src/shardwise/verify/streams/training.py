@@ -1,4 +1,4 @@
-"""Check the training of a `Case` for missing waits, in this process, as a rank of any number of ranks."""
+"""Check a `Case`'s training for missing waits, in this process, as one of any number of ranks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class StreamsResult:
         }
 
     def describe(self) -> str:
-        """Return the findings, one a line, and how many."""
+        """Return the findings, one per line, and their number."""
         looked = f"{self.operations} operations on {self.streams} streams"
         if self.ok:
             return f"No operation of {looked} reads or writes what another may still use."
@@ -71,26 +71,26 @@ def check_streams(
     layout: str | None = None,
     seed: int = 0,
 ) -> StreamsResult:
-    """Train a case on the simulated device, and say which operations lack a wait.
+    """Train a case on the simulated device, and report which operations lack a wait.
 
-    Arguments as of `verify`; the model, its hooks, communication and optimizer are the case's own, sharded by
-    whatever its `shard` calls. Starts no processes: collectives are those of a group that has this rank only,
-    whose results are as if all ranks were equal. It is rank 0; where that holds no part of a parameter, as in
-    the contiguous layout, the training is repeated as a rank that does.
+    Takes the arguments of `verify`. The model, its hooks, communication and optimizer are the case's own, as
+    sharded by its `shard`. Starts no processes: collectives run in a group with this rank only, with results
+    as if all ranks were equal. The rank is 0; if rank 0 holds no part of a parameter, as in the contiguous
+    layout, training is repeated as a rank that does.
 
     Raises:
-        CaseError: no such case; one whose batch cannot be cut, that raises or exits, that uses no device, or
-            that does what cannot be followed, in a thread, or in `DistributedDataParallel`.
+        CaseError: if there is no such case, its batch cannot be split, it raises or exits, it does not use
+            the device, or it does what cannot be followed, in a thread or in `DistributedDataParallel`.
     """
     if ranks % replicas:
         raise CaseError(f"{ranks} ranks cannot be cut into {replicas} replicas of equal size.")
-    with mock.patch.object(sys, "argv", sys.argv):  # its script gets another
+    with mock.patch.object(sys, "argv", sys.argv):  # the script gets its own
         case = _loaded(case_spec)
     receives = mock.patch.object(dist, "recv_object_list", _receive)
     shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
-    findings: dict[str, Finding] = {}  # by their text, as other ranks may find the same
+    findings: dict[str, Finding] = {}  # by text, as several ranks may find the same
     operations = streams = 0
-    held: set[str] = set()  # names of parameters that a rank of these has a part of
+    held: set[str] = set()  # names of parameters of which a rank tried so far has a part
     rank: int | None = 0
     while rank is not None:
         try:
@@ -109,11 +109,11 @@ def check_streams(
 
 
 def _holder_of_others(module: nn.Module, held: set[str]) -> int | None:
-    """Return a rank that holds a part of a parameter that none did so far; note what this one holds."""
+    """Add this rank's parameters to `held`; return a rank that holds part of one not held so far."""
     named = dict(module.named_parameters())
     held |= {name for name, param in named.items() if not param.numel() or _compat.local_of(param).numel()}
     for name in [name for name in named if name not in held]:
-        held.add(name)  # looked at once
+        held.add(name)  # each is looked at once
         over = holding_of(named[name]).over_one_group()
         if over is not None and over[0] is not None:
             ranks = dist.get_process_group_ranks(over[0])
@@ -163,5 +163,5 @@ def _train(case: Case, mesh: DeviceMesh, found: Findings, steps: int, layout: st
 
 
 def _on_its_way(entry: torch.Tensor) -> torch.Tensor:
-    """Copy part of a batch as a fast loop does: the host goes on, and so into the next step."""
+    """Copy part of a batch as a fast loop does: the host continues, even into the next step."""
     return entry.pin_memory().to(NAME, non_blocking=True)

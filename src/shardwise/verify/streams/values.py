@@ -1,19 +1,19 @@
 """Values of a simulated device that runs operations in another order, one that its events allow.
 
-There are two worlds of memory. In the first each operator runs at once, in the order of the host: that gives
-shapes, and the numbers to compare with. In the second each block of the device has a shadow. An operation is
-put off and runs over shadows later: when all that its stream's clock comes after has run, and the `Order`
-wants it, or the host waits for it. So an operation that does not wait for another may run before it.
+There are two worlds of memory. In the first, each operator runs at once, in the host's order, which gives
+shapes and reference values. In the second, each block of the device has a shadow. An operation is deferred
+and runs on shadows later: once all that its stream's clock comes after has run, and either the `Order` or a
+wait of the host requires it. An operation that does not wait for another may therefore run before it.
 
     memory without values  is NaN, in both worlds
-    freed memory           is given out again at once, and in the worst way: when what was allocated later on
-                           the same stream is first used, the freed shadow becomes NaN; and where an operation
-                           then still writes the freed one, the other becomes NaN
-    memory of the host     that copies run from or to without the host waiting has a shadow too
+    freed memory           is reused at once, in the worst way: when a later allocation on the same stream is
+                           first used, the freed shadow becomes NaN; if an operation then still writes the
+                           freed shadow, the later allocation becomes NaN
+    host memory            that copies read or write while the host continues has a shadow too
 
-What the host reads is compared, bit for bit, and in the end all memory that is still there; where the other
-ranks do not exist, also what they are sent. On real ranks each collective runs a second time, over shadows,
-in a group of its own for each stream.
+Values that the host reads are compared bit for bit, and at the end all memory that still exists. If the other
+ranks do not exist, what they would be sent is compared too. On real ranks each collective runs a second time,
+on shadows, in a separate group per stream.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from shardwise.verify.streams.memory import Block
 from shardwise.verify.streams.orders import Order
 from shardwise.verify.streams.peers import Peers
 
-# Operators that do not read what they write, though by their schema they might.
+# Operators that do not read what they write, although their schema would allow it.
 _OVERWRITE = ("copy_", "_foreach_copy_", "zero_", "_foreach_zero_", "fill_")
 _NO_VALUE = 255  # in every byte: NaN in each floating dtype
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A number that is another one in this order.
+    """A value that differs in this order.
 
     Attributes:
         what: a block of memory, or a value.
-        seen: who found it.
-        first: the operation that was the first to compute something else.
+        seen: where it was found.
+        first: the first operation that computed another value.
     """
 
     what: str
@@ -66,11 +66,11 @@ class Difference:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """An operation that was put off."""
+    """A deferred operation."""
 
     operation: Operation
-    clock: Clock  # of what must have run before
-    number: int  # in the order of the host
+    clock: Clock  # what must run before it
+    number: int  # in the host's order
     begin: Callable[[], None]
     run: Callable[[], Any]
     uses: list[_Shadow]
@@ -84,15 +84,15 @@ class _Shadow:
     """A block's contents in the second world.
 
     Attributes:
-        before: freed ones, of which something was still to run when this was allocated.
-        after: those that were allocated later and are in use.
-        waiting: the operations that are still to run on it.
-        is_new_on_host: what was there before the operation that is put off now is not known.
+        before: freed shadows on which operations were still to run when this one was allocated.
+        after: shadows that were allocated later and are in use.
+        waiting: operations that are still to run on it.
+        is_new_on_host: whether its contents before the operation being deferred are unknown.
     """
 
     block: Block
     memory: torch.UntypedStorage
-    real: weakref.ref[torch.UntypedStorage]  # what lies there in the first world
+    real: weakref.ref[torch.UntypedStorage]  # its memory in the first world
     before: list[_Shadow] = field(default_factory=list)
     after: list[_Shadow] = field(default_factory=list)
     waiting: list[_Job] = field(default_factory=list)
@@ -107,7 +107,7 @@ class _Shadow:
 
 
 class Late:
-    """Runs the operations of a simulation a second time, in an order of its own."""
+    """Runs a simulation's operations a second time, in another order."""
 
     def __init__(self, simulation: Simulation, order: Order, differences: list[Difference]) -> None:
         self.simulation, self.order, self.differences = simulation, order, differences
@@ -123,7 +123,7 @@ class Late:
     # Memory
 
     def allocated(self, block: Block, storage: torch.UntypedStorage, *, blank: bool) -> None:
-        """Note an allocated block. If it has no values yet, it gets none in the first world either."""
+        """Record an allocated block. If it is `blank`, it has no values in the first world either."""
         if blank:
             _forget(storage)
         freed = self._freed[block.owner] = [one for one in self._freed.get(block.owner, ()) if one.waiting]
@@ -132,7 +132,7 @@ class Late:
         block.shadow.forget()
 
     def freed(self, block: Block) -> None:
-        """Note that a block was freed."""
+        """Record that a block was freed."""
         if block.shadow is not None:
             self._freed.setdefault(block.owner, []).append(block.shadow)
 
@@ -142,7 +142,7 @@ class Late:
         block = (simulation.memory if isinstance(tensor, SimTensor) else simulation.host).at(low)
         if block is None:
             return None
-        if block.shadow is None:  # memory of the host, from now on with a world of its own
+        if block.shadow is None:  # host memory, which has a shadow from now on
             storage = tensor.untyped_storage()
             block.shadow = _Shadow(block, storage.clone(), weakref.ref(storage), is_new_on_host=True)
         return block.shadow  # type: ignore[no-any-return]
@@ -157,7 +157,7 @@ class Late:
             twin = torch.empty(0, dtype=tensor.dtype)
             return twin.set_(shadow.memory, offset, tensor.shape, tensor.stride())
 
-    # What is put off
+    # Deferring
 
     def operator(
         self,
@@ -168,7 +168,7 @@ class Late:
         outcome: Any,
         random_state: Tensor | None,
     ) -> None:
-        """Put off, in the second world, an operator that has run in the first."""
+        """Defer, in the second world, an operator that has run in the first."""
         how = operators.of(func)
         reads, writes = how.accesses(args, kwargs)
         if how.name in _OVERWRITE:
@@ -198,7 +198,7 @@ class Late:
         written: Sequence[Tensor],
         outcome: Any = None,
     ) -> None:
-        """Put off a collective that ran in the first world; `again(group, given, outcome)` repeats it."""
+        """Defer a collective that ran in the first world; `again(group, given, outcome)` repeats it."""
         twin = _Memo(self._twin)
         twins, results = on_tensors(given, twin), on_tensors(outcome, twin)
         line = self.simulation.timeline.lines[operation.line]
@@ -220,7 +220,7 @@ class Late:
     def moved(
         self, operation: Operation, before: Block, block: Block, storage: torch.UntypedStorage, nbytes: int
     ) -> None:
-        """Note that a storage with values was resized; so many bytes of them stay."""
+        """Record that a storage with values was resized, and how many bytes of them stay."""
         with _compat.below_modes():
             _of_bytes(storage)[nbytes:].fill_(_NO_VALUE)
         old, new = _of_bytes(before.shadow.memory)[:nbytes], _of_bytes(block.shadow.memory)[:nbytes]
@@ -303,7 +303,7 @@ class Late:
     # Running
 
     def run_until(self, clock: Clock) -> None:
-        """Run what comes before `clock`, and nothing else."""
+        """Run only what comes before `clock`."""
         while wanted := [
             jobs[0]
             for line, jobs in self._waiting.items()
@@ -311,7 +311,7 @@ class Late:
         ]:
             ready = [job for job in wanted if not job.runs and self._is_ready(job)]
             if not ready and any(jobs[0].runs for jobs in self._waiting.values() if jobs):
-                return  # of what another rank wants, something waits for that rank
+                return  # something that another rank needs waits for that rank
             if not ready:
                 raise ShardwiseError(f"operations wait for one another: {', '.join(map(str, wanted))}")
             by_seed = self.order.seed is not None
@@ -328,7 +328,7 @@ class Late:
         )
 
     def _begin_what_can(self) -> None:
-        """Begin operations that could run now: what they write has no value until they finish."""
+        """Begin operations that could run now; what they write has no value until they finish."""
         for jobs in self._waiting.values():
             if jobs and not jobs[0].started and self._is_ready(jobs[0]):
                 job, jobs[0].started = jobs[0], True
@@ -374,7 +374,7 @@ class Late:
             self._differs("what the host reads", f"in {name}", writers[0] if writers else self._first)
 
     def host_wrote(self, tensors: Iterable[Tensor]) -> None:
-        """Note that the host has written memory of its own, at once."""
+        """Record that the host has written its own memory, at once."""
         for tensor in tensors:
             block = self.simulation.host.at(span(tensor)[0])
             if block is not None and block.shadow is not None:
@@ -382,7 +382,7 @@ class Late:
                     self._twin(tensor).copy_(tensor)
 
     def finish(self, name: Callable[[Block, int], str]) -> None:
-        """Run what is left, and compare all memory that is still there."""
+        """Run what is left, and compare all memory that still exists."""
         self.run_all()
         for block in (*self.simulation.memory.living(), *self.simulation.host.living()):
             shadow = block.shadow
@@ -396,7 +396,7 @@ class Late:
 
 
 def _begin(reads: list[Tensor], overwrites: list[Tensor]) -> Callable[[], None]:
-    """Return a function that destroys what an operation will write, but for what it reads."""
+    """Return a function that invalidates what an operation will write, except what it reads."""
 
     touched = {tensor.untyped_storage().data_ptr() for tensor in overwrites}
     same = [_once(tensor) for tensor in reads if tensor.untyped_storage().data_ptr() in touched]
@@ -425,7 +425,7 @@ def _once(tensor: Tensor) -> Tensor:
 
 
 class _Memo:
-    """The twins of an operation's tensors, one for each."""
+    """Cache of the twins of an operation's tensors."""
 
     def __init__(self, twin: Callable[[Tensor], Tensor]) -> None:
         self._make, self._made = twin, dict[int, Tensor]()
@@ -439,7 +439,7 @@ class _Memo:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor's values, bit for bit."""
+    """Return a bitwise copy of a tensor's values."""
     with _compat.below_modes():
         return bare_of(tensor).clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
