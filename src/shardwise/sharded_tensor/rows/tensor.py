@@ -215,6 +215,7 @@ class ShardedRows(OwnDTensor):
     trains = False  # requires_grad
     any_hooked = False  # has any of them?
     hooked = False  # has it hooks that run when its gradient is there?
+    cuts_gradient = False  # has it the hook of `reductions.cut_gradient`?
 
     @property
     def requires_grad(self) -> bool:
