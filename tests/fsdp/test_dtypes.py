@@ -107,3 +107,28 @@ def test_keyword_arguments_are_cast_as_others_are() -> None:
     module = fully_shard(Takes(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     module(torch.ones(1, 4), mask=torch.ones(4))
     assert seen == [(torch.bfloat16, torch.bfloat16)]
+
+
+class Turned(nn.Module):
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(features, features, dtype=torch.complex64) / features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex64) @ self.weight).real
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("features", [6, 200])  # 200: 320 kB, which go without c10d
+def test_a_group_of_complex_parameters_trains_as_one_process_does(features: int) -> None:
+    whole, sharded = Turned(features), fully_shard(Turned(features))
+    x = torch.randn(4, features, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        for model in (whole, sharded):
+            model(x).square().mean().backward()
+        assert torch.equal(sharded.weight.grad.full_tensor(), whole.weight.grad)
+        for model in (whole, sharded):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+        assert torch.equal(sharded.weight.full_tensor(), whole.weight)

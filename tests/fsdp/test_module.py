@@ -73,8 +73,9 @@ def test_slicing_a_sharded_container_gives_a_plain_one() -> None:
 @on_ranks(2)
 def test_copying_a_sharded_module_says_when_to_copy() -> None:
     net = sharded_net()
-    with pytest.raises(LifecycleError, match="before fully_shard"):
-        copy.deepcopy(net)
+    for copied in (copy.copy, copy.deepcopy):
+        with pytest.raises(LifecycleError, match="before fully_shard"):
+            copied(net)
     step(net)
     with pytest.raises(LifecycleError, match="before fully_shard"):
         copy.deepcopy(net.head)

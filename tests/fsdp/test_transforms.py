@@ -64,7 +64,7 @@ def test_a_transforms_backward_frees_each_module_behind_it(layout: str) -> None:
         return net(x).square().sum()
 
     def look(grad: Tensor) -> None:
-        gathered.append([group.is_unsharded for block in net.blocks for group in state_of(block).groups])
+        gathered.append(what_is_gathered(net))
 
     def begin(module: object, inputs: object, output: Tensor) -> None:
         output.register_hook(look)
@@ -72,6 +72,36 @@ def test_a_transforms_backward_frees_each_module_behind_it(layout: str) -> None:
     net.inner.register_forward_hook(begin)
     func.grad(loss)(X)
     assert gathered == [[False, False, False]]
+
+
+VMAPS: dict[str, Callable[[Model], Tensor]] = {
+    "of the model": lambda model: func.vmap(model)(X).square().sum(),
+    "of the loss": lambda model: func.vmap(lambda x: model(x).square().sum())(X).sum(),
+    "of vmap": lambda model: func.vmap(func.vmap(model))(X.view(2, 2, 8)).square().sum(),
+    "in chunks": lambda model: func.vmap(model, chunk_size=2)(X).square().sum(),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(2)
+def test_a_backward_behind_vmap_trains_and_frees_each_module_behind_it(layout: str) -> None:
+    net, reference, gathered = sharded_net(layout=layout), Net(), []
+    net.inner.register_full_backward_hook(lambda *_: gathered.append(what_is_gathered(net)))
+    for loss in VMAPS.values():
+        for model in (net, reference):
+            loss(model).backward()
+        for found, expected in zip(net.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
+            found.grad = expected.grad = None
+    inner = func.grad(lambda x: func.vmap(net)(x).square().sum())(X)
+    torch.testing.assert_close(inner, func.grad(lambda x: reference(x).square().sum())(X))
+    step(net)
+    assert gathered
+    assert not any(map(any, gathered))
+
+
+def what_is_gathered(net: nn.Module) -> list[bool]:
+    return [group.is_unsharded for block in net.blocks for group in state_of(block).groups]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -183,6 +183,8 @@ def all_gather_single(
     output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async_op: bool
 ) -> dist.Work | None:
     """Gather every rank's `input` into `output` (1-D, ranks x input). Collective over `group`."""
+    if output.dtype.is_complex:  # which gloo's own method refuses
+        output, input = torch.view_as_real(output), torch.view_as_real(input)
     work: dist.Work | None = _gather_of(group)(output, input, _GATHER_OPTIONS[async_op])
     if async_op:
         return work

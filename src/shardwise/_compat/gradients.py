@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
+from torch._C._functorch import TransformType, get_unwrapped, is_batchedtensor
 
 # fsdp: gathered memory is not a transform's own; there is no public way to leave one, or to list active ones.
 from torch._functorch.pyfunctorch import (
@@ -97,6 +97,14 @@ transforms_run: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 # Tensors made in this context are as if there were no transform.
 outside_transforms: Any = temporarily_clear_interpreter_stack
+
+
+def below_vmap(tensor: Tensor) -> Tensor:
+    """Return the tensor that autograd knows: those of `vmap` say that they require no grad."""
+    while is_batchedtensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
 
 _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
 

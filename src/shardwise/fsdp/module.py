@@ -171,8 +171,11 @@ class FSDPModule(ModuleSettings):
             param.sharded.grad = None if grad is None else grad.to(param.sharded.device)
         return result
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
+    def __copy__(self) -> NoReturn:
         raise LifecycleError("a sharded module cannot be copied; copy the module before fully_shard")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.__copy__()
 
 
 class UnshardHandle:

@@ -132,13 +132,15 @@ class FSDPState(ModuleState):
 
     def _mark_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Make autograd call `post_backward` when it has every input's gradient."""
-        tensors = grad_tensors((args, kwargs))
+        assert self.schedule is not None
+        transformed = self.schedule.transformed
+        tensors = grad_tensors((args, kwargs), transformed=transformed)
         if not tensors:
             return args, kwargs
-        assert self.schedule is not None
         # One node for all inputs, so autograd calls `post_backward` once, when it has the last gradient.
-        attach = attach_within_transforms if self.schedule.transformed else attach_post_backward
-        args, kwargs = with_grad_tensors((args, kwargs), iter(attach(self, *tensors)))
+        attach = attach_within_transforms if transformed else attach_post_backward
+        marked = iter(attach(self, *tensors))
+        args, kwargs = with_grad_tensors((args, kwargs), marked, transformed=transformed)
         return args, kwargs
 
     @_compat.runs_eagerly
@@ -253,7 +255,8 @@ class FSDPState(ModuleState):
         )
         plain = plain and output.requires_grad
         schedule.latest_output = None
-        for tensor in (output,) if plain else reachable_grad_tensors(output):
+        found = (output,) if plain else reachable_grad_tensors(output, transformed=schedule.transformed)
+        for tensor in found:
             ending: list[tuple[FSDPState, torch.Stream | None]] = []
             _compat.hook_gradient(tensor, partial(self.pre_backward, ending))
             if (base := _compat.base_of(tensor)) is not None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise import _compat
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _SCALARS = (type(None), bool, int, float, str)
@@ -68,12 +69,15 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, value)
 
 
-def grad_tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in `value` that require grad, as autograd knows them, in order of appearance."""
+def grad_tensors(value: Any, *, transformed: bool = False) -> list[Tensor]:
+    """Return the tensors in `value` that require grad, as autograd knows them, in order of appearance.
+
+    `transformed`: look into those of `vmap`, too.
+    """
     found: list[Tensor] = []
 
     def see(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
+        if tensor.requires_grad or (transformed and _compat.below_vmap(tensor).requires_grad):
             if type(tensor) is Tensor or not isinstance(tensor, ShardedTensor):
                 found.append(tensor)
             else:
@@ -84,11 +88,11 @@ def grad_tensors(value: Any) -> list[Tensor]:
     return found
 
 
-def with_grad_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
+def with_grad_tensors(value: Any, tensors: Iterator[Tensor], *, transformed: bool = False) -> Any:
     """Return `value` with the next of `tensors` in place of each of its `grad_tensors`."""
 
     def replace(tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
+        if not (tensor.requires_grad or (transformed and _compat.below_vmap(tensor).requires_grad)):
             return tensor
         if type(tensor) is Tensor or not isinstance(tensor, ShardedTensor):
             # By the same walk as `grad_tensors`: another order would swap tensors.
@@ -105,7 +109,7 @@ def _shards(sharded: ShardedTensor) -> list[Tensor]:
     return [tensor for tensor in sharded.tensors or [sharded.anchor] if tensor.requires_grad]
 
 
-def reachable_grad_tensors(value: Any) -> list[Tensor]:
+def reachable_grad_tensors(value: Any, *, transformed: bool = False) -> list[Tensor]:
     """List tensors as `grad_tensors` does, and those in attributes of any object but modules; each once."""
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
@@ -113,6 +117,8 @@ def reachable_grad_tensors(value: Any) -> list[Tensor]:
     while left:
         one = left.pop()
         if isinstance(one, Tensor):
+            if transformed:
+                one = _compat.below_vmap(one)
             if one.requires_grad:
                 for tensor in _shards(one) if isinstance(one, ShardedTensor) else (one,):
                     # Each once, since each is hooked. Held, so that no other tensor gets its id meanwhile.

@@ -69,6 +69,16 @@ def test_parameters_frozen_and_thawed_later_train_when_thawed(strategy: str) -> 
     assert_trains_like_one_process(model, reference, steps=2)
 
 
+@all_strategies(2)
+def test_a_loss_may_have_sums_and_means_of_sharded_parameters(strategy: str) -> None:
+    model, reference = shard(lone(), strategy=strategy), lone()
+    for one in (model, reference):
+        loss = one(torch.ones(4, 8)).square().mean()
+        (loss + sum(p.sum() + (2 * p).mean() for p in one.blocks[0].parameters())).backward()
+    for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(found.grad), expected.grad)
+
+
 @on_ranks(2)
 def test_an_adapter_beside_frozen_weights_is_reduced_alone() -> None:
     class Adapted(nn.Module):

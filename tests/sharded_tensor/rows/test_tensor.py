@@ -157,6 +157,24 @@ def test_autograd_runs_on_rows() -> None:
     torch.testing.assert_close(gathered(param.grad), whole.grad)
 
 
+@on_cuts(2)
+def test_gradients_of_sums_and_means_are_rows_that_others_add_to(cut: Cut) -> None:
+    for plain in (
+        lambda t: t.sum(),
+        lambda t: t.mean(),
+        lambda t: (t * 2).mean(0).sum(),
+        lambda t: (t.sum(1) * t.mean(1, keepdim=True).sum()).sum(),
+    ):
+        whole = torch.randn(7, 4).requires_grad_()
+        param = parameter(whole.detach(), cut)
+        for tensor in (param, whole):
+            for loss in (plain, plain, lambda t: (t * t).sum()):
+                loss(tensor).backward()
+                assert type(tensor.grad) is (ShardedRows if tensor is param else Tensor)
+        assert param.grad.piece == param.piece
+        torch.testing.assert_close(gathered(param.grad), whole.grad)
+
+
 @on_ranks(2)
 def test_inference_mode_and_masks_mean_the_same() -> None:
     whole = torch.randn(7, 5)

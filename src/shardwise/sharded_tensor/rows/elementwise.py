@@ -231,19 +231,22 @@ def new(op: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def view(op: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run views (and `expand` to no more) that leave dim 0 and dims cut by tensor parallelism alone."""
+    """Run views and `expand`, where they leave dim 0 and dims cut by tensor parallelism alone."""
     tensor, size = args[0], args[1]
     if isinstance(size, torch.dtype) or len(args) > 2 or any(kwargs.values()):
         refuse(op, args, kwargs)
     piece, sizes = tensor.piece, op(torch.empty(tensor.shape, device="meta"), size).shape
-    if sizes.numel() != tensor.numel() or sizes[:1] != tensor.shape[:1]:
+    expands = op._schema.name == "aten::expand"
+    stays = len(sizes) == tensor.ndim if expands else sizes.numel() == tensor.numel()
+    if not stays or sizes[:1] != tensor.shape[:1]:
         refuse(op, args, kwargs)
     if sizes == tensor.shape:
         return ShardedRows.wrap(tensor._local_tensor, piece)
     if piece.axes_along(range(1, len(piece.shape))):
         refuse(op, args, kwargs)
     piece = piece.with_trailing(sizes[1:])
-    return rows(tensor._local_tensor.view(piece.rows.sizes), piece)
+    local = tensor._local_tensor
+    return rows(local.expand(piece.rows.sizes) if expands else local.view(piece.rows.sizes), piece)
 
 
 def product(op: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -303,7 +306,7 @@ OTHERS: dict[str, Handler] = {
     "copy_": copy_,
     "eye": eye,
     **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full"), new),
-    **dict.fromkeys(("view", "_unsafe_view", "expand"), view),
+    **dict.fromkeys(("view", "_unsafe_view", "unsqueeze", "expand"), view),
     "index_put_": index_put_,
     **dict.fromkeys(("mm", "bmm"), product),
     "_local_scalar_dense": scalar,

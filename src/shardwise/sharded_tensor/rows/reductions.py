@@ -23,6 +23,7 @@ from shardwise.comm.arithmetic import extreme
 from shardwise.comm.watch import announced
 from shardwise.sharded_tensor.ops.reduce import dims_of, wide_of
 from shardwise.sharded_tensor.registry import Args, Handler, Kwargs
+from shardwise.sharded_tensor.rows import convert
 from shardwise.sharded_tensor.rows.convert import gather_even
 from shardwise.sharded_tensor.rows.elementwise import refuse, rows
 from shardwise.sharded_tensor.rows.tensor import ShardedRows
@@ -144,7 +145,24 @@ def reduction(op: Any, args: Args, kwargs: Kwargs, *, rule: Callable[[_Call], An
     call = _Call(op, args, kwargs)
     is_local = not call.groups and call.local.numel()  # of no elements the op may warn
     found = call.on(call.local) if is_local else rule(call)
+    if call.tensor.requires_grad and torch.is_grad_enabled():
+        cut_gradient(call.tensor)
     return call.spread(found) if isinstance(found, Tensor) else tuple(map(call.spread, found))
+
+
+def cut_gradient(tensor: ShardedRows) -> None:
+    """Cut the gradient of `tensor` as it is itself: that of a sum is whole along the dims of the sum."""
+    if tensor.cuts_gradient:
+        return
+    tensor.cuts_gradient = True
+    piece = tensor.piece
+
+    def cut(grad: Tensor) -> Tensor:
+        is_cut = isinstance(grad, ShardedRows) and grad.piece == piece
+        return grad if is_cut else rows(convert.rows_of(grad, piece), piece)
+
+    # The base class's: it stays, and the reducer looks for users' own alone.
+    Tensor.register_hook(tensor, cut)  # type: ignore[no-untyped-call]
 
 
 # Rules

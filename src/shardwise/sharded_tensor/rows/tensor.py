@@ -216,6 +216,7 @@ class ShardedRows(OwnDTensor):
     trains = False  # requires_grad
     any_hooked = False  # whether any rows are hooked
     hooked = False  # whether hooks run on its gradient
+    cuts_gradient = False  # whether it has the hook of `reductions.cut_gradient`
 
     @property
     def requires_grad(self) -> bool:
