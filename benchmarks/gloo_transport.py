@@ -36,7 +36,7 @@ from shardwise.comm import (
     GlooReduceScatter,
 )
 from shardwise.comm.count import CommCounter
-from shardwise.comm.gloo import let_callers_finish
+from shardwise.comm.gloo import set_batch_scheduling
 
 SECTION = "gloo_transport"
 SIZES = [33_600_000, 8_000_000, 4_000_000, 2_000_000, 1_000_000, 500_000, 250_000]
@@ -69,7 +69,7 @@ def set_input_threads(*, ours: bool) -> None:
             if os.sched_getscheduler(int(thread)) == os.SCHED_BATCH:
                 os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
     if ours:
-        let_callers_finish()
+        set_batch_scheduling()
 
 
 def loopback_bytes() -> int:

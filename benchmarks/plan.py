@@ -287,7 +287,7 @@ def as_measured() -> Iterator[None]:
     FSDP's reduced gradients are memory of the stream that reduces, and each gathered parameter has its own.
     Megatron-LM's stages have buffers to receive into for as many micro-batches as are under way.
     """
-    settings = partial(GroupSettings, apart_bytes=0)
+    settings = partial(GroupSettings, separate_memory_min_bytes=0)
     with (
         mock.patch.object(GradReducer, "stays", return_value=False),
         mock.patch("shardwise.fsdp.group.GroupSettings", settings),

@@ -72,7 +72,7 @@ def go_different_ways(folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     if dist.get_rank() == 1:
         order.Order.post = lambda _: None  # type: ignore[method-assign]
-        watch._TO_RAISE = 0.2
+        watch._RAISE_GRACE_SECONDS = 0.2
         be_stuck()
     model(torch.ones(2, 4))
 

@@ -43,7 +43,7 @@ def test_gathered_memory_is_given_back_after_the_stream_that_read_it(layout: str
 
 def test_without_the_stream_that_it_ran_on_its_memory_is_given_back_too_early() -> None:
     nowhere = property(lambda self: None, lambda self, stream: None)
-    with mock.patch.object(Schedule, "left_on", nowhere):
+    with mock.patch.object(Schedule, "release_stream", nowhere):
         found = findings(partial(modules_on_streams, 1, layout="contiguous"))
     assert any("gathered memory of module 'third'" in one for one in found)
 

@@ -178,7 +178,7 @@ def test_the_end_of_backward_waits_for_every_reduction_and_holds_no_buffer() -> 
     assert ("compute", "waits for", "reduce_scatter") in log[last:]
     schedule = state_of(model).schedule
     assert (schedule.reduce_inputs, schedule.reduce_shards, schedule.reduced) == ([], [], {})
-    assert schedule.copying_gather is None
+    assert schedule.copy_out_pending is None
 
 
 @on_ranks(2)

@@ -45,7 +45,7 @@ CALLS = {
 }  # fmt: skip
 STREAMS = {"stream", "copy_in", "all_gather", "reduce_scatter", "all_reduce", "where"}
 KEEPS = {
-    "_freed", "copying_gather", "user_gathers", "offload_events", "reduce_inputs", "reduce_shards",
+    "_freed", "copy_out_pending", "user_gathers", "offload_events", "reduce_inputs", "reduce_shards",
     "reduced", "smaller_ready",
 }  # fmt: skip
 _NAMES = re.compile(rf"\b({'|'.join(set().union(*CALLS.values()))})\(|with .*stream|{'|'.join(KEEPS)}")

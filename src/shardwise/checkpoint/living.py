@@ -28,7 +28,7 @@ from shardwise.checkpoint.meeting import START, Meeting
 from shardwise.checkpoint.memory import HostMemory
 from shardwise.comm.agree import together
 from shardwise.comm.order import first_line
-from shardwise.comm.watch import leave_all, look_into, of_transport, order_of, raise_explained
+from shardwise.comm.watch import leave_all, of_transport, order_of, raise_explained, watch_also
 from shardwise.errors import CheckpointError, RankMismatchError, ShardwiseError
 from shardwise.files.stores import on_disk
 
@@ -201,7 +201,7 @@ class LivingRanks(Generic[_T]):
         self._group = dist.new_group(backend="gloo", timeout=min(self._timeout, _CONNECT))
         for group in (dist.group.WORLD, self._group):
             _compat.set_timeout(group, self._timeout)
-        look_into(self._group)
+        watch_also(self._group)
         own = [self._taken, bool(self._ready), self._training is not None]
         by_rank = [tuple(each) for each in together("meeting", lambda: own)]
         steps = [taken for taken, *_ in by_rank if taken is not None]

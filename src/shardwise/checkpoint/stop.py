@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.background import failed_here, wait_for_saving
-from shardwise.comm.watch import group_of_all, look_into, order_of, raise_explained
+from shardwise.comm.watch import group_of_all, order_of, raise_explained, watch_also
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TWICE = 3.0  # seconds after which another signal means "at once"; launchers forward one within less
@@ -51,7 +51,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group = group_of_all("enter StopSignals")
-            look_into(self._group)
+            watch_also(self._group)
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
         return self

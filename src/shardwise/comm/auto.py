@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise import _compat
 from shardwise.comm.api import DefaultAllGather, DefaultReduceScatter, backend_of
-from shardwise.comm.gloo import GlooAllGather, GlooReduceScatter, combination, let_callers_finish
+from shardwise.comm.gloo import GlooAllGather, GlooReduceScatter, combination, set_batch_scheduling
 
 # From this many bytes in the whole buffer, the exchange costs less CPU time than c10d on 2 and 4 ranks. Below
 # that, messages and Python cost 0.1 ms per rank, as much as c10d's threads and messages.
@@ -82,10 +82,10 @@ _over_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
 
 def over_gloo(group: dist.ProcessGroup) -> bool:
-    """Return whether `group` moves CPU tensors over gloo; its first call then runs `let_callers_finish`."""
+    """Return whether `group` moves CPU tensors over gloo; its first call then runs `set_batch_scheduling`."""
     known = _over_gloo.get(group)
     if known is None:
         known = _over_gloo[group] = "cpu:gloo" in dist.get_backend_config(group).split(",")
         if known:
-            let_callers_finish()
+            set_batch_scheduling()
     return known

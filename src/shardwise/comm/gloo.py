@@ -303,7 +303,7 @@ def targets(rank: int, ranks: int) -> tuple[int, ...]:
     return tuple((rank + step) % ranks for step in range(1, ranks))
 
 
-def let_callers_finish() -> None:
+def set_batch_scheduling() -> None:
     """Make gloo's input threads in this process wait for an idle or yielded core. Local.
 
     A send or receive locks the connection for some microseconds, and wakes the other rank's input thread. If

@@ -41,7 +41,7 @@ _LONGEST_PASS = 100_000  # events; a longer pass, without a forward, starts agai
 _LARGEST_TREE = 1_000_000  # events; a larger tree is dropped, on all ranks at the same event
 _DIGEST = 64  # characters
 TIME_TO_READ = timedelta(seconds=2)
-_HASTE, _PATIENCE = 20e-6, 2e-3  # shortest and longest time between polls, in seconds
+_POLL_LEAST_SECONDS, _POLL_MOST_SECONDS = 20e-6, 2e-3  # shortest and longest time between polls, in seconds
 STORE_GONE = "the store of the process group is gone: the rank that holds it, usually rank 0, has ended"
 _LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 
@@ -120,7 +120,7 @@ class Order:
         verdict: what was found wrong; every later announcement raises it.
         raised: whether an announcement has raised it.
         waits: whether this rank may wait in something that was not announced.
-        cut_from: ranks of the group to which this one has lost its connections; known after a failure.
+        lost_connections: ranks of the group to which this one lost its connections; known after a failure.
         gone: global ranks that were found to give no sign of life.
         groups: process groups of these ranks, in which this one may be waiting.
     """
@@ -146,7 +146,7 @@ class Order:
         self.verdict: str | None = None
         self.raised = False
         self.waits = False
-        self.cut_from: set[int] = set()
+        self.lost_connections: set[int] = set()
         self.gone: list[int] = []
         self._posted: str | None = None
         self._posted_at: Node | None = None
@@ -248,7 +248,7 @@ class Order:
             self.store.wait(keys, TIME_TO_READ)
 
     def _wait_for(self, keys: list[str]) -> None:
-        started, pause = time.monotonic(), _HASTE
+        started, pause = time.monotonic(), _POLL_LEAST_SECONDS
         # A broken connection does not end a wait in the store, so the watch thread checks connections.
         self.asking = True
         # Polled, so that a verdict of the watch thread ends the wait.
@@ -259,7 +259,7 @@ class Order:
                 break
             # Short pauses at first, since ranks come nearly together; then longer ones: all poll one store.
             time.sleep(pause)
-            pause = min(2 * pause, _PATIENCE)
+            pause = min(2 * pause, _POLL_MOST_SECONDS)
         self.asking = False
         if self.verdict is not None:
             # This tells the watch thread that the process is not stuck.
@@ -281,7 +281,7 @@ class Order:
             "event": self.doing(),
             "left": self.left or self._left_backward(),
             "verdict": self.verdict,
-            "cut from": sorted(self.cut_from),
+            "cut from": sorted(self.lost_connections),
             "frame": _frame(),
             "posts": next(self._posts),  # shows others that this rank is alive
         }

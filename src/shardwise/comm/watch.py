@@ -43,13 +43,19 @@ _TICK = 0.25  # seconds
 _ROLL_CALL = 2.5  # seconds in which a living rank says where it is
 _NEARLY = 0.9  # of the timeout: before waiting ranks give up and end
 STUCK = 70  # exit status of a process that is ended because it is stuck
-_TO_RAISE = 2.0  # seconds from a verdict until a waiting rank must have raised it
-_LAST_LOOK = 5.0  # seconds for which the end of a process may wait for the thread
+_RAISE_GRACE_SECONDS = 2.0  # seconds from a verdict until a waiting rank must have raised it
+_JOIN_TIMEOUT_SECONDS = 5.0  # seconds for which the end of a process may wait for the thread
 # Different from every tag in use, so that no probe matches a message.
-_NOBODYS_TAG = 0x7D000000
+_PROBE_TAG = 0x7D000000
 _SOON = timedelta(milliseconds=1)
-_OF_TIME = ("imed out", "imeout")
-_OF_TRANSPORTS = (*_OF_TIME, "gloo", "onnection", "roken pipe", "ocket")  # words in their errors
+_TIMEOUT_WORDS = ("imed out", "imeout")
+_TRANSPORT_ERROR_WORDS = (
+    *_TIMEOUT_WORDS,
+    "gloo",
+    "onnection",
+    "roken pipe",
+    "ocket",
+)  # words in their errors
 
 _PROBE = torch.zeros(1)
 _log = logging.getLogger("shardwise")
@@ -76,7 +82,7 @@ def order_of(group: dist.ProcessGroup | None) -> Order | None:
     return _orders[group]
 
 
-def look_into(group: dist.ProcessGroup) -> None:
+def watch_also(group: dist.ProcessGroup) -> None:
     """End waits in `group`, which has all ranks, when the default group's order finds them vain. Local."""
     order = order_of(dist.group.WORLD)
     if order is not None:
@@ -111,7 +117,7 @@ def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> Runtim
         if not of_transport(error):
             return error
         # After a timeout all connections may be intact.
-        closed = not any(word in str(error) for word in _OF_TIME)
+        closed = not any(word in str(error) for word in _TIMEOUT_WORDS)
         found = (_roll_call(order, closed=closed) for order in orders)
         verdict = next((words for words in found if words is not None), None)
         verdict = verdict or orders[0].account(f"failed: {first_line(str(error))}")
@@ -135,7 +141,7 @@ def raise_explained(error: RuntimeError, orders: Sequence[Order], what: str) -> 
 
 def of_transport(error: RuntimeError) -> bool:
     """Return whether the error is a transport's failure."""
-    return any(word in str(error) for word in _OF_TRANSPORTS)
+    return any(word in str(error) for word in _TRANSPORT_ERROR_WORDS)
 
 
 @contextmanager
@@ -265,10 +271,10 @@ def _roll_call(order: Order, *, closed: bool = False) -> str | None:
     try:
         # Signs of life are counted, not timed: clocks of hosts differ.
         before = {rank: record["posts"] for rank, record in order.read().items()}
-        while (silent | order.cut_from) - known and time.monotonic() - started < _ROLL_CALL:
+        while (silent | order.lost_connections) - known and time.monotonic() - started < _ROLL_CALL:
             # With two ranks it is impossible to say which one was cut off.
             if closed and order.size > 2:
-                order.cut_from |= _broken(order)
+                order.lost_connections |= _broken(order)
             order.post()
             records = order.read()
             found = conflict(order, records) or _cut_off(order, records)
@@ -291,7 +297,9 @@ def _roll_call(order: Order, *, closed: bool = False) -> str | None:
 
 def _cut_off(order: Order, records: Mapping[int, Record]) -> str | None:
     """Return which rank all others have lost though it lives; None if no single rank is, as with two."""
-    cut = {order.rank: order.cut_from} | {rank: set(record["cut from"]) for rank, record in records.items()}
+    cut = {order.rank: order.lost_connections} | {
+        rank: set(record["cut from"]) for rank, record in records.items()
+    }
     lost = [
         rank
         for rank in cut
@@ -312,7 +320,7 @@ def _broken(order: Order) -> set[int]:
     for group in list(order.groups):
         for peer in set(range(group.size())) - {group.rank()}:
             try:
-                group.send([_PROBE], peer, _NOBODYS_TAG)
+                group.send([_PROBE], peer, _PROBE_TAG)
             except RuntimeError:
                 found.add(peer)
     return found
@@ -327,7 +335,7 @@ def _interrupt(order: Order) -> None:
         with suppress(RuntimeError, ValueError):
             peer = (group.rank() + 1) % group.size()
             # Nobody sends this: it exists to time out, which also raises here.
-            group.recv([_PROBE], peer, _NOBODYS_TAG).wait(_SOON)
+            group.recv([_PROBE], peer, _PROBE_TAG).wait(_SOON)
 
 
 def _end_if_stuck(order: Order, orders: Sequence[Order]) -> None:
@@ -360,7 +368,7 @@ class _Watch(threading.Thread):
     def end(self) -> None:
         """End the thread before the interpreter ends: inside the store it would abort the process."""
         self.ended.set()
-        self.join(_LAST_LOOK)
+        self.join(_JOIN_TIMEOUT_SECONDS)
         if any(order.verdict or order.left for order in list(self.stood)):
             time.sleep(TIME_TO_READ.total_seconds())  # the store may end with this process
 
@@ -379,7 +387,7 @@ class _Watch(threading.Thread):
                 # At the end of a run the store may end first.
                 with suppress(RuntimeError, ValueError, KeyError):
                     self._judge(order, stood)
-            elif time.monotonic() - self.judged.get(order, math.inf) > _TO_RAISE:
+            elif time.monotonic() - self.judged.get(order, math.inf) > _RAISE_GRACE_SECONDS:
                 _end_if_stuck(order, [each for each, _ in orders])
         order_moved = self.moved[1]() if self.moved else None
         if self.moved and order_moved and time.monotonic() - self.moved[0] > _NEARLY * order_moved.timeout:
@@ -392,7 +400,7 @@ class _Watch(threading.Thread):
         records = order.read()
         found = conflict(order, records)
         if found is None and any(record["cut from"] for record in records.values()):
-            order.cut_from |= _broken(order)  # no error tells it, if it waits for another rank
+            order.lost_connections |= _broken(order)  # no error tells it, if it waits for another rank
             found = _cut_off(order, records)
         # A wait in the store does not end when a rank does, so check connections.
         if found is None and order.asking and _broken(order):

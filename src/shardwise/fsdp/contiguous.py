@@ -42,7 +42,7 @@ PADDING_TO_WARN_OF = 0.1
 _POST_FORWARD = Form.POST_FORWARD
 
 
-class _Works:
+class _CombinedWork:
     """A set of asynchronous gathers, waited for as one."""
 
     def __init__(self, *works: Any) -> None:
@@ -259,7 +259,7 @@ class ContiguousGroup(ParamGroup):
                     buffer.full.copy_(source)
             elif self._in_place:
                 work = comm(buffer.full, source, group, async_op)
-                running = work if running is None else _Works(running, work)
+                running = work if running is None else _CombinedWork(running, work)
             else:  # parameters cannot be views of what a user's communication allocates each time
                 full, size = buffer.full, source.numel()
                 output = comm.allocate((full.numel(),), dtype=full.dtype, device=self.device)
@@ -323,7 +323,7 @@ class ContiguousGroup(ParamGroup):
                 rows = rows_between(param.shape, start, begin, begin + width)
                 offset = max(start - begin, 0) if rows.numel else 0
                 local = shards[-1].narrow(0, offset, rows.numel).view(rows.sizes)
-                param.show_smaller(self._smaller_param(param, start, width, local, info))
+                param.register_smaller(self._smaller_param(param, start, width, local, info))
         return shards
 
     def _smaller_param(

@@ -45,7 +45,7 @@ _MANY = 8  # from this many ranks on, one copy per rank costs the host more than
 
 
 @dataclass
-class _Members:
+class _SegmentParams:
     """The parameters of one segment, in the order in which they lie in its buffers."""
 
     segment: ContiguousSegment
@@ -83,14 +83,16 @@ class ContiguousReducer(GradReducer):
     """The reductions of a `ContiguousGroup`."""
 
     group: ContiguousGroup
-    _members: list[_Members] = field(default_factory=list)
+    _members: list[_SegmentParams] = field(default_factory=list)
     _buffers: list[Any] | None = None  # the group's, when `_members` were found
     _unused: set[frozenset[str]] = field(default_factory=set)
-    _partly: dict[int, list[RowsParam]] = field(default_factory=dict)  # those with gradients in `partials`
+    _params_in_partials: dict[int, list[RowsParam]] = field(
+        default_factory=dict
+    )  # those with gradients in `partials`
 
-    def _members_of(self, index: int) -> _Members:
+    def _members_of(self, index: int) -> _SegmentParams:
         segment, params = self.group.layout.segments[index], self.group.members[index]
-        return _Members(
+        return _SegmentParams(
             segment,
             params,
             len(params),
@@ -117,7 +119,7 @@ class ContiguousReducer(GradReducer):
             self._members = [self._members_of(index) for index in range(len(self._buffers))]
         collected: list[_Collected] = []
         for index, members in enumerate(self._members):
-            if self.keeps_apart or not members.plain or self.group.settings.reduce_unused:
+            if self.has_separate_sums or not members.plain or self.group.settings.reduce_unused:
                 grads = [self.collect_from(param) for param in members.params]
                 missing, complete = sum(map(is_, grads, repeat(None))), False
             else:
@@ -132,7 +134,7 @@ class ContiguousReducer(GradReducer):
                         unsharded.grad = None
             if missing < members.count:
                 collected += ((index, grads, complete),)
-        self.keeps_apart = False
+        self.has_separate_sums = False
         return collected
 
     def reduce(self, collected: list[_Collected], *, streams: CommStreams | None) -> list[ReduceResult]:
@@ -191,14 +193,14 @@ class ContiguousReducer(GradReducer):
             return None
         partial = self.partials.pop(index, None) if self.partials else None
         if partial is not None:
-            earlier = self._partly.pop(index)
+            earlier = self._params_in_partials.pop(index)
             # The sum holds gradients of both backwards.
             params = [param for param in members.params if param in earlier or param in params]
         result = finish_reduction(shard, plan, inputs=inputs, partial=partial)
         if result.shard is None:
             assert result.partial is not None
             self.partials[index] = result.partial
-            self._partly[index] = params
+            self._params_in_partials[index] = params
         elif result.stream is None:
             self._assign(members, params, result.shard)
         else:
@@ -207,13 +209,13 @@ class ContiguousReducer(GradReducer):
                 self._assign(members, params, result.shard)
         return result
 
-    def _assign(self, members: _Members, params: list[RowsParam], shard: Tensor) -> None:
+    def _assign(self, members: _SegmentParams, params: list[RowsParam], shard: Tensor) -> None:
         """Assign views of the reduced shard as gradients, or add them to existing gradients."""
         # ZeRO-1: gradients were all-reduced whole, and this rank's optimizer updates its part.
         if self.group.refresh_group is not None and shard.numel() != members.segment.shard_numel:
             shard = self._own_part(shard)
         if self.group.offloads:
-            shard = self._to_home(params, shard)
+            shard = self._to_offload_device(params, shard)
         if self.group.settings.all_reduce_hook is None:  # a hook may write to padding
             # Views cover `used` of its elements, and the rest is zero: see `merge_views`.
             shard.used = members.used  # type: ignore[attr-defined]
@@ -273,7 +275,7 @@ class ContiguousReducer(GradReducer):
 
     def _reduce_scatter(
         self,
-        members: _Members,
+        members: _SegmentParams,
         grads: list[Tensor | None],
         complete: bool,
         staging: _Staging,
@@ -307,7 +309,7 @@ class ContiguousReducer(GradReducer):
             staging.storage.resize_(0)
         return shard
 
-    def _staging(self, members: _Members, plan: Reduction) -> _Staging:
+    def _staging(self, members: _SegmentParams, plan: Reduction) -> _Staging:
         """Return the reduction's input with each gradient's place in it; if it is large, memory for a slice.
 
         The input is kept from step to step, without its memory, where the reduction ends within the call and
@@ -330,7 +332,7 @@ class ContiguousReducer(GradReducer):
 
     def _reduce_in_slices(
         self,
-        members: _Members,
+        members: _SegmentParams,
         grads: list[Tensor | None],
         staging: Tensor,
         plan: Reduction,

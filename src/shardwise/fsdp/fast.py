@@ -9,7 +9,7 @@ Python calls per block in a steady step, with each function and without it (`ben
     seen                 counters are compared instead of calls made, and interleaved gradients have no
                          storage of their own: 132 calls fewer
     allocates_as         gathers write where parameters are, and staging is made once: 179, not 201
-    own_code             compilers limit the number of graphs per code object: equal blocks share one
+    copy_code             compilers limit the number of graphs per code object: equal blocks share one
     own_storage          parts of buffers instead of copies, where torch needs a storage from its beginning
 
 Elsewhere: one counter covers all changes of `requires_grad` (`ShardedRows.changes`: 179, not 235), and
@@ -57,7 +57,7 @@ class _Seen:
 seen = _Seen()
 
 
-def own_code(function: Callable[..., Any], *, own_globals: bool = False) -> FunctionType:
+def copy_code(function: Callable[..., Any], *, own_globals: bool = False) -> FunctionType:
     """Return a copy of a function with its own code object, for which compilers keep its graphs.
 
     Compilers limit the number of graphs per code object, and a nested function has one for all its closures.
@@ -133,7 +133,7 @@ class _LocalSteps:
         # More than one kind: plain parameters or ShardedTensors beside DTensors, or momentum not yet made.
         _, *others = {*kinds}
         if not others:
-            self._take_kind(optimizer, group, lists)
+            self._local_class(optimizer, group, lists)
             return
         taken, known = [], len(self.moved)
         for kind in dict.fromkeys(kinds):
@@ -141,7 +141,7 @@ class _LocalSteps:
                 continue
             places = [place for place, found in enumerate(kinds) if found == kind]
             own = tuple([values[place] for place in places] if values else [] for values in lists)
-            if not self._take_kind(optimizer, group, own):
+            if not self._local_class(optimizer, group, own):
                 del self.moved[known:]
                 return
             taken.append((places, own))
@@ -150,7 +150,7 @@ class _LocalSteps:
                 for place, value in zip(places, changed, strict=False):  # `changed` is empty if `values` is
                     values[place] = value
 
-    def _take_kind(self, optimizer: Optimizer, group: dict[str, Any], lists: _compat.StepLists) -> bool:
+    def _local_class(self, optimizer: Optimizer, group: dict[str, Any], lists: _compat.StepLists) -> bool:
         """Replace parameters of one kind (all have momentum, or none); return False if nothing changed."""
         params = lists[0]
         cut = _cuts[isinstance(params[0], ShardedRows)]
@@ -220,7 +220,7 @@ def step_locally(optimizer: Optimizer) -> None:
         _compat.drop_gradients_unread(optimizer)
 
 
-def step_in_graphs(optimizer: Optimizer) -> None:
+def restore_torch_step(optimizer: Optimizer) -> None:
     """Give the optimizer torch's own step back: a compiler cannot handle the replacement."""
     if _local_steps.pop(optimizer, None) is not None:
         _compat.as_torch_made_it(optimizer)

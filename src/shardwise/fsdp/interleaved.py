@@ -56,7 +56,7 @@ class InterleavedGroup(ParamGroup):
         for param in params:
             if stays_out_of_buffer(param):
                 # Packing skips it: its sharded form is made here.
-                self._lay_out_alone(param)
+                self._assign_own_layout(param)
                 param.move(param.local)
         self.extended = self._extend()
         self.pack()
@@ -103,11 +103,11 @@ class InterleavedGroup(ParamGroup):
                 param.assign_slot(slot)
         for param in self.params if self.extended else ():
             if param in self.extended:
-                self._lay_out_alone(param)
+                self._assign_own_layout(param)
         # Their targets are views of the old buffers, which nothing reads any longer.
         self.main = self.smaller = None
 
-    def _lay_out_alone(self, param: EvenParam) -> None:
+    def _assign_own_layout(self, param: EvenParam) -> None:
         """Give a parameter that is gathered apart its own layout; it is reduced with the others."""
         layout = InterleavedLayout([param.layout_spec()], ranks=self.ranks, rank=self.rank)
         param.assign_slot(layout.segments[0].slots[0])
@@ -117,7 +117,7 @@ class InterleavedGroup(ParamGroup):
 
         Gradients and activations fit where a large parameter was freed; where a group was, they leave holes.
         """
-        segment, limit, large = self.layout.segments[index], self.settings.apart_bytes, False
+        segment, limit, large = self.layout.segments[index], self.settings.separate_memory_min_bytes, False
         runs: list[list[EvenParam]] = []
         for param in self.members[index]:
             nbytes = segment.ranks * param.slot.padded_shard_numel * segment.gather_dtype.itemsize
@@ -263,7 +263,7 @@ class InterleavedGroup(ParamGroup):
             wholes = [param.piece_of(cast(nn.Parameter, param.unsharded), info) for param in members]
             _compat.foreach_copy(mine, wholes)
             for param, local in zip(members, mine, strict=True):
-                param.show_smaller(self._smaller_param(param, local, info))
+                param.register_smaller(self._smaller_param(param, local, info))
             shards.append(shard)
         return shards
 

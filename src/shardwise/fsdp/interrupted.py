@@ -212,7 +212,7 @@ def forget_forward(state: ModuleState) -> None:
 
 
 def _reset_one(state: ModuleState) -> None:
-    state.still_to_run.clear()
+    state.pending_modules.clear()
     state.training_state = TrainingState.IDLE
     for group in state.groups:
         # First, since the gather still writes into the memory that resharding frees.

@@ -20,7 +20,7 @@ from shardwise import _compat
 from shardwise.comm.streams import CommStreams
 from shardwise.errors import LifecycleError
 from shardwise.fsdp import guard, interrupted, shard_report, trace_plan, traced
-from shardwise.fsdp.fast import own_code
+from shardwise.fsdp.fast import copy_code
 from shardwise.fsdp.group import Form
 from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.settings import ModuleSettings, states_of
@@ -200,7 +200,7 @@ _CLASSES: dict[type[nn.Module], type[FSDPModule]] = {}
 def sharded_class(cls: type[nn.Module]) -> type[FSDPModule]:
     """Return the subclass of (`FSDPModule`, `cls`), one per class, so that equal blocks have equal types."""
     if cls not in _CLASSES:
-        call = _compat.only_inlined(own_code(vars(FSDPModule)["__call__"]))
+        call = _compat.only_inlined(copy_code(vars(FSDPModule)["__call__"]))
         own = {"__module__": cls.__module__, "__call__": call}
         made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), own)
         _CLASSES[cls] = cast(type[FSDPModule], made)
@@ -231,7 +231,7 @@ def _look(module: nn.Module, args: Any) -> None:
 
 @functools.cache
 def _compiled_call(cls: type, is_list: bool) -> FunctionType:
-    return own_code(_call)
+    return copy_code(_call)
 
 
 def _call(module: weakref.ref[nn.Module], /, *args: Any, **kwargs: Any) -> Any:
@@ -272,7 +272,7 @@ def _of_equal_modules(method: str, module: FSDPModule, is_list: bool = False) ->
 
 @functools.cache
 def _code_for(method: str, cls: type, is_list: bool, parameters: tuple[Any, ...]) -> FunctionType:
-    return own_code(vars(FSDPModule)[method])
+    return copy_code(vars(FSDPModule)[method])
 
 
 @_compat.only_inlined

@@ -60,11 +60,40 @@ class ModuleState:
 
     # Models have hundreds of these.
     __slots__ = (
-        "__weakref__", "all_groups", "below", "device", "groups", "guards", "guards_lifted", "hidden",
-        "ignored", "in_reverse", "input_dtype", "inside", "is_list", "is_root", "larger_than_most", "lists",
-        "modules", "myself", "name", "policy", "prefetch_in_backward", "prefetch_in_forward", "reducers",
-        "reshard_is_automatic", "root_depth", "running", "runs_outside", "schedule", "schedule_settings",
-        "shared_streams", "stays_gathered", "still_to_run", "to_check", "training_state",
+        "__weakref__",
+        "all_groups",
+        "below",
+        "device",
+        "groups",
+        "guards",
+        "guards_lifted",
+        "hidden",
+        "ignored",
+        "in_reverse",
+        "input_dtype",
+        "inside",
+        "is_list",
+        "is_root",
+        "larger_than_most",
+        "lists",
+        "modules",
+        "myself",
+        "name",
+        "pending_modules",
+        "policy",
+        "prefetch_in_backward",
+        "prefetch_in_forward",
+        "reducers",
+        "reshard_is_automatic",
+        "root_depth",
+        "running",
+        "runs_outside",
+        "schedule",
+        "schedule_settings",
+        "shared_streams",
+        "stays_gathered",
+        "to_check",
+        "training_state",
     )  # fmt: skip
 
     def __init__(
@@ -104,7 +133,7 @@ class ModuleState:
         self.root_depth: int | None = None  # tracing, lists only: checkpoints around their root in this graph
         self.larger_than_most: bool | None = None  # None: not known yet
         self.stays_gathered = False  # after backward; then gradients may come after the reduction
-        self.still_to_run: set[int] = set()  # lists only: modules that have not run in this pass
+        self.pending_modules: set[int] = set()  # lists only: modules that have not run in this pass
         self.prefetch_in_forward: list[weakref.ref[ModuleState]] = []
         self.prefetch_in_backward: list[weakref.ref[ModuleState]] = []
         self.shared_streams: CommStreams | None = None

@@ -115,7 +115,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         keep_gradients(param for group in optimizer.param_groups for param in group["params"])
     compiled = _compat.in_compiled_call()
     if compiled:
-        fast.step_in_graphs(optimizer)
+        fast.restore_torch_step(optimizer)
     if _checked.get(optimizer) != _changes:
         _check(optimizer)
         fast.forget_empty_params(optimizer)

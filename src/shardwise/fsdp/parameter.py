@@ -154,7 +154,7 @@ class ShardedParam(ABC):
                 raise self.replaced_by(found)
             owner.parameters[owner.name] = form  # functional_call put back another form
 
-    def show_smaller(self, piece: nn.Parameter) -> None:
+    def register_smaller(self, piece: nn.Parameter) -> None:
         """Register this rank's piece over a smaller mesh."""
         self.smaller = weakref.ref(piece)
         self.register(piece)  # only modules keep it, and only until the next gather

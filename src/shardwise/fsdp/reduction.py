@@ -57,7 +57,7 @@ class GradReducer(ABC):
     _plans: dict[Kind, Reduction] = field(default_factory=dict)
     _events: dict[Any, Event] = field(default_factory=dict)
     _synced: bool = True  # whether leaves are set up for a reduction in every backward
-    keeps_apart: bool = False  # whether accumulated gradients exist beside the leaves'
+    has_separate_sums: bool = False  # whether accumulated gradients exist beside the leaves'
 
     def forget_plans(self) -> None:
         """Drop plans and events, since the group's settings or streams changed."""
@@ -97,7 +97,7 @@ class GradReducer(ABC):
             if leaf is None or leaf.grad is None or wanted == leaf.dtype:
                 continue
             if not _compat.SUMS_AS_KEPT:
-                self._store_apart(param, leaf)
+                self._accumulate_separately(param, leaf)
             elif wanted is not None and leaf.grad.dtype != wanted:
                 # torch refuses a `grad_dtype` other than the dtype of the existing gradient.
                 grad, leaf.grad = leaf.grad.to(wanted), None
@@ -105,7 +105,7 @@ class GradReducer(ABC):
                 leaf.grad = grad
             param.set_leaf_grad_dtype(leaf)
 
-    def _store_apart(self, param: ShardedParam, leaf: nn.Parameter) -> None:
+    def _accumulate_separately(self, param: ShardedParam, leaf: nn.Parameter) -> None:
         """Add a leaf's gradient, to which autograd may add several times per backward, to `accumulated`."""
         assert leaf.grad is not None
         if param.accumulated is None:
@@ -113,7 +113,7 @@ class GradReducer(ABC):
         else:
             param.accumulated += leaf.grad
         leaf.grad = None
-        self.keeps_apart = True
+        self.has_separate_sums = True
 
     def collect_from(self, param: ShardedParam) -> Tensor | None:
         """Return one parameter's gradient, and remove it from the parameter."""
@@ -123,7 +123,7 @@ class GradReducer(ABC):
         found = unsharded.grad
         if param.accumulated is not None:
             if found is not None:
-                self._store_apart(param, unsharded)
+                self._accumulate_separately(param, unsharded)
             found, param.accumulated = param.accumulated, None
         if found is not None:
             unsharded.grad = None
@@ -212,7 +212,7 @@ class GradReducer(ABC):
             and not any(p.sharded.grad is not None or p.has_grad_hooks for p in params)
         )
 
-    def _to_home(self, params: Sequence[ShardedParam], shard: Tensor) -> Tensor:
+    def _to_offload_device(self, params: Sequence[ShardedParam], shard: Tensor) -> Tensor:
         """Return the reduced shard on the device of the sharded parameters."""
         offload = self.group.offload
         if not isinstance(offload, CPUOffloadPolicy) or shard.device.type == "cpu":
@@ -287,9 +287,9 @@ class InterleavedReducer(GradReducer):
         if self._layout is not self.group.layout:
             self._find_kinds()
         # The usual case avoids a Python call per parameter.
-        if self.keeps_apart or not self._plain or self.group.settings.reduce_unused:
+        if self.has_separate_sums or not self._plain or self.group.settings.reduce_unused:
             grads = list(map(self.collect_from, params))
-            self.keeps_apart = False
+            self.has_separate_sums = False
         else:
             leaves = list(map(_UNSHARDED, params))
             grads = [None if leaf is None else leaf.grad for leaf in leaves]
@@ -368,7 +368,7 @@ class InterleavedReducer(GradReducer):
 
     def _view_out(self, params: list[EvenParam], shard: Tensor) -> None:
         # One copy of the shard, not one per gradient.
-        shard = self._to_home(params, shard)
+        shard = self._to_offload_device(params, shard)
         offset = shard.storage_offset()  # a compiled graph may return a part of a larger buffer
         forms = [param.sharded for param in params]
         # Attribute access skips torch's `__torch_function__` look-up here.

@@ -35,7 +35,7 @@ class Schedule:
     order: list[weakref.ref[State]] = field(default_factory=list)  # in which forwards ended, once per call
     order_before: int = 0  # length of `order` when this pass began
     pending_release: weakref.ref[State] | None = None  # last to end forward, not released yet
-    left_on: torch.Stream | None = None  # the current stream when it ended
+    release_stream: torch.Stream | None = None  # the current stream when it ended
     # The latest module's output, if that is one tensor, and the states whose backward the hook on it ends
     # first, each with the stream it ran on (None on CPU).
     latest_output: tuple[weakref.ref[torch.Tensor], list[tuple[State, torch.Stream | None]]] | None = None
@@ -48,7 +48,7 @@ class Schedule:
     post_optim_event: torch.Event | None = None  # the next gathers wait for it, not for the current stream
     # A gather whose buffer the copy-out may still read, kept until the next copy-out, so that the next
     # gather can run meanwhile.
-    copying_gather: tuple[AllGatherResult, torch.Event] | None = None
+    copy_out_pending: tuple[AllGatherResult, torch.Event] | None = None
     reduce_inputs: list[Input] = field(default_factory=list)  # in flight, some with the shard
     max_reduce_inputs: int = 1
     # Reduced shards that a stream may still use, though another one allocated them.
@@ -65,7 +65,7 @@ class Schedule:
         self.pending_release = None
         if kept is None:
             return
-        stream = self.left_on
+        stream = self.release_stream
         if stream is not None and stream != current_stream(self.device):
             with stream:  # it reads what was gathered, and is not ordered with what runs next
                 kept.release()
@@ -113,16 +113,16 @@ class Schedule:
         if forward and result.work is None:
             # Two buffers: the next gather may fill one while the other is copied out.
             self.drop_copying_gather()
-            self.copying_gather = (result, copied_out)
+            self.copy_out_pending = (result, copied_out)
         else:
             # Backward prefetches a module: its next gather may wait, and one buffer is enough.
             self.streams.wait(copied_out)
 
     def drop_copying_gather(self) -> None:
-        if self.copying_gather is not None and self.streams is not None:
+        if self.copy_out_pending is not None and self.streams is not None:
             # The next gather may reuse its buffer, and must not write there before it was copied out.
-            self.streams.wait(self.copying_gather[1])
-        self.copying_gather = None
+            self.streams.wait(self.copy_out_pending[1])
+        self.copy_out_pending = None
 
     def free_gathered(self) -> None:
         """Free all gathered memory of resharded groups, which no later gather would free."""

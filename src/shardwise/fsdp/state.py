@@ -68,8 +68,8 @@ class FSDPState(ModuleState):
                 self.gather(group, schedule, forward=False)
             return self.cast_inputs(args, kwargs)
         # The group stays gathered until each module of the list has run.
-        if self.is_list and not self.still_to_run:
-            self.still_to_run = {id(ref()) for ref in self.modules}
+        if self.is_list and not self.pending_modules:
+            self.pending_modules = {id(ref()) for ref in self.modules}
         if action is _GATHER:
             if _compat.transforms_run():
                 interrupted.check_transforms(self)
@@ -150,11 +150,11 @@ class FSDPState(ModuleState):
         assert schedule is not None
         self.running -= 1
         if self.training_state is _FORWARD:
-            if self.still_to_run:
-                self.still_to_run.discard(id(module))
+            if self.pending_modules:
+                self.pending_modules.discard(id(module))
                 if not self.running and schedule.forward_root is self.myself:
-                    self.still_to_run.clear()  # called on its own: nothing else would end the list's forward
-            if self.running or self.still_to_run:  # an outer call, or the list's other modules, continue
+                    self.pending_modules.clear()  # called on its own: nothing else ends the list's forward
+            if self.running or self.pending_modules:  # an outer call, or the list's other modules, continue
                 if not self.running and is_grad_enabled():  # the last of them may run without gradients
                     self._mark_outputs(schedule, output)
                 return self.cast_output(output)
@@ -211,7 +211,7 @@ class FSDPState(ModuleState):
                     else:
                         schedule.pending_release = self.myself
                         if schedule.streams is not None:
-                            schedule.left_on = current_stream(self.device)
+                            schedule.release_stream = current_stream(self.device)
                     break
             if grad_enabled:
                 schedule.order.append(self.myself)
@@ -231,8 +231,8 @@ class FSDPState(ModuleState):
         # Lists with a module that did not run in this pass: nothing else would release them.
         root = self if self.is_root else schedule.root()
         for state in reversed(root.below if root is not None else ()):
-            if state.still_to_run:
-                state.still_to_run.clear()
+            if state.pending_modules:
+                state.pending_modules.clear()
                 state.training_state = _IDLE
                 output = state.cast_output(state._leave(schedule, output))
         if not is_grad_enabled() and self.reshard_is_automatic:
@@ -397,8 +397,8 @@ class FSDPState(ModuleState):
         schedule.pending_release = None
         unseen = [ref() for ref in schedule.order]  # entered more forwards than backwards
         for state in (self, *self.below):
-            if state.still_to_run:
-                state.still_to_run.clear()
+            if state.pending_modules:
+                state.pending_modules.clear()
             action, state.training_state = _END_OF_BACKWARD[state.training_state]
             late = state in unseen or state.stays_gathered
             if action is _REDUCE or (late and interrupted.left_gradients(state)):

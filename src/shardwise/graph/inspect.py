@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule
 
 from shardwise.errors import ShardingError
 from shardwise.fsdp import FSDPModule
-from shardwise.fsdp.fast import own_code
+from shardwise.fsdp.fast import copy_code
 from shardwise.fsdp.module_state import states_in
 from shardwise.fsdp.tensors import grad_tensors, map_tensors
 from shardwise.graph.measure import graph_report
@@ -83,7 +83,7 @@ def _calling(model: nn.Module) -> Any:
     def call(args: Any, kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    return own_code(call, own_globals=True)
+    return copy_code(call, own_globals=True)
 
 
 def _cut_off(tensor: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import trace_plan
-from shardwise.fsdp.fast import own_code
+from shardwise.fsdp.fast import copy_code
 from shardwise.fsdp.module_state import ModuleState, states_in
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.traced import Segment
@@ -280,7 +280,7 @@ def _loss(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> Callable[.
     def forward(*batch: Any, **named: Any) -> Tensor:
         return model(*batch, **named) if loss_fn is None else loss_fn(model, *batch, **named)
 
-    return own_code(forward, own_globals=True)
+    return copy_code(forward, own_globals=True)
 
 
 def _with_backward(loss_of: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Any]]:
@@ -291,7 +291,7 @@ def _with_backward(loss_of: Callable[..., Tensor]) -> Callable[..., tuple[Tensor
         grads = gradients(loss, leaves, allow_unused=True)
         return loss.detach(), grads
 
-    return own_code(step, own_globals=True)
+    return copy_code(step, own_globals=True)
 
 
 def _params(model: nn.Module, states: list[ModuleState]) -> list[ShardedParam | nn.Parameter]:

@@ -174,18 +174,18 @@ class _Run:
         try:
             locals_ = [param.grad._local_tensor for param in self.params]  # type: ignore[union-attr]
         except AttributeError:
-            return self._gathered_up()
+            return self._collect_state()
         base = _compat.base_of(locals_[0])
         if base is None or base.numel() != self.size:
-            return self._gathered_up()
+            return self._collect_state()
         for local, offset in zip(locals_, self.offsets, strict=True):
             if _compat.base_of(local) is not base or local.storage_offset() != offset:
-                return self._gathered_up()
+                return self._collect_state()
         return (
             base if self.end - self.begin == self.size else base.narrow(0, self.begin, self.end - self.begin)
         )
 
-    def _gathered_up(self) -> Tensor | list[bool]:
+    def _collect_state(self) -> Tensor | list[bool]:
         has = [param.grad is not None for param in self.params]
         if not all(has):
             return has

@@ -75,7 +75,7 @@ def search(
     space = [*dict.fromkeys(_space(setup, device, micro_batches, _degrees(asked, setup, device)))]
     known = _Known(asked, setup, device, space)
     known.look()
-    known.look_further()
+    known.plan_more_axes()
     points = known.points()
     chosen = points[0].plan
     return Search(points, len(known.space), len(known.plans), known.recordings, python(asked, chosen.setup))
@@ -278,7 +278,7 @@ class _Known:
         while (best := self._next()) is not None:
             self._try(best, alone=best.tensor != self.asked.tensor)
 
-    def look_further(self) -> None:
+    def plan_more_axes(self) -> None:
         """Plan the best with experts over ranks and, if little fits, as a pipeline or with split sequences.
 
         Little means nothing, or only a single sequence with every block recomputed.

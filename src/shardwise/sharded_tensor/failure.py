@@ -42,14 +42,14 @@ _current: Failures = {}  # failures of the current operation's operands
 def run(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `handler(func, args, kwargs)`, or make stand-ins if it fails for this rank's values."""
     try:
-        return _handed_on(handler, func, args, kwargs) if ever else handler(func, args, kwargs)
+        return _propagate_failures(handler, func, args, kwargs) if ever else handler(func, args, kwargs)
     except (ShardwiseError, _compat.StopRecomputation):
         raise
     except Exception as error:
         return _stand_in(error, handler, func, args, kwargs)
 
 
-def _handed_on(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _propagate_failures(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `handler(func, args, kwargs)`, and pass errors of its operands on to its results."""
     global _current
     operands = sharded_in([*args, *kwargs.values()])

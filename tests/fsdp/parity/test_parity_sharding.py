@@ -178,7 +178,9 @@ def run(name: str) -> None:
 
 
 def run_apart(name: str) -> None:
-    with mock.patch("shardwise.fsdp.group.GroupSettings", partial(GroupSettings, apart_bytes=256)):
+    with mock.patch(
+        "shardwise.fsdp.group.GroupSettings", partial(GroupSettings, separate_memory_min_bytes=256)
+    ):
         train(CASES, name)
 
 

@@ -220,7 +220,9 @@ class Run:
                 assert state is not None
                 for group in state.groups:
                     group.settings.staging_bytes = case.get("slices", group.settings.staging_bytes)
-                    group.settings.apart_bytes = case.get("apart", group.settings.apart_bytes)
+                    group.settings.separate_memory_min_bytes = case.get(
+                        "apart", group.settings.separate_memory_min_bytes
+                    )
 
         if case.get("extension"):
             for block in blocks:
