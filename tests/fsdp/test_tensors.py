@@ -1,12 +1,13 @@
 """Finding and replacing tensors in nested arguments."""
 
 from collections import OrderedDict, UserDict, namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.fsdp.tensors import cast, grad_tensors, map_tensors
+from shardwise.fsdp.tensors import cast, grad_tensors, hand_back, map_tensors
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -65,3 +66,44 @@ def test_tensors_that_require_grad_are_found_in_order() -> None:
     a, b, c = (torch.ones(1, requires_grad=True) for _ in range(3))
     found = grad_tensors((a, {"x": torch.ones(1), "y": [b]}, Output(c, "x")))
     assert [id(t) for t in found] == [id(a), id(b), id(c)]
+
+
+def test_a_list_of_a_class_of_its_own_keeps_its_items_and_attributes() -> None:
+    class Features(list):
+        def __init__(self, name: str, items: Any = ()) -> None:
+            super().__init__(items)
+            self.name = name
+
+    made = map_tensors(double, Features("f", [torch.ones(1)]))
+    assert (type(made), made.name, [one.item() for one in made]) == (Features, "f", [2.0])
+
+
+def test_a_dataclass_is_not_initialised_again() -> None:
+    @dataclass
+    class Counted:
+        tensor: Tensor
+        count: int = field(init=False, default=7)
+
+    given = Counted(torch.ones(1))
+    given.count = 3
+    made = map_tensors(double, given)
+    assert (made.tensor.item(), made.count, given.tensor.item()) == (2.0, 3, 1.0)
+
+
+def test_what_was_written_to_rebuilt_containers_is_handed_back() -> None:
+    one, two, new = (torch.full((1,), value) for value in (1.0, 2.0, 3.0))
+    given = {"list": [one, two], "kept": one, "gone": two, "output": Output(one, "x")}
+    inner, output, rebuilt = given["list"], given["output"], []
+    made = map_tensors(double, given, rebuilt)
+    hand_back(rebuilt)
+    assert given == {"list": inner, "kept": one, "gone": two, "output": output}
+    made["list"].append(new)
+    del made["list"][0], made["gone"]
+    made["new"], made["output"].name = new, "y"
+    hand_back(rebuilt)
+    assert given["list"] is inner
+    assert [id(each) for each in inner] == [id(two), id(new)]
+    assert list(given) == ["list", "kept", "output", "new"]
+    assert given["kept"] is one
+    assert given["output"] is output
+    assert (output.logits is one, output.name) == (True, "y")

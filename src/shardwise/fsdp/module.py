@@ -26,6 +26,7 @@ from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.settings import ModuleSettings, states_of
 from shardwise.fsdp.shard_report import ShardReport
 from shardwise.fsdp.state import FSDPState
+from shardwise.fsdp.tensors import hand_back
 
 _COMPILED = "_shardwise_compiled"
 
@@ -281,8 +282,14 @@ def _run(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args:
     try:
         try:
             args, kwargs = state.pre_forward(module, args, kwargs)
-            output = forward(*args, **kwargs)
+            if not state.rebuilt:
+                output = forward(*args, **kwargs)
+            else:
+                rebuilt, state.rebuilt = state.rebuilt, []
+                output = forward(*args, **kwargs)
+                hand_back(rebuilt)
         except BaseException:
+            state.rebuilt = []
             # `pre_forward` may have raised before it counted this call.
             if state.running > running:
                 state.abandon_forward()

@@ -25,7 +25,7 @@ from shardwise.fsdp.lifecycle import TrainingState
 from shardwise.fsdp.policy import MixedPrecisionPolicy, pins
 from shardwise.fsdp.reduction import GradReducer
 from shardwise.fsdp.schedule import Schedule
-from shardwise.fsdp.tensors import cast
+from shardwise.fsdp.tensors import Rebuilt, cast
 
 _LOG = logging.getLogger("shardwise")
 _KEY = "_shardwise_state"
@@ -83,6 +83,7 @@ class ModuleState:
         "policy",
         "prefetch_in_backward",
         "prefetch_in_forward",
+        "rebuilt",
         "reducers",
         "reshard_is_automatic",
         "root_depth",
@@ -117,6 +118,7 @@ class ModuleState:
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self.name = ""
         self.training_state = TrainingState.IDLE
+        self.rebuilt: Rebuilt = []  # containers among the inputs of the forward that begins
         self.running = 0  # forwards entered and not left; more than one if a method calls its own module
         self.schedule: Schedule | None = None
         self.is_root = False
@@ -282,7 +284,8 @@ class ModuleState:
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self.input_dtype is None:
             return args, kwargs
-        return cast(args, self.input_dtype), cast(kwargs, self.input_dtype) if kwargs else kwargs
+        args = cast(args, self.input_dtype, self.rebuilt)
+        return args, cast(kwargs, self.input_dtype, self.rebuilt) if kwargs else kwargs
 
     def cast_output(self, output: Any) -> Any:
         dtype = self.policy.output_dtype

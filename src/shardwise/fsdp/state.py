@@ -127,7 +127,8 @@ class FSDPState(ModuleState):
         if self.device.type == "cpu":
             return args, kwargs
         # On computation's stream, so before what reads them, and without blocking the host.
-        args, kwargs = map_tensors(lambda t: t.to(self.device, non_blocking=True), (args, kwargs))
+        move: Any = lambda t: t.to(self.device, non_blocking=True)  # noqa: E731
+        args, kwargs = map_tensors(move, (args, kwargs), self.rebuilt)
         return args, kwargs
 
     def _mark_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -140,7 +141,7 @@ class FSDPState(ModuleState):
         # One node for all inputs, so autograd calls `post_backward` once, when it has the last gradient.
         attach = attach_within_transforms if transformed else attach_post_backward
         marked = iter(attach(self, *tensors))
-        args, kwargs = with_grad_tensors((args, kwargs), marked, transformed=transformed)
+        args, kwargs = with_grad_tensors((args, kwargs), marked, self.rebuilt, transformed=transformed)
         return args, kwargs
 
     @_compat.runs_eagerly

@@ -24,39 +24,83 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 _SCALARS = (type(None), bool, int, float, str)
 
 
-def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return `value` with every tensor replaced by `fn(tensor)`; the same object if nothing changed."""
+# A container that was given, the one made from it, and the latter's contents when it was made.
+Rebuilt = list[tuple[Any, Any, Any]]
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], value: Any, rebuilt: Rebuilt | None = None) -> Any:
+    """Return `value` with every tensor replaced by `fn(tensor)`; the same object if nothing changed.
+
+    Args:
+        rebuilt: filled with lists, dicts and dataclasses that were rebuilt, for `hand_back`.
+    """
     if isinstance(value, Tensor):
         return fn(value)
     kind = type(value)
     if kind in _SCALARS:
         return value
+    made: Any
+    contents: Any
     if isinstance(value, dict):
-        new = {key: map_tensors(fn, item) for key, item in value.items()}
-        if _unchanged(new.values(), value.values()):
+        contents = {key: map_tensors(fn, item, rebuilt) for key, item in value.items()}
+        if _unchanged(contents.values(), value.values()):
             return value
         if kind is dict:
-            return new
-        if dataclasses.is_dataclass(value):  # an output of transformers, whose fields are its items
-            return kind(**new)
-        # Copied, since its class may take other arguments, or have a default.
-        copied = copy.copy(value)
-        for key, item in new.items():
-            copied[key] = item
-        return copied
-    if isinstance(value, (list, tuple, set, frozenset)):
-        items = [map_tensors(fn, item) for item in value]
-        if _unchanged(items, value):
+            made = dict(contents)
+        elif dataclasses.is_dataclass(value):  # of transformers, whose fields are its items
+            made = kind(**contents)
+        else:
+            # Its class may take other arguments, or have a default.
+            made = copy.copy(value)
+            for key, item in contents.items():
+                made[key] = item
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        contents = [map_tensors(fn, item, rebuilt) for item in value]
+        if _unchanged(contents, value):
             return value
-        return kind(*items) if hasattr(value, "_fields") else kind(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {}
-        for field in dataclasses.fields(value):
-            old = getattr(value, field.name)
-            if (item := map_tensors(fn, old)) is not old:
-                changes[field.name] = item
-        return dataclasses.replace(value, **changes) if changes else value
-    return value
+        if not isinstance(value, list):
+            return kind(*contents) if hasattr(value, "_fields") else kind(contents)
+        made = copy.copy(value)
+        made[:] = contents
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        were = _fields_of(value)
+        contents = {name: map_tensors(fn, item, rebuilt) for name, item in were.items()}
+        if _unchanged(contents.values(), were.values()):
+            return value
+        made = copy.copy(value)
+        for name, item in contents.items():
+            object.__setattr__(made, name, item)
+    else:
+        return value
+    if rebuilt is not None:
+        rebuilt.append((value, made, contents))
+    return made
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(value)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+@_compat.runs_eagerly
+def hand_back(rebuilt: Rebuilt) -> None:
+    """Write what a forward wrote to rebuilt containers to those that its caller gave."""
+    for value, made, contents in reversed(rebuilt):  # outer ones first, the last rebuilt first
+        if isinstance(value, list):
+            if len(made) != len(contents) or not all(map(is_, made, contents)):
+                given = dict(zip(map(id, contents), value, strict=True))
+                value[:] = [given.get(id(item), item) for item in made]
+            continue
+        now = made if isinstance(value, dict) else _fields_of(made)
+        for key in contents.keys() - now.keys():
+            del value[key]
+        for key, item in now.items():
+            if key in contents and contents[key] is item:
+                continue
+            if isinstance(value, dict):
+                value[key] = item
+            else:
+                setattr(value, key, item)
 
 
 def _unchanged(items: Iterable[Any], value: Iterable[Any]) -> bool:
@@ -64,9 +108,13 @@ def _unchanged(items: Iterable[Any], value: Iterable[Any]) -> bool:
     return not torch.compiler.is_dynamo_compiling() and all(map(is_, items, value))
 
 
-def cast(value: Any, dtype: torch.dtype) -> Any:
+def cast(value: Any, dtype: torch.dtype, rebuilt: Rebuilt | None = None) -> Any:
     """Return `value` with its floating-point tensors cast to `dtype`."""
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, value)
+
+    def to(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    return map_tensors(to, value, rebuilt)
 
 
 def grad_tensors(value: Any, *, transformed: bool = False) -> list[Tensor]:
@@ -88,7 +136,9 @@ def grad_tensors(value: Any, *, transformed: bool = False) -> list[Tensor]:
     return found
 
 
-def with_grad_tensors(value: Any, tensors: Iterator[Tensor], *, transformed: bool = False) -> Any:
+def with_grad_tensors(
+    value: Any, tensors: Iterator[Tensor], rebuilt: Rebuilt, *, transformed: bool = False
+) -> Any:
     """Return `value` with the next of `tensors` in place of each of its `grad_tensors`."""
 
     def replace(tensor: Tensor) -> Tensor:
@@ -101,7 +151,7 @@ def with_grad_tensors(value: Any, tensors: Iterator[Tensor], *, transformed: boo
         new = [next(tensors) if shard.requires_grad else shard for shard in tensor.tensors]
         return tensor.with_tensors(new, anchor=None if new else next(tensors))
 
-    return map_tensors(replace, value)
+    return map_tensors(replace, value, rebuilt)
 
 
 def _shards(sharded: ShardedTensor) -> list[Tensor]:

@@ -1,0 +1,104 @@
+"""Containers that a model hands to its blocks, which write to them."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ranks import on_ranks
+from shardwise import MixedPrecisionPolicy, fully_shard
+
+
+@dataclass
+class Notes:
+    last: Tensor | None = None
+    losses: list[Tensor] = field(default_factory=list)
+
+
+def note(container: Any, loss: Tensor) -> None:
+    """Add a loss, replace the first one, and remove what the block before left."""
+    if isinstance(container, Notes):
+        container.losses.append(loss)
+        container.last = loss if container.last is None else container.last + loss
+    elif isinstance(container, dict):
+        container.pop("before", None)
+        container["before"] = loss
+        container["sum"] = container["sum"] + loss if "sum" in container else loss
+    else:
+        container.append(loss)
+        container[0] = container[0] + loss
+
+
+def total(container: Any) -> Tensor:
+    if isinstance(container, Notes):
+        assert container.last is not None
+        return sum(container.losses, container.last)
+    return sum(container.values() if isinstance(container, dict) else container)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, container: Any) -> Tensor:
+        x = x + self.linear(x)
+        note(container[0] if isinstance(container, tuple) else container, x.square().mean())
+        return x
+
+
+class Noting(nn.Module):
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self.make = make
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        container = self.make()
+        for number, block in enumerate(self.blocks):
+            x = block(x, (container,)) if number == 1 else block(x, container=container)
+        return x.mean() + total(container)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("make", [list, dict, OrderedDict, Notes], ids=lambda make: make.__name__)
+def test_blocks_write_to_the_container_that_the_model_holds(layout: Any, make: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    whole = Noting(make)
+    x = torch.randn(4, 6)
+    expected = whole(x)
+    expected.backward()
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
+        torch.manual_seed(0)
+        model = Noting(make)
+        for block in model.blocks:
+            fully_shard(block, layout=layout, mp_policy=policy)
+        fully_shard(model, layout=layout, mp_policy=policy)
+        loss = model(x)
+        loss.backward()
+        # bf16 keeps 8 bits; fp32 differs where ranks average gradients.
+        near: dict[str, float] = {"rtol": 2e-2, "atol": 2e-2} if policy.param_dtype else {}
+        torch.testing.assert_close(loss.float(), expected, **near)
+        for mine, one in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), one.grad, **near)
+
+
+@on_ranks(2)
+def test_a_batch_keeps_its_dtype_though_forward_casts_it() -> None:
+    class Reads(nn.Linear):
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return super().forward(batch["x"])
+
+    batch = {"x": torch.randn(4, 6), "y": torch.randn(4)}
+    was = copy.copy(batch)
+    model = fully_shard(Reads(6, 1), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    assert model(batch).dtype == torch.bfloat16
+    assert all(batch[name] is was[name] for name in was)
