@@ -69,8 +69,14 @@ class Noting(nn.Module):
 
 @on_ranks(2)
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
-@pytest.mark.parametrize("make", [list, dict, OrderedDict, Notes], ids=lambda make: make.__name__)
-def test_blocks_write_to_the_container_that_the_model_holds(layout: Any, make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize(
+    ("make", "compiled"),
+    [(list, False), (dict, False), (OrderedDict, False), (Notes, False), (list, True), (dict, True)],
+    ids=lambda value: getattr(value, "__name__", "compiled" if value else "eager"),
+)
+def test_blocks_write_to_the_container_that_the_model_holds(
+    layout: Any, make: Callable[[], Any], compiled: bool
+) -> None:
     torch.manual_seed(0)
     whole = Noting(make)
     x = torch.randn(4, 6)
@@ -82,7 +88,8 @@ def test_blocks_write_to_the_container_that_the_model_holds(layout: Any, make: C
         for block in model.blocks:
             fully_shard(block, layout=layout, mp_policy=policy)
         fully_shard(model, layout=layout, mp_policy=policy)
-        loss = model(x)
+        run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+        loss = run(x)
         loss.backward()
         # bf16 keeps 8 bits; fp32 differs where ranks average gradients.
         near: dict[str, float] = {"rtol": 2e-2, "atol": 2e-2} if policy.param_dtype else {}

@@ -26,7 +26,7 @@ from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.settings import ModuleSettings, states_of
 from shardwise.fsdp.shard_report import ShardReport
 from shardwise.fsdp.state import FSDPState
-from shardwise.fsdp.tensors import hand_back
+from shardwise.fsdp.tensors import Rebuilt, hand_back
 
 _COMPILED = "_shardwise_compiled"
 
@@ -276,6 +276,11 @@ def _code_for(method: str, cls: type, is_list: bool, parameters: tuple[Any, ...]
     return copy_code(vars(FSDPModule)[method])
 
 
+@_compat.runs_eagerly
+def _hand_back(rebuilt: Rebuilt) -> None:
+    hand_back(rebuilt)
+
+
 @_compat.only_inlined
 def _run(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     running = state.running
@@ -287,7 +292,7 @@ def _run(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args:
             else:
                 rebuilt, state.rebuilt = state.rebuilt, []
                 output = forward(*args, **kwargs)
-                hand_back(rebuilt)
+                _hand_back(rebuilt)
         except BaseException:
             state.rebuilt = []
             # `pre_forward` may have raised before it counted this call.

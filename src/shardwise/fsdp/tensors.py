@@ -60,8 +60,11 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any, rebuilt: Rebuilt | N
             return value
         if not isinstance(value, list):
             return kind(*contents) if hasattr(value, "_fields") else kind(contents)
-        made = copy.copy(value)
-        made[:] = contents
+        if kind is list:  # which tracers make
+            made = list(contents)
+        else:
+            made = copy.copy(value)
+            made[:] = contents
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         were = _fields_of(value)
         contents = {name: map_tensors(fn, item, rebuilt) for name, item in were.items()}
@@ -82,18 +85,18 @@ def _fields_of(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-@_compat.runs_eagerly
 def hand_back(rebuilt: Rebuilt) -> None:
     """Write what a forward wrote to rebuilt containers to those that its caller gave."""
     for value, made, contents in reversed(rebuilt):  # outer ones first, the last rebuilt first
         if isinstance(value, list):
             if len(made) != len(contents) or not all(map(is_, made, contents)):
-                given = dict(zip(map(id, contents), value, strict=True))
-                value[:] = [given.get(id(item), item) for item in made]
+                pairs = list(zip(contents, value, strict=True))
+                value[:] = [next((old for new, old in pairs if new is item), item) for item in made]
             continue
         now = made if isinstance(value, dict) else _fields_of(made)
-        for key in contents.keys() - now.keys():
-            del value[key]
+        for key in contents:
+            if key not in now:
+                del value[key]
         for key, item in now.items():
             if key in contents and contents[key] is item:
                 continue

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import _compat
-from shardwise.fsdp.tensors import cast, map_tensors
+from shardwise.fsdp.tensors import Rebuilt, cast, hand_back, map_tensors
 
 _Param = tuple[int, int, list[int], list[int]]  # part, dim, piece, shape
 Shown = tuple[dict[str, Any], str, Any]  # where a whole parameter is registered; the sharded one it replaced
@@ -272,10 +272,12 @@ def holds(state: Any) -> bool:
 
 def run(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a sharded module's `forward` while a compiler traces it; its groups must have segments."""
+    rebuilt: Rebuilt = []
     if state.is_root and state.device.type != "cpu":
-        args, kwargs = map_tensors(lambda t: t.to(state.device, non_blocking=True), (args, kwargs))
+        move: Any = lambda t: t.to(state.device, non_blocking=True)  # noqa: E731
+        args, kwargs = map_tensors(move, (args, kwargs), rebuilt)
     if state.input_dtype is not None:
-        args, kwargs = cast((args, kwargs), state.input_dtype)
+        args, kwargs = cast((args, kwargs), state.input_dtype, rebuilt)
     if state.is_list:  # the first of it to run gathers for all
         if state.hidden is None:
             _compat.traced_side_effect(setattr, state, "hidden", _show(state))
@@ -293,6 +295,8 @@ def run(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
                 _hide(below.hidden)
                 _compat.traced_side_effect(setattr, below, "hidden", None)
             _compat.traced_side_effect(setattr, below, "root_depth", None)
+    if rebuilt:
+        hand_back(rebuilt)
     return output if state.policy.output_dtype is None else cast(output, state.policy.output_dtype)
 
 
