@@ -149,8 +149,8 @@ def styles_of(module: nn.Module, name: str) -> dict[str, str]:
     plan = plan_of(module)
     if not plan:
         raise ShardingError(
-            f"{name} does not say how tensor parallelism cuts it: give the nn.Module a tensor_plan"
-            ' attribute, such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or plan with tensor=1'
+            f"{name} does not say how tensor parallelism cuts it: give the nn.Module a tensor_plan attribute,"
+            ' such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or plan with tensor=1'
         )
     unknown = [f"{word!r} for {one!r}" for one, word in plan.items() if word not in (*STYLES, *UNCUT)]
     if unknown:
