@@ -90,13 +90,13 @@ def hand_back(rebuilt: Rebuilt) -> None:
     for value, made, contents in reversed(rebuilt):  # outer ones first, the last rebuilt first
         if isinstance(value, list):
             if len(made) != len(contents) or not all(map(is_, made, contents)):
-                pairs = list(zip(contents, value, strict=True))
+                pairs = list(zip(contents, value, strict=False))
                 value[:] = [next((old for new, old in pairs if new is item), item) for item in made]
             continue
         now = made if isinstance(value, dict) else _fields_of(made)
         for key in contents:
-            if key not in now:
-                del value[key]
+            if key not in now and isinstance(value, dict):
+                value.pop(key, None)
         for key, item in now.items():
             if key in contents and contents[key] is item:
                 continue
