@@ -40,7 +40,7 @@ CALLS = {
     "event": {"record_event", "record"},
     "keep-alive": {"track_reductions", "record_stream"},
     "giving back": {
-        "abandon_gather", "free_gathered", "drop_copying_gather", "free_later", "reclaim", "drop_stale"
+        "abandon_gather", "free_gathered", "end_copy_out", "free_later", "reclaim", "drop_stale"
     },
 }  # fmt: skip
 STREAMS = {"stream", "copy_in", "all_gather", "reduce_scatter", "all_reduce", "where"}

@@ -19,7 +19,7 @@ EXAMPLES = [
     ("context", "finish_reduction: stream", "raced"),
     ("keep-alive", "Schedule.track_reductions: self.reduce_inputs += result.inputs", "raced"),
     ("giving back", "ParamGroup.drop_stale: self.abandon_gather()", "other numbers"),
-    ("giving back", "FSDPState._end_pass: schedule.drop_copying_gather()", "held memory"),
+    ("giving back", "FSDPState._end_pass: schedule.end_copy_out()", "held memory"),
 ]
 
 

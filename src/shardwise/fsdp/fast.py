@@ -133,7 +133,7 @@ class _LocalSteps:
         # More than one kind: plain parameters or ShardedTensors beside DTensors, or momentum not yet made.
         _, *others = {*kinds}
         if not others:
-            self._local_class(optimizer, group, lists)
+            self._take_locals(optimizer, group, lists)
             return
         taken, known = [], len(self.moved)
         for kind in dict.fromkeys(kinds):
@@ -141,7 +141,7 @@ class _LocalSteps:
                 continue
             places = [place for place, found in enumerate(kinds) if found == kind]
             own = tuple([values[place] for place in places] if values else [] for values in lists)
-            if not self._local_class(optimizer, group, own):
+            if not self._take_locals(optimizer, group, own):
                 del self.moved[known:]
                 return
             taken.append((places, own))
@@ -150,7 +150,7 @@ class _LocalSteps:
                 for place, value in zip(places, changed, strict=False):  # `changed` is empty if `values` is
                     values[place] = value
 
-    def _local_class(self, optimizer: Optimizer, group: dict[str, Any], lists: _compat.StepLists) -> bool:
+    def _take_locals(self, optimizer: Optimizer, group: dict[str, Any], lists: _compat.StepLists) -> bool:
         """Replace parameters of one kind (all have momentum, or none); return False if nothing changed."""
         params = lists[0]
         cut = _cuts[isinstance(params[0], ShardedRows)]

@@ -206,7 +206,7 @@ def forget_forward(state: ModuleState) -> None:
     schedule.forward_root = schedule.latest_output = None
     # No gather of this pass follows that would free the memory that these hold.
     schedule.release_pending()
-    schedule.drop_copying_gather()
+    schedule.end_copy_out()
     schedule.free_gathered()
     state.install_guards()
 

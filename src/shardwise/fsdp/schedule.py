@@ -112,13 +112,13 @@ class Schedule:
         copied_out = record_event(current_stream(self.device))
         if forward and result.work is None:
             # Two buffers: the next gather may fill one while the other is copied out.
-            self.drop_copying_gather()
+            self.end_copy_out()
             self.copy_out_pending = (result, copied_out)
         else:
             # Backward prefetches a module: its next gather may wait, and one buffer is enough.
             self.streams.wait(copied_out)
 
-    def drop_copying_gather(self) -> None:
+    def end_copy_out(self) -> None:
         if self.copy_out_pending is not None and self.streams is not None:
             # The next gather may reuse its buffer, and must not write there before it was copied out.
             self.streams.wait(self.copy_out_pending[1])

@@ -28,7 +28,7 @@ from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.optimizer_watch import look_for_compiler
 from shardwise.fsdp.reduction import check_grad_dtypes
 from shardwise.fsdp.schedule import Schedule
-from shardwise.fsdp.tensors import grad_tensors, map_tensors, reachable_grad_tensors, with_grad_tensors
+from shardwise.fsdp.tensors import grad_tensors, moved, reachable_grad_tensors, with_grad_tensors
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 # As globals: an enum's attributes are slow to look up.
@@ -127,8 +127,7 @@ class FSDPState(ModuleState):
         if self.device.type == "cpu":
             return args, kwargs
         # On computation's stream, so before what reads them, and without blocking the host.
-        move: Any = lambda t: t.to(self.device, non_blocking=True)  # noqa: E731
-        args, kwargs = map_tensors(move, (args, kwargs), self.rebuilt)
+        args, kwargs = moved((args, kwargs), self.device, self.rebuilt)
         return args, kwargs
 
     def _mark_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -244,7 +243,7 @@ class FSDPState(ModuleState):
         # No gather of this forward follows to reuse the latest freed memory: free it before the loss.
         if schedule.streams is not None:
             schedule.free_gathered()
-        schedule.drop_copying_gather()
+        schedule.end_copy_out()
         self.install_guards()
         return output
 

@@ -111,6 +111,11 @@ def _unchanged(items: Iterable[Any], value: Iterable[Any]) -> bool:
     return not torch.compiler.is_dynamo_compiling() and all(map(is_, items, value))
 
 
+def moved(value: Any, device: torch.device, rebuilt: Rebuilt) -> Any:
+    """Return `value` with its tensors on `device`, on the current stream; the host does not wait."""
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value, rebuilt)
+
+
 def cast(value: Any, dtype: torch.dtype, rebuilt: Rebuilt | None = None) -> Any:
     """Return `value` with its floating-point tensors cast to `dtype`."""
 

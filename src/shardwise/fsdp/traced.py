@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import _compat
-from shardwise.fsdp.tensors import Rebuilt, cast, hand_back, map_tensors
+from shardwise.fsdp.tensors import Rebuilt, cast, hand_back, moved
 
 _Param = tuple[int, int, list[int], list[int]]  # part, dim, piece, shape
 Shown = tuple[dict[str, Any], str, Any]  # where a whole parameter is registered; the sharded one it replaced
@@ -274,8 +274,7 @@ def run(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a sharded module's `forward` while a compiler traces it; its groups must have segments."""
     rebuilt: Rebuilt = []
     if state.is_root and state.device.type != "cpu":
-        move: Any = lambda t: t.to(state.device, non_blocking=True)  # noqa: E731
-        args, kwargs = map_tensors(move, (args, kwargs), rebuilt)
+        args, kwargs = moved((args, kwargs), state.device, rebuilt)
     if state.input_dtype is not None:
         args, kwargs = cast((args, kwargs), state.input_dtype, rebuilt)
     if state.is_list:  # the first of it to run gathers for all
