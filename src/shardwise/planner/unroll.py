@@ -93,7 +93,7 @@ def unroll(small: Recording, large: Recording, layers: int, *, instead: Recordin
                 raise NotRegular(f"{segment.place}: something else with {large.layers} blocks")
             pairs = zip(segment.events, theirs[layer].events, strict=True)
             growths[id(segment)] = [_growth(mine, its) for mine, its in pairs]
-    made = _unrolled(small, loops, growths, window, large)
+    made = _unrolled(small, loops, growths, large)
     for mine, theirs in zip(_words(made), _words(large), strict=False):
         if mine != theirs:
             place = (mine if theirs == "the end" else theirs)[0]
@@ -107,8 +107,8 @@ def unroll(small: Recording, large: Recording, layers: int, *, instead: Recordin
             raise NotRegular("other things happen with other sizes")
         both = zip(small.segments, instead.segments, strict=True)
         growths |= {id(theirs): growths[id(mine)] for mine, theirs in both}
-        return _unrolled(instead, list(_loops(instead)), growths, window, large, layers)
-    return made if layers == large.layers else _unrolled(small, loops, growths, window, large, layers)
+        return _unrolled(instead, list(_loops(instead)), growths, large, layers)
+    return made if layers == large.layers else _unrolled(small, loops, growths, large, layers)
 
 
 def _window(small: Recording, large: Recording) -> range:
@@ -199,10 +199,10 @@ def _unrolled(
     small: Recording,
     loops: list[_Loop],
     growths: dict[int, list[Any]],
-    window: range,
     large: Recording,
     layers: int | None = None,
 ) -> Recording:
+    window = _window(small, large)
     layers = layers or large.layers
     times, rest = divmod(layers - small.layers, len(window))
     assert not rest, (small.layers, large.layers, layers)
