@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -167,6 +168,29 @@ def test_what_other_ranks_are_sent_is_compared() -> None:
     late = program(Order.first(1), waits=False).differences
     assert any("what other ranks are sent" in str(one) for one in late)
     assert not program(Order.first(1), waits=True).differences
+
+
+def test_only_threads_that_use_the_device_run_all_before_the_host_blocks() -> None:
+    """A watchdog's probe of a connection would run it beside the training, in the same memory."""
+
+    def elsewhere(probe: Callable[[], object]) -> None:
+        thread = threading.Thread(target=probe)
+        thread.start()
+        thread.join()
+
+    def program(by: Callable[[Callable[[], object]], object]) -> Findings:
+        with simulated(Order.as_needed()) as found, noop_world(2):
+            x, side = torch.ones(4, device=DEVICE), torch.Stream(device=DEVICE)
+            side.wait_stream(torch.accelerator.current_stream())
+            with side:
+                x.mul_(2)
+            by(lambda: dist.all_reduce(torch.ones(1)))
+            (x + 1).tolist()
+            torch.accelerator.current_stream().wait_stream(side)
+        return found
+
+    assert program(elsewhere).differences
+    assert not program(lambda probe: probe()).differences
 
 
 def test_a_simulation_leaves_process_groups_as_they_were() -> None:

@@ -167,7 +167,7 @@ class Collectives:
                 self.simulation.timeline.current().synchronize()
             if not any(isinstance(one, SimTensor) for one in tensors):
                 if late is not None:
-                    late.run_all()  # no rank answers in the host's own collectives
+                    late.host_blocks()
                 return again(group, (args, kwargs), None)
             batch = self._batches.get(group.group_name)
             asynchronous = asks_async(args, kwargs) or name in ("send", "recv") or batch is not None

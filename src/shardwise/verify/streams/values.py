@@ -19,6 +19,7 @@ on shadows, in a separate group per stream.
 from __future__ import annotations
 
 import random
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -116,6 +117,7 @@ class Late:
         self._freed: dict[int, list[_Shadow]] = {}  # by owner, with something still to run
         self._stalled: list[Operation] = []
         self._numbers = count()
+        self._threads: set[int] = set()  # those that have deferred operations
         self.peers = Peers()
         self._first: Operation | None = None
         simulation.late, simulation.timeline.waited = self, self.run_until
@@ -283,6 +285,7 @@ class Late:
         begin: Callable[[], None],
     ) -> None:
         clock = dict(self.simulation.timeline.lines[operation.line].clock)
+        self._threads.add(threading.get_ident())
         job = _Job(
             operation,
             clock,
@@ -316,6 +319,14 @@ class Late:
                 raise ShardwiseError(f"operations wait for one another: {', '.join(map(str, wanted))}")
             by_seed = self.order.seed is not None
             self._run(self._chance.choice(ready) if by_seed else min(ready, key=lambda job: job.number))
+
+    def host_blocks(self) -> None:
+        """Run everything: this thread is about to block in a collective of the host and answers nobody there.
+
+        A thread that defers nothing, such as a watchdog that probes connections, leaves it to the others.
+        """
+        if threading.get_ident() in self._threads:
+            self.run_all()
 
     def run_all(self) -> None:
         self.run_until({line: jobs[-1].operation.tick for line, jobs in self._waiting.items() if jobs})
