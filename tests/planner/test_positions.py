@@ -85,6 +85,20 @@ def test_so_may_those_of_transformers(kind: str, tmp_path: Path) -> None:
             shardwise.plan(str(path), ranks=1, sequence=POSITIONS + 1)
 
 
+@pytest.mark.parametrize(("positions", "length"), [(1024, 1024), (514, 512), (4096, 2048)])
+def test_sequences_are_by_default_as_long_as_the_positions_allow(
+    positions: int, length: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": positions, "vocab_size": 200}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    made = shardwise.plan(str(path), ranks=1)
+    assert made.setup.sequence == length
+    assert f"1 x 1 x {length} tokens" in str(made)
+    assert made.moments == shardwise.plan(str(path), ranks=1, sequence=length).moments
+
+
 @pytest.mark.parametrize("numbers", [False, True], ids=["positions", "numbers"])
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_sequence_longer_than_a_buffer_is_told_with_a_shorter_one_that_runs(

@@ -234,7 +234,7 @@ def plan(
     loss: Annotated[str, typer.Option(help="Loss of whole logits, or chunked.")] = "whole",
     loop_holds: Annotated[str, typer.Option(help="Held in backward: nothing, or logits.")] = "nothing",
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per micro-batch.")] = 1,
-    sequence: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 2048,
+    sequence: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; by default 2048.")] = None,
     accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1,
     search: Annotated[
         bool,

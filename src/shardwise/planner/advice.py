@@ -11,7 +11,7 @@ import torch
 from shardwise.errors import ShardingError
 from shardwise.planner.devices import Hardware
 from shardwise.planner.events import LOGITS
-from shardwise.planner.models import Factory, Model, model_of
+from shardwise.planner.models import Factory, Model, resolve
 from shardwise.planner.plan import Plan, plan, sized
 from shardwise.planner.setup import MOST, Setup
 from shardwise.planner.tensor import cuts
@@ -37,7 +37,7 @@ def advise(
     Args:
         planned: the setup's plan, if it was made already.
     """
-    model = model_of(model, sequence=setup.sequence)
+    model, setup = resolve(model, setup)
     best = planned or plan(model, setup, hardware=hardware)
     for words, change in _changes(model, best):
         try:

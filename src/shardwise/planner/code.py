@@ -10,7 +10,7 @@ from torch.distributed import device_mesh, pipelining, tensor
 from torch.distributed.tensor import parallel
 
 from shardwise.planner.decoder import Decoder
-from shardwise.planner.models import Factory, Model, chunked, exits_told, model_of
+from shardwise.planner.models import Factory, Model, chunked, exits_told, resolve
 from shardwise.planner.setup import Setup
 from shardwise.planner.shapes import check_divided
 from shardwise.planner.sharding import CASTS, OPTIMIZERS, other_dtypes
@@ -20,7 +20,7 @@ from shardwise.planner.tensor import STYLES, UNCUT, counts_positions, heads_by_r
 @exits_told()
 def python(model: str | Model | Factory, setup: Setup) -> str:
     """Return the source of `build(model)`, which shards the model and returns its optimizer, on each rank."""
-    asked = model_of(model, sequence=setup.sequence)
+    asked, setup = resolve(model, setup)
     body = list(_build(chunked(asked) if setup.loss == "chunked" else asked, setup))
     return "\n".join([*_imports(setup, "\n".join(body)), "", "", *body, ""])
 
@@ -58,7 +58,7 @@ def _build(model: Model, setup: Setup) -> Iterator[str]:
     yield f"def build({takes}):"
     yield (
         f'    """Over {setup.ranks:,} ranks; a step of each is {setup.accumulation} x {setup.micro_batch}'
-        f' sequences of {setup.sequence:,} tokens."""'
+        f' sequences of {setup.length:,} tokens."""'
     )
     if several:
         yield f"    # this rank's stages by number, of {count}: each an even share of {model.layers} blocks"

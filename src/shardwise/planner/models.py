@@ -32,6 +32,7 @@ from shardwise.nn import SequenceCut
 from shardwise.nn.linear_cross_entropy import linear_cross_entropy
 from shardwise.planner.decoder import Decoder
 from shardwise.planner.positions import check_positions
+from shardwise.planner.setup import Setup
 from shardwise.planner.shapes import PUBLISHED, Shape, check_source, read_config
 from shardwise.planner.tensor import ROWS, plan_of
 
@@ -73,6 +74,7 @@ class Model:
         cut_sequences: makes a module compute a piece of each sequence, over a 1-D mesh; returns the loss to
             use then, over whole sequences, whose mean over these ranks is the batch's loss.
         at: the stage that this model is.
+        positions: how many positions it has learned, if that limits its sequences.
     """
 
     name: str
@@ -85,9 +87,25 @@ class Model:
     stage: Callable[[int, bool, bool], nn.Module] | None = None
     cut_sequences: Callable[[nn.Module, DeviceMesh], Loss] | None = None
     at: Stage = Stage(0, 1)
+    positions: int | None = None
 
 
 Factory = Callable[..., nn.Module]
+
+
+def resolve(source: str | Model | Factory, setup: Setup) -> tuple[Model, Setup]:
+    """Return the model and its setup, whose sequences have a length that it takes.
+
+    Raises:
+        ShardingError: there is no such model, or it has fewer positions than `setup.sequence`.
+    """
+    model, length = model_of(source, sequence=setup.length), setup.length
+    if model.positions is not None and setup.sequence is None:
+        while length > model.positions:
+            length //= 2
+    elif model.positions is not None:
+        check_positions(length, model.positions)
+    return model, replace(setup, sequence=length)
 
 
 def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
@@ -96,7 +114,7 @@ def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
     Args:
         source: a name in `PUBLISHED`; a transformers config (JSON); "package.module:factory"; a function that
             returns a module from tokens to logits.
-        sequence: the longest sequence that it is used with, if positions are learned.
+        sequence: the longest sequence that a published model is used with, if its positions are learned.
     """
     if isinstance(source, Model):
         return source
@@ -105,7 +123,7 @@ def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
     if source in PUBLISHED:
         return of_shape(source, PUBLISHED[source], sequence)
     if source.endswith(".json"):
-        return _of_transformers(Path(source), sequence)
+        return _of_transformers(Path(source))
     check_source(source)
     try:
         factory = pkgutil.resolve_name(source)
@@ -359,7 +377,7 @@ _KINDS = {
 }
 
 
-def _of_transformers(path: Path, sequence: int) -> Model:
+def _of_transformers(path: Path) -> Model:
     values = read_config(path)
     attention = values.get("attn_implementation", "sdpa")
     if attention not in ("eager", "sdpa"):  # kernels that the CPU lacks, with the same memory
@@ -422,9 +440,8 @@ def _of_transformers(path: Path, sequence: int) -> Model:
     _check_takes_tokens(path, type(whole))
     learned: int = getattr(config, "max_position_embeddings", 0)
     words = whole.get_input_embeddings()
-    for table in [one for one in whole.modules() if isinstance(one, nn.Embedding) and one is not words]:
-        if learned and learned <= table.num_embeddings <= learned + 2:  # some leave two out
-            check_positions(sequence, learned)
+    tables = [one for one in whole.modules() if isinstance(one, nn.Embedding) and one is not words]
+    limits = any(learned <= one.num_embeddings <= learned + 2 for one in tables)  # some leave two out
     decoder = whole.get_decoder()
     towers = [whole.get_encoder(), decoder] if both else [decoder if _has_blocks(decoder) else whole]
     count = len(next(iter(block_lists(towers[-1]).values())))
@@ -441,7 +458,12 @@ def _of_transformers(path: Path, sequence: int) -> Model:
         said += ("Its encoder reads as many tokens as its decoder",)
     if getattr(config, "quantization_config", None) is not None:
         said += ("Its quantization_config is not planned: all parameters are in stored_dtype, and trained",)
-    return replace(made, assumed=(*said, *made.assumed), cut_sequences=None if both else cut_sequences)
+    return replace(
+        made,
+        assumed=(*said, *made.assumed),
+        cut_sequences=None if both else cut_sequences,
+        positions=learned if learned and limits else None,
+    )
 
 
 def _check_takes_tokens(path: Path, kind: Any) -> None:

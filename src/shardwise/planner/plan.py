@@ -20,7 +20,7 @@ from shardwise.planner.events import CATEGORIES, Recording, name_of_place
 from shardwise.planner.late import freed_late
 from shardwise.planner.measure import GroupSent, Moment, Sent
 from shardwise.planner.memory_error import MEMORY_ERROR
-from shardwise.planner.models import Factory, Model, exits_told, model_of, quiet_fakes
+from shardwise.planner.models import Factory, Model, exits_told, quiet_fakes, resolve
 from shardwise.planner.pipeline import StageFigures, figures, filled, in_flight, pipelined, stage_of
 from shardwise.planner.pipeline import lines as pipeline_lines
 from shardwise.planner.record import record
@@ -197,7 +197,7 @@ def plan(
         ShardingError: the setup does not fit the model, or the model cannot be run on fake tensors.
     """
     setup = changed(setup or Setup(), changes)
-    asked = model_of(model, sequence=setup.sequence)
+    asked, setup = resolve(model, setup)
     device = hardware_of(hardware) if isinstance(hardware, str) else hardware
     if setup.pipeline > 1:
         return _pipelined(asked, setup, device)
@@ -351,7 +351,7 @@ def explain(error: NotRun, model: Model, setup: Setup) -> NoReturn:
     if setup.tensor > 1:
         recording_of(model, replace(setup, tensor=1))
         raise NotRun(error.why, _OF_TENSOR_PLAN.format(setup.tensor)) from raised
-    lengths = [setup.sequence // times for times in (2, 4, 8, 16, 32) if setup.sequence >= 2 * times]
+    lengths = [setup.length // times for times in (2, 4, 8, 16, 32) if setup.length >= 2 * times]
     cannot_stand_in = type(raised).__module__ == FakeTensorMode.__module__
     if cannot_stand_in:
         raise error
@@ -361,8 +361,8 @@ def explain(error: NotRun, model: Model, setup: Setup) -> NoReturn:
         raise error
     for length in lengths:  # not of 1: a size of 1 fits any other
         if _runs(model, replace(setup, sequence=length)):
-            raise NotRun(error.why, _TOO_LONG.format(length, setup.sequence)) from raised
-    tokens = setup.micro_batch, setup.sequence
+            raise NotRun(error.why, _TOO_LONG.format(length, setup.length)) from raised
+    tokens = setup.micro_batch, setup.length
     raise NotRun(error.why, _AT_NO_LENGTH.format(lengths[-1], tokens)) from raised
 
 
@@ -412,7 +412,7 @@ def _lines(made: Plan) -> Iterator[str]:
         f" {setup.checkpointing}{', compiled' * setup.compile}{', float8' * setup.float8}"
         f"{' by rows' * (setup.float8_scales == 'row')}{', NVFP4' * setup.nvfp4}, {setup.optimizer},"
         f" {setup.accumulation} x {setup.micro_batch} x"
-        f" {setup.sequence} tokens"
+        f" {setup.length} tokens"
     )
     if made.whole:
         yield f"All blocks were run: {made.whole}"

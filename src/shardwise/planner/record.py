@@ -145,7 +145,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
             shard_experts(one, setup, of_experts)
         library.shard(module, model, setup, data)
         rows = setup.micro_batch * model.at.micro_batches
-        tokens = torch.zeros(rows, setup.sequence, dtype=torch.int64)
+        tokens = torch.zeros(rows, setup.length, dtype=torch.int64)
         pipe: Pipe | None = None
         if setup.pipeline > 1:
             hidden = hidden_of(model, setup, tokens[: setup.micro_batch])

@@ -51,7 +51,7 @@ def _pattern(model: Model, setup: Setup) -> Pattern:
         blocks = model.blocks(module)
         holders = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
         found = [_compare("has", [list(_parts(block, holders)) for block in blocks])]
-        tokens = torch.zeros(setup.micro_batch, setup.sequence, dtype=torch.int64)
+        tokens = torch.zeros(setup.micro_batch, setup.length, dtype=torch.int64)
         watch = _Watch(blocks)
         try:
             with no_packed_sequences(), kernels(setup), watch:  # by now the model's code is imported

@@ -29,7 +29,7 @@ from shardwise.planner.code import python
 from shardwise.planner.devices import Hardware, hardware_of
 from shardwise.planner.events import LANES, Recording
 from shardwise.planner.found import SMALLER, Figures, Point, Search, gain, precision, why
-from shardwise.planner.models import Factory, Model, exits_told, model_of
+from shardwise.planner.models import Factory, Model, exits_told, resolve
 from shardwise.planner.plan import NotRun, Plan, explain, numbers_of_blocks, plan, plan_of, recorded
 from shardwise.planner.setup import Setup, changed, check_filled
 from shardwise.planner.shapes import undivided
@@ -71,7 +71,7 @@ def search(
     setup = changed(setup or Setup(), changes)
     device = hardware_of(hardware) if isinstance(hardware, str) else hardware
     check_filled(setup)
-    asked = model_of(model, sequence=setup.sequence)
+    asked, setup = resolve(model, setup)
     space = [*dict.fromkeys(_space(setup, device, micro_batches, _degrees(asked, setup, device)))]
     known = _Known(asked, setup, device, space)
     known.look()

@@ -17,6 +17,7 @@ Optimizer = Literal["AdamW", "AdamW fused", "AdamW flat", "AdamW 8 bits", "Muon"
 Strategy = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp", "hierarchical_fsdp"]  # of `fully_shard`
 MOST = 10_000_000  # limit of ranks and so on: plans make lists of ranks, of parts of a loss, of micro-batches
 T = TypeVar("T")
+_LENGTH = 2048  # tokens per sequence by default
 _AXES = ("pipeline", "replicas", "tensor", "ulysses", "experts")  # the rest is the data-parallel axis
 
 
@@ -69,7 +70,8 @@ class Setup:
         loop_holds: "logits" if the training loop still has the loss's input logits in a variable while
             backward runs.
         micro_batch: sequences that a rank computes at a time.
-        sequence: tokens per sequence.
+        sequence: tokens per sequence; None: 2,048, or the largest power of two that a model with learned
+            positions takes.
         accumulation: micro-batches per optimizer step.
         reduce_once: whether gradients are reduced only with the step's last micro-batch.
         record_streams: whether collectives that computation waits for keep their memory from the allocator
@@ -110,7 +112,7 @@ class Setup:
     loss: Literal["whole", "chunked"] = "whole"
     loop_holds: Literal["nothing", "logits"] = "nothing"
     micro_batch: int = 1
-    sequence: int = 2048
+    sequence: int | None = None
     accumulation: int = 1
     reduce_once: bool = False
     record_streams: bool = False
@@ -119,12 +121,14 @@ class Setup:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        for name in (*_AXES, "ranks", "stages", "micro_batch", "sequence", "accumulation", "expert_load"):
+        for name in (*_AXES, "ranks", "stages", "micro_batch", "accumulation", "expert_load"):
             if getattr(self, name) < 1:
                 raise ShardingError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("ranks", "sequence", "micro_batch", "accumulation"):
-            if getattr(self, name) > MOST:
+            if (getattr(self, name) or 0) > MOST:
                 raise ShardingError(f"{name} must be at most {MOST:,}, got {getattr(self, name):,}")
+        if self.sequence is not None and self.sequence < 1:
+            raise ShardingError(f"sequence must be at least 1, got {self.sequence}")
         if self.expert_load > self.experts:
             raise ShardingError(
                 f"expert_load={self.expert_load:g} must be at most experts={self.experts}: one rank's experts"
@@ -197,9 +201,14 @@ class Setup:
         return self.pipeline * self.ulysses * self.tensor
 
     @property
+    def length(self) -> int:
+        """Tokens per sequence."""
+        return _LENGTH if self.sequence is None else self.sequence
+
+    @property
     def tokens(self) -> int:
         """The tokens of a rank's optimizer step, which `sharing` ranks compute together."""
-        return self.micro_batch * self.sequence * self.accumulation
+        return self.micro_batch * self.length * self.accumulation
 
 
 def _check_strategy(setup: Setup) -> None:
@@ -229,9 +238,9 @@ def _check_dimensions(setup: Setup) -> None:
         )
     if setup.stages > 1 and setup.pipeline == 1:
         raise ShardingError("stages > 1 needs a pipeline: give pipeline (--pipeline) of more than 1 rank")
-    if setup.sequence % setup.ulysses:
+    if setup.length % setup.ulysses:
         raise ShardingError(
-            f"ulysses={setup.ulysses} does not divide sequence={setup.sequence}: choose one of its divisors"
+            f"ulysses={setup.ulysses} does not divide sequence={setup.length}: choose one of its divisors"
         )
     others = [name for name in ("pipeline", "ulysses", "experts") if getattr(setup, name) > 1]
     if others and setup.loss == "chunked":

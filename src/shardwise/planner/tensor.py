@@ -64,9 +64,9 @@ def parallelize(module: nn.Module, name: str, mesh: DeviceMesh, setup: Setup) ->
     """
     words = words_of(module, name, setup)
     check_divided(name, sizes_of(module, name), mesh.size())
-    if cuts(module, setup)[0] and setup.sequence % mesh.size():
+    if cuts(module, setup)[0] and setup.length % mesh.size():
         raise ShardingError(
-            f"{name}: tensor={mesh.size()} does not divide the {setup.sequence:,} tokens of a sequence, which"
+            f"{name}: tensor={mesh.size()} does not divide the {setup.length:,} tokens of a sequence, which"
             " its tensor_plan cuts too; choose another sequence, or plan with sequence_parallel=False"
         )
     if counts_positions(module, words):
