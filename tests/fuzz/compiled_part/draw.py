@@ -55,6 +55,7 @@ def draw(rng: random.Random) -> Spec:
             if block["kind"] == "experts":
                 block["count"] = 1
     case["steps"] = [draw_step(rng, case) for _ in range(rng.randint(2, 3))]
+    draw_some(rng, case, [("notes", 0.15, ["list", "dict"])])
     return fixed(case)
 
 
@@ -97,7 +98,7 @@ def draw_step(rng: random.Random, case: Spec) -> Spec:
 def features(case: Spec) -> list[str]:
     found = [*features_of_model(case), case["how"], case["backend"]]
     found += ["block out" for block in walk(case.get("blocks", [])) if "out" in block]
-    found += [name for name in ("mp", "mesh", "clip", "input_gradient", "fullgraph") if name in case]
+    found += [name for name in ("mp", "mesh", "clip", "input_gradient", "fullgraph", "notes") if name in case]
     return found + [
         name for step in case.get("steps", []) for name in ("micro", "before", "eagerly") if name in step
     ]

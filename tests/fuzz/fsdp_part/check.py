@@ -134,6 +134,8 @@ def no_torch(case: Spec) -> str | None:
         return "dies of a list with a reentrant checkpoint"
     if case.get("keep_after_backward"):
         return "uses old values after a step"
+    if case.get("notes"):
+        return "blocks write to copies of what they share"
     if case.get("factor"):
         return "divide factor on gloo"
     if case.get("layout") == "contiguous" and not adds_in_pairs(case):

@@ -57,6 +57,7 @@ def draw(rng: random.Random) -> Spec:
     case["steps"] = [draw_step(rng, case) for _ in range(rng.randint(1, 4))]
     for step in case["steps"]:  # last: the rest of each case is what it was before these were thought of
         draw_interruptions(rng, step)
+    draw_some(rng, case, [("notes", 0.2, ["list", "dict", "dataclass", "object"])])
     return fixed(case)
 
 
@@ -270,6 +271,7 @@ def features(case: Spec) -> list[str]:
     found = [*features_of_model(case), case.get("optimizer", "sgd")]
     found += [f"output {block['out']}" for block in walk(case.get("blocks", [])) if "out" in block]
     found += [f"strategy {case['strategy']}"] if "strategy" in case else []
+    found += [f"notes in a {case['notes']}"] if "notes" in case else []
     names = ("mp", "mesh", "offload", "factor", "unused", "together", "clip", "input_gradient", "force_sum")
     found += [name for name in (*names, "prefetch_forward", "prefetch_backward") if name in case]
     found += [f"hook {hook['what']}" for hook in case.get("hooks", [])]

@@ -8,6 +8,7 @@ is still a model. A block is a mapping: `kind` says what it computes, other keys
 from __future__ import annotations
 
 import time
+from collections import UserDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -197,7 +198,7 @@ class Block(nn.Module):
 
     # ---------------------------------------------------------------- the call
 
-    def forward(self, x: Tensor, tokens: Tensor) -> Any:
+    def forward(self, x: Tensor, tokens: Tensor, notes: Any = None) -> Any:
         self.control.at(self.index)
         x = self.control.through(self.index, x)
         if self.spec.get("break"):
@@ -215,6 +216,8 @@ class Block(nn.Module):
         else:
             y = body(x, tokens)
         y = 0.5 * x + y
+        if notes is not None:
+            y = noted(notes, y)
         self.control.marks(self.index, y)
         return self.form(x, y)
 
@@ -237,6 +240,38 @@ class Block(nn.Module):
 
 
 FORMS = ("tuple", "dict", "dataclass", "object", "attribute", "view")
+
+
+@dataclass
+class Notes:
+    last: Tensor | None = None
+    items: list[Tensor] = field(default_factory=list)
+
+
+# What a model may hand to its blocks, for each to read what others wrote, and to write to.
+NOTES: dict[str, Any] = {"list": list, "dict": dict, "dataclass": Notes, "object": UserDict}
+
+
+def noted(notes: Any, y: Tensor) -> Tensor:
+    """Write a note of a block's output, and return the output plus a part of the note before."""
+    note = y.mean(0)
+    if isinstance(notes, list):
+        last = notes[-1] if notes else None
+        notes.append(note)
+    elif isinstance(notes, Notes):
+        last, notes.last = notes.last, note
+        notes.items.append(note)
+    else:
+        last = notes.pop("last", None)
+        notes["last"] = note
+        notes["sum"] = notes["sum"] + note if "sum" in notes else note
+    return y if last is None else y + 0.1 * last.to(y.dtype)
+
+
+def all_notes(notes: Any) -> list[Tensor]:
+    if isinstance(notes, Notes):
+        return notes.items
+    return [*notes] if isinstance(notes, list) else [*notes.values()]
 
 
 def target(spec: Spec, earlier: list[nn.Module]) -> Any:
@@ -263,11 +298,15 @@ def unpack(block: Any, output: Any) -> Tensor:
     return output
 
 
-def call(block: Any, x: Tensor, tokens: Tensor) -> Tensor:
-    """The block's output as one tensor, through the checkpointing that its description asks for."""
+def call(block: Any, x: Tensor, tokens: Tensor, notes: Any = None) -> Tensor:
+    """The block's output as one tensor, through the checkpointing that its description asks for.
+
+    A checkpointed block gets no `notes`, as it would write them again in backward.
+    """
 
     def once(x: Tensor, tokens: Tensor) -> Tensor:
-        return unpack(block, block(x, tokens))
+        more = {} if notes is None or "around" in block.spec else {"notes": notes}
+        return unpack(block, block(x, tokens, **more))
 
     for _ in range(0 if block.spec.get("skip") else block.spec.get("calls", 1)):
         around = block.spec.get("around")
@@ -289,15 +328,18 @@ class Model(nn.Module):
             self.blocks.append(Block(spec, width, control, index=index, earlier=list(self.blocks)))
         self.head = nn.Linear(width, 3) if case.get("root") is not None else None
         self.out = case.get("out", "tuple")
+        self.notes = NOTES.get(case.get("notes", ""))
         self.order = range(len(self.blocks))
         if case.get("backwards"):
             self.order = self.order[::-1]
 
     def forward(self, x: Tensor, tokens: Tensor) -> Any:
-        taps = []
+        taps, notes = [], None if self.notes is None else self.notes()
         for index in self.order:
-            x = call(self.blocks[index], x, tokens)
+            x = call(self.blocks[index], x, tokens, notes)
             taps.append(x)
+        for note in [] if notes is None else all_notes(notes):
+            x = x + 0.1 * note.to(x.dtype)
         if self.head is not None:
             x = self.head(x.to(self.head.weight.dtype))
         return {"out": x, "taps": taps} if self.out == "dict" else (x, taps)
