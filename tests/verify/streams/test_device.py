@@ -85,7 +85,7 @@ def test_streams_that_are_made_at_one_place_have_names_of_their_own() -> None:
             x.add_(1)
 
     [found] = races(program)
-    assert re.search(r"Let the stream made at (.+) \(2\) wait for the stream made at \1 between", found)
+    assert re.search(r"Make the stream made at (.+) \(2\) wait for the stream made at \1 between", found)
 
 
 def test_the_module_of_the_accelerator_is_that_of_the_device() -> None:
@@ -428,7 +428,7 @@ _POOL = ThreadPoolExecutor(1)
 _REFUSED = [
     (_in_a_thread_that_nobody_asks, "another thread"),
     (_late_in_a_pool, "another thread"),
-    (_caught, r"DistributedDataParallel .* of a Linear .* Use shardwise\.fully_shard"),
+    (_caught, r"DistributedDataParallel .* of a Linear: .* Use shardwise\.fully_shard"),
 ]
 
 

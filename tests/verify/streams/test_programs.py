@@ -473,5 +473,5 @@ def test_a_file_of_the_host_is_loaded_to_the_device_with_what_it_shares(tmp_path
 
 
 def test_what_is_no_order_is_refused() -> None:
-    with pytest.raises(TypeError, match="expected an Order or None, got 'x'"), simulated("x"):  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must be an Order or None, got 'x'"), simulated("x"):  # type: ignore[arg-type]
         pass
