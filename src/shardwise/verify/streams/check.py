@@ -181,7 +181,7 @@ def _patches(simulation: Simulation) -> list[Any]:
     def refuse_replicas(self: DistributedDataParallel, module: nn.Module, *args: Any, **how: Any) -> None:
         if any(isinstance(_compat.local_of(param), SimTensor) for param in module.parameters()):
             raise simulation.refuse(
-                f"cannot simulate DistributedDataParallel (or replicate, which creates one) of a"
+                "cannot simulate DistributedDataParallel (or replicate, which creates one) of a"
                 f" {type(module).__name__}: it waits in C++, where the simulation cannot see it. Use"
                 ' shardwise.fully_shard(model, layout="contiguous", strategy="ddp") instead'
             )
