@@ -321,7 +321,7 @@ class Late:
             self._run(self._chance.choice(ready) if by_seed else min(ready, key=lambda job: job.number))
 
     def host_blocks(self) -> None:
-        """Run everything before this thread blocks in a host collective, where it cannot run what others need.
+        """Run everything before this thread blocks in a host collective, where it can run nothing for others.
 
         A thread that defers nothing, such as a watchdog that probes connections, skips this.
         """
