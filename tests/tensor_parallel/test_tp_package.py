@@ -214,18 +214,18 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     (inner / "broken.pt").write_bytes(b"no pickle")
     (inner / "linked" / "broken").write_bytes(b"no header")
     cases += [
-        (inner / "linked", r"'whole.safetensors' is a link to .*, outside the folder; not read"),
+        (inner / "linked", r"'whole.safetensors' is a link to .*, outside the folder; refusing to read"),
         (inner / "broken.pt", "broken.pt holds no state dict of tensors alone, or is damaged"),
-        (inner / "linked" / "broken", "no safetensors file, or damaged"),
+        (inner / "linked" / "broken", "not a safetensors file, or damaged"),
         (inner / "none.safetensors", "no such file or folder"),
     ]
     for number, (places, message) in enumerate(
         (
             (
                 {"up.weight": "../../whole.safetensors"},
-                r"whole.safetensors' lies outside the folder; not read",
+                r"whole.safetensors' is outside the folder; refusing to read",
             ),
-            ({"up.weight": str(tmp_path / "whole.safetensors")}, r"lies outside the folder; not read"),
+            ({"up.weight": str(tmp_path / "whole.safetensors")}, r"is outside the folder; refusing to read"),
             ({"up.weight": 3}, r"expected the name of a file in it, found 3"),
             ({"up.weight": "none.safetensors"}, r"none.safetensors: missing"),
             ([], r"expected an index with a weight_map"),
@@ -333,24 +333,24 @@ def test_folders_and_ranks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ShardingError, match=message):
             package.load(place, **where)
-    with pytest.raises(CheckpointError, match=r"manifest.json: missing; .*; copy the folder again"):
+    with pytest.raises(CheckpointError, match=r"manifest.json: missing, .*; copy the folder again"):
         package.load(tmp_path, rank=0)
     content = (place / "rank-1.pt2").read_bytes()
     (place / "rank-1.pt2").write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
     package.load(place, rank=0)
-    with pytest.raises(CheckpointError, match=r"rank-1.pt2: damaged, expected .*; copy the folder again"):
+    with pytest.raises(CheckpointError, match=r"rank-1.pt2: damaged; expected .*; copy the folder again"):
         package.load(place, rank=1)
     (place / "rank-1.pt2").unlink()
     with pytest.raises(CheckpointError, match=r"rank-1.pt2: missing"):
         package.load(place, rank=1)
     shutil.move(place / "rank-0.pt2", tmp_path / "elsewhere.pt2")
     (place / "rank-0.pt2").symlink_to(tmp_path / "elsewhere.pt2")
-    with pytest.raises(CheckpointError, match=r"is a link to .*, outside the folder; not read"):
+    with pytest.raises(CheckpointError, match=r"is a link to .*, outside the folder; refusing to read"):
         package.load(place, rank=0)
     manifest = json.loads((place / "manifest.json").read_text())
     for written, message in (
         ("{", "cannot be read"),
-        (json.dumps({**manifest, "world_size": 3}), "does not fit its own sha256"),
+        (json.dumps({**manifest, "world_size": 3}), "does not match its own sha256"),
         (json.dumps({"format": "shardwise.tensor_parallel", "version": 1}), "expected 'format' to be .* 2'"),
     ):
         (place / "manifest.json").write_text(written)
