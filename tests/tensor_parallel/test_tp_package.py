@@ -226,7 +226,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
                 r"whole.safetensors' is outside the folder; refusing to read",
             ),
             ({"up.weight": str(tmp_path / "whole.safetensors")}, r"is outside the folder; refusing to read"),
-            ({"up.weight": 3}, r"expected the name of a file in it, found 3"),
+            ({"up.weight": 3}, r"expected a file name, found 3"),
             ({"up.weight": "none.safetensors"}, r"none.safetensors: missing"),
             ([], r"expected an index with a weight_map"),
         )
