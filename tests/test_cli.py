@@ -265,7 +265,7 @@ def test_tp_export_writes_a_program_for_every_rank_and_says_what_is_where(tmp_pa
     ]
     again = run(*asked, "--strategies", str(plan))
     assert again.exit_code == 2
-    assert "is there already" in again.output
+    assert "already exists" in again.output
 
 
 def test_the_version_is_the_packages_own() -> None:

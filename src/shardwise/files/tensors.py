@@ -138,9 +138,7 @@ def _tensor_files(path: Path) -> Iterator[tuple[list[str], Path]]:
             )
         files = indexes or sorted(path.glob("*.safetensors"))
         if not files:
-            raise CheckpointError(
-                f"{path}: expected *.safetensors files or their index in this folder, found none"
-            )
+            raise CheckpointError(f"{path}: expected *.safetensors files or their index, found none")
         for file in files:
             yield from _tensor_files(inside(path, file.name))
     elif path.suffix == ".json":

@@ -45,7 +45,7 @@ def chosen_for(
     if _plan_of(model):
         return strategies_of(model)
     warnings.warn(
-        f"{type(model).__name__} brings no tensor-parallel plan, so strategies='auto' chooses how it is cut",
+        f"{type(model).__name__} has no tensor-parallel plan, so strategies='auto' chooses how it is cut",
         stacklevel=3,
     )
     return "auto"
@@ -58,7 +58,7 @@ def strategies_of(model: Any) -> dict[str, str]:
     the model's bytes whole on every rank.
 
     Raises:
-        ShardingError: a model without a plan, or a plan with an unknown word, which the message names.
+        ShardingError: a model without a plan, or a plan with a word that is not supported.
     """
     if not isinstance(model, nn.Module):
         with torch.device("meta"):
@@ -66,7 +66,7 @@ def strategies_of(model: Any) -> dict[str, str]:
     plan = _plan_of(model)
     if not plan:
         raise ShardingError(
-            f"{type(model).__name__} brings no tensor-parallel plan; give strategies by module, or 'auto'"
+            f"{type(model).__name__} has no tensor-parallel plan; pass strategies by module, or 'auto'"
         )
     parameters = list(model.named_parameters(remove_duplicate=False))
     fused = {name.rpartition(".")[0] for name, word in plan.items() if word == "packed_rowwise"}
@@ -74,8 +74,8 @@ def strategies_of(model: Any) -> dict[str, str]:
     for name, word in plan.items():
         if word not in _WORDS:
             raise ShardingError(
-                f"the plan of {type(model).__name__} has {word!r} for {name!r}, which cannot be done with a"
-                f" program; known are {', '.join(sorted(_WORDS))}"
+                f"the plan of {type(model).__name__} has {word!r} for {name!r}, which is not supported;"
+                f" expected one of {', '.join(sorted(_WORDS))}"
             )
         style = _WORDS[word]
         if name.rpartition(".")[0] in fused and word in _FLIPPED:  # next to [in, out], by dims and not by use
@@ -89,8 +89,8 @@ def strategies_of(model: Any) -> dict[str, str]:
     whole = sum({id(x): x.nbytes for _, x in parameters}.values())
     if sum(cut.values()) < LEAST_CUT * whole:
         warnings.warn(
-            f"the plan that {type(model).__name__} brings cuts {sum(cut.values()) / max(whole, 1):.0%} of its"
-            f" {whole:,} bytes ({', '.join(found) or 'nothing'}); every rank holds the rest whole. Give"
+            f"the plan of {type(model).__name__} cuts only {sum(cut.values()) / max(whole, 1):.0%} of its"
+            f" {whole:,} bytes ({', '.join(found) or 'nothing'}); every rank holds the rest whole. Pass"
             " strategies='auto', or strategies by module",
             stacklevel=2,
         )
