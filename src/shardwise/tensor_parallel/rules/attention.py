@@ -112,7 +112,7 @@ def _grouped(p: Partition, node: fx.Node, *, group: int) -> None:
 
 
 def key_heads(p: Partition, at: Split, *, group: int, count: int) -> tuple[Split, bool]:
-    """Return the key heads that query heads cut by `at` use, and whether each rank has all their query heads."""
+    """Return the key heads that queries cut by `at` use, and whether each rank has all their query heads."""
     needed = at.each(lambda begin, end: (begin // group, -(-end // group))).within(0, count)
     whole = needed.scaled(group).ranges == at.ranges and all(at.size(rank) for rank in range(p.ranks))
     return needed, whole
