@@ -2,11 +2,11 @@
 
     1-D mesh                       FSDPMeshInfo    shard over the axis
     2-D mesh                       HSDPMeshInfo    replicate over axis 0, shard over axis 1
-    larger mesh and named dims     whichever the `DataParallelMeshDims` name; several names are
-                                   flattened into one axis
+    larger mesh and named dims     as `DataParallelMeshDims` says; several names are flattened
+                                   into one axis
 
-Creating an info takes the process groups from the mesh and communicates nothing, except that
-flattening several named dims creates a group (collective over the whole mesh).
+Creating an info takes process groups from the mesh without communication, except that flattening
+several named dims creates a group (collective over the whole mesh).
 """
 
 from __future__ import annotations

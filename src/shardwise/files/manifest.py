@@ -10,7 +10,7 @@ A manifest is JSON of the expected types, with digests that match the files:
     files      {name: {"bytes": int, "sha256" or "xxh3_128": hexadecimal digits}} of the other files
     sha256     of the manifest without this entry
 
-and whatever else that format has. A digest detects damage, not malice: it does not say who wrote a file.
+and any other entries of the format. A digest detects damage, not malice: it does not say who wrote a file.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     a path, file://...      a `Path`: renames are atomic, files are synced
     s3://bucket/run, ...    a `StorePath`: a store has no rename, but an object is complete or absent
 
-`StorePath` has the methods of `Path` that are needed. What differs is here: how to write a file so that it is
-complete or absent, how to confirm that it is written, how to remove a folder.
+`StorePath` has the methods of `Path` that are needed. Functions handle what differs: how to write a file so
+that it is complete or absent, how to confirm that it is written, how to remove a folder.
 """
 
 from __future__ import annotations

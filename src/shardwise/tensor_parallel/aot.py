@@ -84,7 +84,7 @@ def load_compiled(
 
 
 def _for_inference(program: ExportedProgram) -> ExportedProgram:
-    """Remove, in place, the operators that refuse backward; compiled programs have no backward."""
+    """Remove, in place, the operators that raise in backward; compiled programs have no backward."""
     for node in list(program.graph.nodes):
         if node.target is ops.untrainable.default:
             node.replace_all_uses_with(node.args[0])

@@ -70,7 +70,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class Decision:
-    """The one style of similar weights.
+    """The style chosen for similar weights.
 
     Attributes:
         names: the weights, one in each of the repeated layers.
@@ -87,7 +87,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class ChosenPlan:
-    """A plan, what it costs, and why. `str()` of it is `table()`.
+    """A plan, its cost, and the reasons. `str()` of it is `table()`.
 
     Attributes:
         strategies: style by parameter, including vectors of the same modules; those not named stay whole. To

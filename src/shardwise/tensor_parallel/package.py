@@ -4,7 +4,7 @@
     folder/rank-0.pt2        by torch.export.save
     folder/rank-1.pt2
 
-A folder is written next to its final path and renamed, so that it exists whole or not at all. `load` refuses
+A folder is written next to its final path and renamed, so that it exists whole or not at all. `load` rejects
 a rank or world size other than the folder's, and files that differ from those written (`files.manifest`). It
 unpickles a file's example inputs and custom objects if they are more than tensors, as `torch.export.load`
 does: load folders only from people whom you would let run code.

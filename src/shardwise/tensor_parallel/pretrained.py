@@ -1,8 +1,8 @@
 """Strategies for a model of `transformers`: the plan that the model defines, in the words of `styles`.
 
 A plan says how each rank's layer is cut, and what is sent before and after it. Here a value stands for the
-whole value, wherever its elements are, and moves when needed, so only the cut is used. What a plan says of
-gradients, of sums over ranks and of inputs that each rank has whole follows from the cut.
+whole value, wherever its elements are, and moves when needed, so only the cut is used. What a plan says
+about gradients, sums over ranks and inputs that each rank has whole follows from the cut.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.errors import ShardingError, from_extra
 _COLUMN, _ROW = "colwise", "rowwise"
 _WORDS: dict[str, str | None] = {
     **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output", "embedding_colwise"), _COLUMN),
-    **dict.fromkeys(("packed_colwise", "packed_rowwise"), _COLUMN),  # both: the outputs of a fused weight
+    **dict.fromkeys(("packed_colwise", "packed_rowwise"), _COLUMN),  # both cut the outputs of a fused weight
     **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input", "embedding_rowwise"), _ROW),
     "sequence_parallel": "sequence_parallel",
     **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj"), None),
@@ -78,7 +78,7 @@ def strategies_of(model: Any) -> dict[str, str]:
                 f" expected one of {', '.join(sorted(_WORDS))}"
             )
         style = _WORDS[word]
-        if name.rpartition(".")[0] in fused and word in _FLIPPED:  # next to [in, out], by dims and not by use
+        if name.rpartition(".")[0] in fused and word in _FLIPPED:  # there, words name dims, not uses
             style = _FLIPPED[word]
         fits = [
             x for own, x in parameters if fnmatchcase(own, name) or fnmatchcase(own.rpartition(".")[0], name)

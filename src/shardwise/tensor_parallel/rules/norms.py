@@ -13,8 +13,8 @@ from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import PARTIAL
 from shardwise.tensor_parallel.rules.registry import Dims, aten_rule, by_dims
 
-# Operations whose results have the dims of their input: those that name the dim, or dims, that must be whole;
-# or how many of the last dims must be whole.
+# Operations whose results have the dims of their input. Some name the dims that must be whole; for others, a
+# number of last dims must be whole.
 _NAMED = (
     *("_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "flip", "glu"),
     *("topk", "kthvalue", "roll", "diff", "index_select"),
