@@ -132,7 +132,7 @@ def test_patterns_that_ask_for_different_things_are_refused_by_name() -> None:
                 "layers.0.u*": ColwiseParallel(output_layouts=Replicate()),
                 "*.up": peer.PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=Shard(1)),
             },
-            r"'\*.up' and 'layers.0.u\*' both match 'layers.0.up' and ask for different things",
+            r"'\*.up' and 'layers.0.u\*' both match 'layers.0.up' but ask for different things",
         ),
     ):
         with pytest.raises(ShardingError, match=message):
