@@ -250,7 +250,7 @@ def test_a_program_that_is_one_ranks_already_is_refused() -> None:
         ({3: None}, "device_type None"),
         ({4: ["up", "colwise"]}, r"strategies as a mapping .* got list \['up', 'colwise'\]"),
         ({4: None}, "got NoneType None"),
-        ({4: "colwise"}, "a mapping .* or 'auto'; got str 'colwise'"),
+        ({4: "colwise"}, "a mapping .* or 'auto', got str 'colwise'"),
         ({4: {nn.Linear: "colwise"}}, "the strategies have the key .*Linear"),
     ],
 )  # fmt: skip

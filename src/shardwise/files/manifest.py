@@ -58,7 +58,7 @@ def _check_links(folder: Path, name: str) -> None:
 def regular(file: At) -> At:
     """Return `file`, which must be a regular file: reading a pipe, for example, might never end."""
     if not file.is_file():
-        raise CheckpointError(f"{file}: missing, or not a file. Copy it again, or use another checkpoint")
+        raise CheckpointError(f"{file}: missing, or not a file; copy it again, or use another checkpoint")
     return file
 
 
@@ -86,7 +86,7 @@ def read_manifest(folder: Location, *, format: int | str | tuple[int, ...], type
     check_types(file, manifest, {"format": (lambda found: found in known, " or ".join(map(repr, known)))})
     expected = manifest.pop("sha256", None)
     if _own_digest(manifest) != expected:
-        raise CheckpointError(f"{file}: damaged; its content does not match its own sha256")
+        raise CheckpointError(f"{file}: its content does not match its own sha256")
     check_types(file, manifest, {"files": (all_in(dict, _is_file), "sizes and digests by name"), **types})
     return manifest
 
@@ -99,7 +99,7 @@ def whole_file(folder: At, name: str, expected: Mapping[str, Any]) -> At:
     """
     file = regular(inside(folder, name))
     if (found := digest(file, _kind(expected))) != expected:
-        raise CheckpointError(f"{file}: damaged; expected {expected}, found {found}")
+        raise CheckpointError(f"{file}: damaged: expected {expected}, found {found}")
     return file
 
 

@@ -116,8 +116,8 @@ def on_disk(path: str | os.PathLike[str]) -> Path:
     found = location(path)
     if isinstance(found, StorePath):
         raise CheckpointError(
-            f"{path}: expected a path in the file system, found a store's URL; only checkpoints can be in a"
-            " store. Use a local folder, and copy it from or to the store with fsspec's get or put"
+            f"{path}: expected a path in the file system, found the URL of a store, which is for checkpoints"
+            " only; use a local folder, and copy it from or to the store with fsspec's get or put"
         )
     return found
 

@@ -150,13 +150,13 @@ def _cut(spec: ParamSpec, ranks: int) -> _Cut:
     if isinstance(placement, EvenShard):
         if placement.dim != 0:
             raise ShardingError(
-                f"{here()}: cannot shard '{spec.name}' on dim {placement.dim}: the contiguous layout shards"
-                ' only dim 0. Shard it on dim 0, or use layout="interleaved"'
+                f"{here()}: cannot shard '{spec.name}' on dim {placement.dim}: the contiguous layout"
+                ' shards parameters on dim 0 only; shard it on dim 0, or use layout="interleaved"'
             )
         return _ROWS
     if isinstance(placement, Owned) and placement.rank is not None and placement.rank >= ranks:
         raise ShardingError(
-            f"{here()}: rank {placement.rank} cannot own '{spec.name}': the shard axis has {ranks} ranks. Use"
+            f"{here()}: rank {placement.rank} cannot own '{spec.name}': the shard axis has {ranks} ranks; use"
             f" Owned(rank) with a rank below {ranks}, or Owned() for any rank"
         )
     return placement

@@ -219,8 +219,8 @@ def _no_plan(space: Space, budget: int | None) -> str:
     if least is None:
         return f"the rules can build no plan for {space.ranks} ranks, even if all weights stay whole"
     return (
-        f"no plan for {space.ranks} ranks fits parameters and buffers into {budget:,} bytes per rank; the"
-        f" smallest plan needs {max(space.held(least.uses)):,} of their {space.whole():,} bytes. Use more"
+        f"no plan for {space.ranks} ranks fits parameters and buffers into {budget:,} bytes per rank: the"
+        f" smallest plan needs {max(space.held(least.uses)):,} of their {space.whole():,} bytes; use more"
         " ranks, or a larger memory_budget"
     )
 

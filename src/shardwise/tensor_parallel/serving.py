@@ -188,8 +188,8 @@ def _fixed_frequencies(model: nn.Module, longest: int) -> Iterator[None]:
                 if longest > limit:
                     raise ShardingError(
                         f"{name} of {type(model).__name__} ({kind}) changes its frequencies after {limit}"
-                        f" tokens, which an exported program cannot; prompt and generated tokens"
-                        f" are {longest}. Generate fewer tokens, or use the whole model"
+                        f" tokens, which an exported program cannot do: prompt and generated tokens"
+                        f" are {longest}; generate fewer tokens, or use the whole model"
                     )
                 prefix = f"{key}_" if key else ""
                 original = getattr(module, f"{prefix}original_inv_freq")

@@ -72,8 +72,8 @@ def _as_dtensor(placement: Placement, shape: torch.Size, name: str) -> Shard | R
     for rank, (held, chunk) in enumerate(zip(placement.ranges, chunks, strict=True)):
         if held != normal([chunk]):
             raise ShardingError(
-                f"{here()}: rank {rank} holds {list(held)} of dim {placement.dim} of {name}, {tuple(shape)};"
-                f" a DTensor would hold {chunk}. Use a number of ranks that divides widths and head counts,"
-                " and unfuse projections; or train the program's module without fully_shard"
+                f"{here()}: rank {rank} holds {list(held)} of dim {placement.dim} of {name}, {tuple(shape)},"
+                f" where a DTensor holds {chunk}; use a number of ranks that divides widths and head counts,"
+                " and unfuse projections, or train the program's module without fully_shard"
             )
     return Shard(placement.dim)

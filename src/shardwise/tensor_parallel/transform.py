@@ -126,7 +126,7 @@ def _check_device(device_type: Any) -> None:
 def _check_strategies(strategies: Any) -> None:
     if strategies != "auto" and not isinstance(strategies, Mapping):
         raise ShardingError(
-            "expected strategies as a mapping from names of modules or parameters to styles, or 'auto'; got"
+            "expected strategies as a mapping from names of modules or parameters to styles, or 'auto', got"
             f" {type(strategies).__name__} {strategies!r}"
         )
     wrong = [] if strategies == "auto" else [name for name in strategies if not isinstance(name, str)]
