@@ -99,7 +99,7 @@ def whole_file(folder: At, name: str, expected: Mapping[str, Any]) -> At:
     """
     file = regular(inside(folder, name))
     if (found := digest(file, _kind(expected))) != expected:
-        raise CheckpointError(f"{file}: damaged: expected {expected}, found {found}")
+        raise CheckpointError(f"{file}: damaged (expected {expected}, found {found})")
     return file
 
 

@@ -11,8 +11,8 @@ one range of the flattened group, and that range must be a box of the new dims:
     (4, 6) to 24      rows 1 to 2 are the range 6 to 17; columns 1 to 2 are not a range
     24 to (4, 6)      6 to 17 are rows 1 to 2; 6 to 14 are not a box
 
-Dims of size 1 are in no group there: an empty box stays empty where it was. An index with steps keeps boxes:
-in each dim, the elements left of a range are a range of the result.
+For boxes, dims of size 1 are in no group: an empty box stays empty where it was. An index with steps keeps
+boxes: in each dim, the elements left of a range are a range of the result.
 """
 
 from __future__ import annotations

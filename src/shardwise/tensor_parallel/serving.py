@@ -137,7 +137,7 @@ def choice(program: ExportedProgram) -> str:
     chosen = "; ".join(f"{style}: {', '.join(names)}" for style, names in by_style.items())
     held = explain(program)
     return (
-        f"strategies='auto' chose {chosen or 'to cut nothing, which is fastest (to cut, name modules)'};"
+        f"strategies='auto' chose {chosen or 'to cut nothing, which is fastest (pass strategies to cut)'};"
         f" rank {held.rank} holds {held.bytes_here:,} of {held.bytes_whole:,} bytes"
     )
 
