@@ -93,7 +93,7 @@ def replace_file(path: Path, text: str) -> None:
     fresh.replace(path)
 
 
-# Numbers for people
+# Numbers as text
 
 
 def human_bytes(count: float) -> str:
@@ -220,9 +220,9 @@ def line_chart(
     width: float = 440,
     height: float = 230,
 ) -> Chart:
-    """`rules` are named horizontal lines in the curves' unit, `marks` (run, step) where a run resumed.
+    """Return a chart; `rules` are named horizontal lines, `marks` (run, step) where a run resumed.
 
-    `show` writes a value, `at` a place on the x axis. With `from_zero`, a few values far above the rest
+    `show` formats a value, `at` a position on the x axis. With `from_zero`, a few values far above the rest
     (first steps, pauses) are drawn at the upper edge.
     """
     rules = rules or {}
@@ -279,15 +279,15 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     marks = resumes(runs)
     memory = []
     for number, run in enumerate(runs):
-        memory.append(Curve(f"{run.name}, now", number, "smooth", thinned(run.series("memory_bytes"))))
+        memory.append(Curve(f"{run.name}, current", number, "smooth", thinned(run.series("memory_bytes"))))
         memory.append(Curve(f"{run.name}, peak", number, "dashed", thinned(run.series("peak_bytes"))))
     made = [
         line_chart("Tokens per second", curves_of(runs, "tokens_per_s"), marks=marks, from_zero=True),
         line_chart("Step time", curves_of(runs, "seconds"), marks=marks, show=human_seconds, from_zero=True),
         line_chart("Gradient norm, before clipping", curves_of(runs, "gradient_norm"), marks=marks),
         line_chart("Learning rate", curves_of(runs, "learning_rate", smooth=False), marks=marks),
-        line_chart("Memory of rank 0: now, and peak", memory, marks=marks, show=human_bytes, from_zero=True),
-        line_chart("Loss by seconds of training", losses_by_time(runs), at=human_seconds),
+        line_chart("Memory of rank 0 and its peak", memory, marks=marks, show=human_bytes, from_zero=True),
+        line_chart("Loss by training time", losses_by_time(runs), at=human_seconds),
     ]
     return [chart for chart in made if any(curve.points for curve, _ in chart.lines)]
 
@@ -354,9 +354,9 @@ def write_page(path: Path, runs: Sequence[Run], **options: Any) -> Path:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="One page about several runs.")
-    parser.add_argument("runs", type=Path, nargs="+", help="folders that train_gpt.py wrote (--out)")
-    parser.add_argument("--out", type=Path, default=Path("compare.html"))
+    parser = argparse.ArgumentParser(description="Compare several runs on one page.")
+    parser.add_argument("runs", type=Path, nargs="+", help="folders written by train_gpt.py (its --out)")
+    parser.add_argument("--out", type=Path, default=Path("compare.html"), help="page to write")
     args = parser.parse_args(argv)
     runs = [read_run(folder) for folder in args.runs]
     if missing := [str(folder) for folder, run in zip(args.runs, runs, strict=True) if not run.steps]:

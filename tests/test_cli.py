@@ -129,7 +129,10 @@ def test_a_difference_beyond_tolerance_exits_1_and_names_parameter_and_step(outc
     )
     result = run("verify", "case.py", "--json", str(tmp_path / "report.json"))
     assert result.exit_code == 1
-    assert "Beyond tolerance (contiguous layout), first at step 0: the loss differs by 0.5" in result.output
+    assert (
+        "Beyond tolerance (contiguous layout). First difference: step 0: the loss differs by 0.5"
+        in result.output
+    )
     assert (
         "First parameter beyond tolerance: step 0: the gradient of b.weight: none on rank 1" in result.output
     )
@@ -148,7 +151,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_run(streams, tmp_
 
 
 def test_a_case_that_cannot_be_run_exits_2_with_its_traceback(outcome, tmp_path):
-    outcome(CaseError("case.py could not be run. rank 1: it [broke]", traceback="the [stack]"))
+    outcome(CaseError("case.py could not be run: rank 1: it [broke]", traceback="the [stack]"))
     result = run("verify", "case.py", "--json", str(tmp_path / "report.json"))
     assert result.exit_code == 2
     assert "the [stack]" in result.output
@@ -241,7 +244,7 @@ def test_doctor_fails_only_where_something_needed_is_broken(monkeypatch, status,
 def test_the_command_finds_a_wrong_gradient_in_a_real_run():
     ended = run("verify", f"{CASES / 'wrong.py'}:scaled_gradient", "--ranks", "2", "--steps", "2")
     assert ended.exit_code == 1, ended.stderr
-    assert "first at step 1: the gradient of blocks.1.output.weight differs by" in ended.stdout
+    assert "First difference: step 1: the gradient of blocks.1.output.weight differs by" in ended.stdout
 
 
 def test_the_command_says_that_a_script_has_no_case():
@@ -265,7 +268,7 @@ def test_tp_export_writes_a_program_for_every_rank_and_says_what_is_where(tmp_pa
     ]
     again = run(*asked, "--strategies", str(plan))
     assert again.exit_code == 2
-    assert "is there already" in again.output
+    assert "already exists" in again.output
 
 
 def test_the_version_is_the_packages_own() -> None:

@@ -36,7 +36,7 @@ def test_the_picture_has_every_rank_in_its_place_and_who_talks_to_whom() -> None
         "",
         "pp: activations of a micro-batch, to the next stage and back",
         "    0-2  1-3",
-        "sp: queries, keys, values and results of attention; parameters and gradients as dp",
+        "sp: queries, keys, values and results of attention; parameters and gradients like dp",
         "    0-1  2-3",
     ]
     assert "    0-2  1-3  4-6  5-7  ...\n" in Dimensions("pp4,dp2,tp2").picture()
@@ -67,7 +67,7 @@ def test_ranks_without_experts_make_the_same_groups_as_the_others() -> None:
 
 @on_ranks(2)
 def test_another_number_of_ranks_is_refused() -> None:
-    with pytest.raises(ShardingError, match="the mesh dp3 has 3 ranks, and 2 are here"):
+    with pytest.raises(ShardingError, match="the mesh dp3 needs 3 ranks, but the job has 2"):
         Dimensions("dp3").mesh("cpu")
 
 

@@ -174,8 +174,8 @@ def test_hosts_that_are_alike_are_fine():
 @pytest.mark.parametrize(
     ("changes", "name", "status", "found"),
     [
-        ({"torch": "2.12.0"}, "torch of all ranks", Status.BROKEN, "2.13.0 on a; 2.12.0 on b"),
-        ({"Python": "3.12.1"}, "Python of all ranks", Status.WARNING, "3.11.7 on a; 3.12.1 on b"),
+        ({"torch": "2.12.0"}, "torch on all ranks", Status.BROKEN, "2.13.0 on a; 2.12.0 on b"),
+        ({"Python": "3.12.1"}, "Python on all ranks", Status.WARNING, "3.11.7 on a; 3.12.1 on b"),
         ({"clock": 55.0}, "clocks", Status.WARNING, "5.00 s apart"),
         (
             {"findings": [{"name": "disk", "status": "broken", "found": "full", "fix": "room"}]},
@@ -214,7 +214,7 @@ def test_ranks_that_do_not_meet_are_told_how_to(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr("torch.distributed.init_process_group", refuse)
     (found,) = examine_ranks()
-    assert (found.name, found.status, found.found) == ("ranks meet", Status.BROKEN, "connection refused")
+    assert (found.name, found.status, found.found) == ("rendezvous", Status.BROKEN, "connection refused")
     assert "MASTER_ADDR" in found.fix
 
 

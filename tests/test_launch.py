@@ -121,7 +121,7 @@ def test_a_script_without_a_launcher_is_told_how_to_start_it(show: Any, monkeypa
 
 @pytest.mark.parametrize(
     ("exitcode", "status", "told"),
-    [(1, 1, ""), (3, 3, "rank 1 exited with status 3\n"), (-9, 137, "rank 1 was ended by SIGKILL\n")],
+    [(1, 1, ""), (3, 3, "rank 1 exited with status 3\n"), (-9, 137, "rank 1 was killed by SIGKILL\n")],
 )
 def test_the_status_is_that_of_the_first_rank_to_fail(
     exitcode: int, status: int, told: str, monkeypatch: Any, capfd: pytest.CaptureFixture[str]

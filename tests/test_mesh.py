@@ -179,7 +179,7 @@ def test_a_mesh_that_cannot_be_used_is_shown_with_the_fix() -> None:
 
     for given in ({"shard": "z"}, {"shard": "a", "replicate": "z"}, {"shard": ("a", "z")}):
         message = message_of(mesh_info, cube, DataParallelMeshDims(**given))
-        assert f"rank {rank}: mesh dim name 'z' of dp_mesh_dims not found in ('a', 'b', 'c')" in message
+        assert f"rank {rank}: dp_mesh_dims names 'z', but the mesh has the dims ('a', 'b', 'c')" in message
 
 
 @on_ranks(2)
@@ -207,18 +207,18 @@ def test_dims_without_any_name_are_refused(given: dict[str, Any]) -> None:
 @on_ranks(2)
 def test_an_info_without_the_axis_it_stands_for_is_refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    neither = "a shard dim, a replicate dim, or both"
+    neither = "set shard_mesh_dim, replicate_mesh_dim, or both"
     for kind in (DataParallelMeshInfo, FSDPMeshInfo, DDPMeshInfo, HSDPMeshInfo):
         assert neither in message_of(kind, mesh)
-    assert f"FSDPMeshInfo needs shard_mesh_dim, a dim of {mesh}" in message_of(
+    assert f"FSDPMeshInfo: set shard_mesh_dim to a dim of {mesh}" in message_of(
         FSDPMeshInfo, mesh, replicate_mesh_dim=0
     )
-    assert f"DDPMeshInfo needs replicate_mesh_dim, a dim of {mesh}" in message_of(
+    assert f"DDPMeshInfo: set replicate_mesh_dim to a dim of {mesh}" in message_of(
         DDPMeshInfo, mesh, shard_mesh_dim=0
     )
-    assert "HSDPMeshInfo needs replicate_mesh_dim" in message_of(HSDPMeshInfo, mesh, shard_mesh_dim=0)
-    assert f"shard_mesh_dim 1 is not a dim of {mesh}" in message_of(FSDPMeshInfo, mesh, shard_mesh_dim=1)
-    assert f"replicate_mesh_dim -2 is not a dim of {mesh}" in message_of(
+    assert "HSDPMeshInfo: set replicate_mesh_dim" in message_of(HSDPMeshInfo, mesh, shard_mesh_dim=0)
+    assert f"shard_mesh_dim=1 is out of range for {mesh}" in message_of(FSDPMeshInfo, mesh, shard_mesh_dim=1)
+    assert f"replicate_mesh_dim=-2 is out of range for {mesh}" in message_of(
         DDPMeshInfo, mesh, replicate_mesh_dim=-2
     )
 

@@ -216,7 +216,7 @@ def test_without_the_wait_at_the_end_of_backward_its_arrow_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Schedule, "wait_for_reductions", lambda self: self.reduce_inputs.clear())
-    with pytest.raises(AssertionError, match="no order"):
+    with pytest.raises(AssertionError, match="not ordered"):
         stream_pictures.steps(of="backward and optimizer")
     found = waits(stream_pictures.steps(of="backward and optimizer", races=True))
     assert ("stage 0", "reduce 0") in found

@@ -134,5 +134,5 @@ def test_a_mesh_that_cannot_be_is_one_plain_line(
         example.main()
     sys.excepthook(raised.type, raised.value, raised.tb)
     told = capfd.readouterr().err
-    assert "ShardingError: 'pp2' in the mesh 'pp2,pp2'; expected each of pp, replicate" in told
+    assert "ShardingError: invalid 'pp2' in the mesh 'pp2,pp2'; expected each of pp, replicate" in told
     assert "Traceback" not in told

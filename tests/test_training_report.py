@@ -199,7 +199,7 @@ def test_where_a_run_went_on_is_marked_in_its_charts() -> None:
     again.sittings.append({"begins": 2, "ranks": 3})  # type: ignore[attr-defined]
     made = charts([again])
     assert {chart.title: len(chart.marks) for chart in made}["Step time"] == 1
-    assert "went on from a checkpoint" in page_of(again)
+    assert "resumed from a checkpoint" in page_of(again)
 
 
 def test_several_folders_become_one_page_and_one_without_a_log_is_named(

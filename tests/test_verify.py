@@ -76,9 +76,9 @@ def test_a_value_that_is_not_finite_is_beyond_every_tolerance_and_says_where(val
     on_ranks = compared([1.0, value], [1.0, 1.0], tolerance=1e9)
     on_both = compared([value], [value], tolerance=1e9)
     assert on_ranks.beyond
-    assert on_ranks.problem == "1 value not finite on the ranks"
+    assert on_ranks.problem == "1 non-finite value on the ranks"
     assert on_both.beyond
-    assert on_both.problem == "1 value not finite on the ranks and 1 value not finite in the reference"
+    assert on_both.problem == "1 non-finite value on the ranks and 1 non-finite value in the reference"
 
 
 def test_another_shape_is_named_and_not_compared():
@@ -243,7 +243,7 @@ def test_a_spec_names_a_script_or_module_and_a_function(spec, expected):
         ("no_such_package.train", "No module named 'no_such_package'"),
         ("json", r"json has no function `verify_case\(\)`"),
         ("json:dumps_nothing", "no function `dumps_nothing"),
-        ("os:getcwd", "returned str, expected shardwise.verify.Case"),
+        ("os:getcwd", "returned str; expected a shardwise.verify.Case"),
     ],
 )
 def test_a_spec_that_leads_to_no_case_says_what_is_missing(spec, message):
@@ -297,11 +297,11 @@ def test_a_loss_of_many_elements_is_refused_by_its_shape():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"ranks": 4, "replicas": 3}, "4 ranks cannot be cut into 3 replicas"),
+        ({"ranks": 4, "replicas": 3}, "4 ranks cannot be divided into 3 replicas"),
         ({"ranks": 0}, "at least 1"),
         ({"steps": 0}, "at least 1"),
         ({"mesh": "dp2,cp2"}, "'cp2' in the mesh"),
-        ({"mesh": "dp2", "replicas": 2}, "has its own replicas, such as replicate2"),
+        ({"mesh": "dp2", "replicas": 2}, "mesh='dp2' replaces replicas=2; in a mesh, write replicate2"),
     ],
 )
 def test_a_mesh_that_does_not_exist_is_refused_before_anything_starts(arguments, message):
@@ -342,7 +342,7 @@ def test_a_right_case_is_within_tolerance_in_the_contiguous_layout(world, replic
     result = verify(RIGHT, ranks=world, replicas=replicas, steps=3, layout="contiguous")
     assert result.ok, verdict(result)
     assert all(result.largest("parameter", step)[0] > 0 for step in range(3))  # the runs are two
-    assert f"{world} ranks (contiguous layout) follow one process" in verdict(result)
+    assert f"{world} ranks (contiguous layout) match one process" in verdict(result)
 
 
 @pytest.mark.usefixtures("pooled")
@@ -353,7 +353,7 @@ def test_a_case_that_is_wrong_in_the_contiguous_layout_only_is_found_there():
     assert result.first is not None
     assert (result.first.kind, result.first.step) == ("parameter", 0)
     assert "embedding.weight" in {d.name for d in result.differences if d.beyond}  # rows on both ranks
-    assert "Beyond tolerance (contiguous layout), first at step 0" in verdict(result)
+    assert "Beyond tolerance (contiguous layout). First difference: step 0" in verdict(result)
 
 
 @pytest.mark.usefixtures("pooled")
@@ -435,7 +435,7 @@ def test_a_rank_that_hangs_is_shown_by_its_stack():
             verify(f"{UNRUNNABLE}:hangs_on_rank_1", ranks=2, steps=1, timeout=timeout)
         if "unrunnable.py" in caught.value.traceback:
             break
-    assert f"nothing moved for {timeout} s; still running: rank 0, rank 1" in str(caught.value)
+    assert f"no process made progress for {timeout} s; still running: rank 0, rank 1" in str(caught.value)
     waiting, stuck = caught.value.traceback.split("rank 1:")
     assert "in run_sharded" in waiting
     assert "unrunnable.py" in stuck
@@ -445,8 +445,8 @@ def test_a_rank_that_hangs_is_shown_by_its_stack():
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        (f"{UNRUNNABLE}:odd_batch", "5 samples, which cannot be cut evenly over 2 ranks"),
-        (f"{UNRUNNABLE}:loss_of_nothing", "has no gradient other than zero"),
+        (f"{UNRUNNABLE}:odd_batch", "5 samples, which cannot be split evenly over 2 ranks"),
+        (f"{UNRUNNABLE}:loss_of_nothing", "all gradients of the first step are zero"),
         (f"{UNRUNNABLE}:returns_no_case", "reference: CaseError: `returns_no_case.*returned dict"),
     ],
 )

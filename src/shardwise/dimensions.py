@@ -30,11 +30,11 @@ NAMES = ("pp", "replicate", "dp", "sp", "ep", "tp")  # ranks of the last are nei
 _OF_BATCH = ("replicate", "dp", "ep")
 _SAYS = {
     "pp": "activations of a micro-batch, to the next stage and back",
-    "replicate": "gradients, summed once a step",
-    "dp": "parameters, gathered by group; gradients, reduced once a step",
-    "sp": "queries, keys, values and results of attention; parameters and gradients as dp",
-    "ep": "tokens, to their experts and back; dense parameters and gradients as dp",
-    "tp": "activations, twice a block; experts as dp",
+    "replicate": "gradients, summed once per step",
+    "dp": "parameters, gathered by group; gradients, reduced once per step",
+    "sp": "queries, keys, values and results of attention; parameters and gradients like dp",
+    "ep": "tokens, to their experts and back; dense parameters and gradients like dp",
+    "tp": "activations, twice per block; experts like dp",
 }
 
 
@@ -56,14 +56,14 @@ class Dimensions:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return sizes by name, from the dim whose ranks are farthest apart to that of neighbours."""
+        """Return sizes by name: from the dim whose ranks are farthest apart to that of neighbours."""
         found: dict[str, int] = {}
         for part in self.text.replace(" ", "").split(","):
             match = re.fullmatch(r"([a-z]+)([1-9]\d*)", part)
             if match is None or match[1] not in NAMES or match[1] in found:
                 raise ShardingError(
-                    f"'{part}' in the mesh '{self.text}'; expected each of {', '.join(NAMES)} at"
-                    " most once, with its size, such as pp2,dp2,tp2"
+                    f"invalid '{part}' in the mesh '{self.text}'; expected each of {', '.join(NAMES)} at"
+                    " most once, followed by its size, such as pp2,dp2,tp2"
                 )
             found[match[1]] = int(match[2])
         return {name: found.get(name, 1) for name in NAMES if found.get(name, 1) > 1 or name == "dp"}
@@ -73,10 +73,10 @@ class Dimensions:
         return math.prod(self.sizes.values())
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """Make the mesh; messages then give ranks' coordinates on it. Collective over all ranks.
+        """Create the mesh; later messages give ranks' coordinates on it. Collective over all ranks.
 
         Raises:
-            RankMismatchError: on every rank: ranks give different meshes.
+            RankMismatchError: on every rank, if ranks give different meshes.
             ShardingError: the job has another number of ranks.
         """
         if (world := dist.group.WORLD) is not None:
@@ -84,12 +84,12 @@ class Dimensions:
             agree(given, group=world, what="the mesh", advice="Give the same mesh on every rank.")
         if dist.get_world_size() != self.ranks:
             raise ShardingError(
-                f"{here()}: the mesh {self.text} has {self.ranks} ranks, and {dist.get_world_size()} are"
-                " here; start as many, or change a size"
+                f"{here()}: the mesh {self.text} needs {self.ranks} ranks, but the job has"
+                f" {dist.get_world_size()}; start {self.ranks} ranks, or change a size"
             )
         name_places(self._said)
         mesh = init_device_mesh(device_type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
-        # All ranks make these process groups here, in one order: a stage may have no experts.
+        # All ranks create these groups here, in the same order: some stages may have no experts.
         for made in (dense_mesh, expert_mesh):
             made(mesh)
         return mesh
@@ -113,7 +113,7 @@ class Dimensions:
         return [list(ranks) for _, ranks in groupby(sorted(range(self.ranks), key=others), key=others)]
 
     def picture(self) -> str:
-        """Draw every rank in its place, and list what is sent along each dim, as text."""
+        """Return text that shows every rank at its coordinates, and what is sent along each dim."""
         sizes = {name: size for name, size in self.sizes.items() if size > 1} or self.sizes
         columns: list[str] = [name for name in sizes if name in ("ep", "tp")] or list(sizes)[-1:]
         rows = [name for name in sizes if name not in columns]
@@ -162,7 +162,7 @@ def expert_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def data_ranks(mesh: DeviceMesh) -> int:
-    """Return how many ranks hold different tokens; the mean over these ranks is the batch's."""
+    """Return how many ranks hold different tokens; averaging over them gives the batch's mean."""
     return math.prod(_size(mesh, name) for name in (*_OF_BATCH, "sp"))
 
 

@@ -1,7 +1,7 @@
-"""Checks whether one or more machines can run sharded training; each check is a function.
+"""Checks of one or more machines for sharded training; each check is a function.
 
-Under torchrun, one rank of each host checks its host. All ranks send what they know through the rendezvous
-store to rank 0, which compares it.
+Under torchrun, one rank of each host checks its host. All ranks send their findings and versions through the
+rendezvous store to rank 0, which compares them.
 
 OK       works
 WARNING  works, but will be slower or fail later
@@ -88,8 +88,8 @@ def examine_ranks(folder: str | os.PathLike[str] = ".") -> list[CheckResult]:
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=MEETING_TIMEOUT_S))
     except Exception as error:
-        fix = "Let all ranks reach MASTER_ADDR:MASTER_PORT; set GLOO_SOCKET_IFNAME to an interface that does."
-        return [*local, CheckResult("ranks meet", Status.BROKEN, str(error).partition("\n")[0], fix)]
+        fix = "Let every rank reach MASTER_ADDR:MASTER_PORT; set GLOO_SOCKET_IFNAME to an interface that can."
+        return [*local, CheckResult("rendezvous", Status.BROKEN, str(error).partition("\n")[0], fix)]
     rank, ranks, store = dist.get_rank(), dist.get_world_size(), _compat.default_store()
     dist.barrier()
     mine = {"findings": [asdict(result) for result in local], "clock": time.time(), **_versions()}
@@ -126,17 +126,17 @@ def judge_ranks(facts: list[dict[str, Any]]) -> list[CheckResult]:
     if len(set(hosts.values())) == 1:
         results.append(CheckResult("ranks", Status.OK, found))
     else:
-        fix = "Start as many ranks on each host: meshes lay ranks of one host side by side."
+        fix = "Start equally many ranks on each host: meshes place ranks of one host side by side."
         results.append(CheckResult("ranks", Status.WARNING, found, fix))
     for what, status in (("torch", Status.BROKEN), ("shardwise", Status.BROKEN), ("Python", Status.WARNING)):
         results.append(_compared(facts, what, status, f"Install the same {what} on every host."))
     results.append(_compared(facts, "CUDA", Status.WARNING, "Install the same build of torch on every host."))
     results.append(
-        _compared(facts, "devices", Status.WARNING, "The slowest and smallest device sets the pace.")
+        _compared(facts, "devices", Status.WARNING, "Use equal devices: the slowest or smallest limits all.")
     )
     apart = max(rank["clock"] for rank in facts) - min(rank["clock"] for rank in facts)
     late = apart > CLOCKS_APART_S
-    fix = "Run an NTP client: logs and time-outs of different hosts will not fit together." if late else ""
+    fix = "Run an NTP client: logs and timeouts of different hosts will not agree." if late else ""
     results.append(CheckResult("clocks", Status.WARNING if late else Status.OK, f"{apart:.2f} s apart", fix))
     return results
 
@@ -149,9 +149,9 @@ def _compared(facts: list[dict[str, Any]], what: str, status: Status, fix: str) 
         if rank["host"] not in hosts:
             hosts.append(rank["host"])
     if len(said) == 1:
-        return CheckResult(f"{what} of all ranks", Status.OK, *said)
+        return CheckResult(f"{what} on all ranks", Status.OK, *said)
     found = "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in said.items())
-    return CheckResult(f"{what} of all ranks", status, found, fix)
+    return CheckResult(f"{what} on all ranks", status, found, fix)
 
 
 def check_torch(version: str = torch.__version__) -> CheckResult:
@@ -161,7 +161,7 @@ def check_torch(version: str = torch.__version__) -> CheckResult:
     if numbers is None or numbers < SUPPORTED[0]:
         return CheckResult("torch", Status.BROKEN, found, f"Install torch {WANTED}.")
     if numbers > SUPPORTED[1]:
-        return CheckResult("torch", Status.WARNING, found, f"Tested with torch {WANTED} only.")
+        return CheckResult("torch", Status.WARNING, found, f"shardwise is tested with torch {WANTED} only.")
     return CheckResult("torch", Status.OK, found)
 
 
@@ -216,7 +216,7 @@ def check_descriptors() -> CheckResult:
 
 def judge_descriptors(soft: int | None, hard: int | None) -> CheckResult:
     """Judge whether this limit on open files (None: unlimited) is enough."""
-    found = f"limit {'none' if soft is None else soft}, may be raised to {'any' if hard is None else hard}"
+    found = f"limit {'none' if soft is None else soft}, can be raised to {'any' if hard is None else hard}"
     fix = (
         f"Run `ulimit -n {DESCRIPTORS_WANTED}` before training: every rank holds a socket per peer and group."
     )
@@ -228,7 +228,7 @@ def judge_descriptors(soft: int | None, hard: int | None) -> CheckResult:
 
 
 def check_disk(folder: str | os.PathLike[str] = ".") -> CheckResult:
-    """Check that `folder` is writable and has room for checkpoints, or that a store keeps what is written."""
+    """Check that `folder` is writable and has room for checkpoints, or that a store keeps its objects."""
     at = location(folder)
     if isinstance(at, StorePath):
         return check_store(at)
@@ -244,29 +244,28 @@ def check_store(at: StorePath) -> CheckResult:
         kept = probe.is_file()
         probe.unlink()
     except Exception as error:  # whatever a client raises
-        fix = "Set the keys and the endpoint that the store's client reads, or choose another URL."
+        fix = "Set the credentials and endpoint that the store's client reads, or choose another URL."
         return CheckResult("disk", Status.BROKEN, f"{at}: {type(error).__name__}: {error}", fix)
     if not kept:
-        fix = "Choose a store that lists an object once it is written."
-        return CheckResult("disk", Status.BROKEN, f"{at} does not show what was written", fix)
-    return CheckResult("disk", Status.OK, f"{at} keeps what is written")
+        fix = "Choose a store that shows objects as soon as they are written."
+        return CheckResult("disk", Status.BROKEN, f"{at} does not show an object that was just written", fix)
+    return CheckResult("disk", Status.OK, f"objects can be written to {at}")
 
 
 def judge_disk(folder: str, free_bytes: int, writable: bool) -> CheckResult:
-    """Judge whether checkpoints fit; AdamW in float32 saves 12 bytes a parameter."""
+    """Judge whether checkpoints fit; AdamW in float32 saves 12 bytes per parameter."""
     found = f"{free_bytes / 2**30:.1f} GiB free in {folder}"
     if not writable:
-        return CheckResult(
-            "disk", Status.BROKEN, f"{folder} cannot be written", "Choose another --checkpoints."
-        )
+        fix = "Make it writable, or choose another folder with --checkpoints."
+        return CheckResult("disk", Status.BROKEN, f"{folder} is not writable", fix)
     if free_bytes < DISK_WANTED_BYTES:
-        fix = "Make room, or choose another --checkpoints: AdamW in float32 saves 12 bytes a parameter."
+        fix = "Free up space or choose another --checkpoints: AdamW in float32 saves 12 bytes per parameter."
         return CheckResult("disk", Status.WARNING, found, fix)
     return CheckResult("disk", Status.OK, found)
 
 
 def check_shared_memory() -> CheckResult:
-    """Check the size of /dev/shm; NCCL and data loaders pass their buffers through it."""
+    """Check the size of /dev/shm, through which NCCL and data loaders pass buffers."""
     if not SHARED_MEMORY.is_dir():
         return CheckResult("shared memory", Status.OK, "no /dev/shm on this platform")
     return judge_shared_memory(shutil.disk_usage(SHARED_MEMORY).total)
@@ -296,17 +295,17 @@ def check_host_name() -> CheckResult:
 
 def judge_host_name(name: str, addresses: list[str], *, several: bool) -> CheckResult:
     """Judge whether other hosts, if there are `several`, can reach the addresses of this host's name."""
-    found = f"{name} is {', '.join(addresses)}"
+    found = f"{name} resolves to {', '.join(addresses)}"
     if several and all(address.startswith("127.") or address == "::1" for address in addresses):
-        fix = "Other hosts cannot reach it: set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, or fix /etc/hosts."
+        fix = "Other hosts cannot reach it: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or fix /etc/hosts."
         return CheckResult("host name", Status.WARNING, found, fix)
     return CheckResult("host name", Status.OK, found)
 
 
 def check_loopback() -> CheckResult:
-    """Check whether two local processes find each other over gloo and agree on a sum."""
+    """Check whether two local processes connect over gloo and agree on a sum."""
     expected = float(sum(range(1, LOOPBACK_RANKS + 1)))
-    fix = "Let local connections through the firewall; set GLOO_SOCKET_IFNAME to an interface that is up."
+    fix = "Allow local connections in the firewall; set GLOO_SOCKET_IFNAME to an interface that is up."
     try:
         sums = run_ranks(_all_reduce_rank, world_size=LOOPBACK_RANKS, timeout=LOOPBACK_TIMEOUT_S)
     except RankError as failure:

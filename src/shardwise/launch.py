@@ -6,8 +6,8 @@
     mistakes (`ShardwiseError`, an impossible mesh or rendezvous)   one line: where, what, remedy
     anything else                                                   its traceback
 
-If several ranks of one machine would print the same, one does. After the first error, others get one line
-each, as most say only that a peer is gone. SHARDWISE_TRACEBACK=1 shows everything, from every rank.
+If several ranks of one machine would print the same text, one does. After the first error, others get one
+line each, as most say only that a peer is gone. SHARDWISE_TRACEBACK=1 shows everything, from every rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NOTE = "shardwise-note-"
 _SETTING_UP = ("rendezvous.py", "device_mesh.py")  # files of torch.distributed whose errors are mistakes
 _REMEDIES = {
     "environment variable": "start it with `shardwise run --ranks N SCRIPT` or torchrun, which set it",
-    "EADDRINUSE": "choose another --master-port, or leave the choice to --standalone",
+    "EADDRINUSE": "choose another --master-port, or use --standalone, which finds a free port",
 }
 
 
@@ -60,7 +60,7 @@ def launch(command: Sequence[str], *, ranks: int) -> int:
         logging.disable(logging.ERROR)  # in this process, which does nothing else
     try:
         parser = run.get_args_parser()
-        parser.allow_abbrev = False  # else it takes script arguments that are prefixes of its own
+        parser.allow_abbrev = False  # or it would take script arguments that are prefixes of its own
         run.run(parser.parse_args(["--standalone", f"--nproc-per-node={ranks}", *command]))
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
@@ -69,7 +69,7 @@ def launch(command: Sequence[str], *, ranks: int) -> int:
                 print(f"rank {rank} exited with status {failure.exitcode}", file=sys.stderr)
             return failure.exitcode
         name = signal.Signals(-failure.exitcode).name
-        print(f"rank {rank} was ended by {name}", file=sys.stderr)
+        print(f"rank {rank} was killed by {name}", file=sys.stderr)
         return 128 - failure.exitcode
     except SignalException as ended:
         return 128 + int(ended.sigval)
@@ -136,7 +136,7 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def say(line: str, *, whole: str = "") -> None:
-    """Print `line` on stderr once per machine; if no error was printed before, `whole` where given."""
+    """Print `line` on stderr once per machine, or `whole`, if given and no error was printed before."""
     text, marks = whole or line, _marks()
     if whole and marks is not None and any(marks.glob(f"{_MARK}*")):
         text = line
@@ -153,7 +153,7 @@ def note(line: str) -> None:
 
 
 def _is_first(mark: str, line: str) -> bool:
-    """Return whether no rank of this machine has asked this before; True if ranks cannot know."""
+    """Return whether this rank is the first of its machine to ask; True if ranks cannot know."""
     if (marks := _marks()) is None:
         return True
     digest = hashlib.sha256(line.encode()).hexdigest()[:16]
@@ -165,7 +165,7 @@ def _is_first(mark: str, line: str) -> bool:
 
 
 def _marks() -> Path | None:
-    """Return the folder that torchrun made for this attempt's ranks on this machine; None without one."""
+    """Return the folder that torchrun made for this attempt's ranks on this machine, or None."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     folder = Path(error_file).parent.parent if error_file else None
     return folder if folder is not None and folder.is_dir() and "RANK" in os.environ else None

@@ -2,11 +2,11 @@
 
     1-D mesh                       FSDPMeshInfo    shard over the axis
     2-D mesh                       HSDPMeshInfo    replicate over axis 0, shard over axis 1
-    larger mesh and named dims     whichever the `DataParallelMeshDims` name; several names are
-                                   flattened into one axis
+    larger mesh and named dims     as `DataParallelMeshDims` says; several names are flattened
+                                   into one axis
 
-Creating an info takes the process groups from the mesh and communicates nothing, except that
-flattening several named dims creates a group (collective over the whole mesh).
+Creating an info takes process groups from the mesh without communication, except that flattening
+several named dims creates a group (collective over the whole mesh).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DataParallelMeshDims:
 
     Attributes:
         shard: dim or dims to shard parameters over.
-        replicate: dim or dims to replicate over. At least one of the two is set.
+        replicate: dim or dims to replicate over. At least one of the two must be set.
     """
 
     shard: MeshDimNames = None
@@ -78,7 +78,7 @@ class DataParallelMeshInfo:
 
     def __post_init__(self) -> None:
         if self.shard_mesh_dim is None and self.replicate_mesh_dim is None:
-            raise ShardingError("a data-parallel mesh needs a shard dim, a replicate dim, or both")
+            raise ShardingError(f"{type(self).__name__}: set shard_mesh_dim, replicate_mesh_dim, or both")
 
     @property
     def is_spmd_mesh(self) -> bool:
@@ -100,9 +100,9 @@ class DataParallelMeshInfo:
     def require(self, axis: Axis, kind: str) -> int:
         """Return the mesh dim `axis`, which must be set and exist."""
         if axis is None:
-            raise ShardingError(f"{type(self).__name__} needs {kind}_mesh_dim, a dim of {self.mesh}")
+            raise ShardingError(f"{type(self).__name__}: set {kind}_mesh_dim to a dim of {self.mesh}")
         if not -self.mesh.ndim <= axis < self.mesh.ndim:
-            raise ShardingError(f"{kind}_mesh_dim {axis} is not a dim of {self.mesh}")
+            raise ShardingError(f"{kind}_mesh_dim={axis} is out of range for {self.mesh}")
         return axis
 
 
@@ -149,8 +149,8 @@ def mesh_info(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None)
         dims: names of the data-parallel dims of a larger mesh.
 
     Raises:
-        ShardingError: a mesh of another number of dims, without dim names where they are needed,
-            or without the named dims.
+        ShardingError: the mesh has more than 2 dims and `dims` is None, has no dim names where they
+            are needed, or lacks a dim named in `dims`.
     """
     names = dims and (dims.shard_names, dims.replicate_names)
     found = _infos.get((id(dist.group.WORLD if mesh is None else mesh), names))
@@ -173,16 +173,16 @@ def _info(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataParallelMe
     if mesh.mesh_dim_names is None:
         raise ShardingError(
             f"{here()}: the 2-D mesh {mesh} has no dim names;"
-            " make it with mesh_dim_names=('replicate', 'shard')"
+            " create it with mesh_dim_names=('replicate', 'shard')"
         )
     return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 def smaller_shards(mesh: DeviceMesh, ranks: int, *, made: DeviceMesh | None = None) -> DeviceMesh:
-    """Arrange the ranks of `mesh` as (replicate, shard), `ranks` to shard over; made once per mesh.
+    """Return `mesh` reshaped to (replicate, shard), with `ranks` ranks to shard over; cached on `mesh`.
 
     Args:
-        made: a mesh to return instead from now on.
+        made: a mesh to cache and return instead.
     """
     known: dict[int, DeviceMesh] = vars(mesh).setdefault("_shardwise_smaller_shards", {})
     if made is not None:
@@ -210,7 +210,7 @@ def shard_mesh(info: DataParallelMeshInfo) -> DeviceMesh:
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
-    """Return the device of this rank that the mesh computes on."""
+    """Return this rank's device, of the mesh's device type."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
@@ -222,7 +222,7 @@ def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo
     for name in (*dims.shard_names, *dims.replicate_names):
         if name not in mesh.mesh_dim_names:
             raise ShardingError(
-                f"{here()}: mesh dim name '{name}' of dp_mesh_dims not found in {mesh.mesh_dim_names}"
+                f"{here()}: dp_mesh_dims names '{name}', but the mesh has the dims {mesh.mesh_dim_names}"
             )
     every = (*dims.shard_names, *dims.replicate_names)
     order = mesh.mesh_dim_names.index
@@ -230,7 +230,7 @@ def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo
         list(names) != sorted(names, key=order) for names in (dims.shard_names, dims.replicate_names)
     ):
         raise ShardingError(
-            f"{here()}: {dims} must name each dim once, and several in the order of {mesh.mesh_dim_names}"
+            f"{here()}: {dims} must name each dim once, in the order of the mesh: {mesh.mesh_dim_names}"
         )
     shard, replicate = (_flat(mesh, names) for names in (dims.shard_names, dims.replicate_names))
     if replicate is None and shard is not None:

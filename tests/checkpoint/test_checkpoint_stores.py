@@ -243,7 +243,7 @@ def test_what_reads_and_writes_folders_only_refuses_a_url_and_says_so() -> None:
         lambda: hf.save(nn.Linear(2, 2), url),
     ]
     for call in calls:
-        with pytest.raises(CheckpointError, match=f"ranks 0, 1: {url}: expected a path of the file system"):
+        with pytest.raises(CheckpointError, match=f"ranks 0, 1: {url}: expected a path in the file system"):
             call()
 
 

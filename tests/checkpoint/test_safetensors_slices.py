@@ -217,7 +217,7 @@ def test_reading_finds_files_and_says_what_it_does_not_find(tmp_path: Path) -> N
     assert "it has 2 others, such as ['layers.0.weight', 'layers.0.bias']" in load(folder, "zzz")
     assert "expected *.safetensors files or their index, found none" in load(folder / "sub")
     assert "no such file or folder" in load(folder / "missing")
-    assert "lies outside the folder; not read" in load(folder / "other", "stolen")
+    assert "is outside the folder; refusing to read" in load(folder / "other", "stolen")
     assert "'here.safetensors' is a link to" in load(folder / "linked")
     as_named = load_slices(folder / "linked" / "here.safetensors", "layers.0.weight", rows)  # by the user
     assert torch.equal(as_named.full_tensor(), weight)

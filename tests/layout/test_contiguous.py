@@ -197,12 +197,12 @@ def test_even_shards_of_dim_0_are_ragged_by_single_rows() -> None:
 
 
 def test_a_cut_on_another_dim_is_refused_with_the_other_layout_named() -> None:
-    with pytest.raises(ShardingError, match=r"'w\.a' is to be cut on dim 1.*interleaved"):
+    with pytest.raises(ShardingError, match=r"cannot shard 'w\.a' on dim 1.*interleaved"):
         ContiguousLayout([spec("w.a", 2, 2, placement=EvenShard(1))], ranks=2, rank=0)
 
 
 def test_an_owner_outside_the_axis_is_refused() -> None:
-    with pytest.raises(ShardingError, match=r"'w' is to be owned by rank 2 .* 2 ranks"):
+    with pytest.raises(ShardingError, match=r"rank 2 cannot own 'w': .* 2 ranks"):
         ContiguousLayout([spec("w", 2, 2, placement=Owned(2))], ranks=2, rank=0)
 
 

@@ -150,12 +150,12 @@ def test_an_element_that_nobody_holds_is_named_with_the_box_and_rank_that_want_i
     source = [[part for box in boxes for part in subtract(box, hole)] for boxes in source]
     lacking = [(rank, box) for rank, box in filled if box.intersect(hole)]
     rank, box = lacking[0]
-    error = f"rank {rank} wants {box} (its box {target[rank].index(box)}), of which no rank holds {hole};"
+    error = f"rank {rank} wants {box} (its box {target[rank].index(box)}), but no rank holds {hole};"
     with pytest.raises(ShardingError, match=re.escape(error)):
         transfer(source, target)
     for rank in range(len(source)):
         if any(lacks == rank for lacks, _ in lacking):
-            with pytest.raises(ShardingError, match=rf"rank {rank} wants .* of which no rank holds"):
+            with pytest.raises(ShardingError, match=rf"rank {rank} wants .* but no rank holds"):
                 transfer(source, target, rank=rank)
         else:
             transfer(source, target, rank=rank)
@@ -219,7 +219,7 @@ def test_nothing_is_sent_where_nothing_is_wanted_or_nobody_is_there() -> None:
 @pytest.mark.parametrize(
     ("source", "target", "rank", "message"),
     [
-        ([[]], [[], []], None, "1 ranks hold boxes but 2 want some"),
+        ([[]], [[], []], None, "source has boxes for 1 ranks, target for 2"),
         ([[]], [[]], 1, "expected a rank from 0 to 0"),
         ([[]], [[]], -1, "expected a rank from 0 to 0"),
         ([[], [Box((), ())]], [[Box((0,), (0,))], []], None, "rank 0 wants .* has 1 dims, but .* has 0"),

@@ -213,7 +213,7 @@ def test_what_cannot_be_planned_is_refused_by_name(tmp_path: Path) -> None:
     smaller: dict[str, Any] = {"layout": "contiguous", "reshard_after_forward": 2}
     with pytest.raises(LifecycleError, match=r"smaller mesh after forward: it is tensor-parallel"):
         shardwise.plan(decoder, tensor=2, sequence=SEQUENCE, **smaller)
-    with pytest.raises(ShardingError, match=r"gpt does not say how tensor parallelism cuts it.*tensor_plan"):
+    with pytest.raises(ShardingError, match=r"gpt has no plan for tensor parallelism.*tensor_plan"):
         shardwise.plan(gpt, tensor=2, sequence=SEQUENCE)
     with pytest.raises(ShardingError, match="checkpointing must be one of"):
         Setup(checkpointing="some")
@@ -305,10 +305,10 @@ def test_of_two_lists_of_blocks_the_longest_is_cut_and_the_plan_says_so() -> Non
     [
         (
             {"layers.*.up": "colwise", "blocks.*": "colwise"},
-            r"tensor_plan of Even names no module by 'layers.\*.up': its .* embedding, head, blocks.\*$",
+            r"tensor_plan of Even has .* match no module: 'layers.\*.up'; .* embedding, head, blocks.\*$",
         ),
-        ({"blocks.*": nn.Linear}, r"tensor_plan of Even must be a mapping of names .* to words.*Linear"),
-        (["blocks.*"], r"must be a mapping .* got \['blocks.\*'\]; words are colwise, "),
+        ({"blocks.*": nn.Linear}, r"tensor_plan of Even must map names of modules to styles.*Linear"),
+        (["blocks.*"], r"must map names .* got \['blocks.\*'\]; styles are colwise, "),
         (
             {"blocks.0": "colwise"},
             r"likely cause is how tensor=2 cuts it.* With tensor=1 it is planned uncut$",

@@ -127,13 +127,13 @@ LOCAL_SHARDS: dict[str, Fault] = {
     ),
     "dims": (
         made_of(lambda: [shard(torch.ones(8), offsets=[8 * dist.get_rank()], sizes=[8])], *SIZE),
-        ["Box(offsets=({start},), sizes=(8,)) leaves the tensor of shape (6, 4)", "on rank {odd}"],
+        ["Box(offsets=({start},), sizes=(8,)) extends outside the tensor of shape (6, 4)", "on rank {odd}"],
     ),
     "offsets and sizes": (made_of(lambda: [shard(offsets=[0])], *SIZE), ["1 offsets but 2 sizes"]),
     "negative": (made_of(lambda: [shard(offsets=[-1, 0])], *SIZE), ["rank {odd}: shard 0", "negative"]),
     "outside": (
         made_of(lambda: [shard(offsets=[5, 0])], *SIZE),
-        ["offsets=(5, 0)", "leaves the tensor of shape (6, 4)", "on rank {odd}"],
+        ["offsets=(5, 0)", "extends outside the tensor of shape (6, 4)", "on rank {odd}"],
     ),
     "no shard objects": (made_of(lambda: [ones()], *SIZE), ["rank {odd}", "found shards"]),
     "global size": (
@@ -302,7 +302,7 @@ ALIKE: dict[str, tuple[Callable[[], object], str]] = {
     "reshard to no rank": (lambda: cut_locally().reshard(rows(0, 3)), "rank 3"),
     "reshard to another shape": (
         lambda: cut_locally().reshard(boxes_on(([0, 0], (6, 5), 0))),
-        r"leaves the tensor of shape \(6, 4\)",
+        r"extends outside the tensor of shape \(6, 4\)",
     ),
     "no source": (lambda: shard_tensor(counted(SIZE), rows(0), src_rank=3), "src_rank 3"),
     "a source without values": (

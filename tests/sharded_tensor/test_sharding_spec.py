@@ -137,8 +137,8 @@ def test_an_enumerable_spec_only_cuts_the_shape_that_its_shards_cover() -> None:
     assert spec.build_metadata(torch.Size([3, 3]), FLOATS).shards_metadata == spec.shards
     for shape, words in {
         (4, 3): "9 of the 12",
-        (2, 3): "leaves the tensor",
-        (9,): "leaves the tensor",
+        (2, 3): "outside the tensor",
+        (9,): "outside the tensor",
     }.items():
         with pytest.raises(ShardingError, match=words):
             spec.build_metadata(torch.Size(shape), FLOATS)

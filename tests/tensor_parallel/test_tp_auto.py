@@ -262,9 +262,7 @@ def test_a_memory_budget_is_met_at_the_least_price() -> None:
     )
     assert plan.seconds == pytest.approx(min(fitting))
     assert f"of {whole * 7 // 10:,} allowed" in str(plan)
-    with pytest.raises(
-        ShardingError, match=r"holds at most 1,000 bytes .* the one that holds least needs [\d,]+ of"
-    ):
+    with pytest.raises(ShardingError, match=r"into 1,000 bytes per rank: the smallest plan needs [\d,]+ of"):
         best(of, memory_budget=1000)
 
 

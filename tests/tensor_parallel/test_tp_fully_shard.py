@@ -121,7 +121,7 @@ def test_what_no_dtensor_says_is_refused_by_name() -> None:
     fused = torch.export.export(Fused(2), (rows(0)[:2],))
     with pytest.raises(ShardingError, match=r"\(0, 6\), \(12, 18\).* of dim 0 of qkv.weight, \(36, 12\)"):
         trainable(cut(mesh, {"qkv": COL}, fused), mesh["tp"])
-    with pytest.raises(ShardingError, match="give one, such as mesh"):
+    with pytest.raises(ShardingError, match="expected a 1-D mesh"):
         trainable(cut(mesh), mesh)
 
 

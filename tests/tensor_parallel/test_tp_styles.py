@@ -121,18 +121,18 @@ def test_patterns_that_ask_for_different_things_are_refused_by_name() -> None:
     for plan, message in (
         (
             {"*.up": "colwise", "layers.*": "rowwise"},
-            r"'\*.up' and 'layers.\*' both fit 'layers.0.up.weight'",
+            r"'\*.up' and 'layers.\*' both match 'layers.0.up.weight'",
         ),
         (
             {"*.up": "colwise", "*up": "colwise_rep"},
-            r"'\*.up' and '\*up' both fit .*outputs=None.*'replicate'",
+            r"'\*.up' and '\*up' both match .*outputs=None.*'replicate'",
         ),
         (
             {
                 "layers.0.u*": ColwiseParallel(output_layouts=Replicate()),
                 "*.up": peer.PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=Shard(1)),
             },
-            r"'\*.up' and 'layers.0.u\*' both fit 'layers.0.up' and ask for different things",
+            r"'\*.up' and 'layers.0.u\*' both match 'layers.0.up' but ask for different things",
         ),
     ):
         with pytest.raises(ShardingError, match=message):
@@ -156,25 +156,25 @@ def test_a_function_chooses_by_name_and_shape_and_may_leave_a_parameter_alone() 
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"layers.0.upp": "colwise"}, r"'layers.0.upp' fits no parameter.*did you mean layers.0.up"),
-        ({"zzz": "colwise"}, r"fits no parameter of the program; it has embed.weight"),
+        ({"layers.0.upp": "colwise"}, r"'layers.0.upp' matches no parameter.*did you mean layers.0.up"),
+        ({"zzz": "colwise"}, r"matches no parameter of the program; it has embed.weight"),
         ({"layers.0": "colwise"}, r"layers.0.scale of shape \(\) cannot be cut"),
-        ({"layers": "colwise"}, r"without parameters of its own; name those within: layers.0.up"),
+        ({"layers": "colwise"}, r"has no parameters itself; name its submodules: layers.0.up"),
         ({"layers.0.norm": ColwiseParallel}, r"layers.0.norm.weight of shape \(8,\) cannot be cut by column"),
         ({"layers.0.up.bias": RowwiseParallel}, r"up.bias of shape \(16,\) cannot be cut"),
-        ({"layers.0.up": "colwize"}, r"'colwize', which is no style; did you mean colwise"),
+        ({"layers.0.up": "colwize"}, r"'colwize', which is not a style; did you mean colwise"),
         ({"layers.0.up": 3}, r"'layers.0.up' is 3; expected ColwiseParallel"),
         ({"layers.0.up": lambda name, tensor: 3}, r"'layers.0.up \(layers.0.up.weight\)' is 3"),
         ({"layers.0.up": peer.PrepareModuleOutput(
             output_layouts=(Shard(0), Shard(0)), desired_output_layouts=(Shard(1), Replicate()))},
-            "says where 2 outputs are to be"),
-        ({"layers.0.up": peer.PrepareModuleInput}, "is PrepareModuleInput; give an instance"),
+            "has layouts for 2 outputs"),
+        ({"layers.0.up": peer.PrepareModuleInput}, "is the class PrepareModuleInput; pass an instance"),
         ({"layers.0.up": ColwiseParallel(output_layouts=Partial())}, "has the layout Partial"),
         ({"layers.0.up": ColwiseParallel(input_layouts=3)}, "has the layout 3"),
         ({"layers.0": peer.PrepareModuleInput(
             input_layouts=Replicate(), desired_input_layouts=Partial())}, "has the layout Partial"),
         ({"layer": peer.PrepareModuleInput(
-            input_layouts=Shard(0), desired_input_layouts=Replicate())}, "fits no parameter"),
+            input_layouts=Shard(0), desired_input_layouts=Replicate())}, "matches no parameter"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused(plan: Any, message: str) -> None:
@@ -267,10 +267,10 @@ def test_modules_without_parameters_are_moved_too_and_two_inputs_are_refused() -
     assert shapes(made[0], "linear") == [(2, 6, 16), (2, 3, 8)]
     rows = peer.PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))
     with pytest.raises(
-        ShardingError, match=r"input of sum is to be moved, but it takes 2 tensors \(x, linear_1\)"
+        ShardingError, match=r"cannot move the input of sum: it takes 2 tensors \(x, linear_1\)"
     ):
         parts(exported(model, x), {"sum": rows})
-    with pytest.raises(ShardingError, match="fits no parameter"):
+    with pytest.raises(ShardingError, match="matches no parameter"):
         parts(exported(model, x), {"summ": rows})
 
 
@@ -279,14 +279,14 @@ def test_output_layouts_that_no_program_can_have_are_refused() -> None:
     dynamic = export(MLP(), (x,), dynamic_shapes=({1: torch.export.Dim("s", min=2)},))
     for program, dim, message in (
         (dynamic, 1, "not known before"),
-        (exported(MLP(), x), 5, r"Shard\(5\) is none"),
+        (exported(MLP(), x), 5, r"Shard\(5\): it has 3 dims"),
     ):
         with pytest.raises(ShardingError, match=message):
             parts(program, {"down": RowwiseParallel(output_layouts=Shard(dim))})
     program = exported(MLP(), x)
     for node in program.graph.nodes:
         node.meta.pop("nn_module_stack", None)
-    with pytest.raises(ShardingError, match="the outputs of up are to be moved, but no operation"):
+    with pytest.raises(ShardingError, match="cannot move the outputs of up: no operation"):
         parts(program, {"up": ColwiseParallel(output_layouts=Replicate())})
 
 
@@ -340,7 +340,7 @@ def test_more_ranks_than_elements_leave_some_with_nothing_unless_strict() -> Non
     plan = {"0": ColwiseParallel, "1": RowwiseParallel}
     made = check(model, plan, x, ranks=5)
     assert [tuple(part.state_dict["0.weight"].shape) for part in made][2:] == [(1, 4), (0, 4), (0, 4)]
-    with pytest.raises(ShardingError, match=r"rank 3 of 5 would have nothing of 0.weight of shape \(3, 4\)"):
+    with pytest.raises(ShardingError, match=r"rank 3 of 5 would hold no part of 0.weight of shape \(3, 4\)"):
         parts(exported(model, x), plan, ranks=5, strict=True)
 
 

@@ -164,7 +164,7 @@ def measure(exported: Exported, ranks: int, *, strict: bool, training: bool = Fa
         programs, messages = cut(exported.program, case.plan, ranks, strict=strict, training=training)
         refused = False
     except ShardingError as error:
-        refused = ("no tensor-parallel rule" if case.warned else "would have nothing of") in str(error)
+        refused = ("no tensor-parallel rule" if case.warned else "would hold no part of") in str(error)
         refused = refused or (case.gathers != 0 and "that no style asks for" in str(error))
         if not refused or not strict:
             raise

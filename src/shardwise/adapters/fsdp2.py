@@ -5,7 +5,7 @@
     any other module                        the same, if it holds one of torch's objects
 
 Torch's own implementation keeps its names. Policies, placements and mesh infos of torch's classes are
-translated field by field. Torch's optimizers that need whole matrices raise when constructed with rows.
+translated field by field. Torch's optimizers that need whole matrices raise if they are given rows.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _replaced: list[tuple[Any, str, Any, Any]] = []  # module or class, name, torch'
 
 
 def install(*, interleave: Collection[str] = (), **defaults: Any) -> None:
-    """Make code that uses torch's FSDP2 use shardwise.
+    """Make code that uses torch's FSDP2 use shardwise instead.
 
     Local: call it on every rank before sharding the model. A second call replaces the first call's defaults.
 
     Args:
-        interleave: names of classes whose modules always get the interleaved layout, such as the blocks
-            for an optimizer that needs whole matrices and so cannot take rows.
+        interleave: names of classes whose modules always get the interleaved layout, such as blocks trained
+            by an optimizer that needs whole matrices and so cannot take rows.
         defaults: keywords of `shardwise.fully_shard` for calls that do not pass them, such as
             `layout="contiguous"` or `strategy="zero2"`. A module that the contiguous layout does not support,
             because of a tensor subclass or a placement such as `Shard(1)`, gets the interleaved layout, with
@@ -62,7 +62,7 @@ def install(*, interleave: Collection[str] = (), **defaults: Any) -> None:
     """
     if unknown := sorted(set(defaults) - set(Options.__annotations__)):
         raise ShardwiseError(
-            f"{here()}: install got {unknown}, which fully_shard does not take; it takes"
+            f"{here()}: install got keywords that fully_shard does not take: {unknown}; it takes"
             f" {sorted(Options.__annotations__)}"
         )
     uninstall()
@@ -81,7 +81,7 @@ def install(*, interleave: Collection[str] = (), **defaults: Any) -> None:
     _replace(Optimizer, "add_param_group", _checking_rows(Optimizer.add_param_group))
     stage: Any = _stage_class()
     _replace(stage, "backward_maybe_with_nosync", backward_of_stages(stage.backward_maybe_with_nosync))
-    _LOG.info("%s: FSDP2 is shardwise now, with %s, in %s", here(), defaults or "its defaults", places)
+    _LOG.info("%s: shardwise now replaces FSDP2, with %s, in %s", here(), defaults or "its defaults", places)
 
 
 def _replace(owner: Any, name: str, ours: Any) -> None:
@@ -116,7 +116,7 @@ def _ours(name: str) -> Any:
 
 
 def _checking_rows(add: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `Optimizer.add_param_group` to raise for rows in an optimizer that needs whole matrices."""
+    """Wrap `Optimizer.add_param_group` to refuse rows in an optimizer that needs whole matrices."""
 
     @functools.wraps(add)
     def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:
@@ -124,10 +124,10 @@ def _checking_rows(add: Callable[..., None]) -> Callable[..., None]:
         rows = [param for param in self.param_groups[-1]["params"] if isinstance(param, ShardedParameter)]
         if rows and isinstance(self, _NEED_WHOLE_MATRICES):
             raise ShardingError(
-                f"{here()}: {type(self).__name__} needs whole matrices and was given {len(rows)} parameters"
-                f" that are sharded by rows, such as '{rows[0].piece.name}'. Give modules that own them the"
-                " interleaved layout: --interleave CLASS of `shardwise run`, or install(interleave=[...]); or"
-                " use shardwise.optim.Muon"
+                f"{here()}: {type(self).__name__} needs whole matrices, but {len(rows)} of its parameters are"
+                f" sharded by rows, such as '{rows[0].piece.name}'. Shard the modules that own them in the"
+                " interleaved layout (`shardwise run --interleave CLASS`, install(interleave=[...])), or use"
+                " shardwise.optim.Muon"
             )
 
     return add_param_group
@@ -168,7 +168,7 @@ def _fully_shard(
                 raise
             rest = {name: value for name, value in options.items() if name not in _OF_LAYOUTS}
             found = fsdp.fully_shard(module, **rest)  # the caller did not ask for a layout
-            _LOG.warning("%s; installed as interleaved", refusal)
+            _LOG.warning("%s; using the interleaved layout instead", refusal)
             return found
 
     fully_shard.state = state  # type: ignore[attr-defined]

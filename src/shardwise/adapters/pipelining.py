@@ -34,7 +34,7 @@ class StateOfStage:
         return self
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduce the gradients of backwards without synchronisation. Collective over the module's mesh."""
+        """Reduce the gradients that backwards left unreduced. Collective over the module's mesh."""
         if self._state.schedule is not None:
             reduce_what_is_left(self._state).wait()
 
@@ -42,7 +42,7 @@ class StateOfStage:
 def backward_of_stages(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a stage's `backward_maybe_with_nosync` to gather the stage before each half of a split backward.
 
-    Otherwise a stage whose forward reshards would silently find no gradients. Collective over the mesh of the
+    Otherwise a stage whose forward reshards would silently get no gradients. Collective over the mesh of the
     stage's modules, whose ranks run the same schedule. The call also records the parameters as a stage's.
     """
 
@@ -73,6 +73,6 @@ def _check_is_whole(stage: nn.Module) -> None:
     sharded = next((name for name, module in stage.named_modules() if state_of(module) is not None), None)
     if sharded is not None:
         raise ShardingError(
-            f"{here()}: the schedule halves the backward of a stage whose '{sharded}' is sharded, but not the"
-            f" stage's {type(stage).__name__} itself; call fully_shard on it too"
+            f"{here()}: the schedule splits the backward of a stage whose '{sharded}' is sharded but whose"
+            f" {type(stage).__name__} itself is not; call fully_shard on the {type(stage).__name__} too"
         )

@@ -35,8 +35,8 @@ def check_script(target: str, *, is_module: bool = False) -> None:
 def run_script(target: str, arguments: list[str], *, is_module: bool = False, **defaults: Any) -> None:
     """Run a script or module as `python` would, after `install(**defaults)`.
 
-    Uncaught errors are shown as by `launch`. After a script that ends without one, a line on stderr counts
-    the modules that it sharded in each layout, or warns that it sharded none.
+    Uncaught errors are shown as by `launch`. If the script ends without one, a line on stderr counts the
+    modules that it sharded in each layout, or warns that it sharded none.
     """
     report_errors()
     install(**defaults)
@@ -60,8 +60,8 @@ def what_was_sharded() -> str:
     """Return one line with the number of modules that this process sharded in each layout."""
     if not sharded_modules:
         return (
-            "shardwise: WARNING: nothing was sharded: the script called neither shardwise's fully_shard, nor"
-            " torch's, in whose place it is; did it train with DDP, or on one device?"
+            "shardwise: WARNING: nothing was sharded: the script never called fully_shard, neither torch's,"
+            " which shardwise replaces, nor shardwise's; did it train with DDP, or on one device?"
         )
     found = ", ".join(f"{count} {layout}" for layout, count in sorted(sharded_modules.items()))
     return f"shardwise: modules sharded: {found}"

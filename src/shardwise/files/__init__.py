@@ -1,4 +1,4 @@
-"""Files that others may have written: which are read, whether they are whole, and what they contain.
+"""Files that others may have written: where they are, whether they are intact, what they contain.
 
     stores      where files are: a file system, or a store behind an `fsspec` URL
     lock        one writer in a folder at a time

@@ -43,7 +43,7 @@ def lock(folder: Path) -> None:
             raise CheckpointError(f"{folder}: {_holder(opened)}") from error
         except OSError:
             break
-        os.close(opened)  # its holder has removed the file meanwhile
+        os.close(opened)  # its holder has since removed the file
     me = {"host": socket.gethostname(), "process": os.getpid(), "since": _now()}
     os.truncate(opened, 0)
     os.pwrite(opened, json.dumps(me).encode(), 0)
@@ -67,7 +67,7 @@ def _holder(opened: int) -> str:
     os.close(opened)
     return (
         f"process {said.get('process', '?')} on host {said.get('host', '?')} has been saving there since"
-        f" {said.get('since', '?')}. Give each run a folder of its own, or wait until that one has saved"
+        f" {said.get('since', '?')}. Use a separate folder for each run, or wait until that process is done"
     )
 
 

@@ -1,8 +1,8 @@
-"""Checks that the files of a checkpoint lie inside its folder and are whole.
+"""Checks that the files of a checkpoint are inside its folder and intact.
 
-A checkpoint from elsewhere names files: in a manifest, in an index, or through links. The library follows
-such names only with `inside`, so no checkpoint can make it read other files of the machine. A folder or file
-that the user names is followed as it is.
+A checkpoint from an untrusted source names files: in a manifest, in an index, or through links. The
+library resolves such names only with `inside`, so no checkpoint can make it read other files of the machine.
+A folder or file that the user names is used as given.
 
 A manifest is JSON of the expected types, with digests that match the files:
 
@@ -10,7 +10,7 @@ A manifest is JSON of the expected types, with digests that match the files:
     files      {name: {"bytes": int, "sha256" or "xxh3_128": hexadecimal digits}} of the other files
     sha256     of the manifest without this entry
 
-and whatever else that format has. A digest finds damage, not malice: it does not say who wrote a file.
+and any other entries of the format. A digest detects damage, not malice: it does not say who wrote a file.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from shardwise.files.stores import At, Location, StorePath, write_whole
 
 
 def inside(folder: At, name: Any) -> At:
-    """Return the file `name` of `folder`, which may be missing.
+    """Return the path of `name` in `folder`; the file may be missing.
 
     Raises:
-        CheckpointError: a name that is no string, is empty, or leaves the folder, by itself or through links.
+        CheckpointError: a name that is not a string, is empty, or leads outside the folder.
     """
     if not isinstance(name, str) or not name:
-        raise CheckpointError(f"{folder}: expected the name of a file in it, found {name!r}; not read")
+        raise CheckpointError(f"{folder}: expected a file name, found {name!r}; refusing to read it")
     lexical = PurePosixPath(name)
     if lexical.is_absolute() or ".." in lexical.parts:
-        raise CheckpointError(f"{folder}: {name!r} lies outside the folder; not read")
+        raise CheckpointError(f"{folder}: {name!r} is outside the folder; refusing to read it")
     if isinstance(folder, Path):
         _check_links(folder, name)
     return cast(At, folder / name)
@@ -47,18 +47,18 @@ def _check_links(folder: Path, name: str) -> None:
     try:
         real, home = (folder / name).resolve(), folder.resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL
-        raise CheckpointError(f"{folder}: {name!r} cannot be a file in it ({error}); not read") from error
+        raise CheckpointError(f"{folder}: refusing to read {name!r}: {error}") from error
     if not real.is_relative_to(home):
         raise CheckpointError(
-            f"{folder}: {name!r} is a link to {real}, outside the folder; not read. Copy the file to"
-            " where the link is, or name the files themselves"
+            f"{folder}: {name!r} is a link to {real}, outside the folder; refusing to read it."
+            " Replace the link with a copy of the file, or pass the files themselves"
         )
 
 
 def regular(file: At) -> At:
-    """Return `file`, which must be a regular file: reading anything else, such as a pipe, might never end."""
+    """Return `file`, which must be a regular file: reading a pipe, for example, might never end."""
     if not file.is_file():
-        raise CheckpointError(f"{file}: missing; expected a file. Copy it again, or use another checkpoint")
+        raise CheckpointError(f"{file}: missing, or not a file; copy it again, or use another checkpoint")
     return file
 
 
@@ -69,16 +69,16 @@ _CHUNK_BYTES, _REQUEST_BYTES = 1 << 20, 16 << 20  # per read, of a file and of a
 
 
 def write_manifest(folder: Location, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest of `folder`, all of it or nothing; return once it is on disk."""
+    """Write the manifest of `folder` atomically; return once it is on disk."""
     text = json.dumps({**manifest, "sha256": _own_digest(manifest)}, indent=1) + "\n"
     write_whole(folder / MANIFEST, text.encode())
 
 
 def read_manifest(folder: Location, *, format: int | str | tuple[int, ...], types: Types) -> dict[str, Any]:
-    """Return the manifest of `folder`, of one of the formats given, without its own digest.
+    """Return the manifest of `folder`, which must have one of the given formats, without its own digest.
 
     Raises:
-        CheckpointError: one that is missing, damaged, of another format, or has entries of other types.
+        CheckpointError: the manifest is missing, damaged, of another format, or has entries of wrong types.
     """
     file = inside(folder, MANIFEST)
     manifest: dict[str, Any] = read_json(file)
@@ -86,20 +86,20 @@ def read_manifest(folder: Location, *, format: int | str | tuple[int, ...], type
     check_types(file, manifest, {"format": (lambda found: found in known, " or ".join(map(repr, known)))})
     expected = manifest.pop("sha256", None)
     if _own_digest(manifest) != expected:
-        raise CheckpointError(f"{file}: its content does not fit its own sha256")
+        raise CheckpointError(f"{file}: its content does not match its own sha256")
     check_types(file, manifest, {"files": (all_in(dict, _is_file), "sizes and digests by name"), **types})
     return manifest
 
 
 def whole_file(folder: At, name: str, expected: Mapping[str, Any]) -> At:
-    """Return the file `name` of `folder`, which must be inside it and have the digest expected.
+    """Return the path of `name`, which must be inside `folder` and have the expected digest.
 
     Raises:
-        CheckpointError: one that is missing, damaged or outside.
+        CheckpointError: the file is missing, damaged, or outside the folder.
     """
     file = regular(inside(folder, name))
     if (found := digest(file, _kind(expected))) != expected:
-        raise CheckpointError(f"{file}: damaged, expected {expected}, found {found}")
+        raise CheckpointError(f"{file}: damaged (expected {expected}, found {found})")
     return file
 
 
@@ -128,7 +128,7 @@ def digest(file: Location, kind: str = "sha256") -> dict[str, Any]:
 
 
 def read_json(file: Location) -> Any:
-    """Return the parsed content of a JSON file. Raises CheckpointError for one that is missing or damaged."""
+    """Return the parsed content of a JSON file. Raises CheckpointError if it is missing or damaged."""
     try:
         return json.loads(regular(file).read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -139,10 +139,10 @@ def check_types(file: Location, manifest: Any, types: Types) -> None:
     """Raise CheckpointError for an entry of `manifest` that is missing or of the wrong type.
 
     Args:
-        types: for each entry, a check of its value, and the expected value in words.
+        types: for each entry, a check of its value, and a description of what is expected.
     """
     if not isinstance(manifest, dict):
-        raise CheckpointError(f"{file}: expected entries by name, found {manifest!r:.100}")
+        raise CheckpointError(f"{file}: expected a JSON object, found {manifest!r:.100}")
     for key, (fits, what) in types.items():
         if key not in manifest or not _fits(fits, manifest[key]):
             value = manifest.get(key, "nothing")

@@ -1,10 +1,10 @@
 """Locations of checkpoints: a folder of the file system, or objects in a store that an `fsspec` URL names.
 
     a path, file://...      a `Path`: renames are atomic, files are synced
-    s3://bucket/run, ...    a `StorePath`: a store has no rename, but an object is whole or absent
+    s3://bucket/run, ...    a `StorePath`: a store has no rename, but an object is complete or absent
 
-`StorePath` has the methods of `Path` that are needed. What differs is here: how to write a file so that it is
-whole or absent, how to confirm that it is written, how to remove a folder.
+`StorePath` has the methods of `Path` that are needed. Functions handle what differs: how to write a file so
+that it is complete or absent, how to confirm that it is written, how to remove a folder.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StorePath:
         return StorePath(self.path.parent, self.system)
 
     def iterdir(self) -> Iterator[StorePath]:
-        """Yield the entries of this folder, as the store lists them now; none if it is no folder."""
+        """Yield the entries of this folder, as the store lists them now; none if it is not a folder."""
         self.system.invalidate_cache()
         try:
             found = self.system.ls(str(self.path), detail=False)
@@ -99,8 +99,8 @@ def location(path: str | os.PathLike[str]) -> Location:
         system, inside = core.url_to_fs(text)
     except (ImportError, ValueError) as error:
         raise CheckpointError(
-            f"{text}: {error}. Expected a folder, or a URL that fsspec has a client for: pip install"
-            " 'shardwise[s3]' (s3://), gcsfs (gs://) or adlfs (abfs://)"
+            f"{text}: {error}. Expected a folder, or a URL whose fsspec client is installed: pip install"
+            " 'shardwise[s3]' (for s3://), gcsfs (for gs://) or adlfs (for abfs://)"
         ) from error
     protocols = (system.protocol,) if isinstance(system.protocol, str) else system.protocol
     at = PurePosixPath(inside or system.root_marker)
@@ -116,8 +116,8 @@ def on_disk(path: str | os.PathLike[str]) -> Path:
     found = location(path)
     if isinstance(found, StorePath):
         raise CheckpointError(
-            f"{path}: expected a path of the file system, found a URL of a store, where only checkpoints may"
-            " lie; give a folder, and copy it from there or to there with fsspec's get or put"
+            f"{path}: expected a path in the file system, found the URL of a store, which is for checkpoints"
+            " only; use a local folder, and copy it from or to the store with fsspec's get or put"
         )
     return found
 
@@ -135,7 +135,7 @@ def new_file(file: Location) -> Iterator[Any]:
 
 
 def write_whole(file: Location, content: bytes) -> None:
-    """Write a file, all of it or nothing; return once it is on disk, or in the store."""
+    """Write a file atomically; return once it is on disk, or in the store."""
     if isinstance(file, StorePath):
         file.system.pipe_file(str(file.path), content)
         return

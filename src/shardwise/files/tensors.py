@@ -71,10 +71,10 @@ class TensorFiles:
     """The tensors of several files, by name; a context manager, within which found tensors can be read.
 
     Args:
-        paths: files, indexes or folders; the first that has a name counts.
+        paths: files, indexes or folders; if several have a name, the first is used.
 
     Attributes:
-        known: the names listed so far, with their files; all names once one was not found.
+        known: the names listed so far, with their files; complete once `find` has returned None.
     """
 
     def __init__(self, paths: Iterable[str | os.PathLike[str]]) -> None:
@@ -100,8 +100,8 @@ class TensorFiles:
         """Return the tensor `name`; None if no file has it.
 
         Raises:
-            CheckpointError: no such file or folder, a damaged file or index, files outside the folder; a
-                dtype that torch does not have.
+            CheckpointError: a missing file or folder, a damaged file or index, a file outside the folder, or
+                a dtype that torch does not have.
         """
         while name not in self.known:
             listed = next(self._listed, None)
@@ -117,11 +117,11 @@ class TensorFiles:
 
 def _stored(path: Path, file: Any, name: str) -> StoredTensor:
     if name not in list(file.keys()):
-        raise CheckpointError(f"{path} has no {name}, which the index says it has; copy both again")
+        raise CheckpointError(f"{path} does not contain {name}, though the index says so; copy both again")
     found = file.get_slice(name)
     shape, dtype = list(found.get_shape()), DTYPES.get(found.get_dtype())
     if dtype is None:
-        raise CheckpointError(f"{name}: dtype {found.get_dtype()} is none that torch has; convert the file")
+        raise CheckpointError(f"{name}: torch has no dtype {found.get_dtype()}; convert the file")
     if dtype == torch.float4_e2m1fn_x2:  # safetensors would slice by the file's count
         shape[-1] //= 2
         found = file.get_tensor(name)
@@ -134,13 +134,11 @@ def _tensor_files(path: Path) -> Iterator[tuple[list[str], Path]]:
         indexes = sorted(path.glob("*.safetensors.index.json"))
         if len(indexes) > 1:
             raise CheckpointError(
-                f"{path}: expected one index, found {[f.name for f in indexes]}; name one of them"
+                f"{path}: expected one index, found {[f.name for f in indexes]}; pass one of them"
             )
         files = indexes or sorted(path.glob("*.safetensors"))
         if not files:
-            raise CheckpointError(
-                f"{path} is no folder of safetensors: expected *.safetensors files or their index, found none"
-            )
+            raise CheckpointError(f"{path}: expected *.safetensors files or their index, found none")
         for file in files:
             yield from _tensor_files(inside(path, file.name))
     elif path.suffix == ".json":
@@ -160,9 +158,9 @@ def _open(file: Path) -> Any:
         return opened(regular(file), framework="pt")
     except CheckpointError:
         raise
-    except Exception as error:  # SafetensorError, which is an Exception only, and what reading raises
+    except Exception as error:  # SafetensorError derives from Exception; reading raises more
         raise CheckpointError(
-            f"{file}: no safetensors file, or damaged ({type(error).__name__}: {error}). Copy it again"
+            f"{file}: not a safetensors file, or damaged ({type(error).__name__}: {error}). Copy it again"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Pure arithmetic of sharding: boxes, placements, and where parameters lie in a group's buffers."""
+"""Pure arithmetic of sharding: boxes, placements, and positions of parameters in a group's buffers."""
 
 from shardwise.layout.box import Box
 from shardwise.layout.contiguous import ContiguousLayout, ContiguousSegment, Place, rows_between
@@ -8,8 +8,8 @@ from shardwise.layout.messages import Message, transfer
 from shardwise.layout.packing import Packing, least_shard_numel, pack
 from shardwise.layout.placement import EvenShard, Owned, Placement, RaggedShard
 
-GroupLayout = InterleavedLayout | ContiguousLayout  # where a group's parameters lie
-Gathered = Segment | ContiguousSegment  # the same for one buffer into which it gathers
+GroupLayout = InterleavedLayout | ContiguousLayout  # positions of a group's parameters
+Gathered = Segment | ContiguousSegment  # positions in one buffer that it gathers into
 
 __all__ = [
     "Box",

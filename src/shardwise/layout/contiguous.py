@@ -42,7 +42,7 @@ class Place:
     index: int  # of the parameter in the group
     start: int  # of the whole parameter, in the gathered buffer
     numel: int  # of the whole parameter
-    box: Box  # this rank's rows, in the parameter's own coordinates; maybe zero rows
+    box: Box  # this rank's rows, in the parameter's own coordinates; possibly zero rows
     shard_offset: int  # where this rank's rows begin in its shard buffer; 0 for an empty box
 
     @cached_property
@@ -97,7 +97,7 @@ class ContiguousLayout:
         align_bytes: every parameter and every shard begins at a multiple of it, in all its dtypes.
 
     Raises:
-        ShardingError: a parameter is to be cut on a dim other than 0, or owned by a rank that does not exist.
+        ShardingError: a placement shards a dim other than 0, or names an owner that is not in the shard axis.
     """
 
     def __init__(self, specs: Sequence[ParamSpec], *, ranks: int, rank: int, align_bytes: int = 16) -> None:
@@ -111,7 +111,7 @@ class ContiguousLayout:
         self.segments = _segments(shaped, ranks, rank, align_bytes)
 
     def box(self, index: int, rank: int) -> Box:
-        """Return the rows of parameter `index` that `rank` holds; maybe zero rows."""
+        """Return the rows of parameter `index` that `rank` holds; possibly zero rows."""
         start, size = self._found[index]
         return rows_between(self.specs[index].shape, start, rank * size, (rank + 1) * size)
 
@@ -150,15 +150,14 @@ def _cut(spec: ParamSpec, ranks: int) -> _Cut:
     if isinstance(placement, EvenShard):
         if placement.dim != 0:
             raise ShardingError(
-                f"{here()}: '{spec.name}' is to be cut on dim {placement.dim}, but the contiguous layout"
-                " keeps a rank's part of it in one piece, which only whole rows are: shard it on dim 0,"
-                ' or use layout="interleaved"'
+                f"{here()}: cannot shard '{spec.name}' on dim {placement.dim}: the contiguous layout"
+                ' shards parameters on dim 0 only; shard it on dim 0, or use layout="interleaved"'
             )
         return _ROWS
     if isinstance(placement, Owned) and placement.rank is not None and placement.rank >= ranks:
         raise ShardingError(
-            f"{here()}: '{spec.name}' is to be owned by rank {placement.rank} of the shard axis, which has"
-            f" {ranks} ranks: name a rank below {ranks}, or none"
+            f"{here()}: rank {placement.rank} cannot own '{spec.name}': the shard axis has {ranks} ranks; use"
+            f" Owned(rank) with a rank below {ranks}, or Owned() for any rank"
         )
     return placement
 

@@ -7,8 +7,8 @@ only if their signed corners add up to the corners of the whole:
     +1    -1+1    -1         two boxes side by side: shared corners cancel
     -1    +1-1    +1
 
-The check sorts all corners, whatever the boxes. Only if they do not add up are boxes compared, to name two
-that overlap.
+The check sorts all corners, whatever the boxes. Boxes are compared only if the corners do not add up, to name
+two that overlap.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwise.errors import ShardingError
 from shardwise.layout.box import Box
 from shardwise.layout.index import Index, Ints, corners
 
-_CORNERS = 1 << 24  # more corners are not counted: then the boxes are compared
+_CORNERS = 1 << 24  # if there are more corners, the boxes are compared instead
 _NUMBERS = 1 << 62
 
 
@@ -50,17 +50,17 @@ def disjoint(boxes: Sequence[Box]) -> None:
 def cover(boxes: Sequence[Box], shape: Sequence[int]) -> None:
     """Check that `boxes` cover a tensor of `shape` exactly once.
 
-    Raises a ShardingError that names the box that leaves the shape, the two boxes that overlap, or the number
-    of elements that no box holds.
+    Raises a ShardingError that names the box that extends outside the shape, the two boxes that overlap, or
+    the number of elements that the boxes cover.
     """
     for box in boxes:
         if len(box.sizes) != len(shape) or any(end > size for end, size in zip(box.ends, shape, strict=True)):
-            raise ShardingError(f"{box} leaves the tensor of shape {tuple(shape)}")
+            raise ShardingError(f"{box} extends outside the tensor of shape {tuple(shape)}")
     disjoint(boxes)
     held = sum(box.numel for box in boxes)
     if held != math.prod(shape):
         raise ShardingError(
-            f"the boxes hold {held} of the {math.prod(shape)} elements of shape {tuple(shape)}"
+            f"the boxes cover {held} of the {math.prod(shape)} elements of shape {tuple(shape)}"
         )
 
 

@@ -30,7 +30,7 @@ from shardwise._compat import contiguous_stride
 from shardwise.errors import ShardingError
 from shardwise.layout.placement import EvenShard, Placement
 
-_WHOLE_ALIGN_BYTES = 16  # matmuls of one row round differently if a weight has another alignment
+_WHOLE_ALIGN_BYTES = 16  # matmuls of one row round differently for other alignments of the weight
 
 
 class ParamSpec(NamedTuple):
@@ -55,7 +55,7 @@ class Slot:
     shard_offset: int  # in a rank's shard buffer
     unsharded_offset: int  # in the unsharded buffer
 
-    # Attributes: they are read for every parameter in every step, and a cached property costs ten times that.
+    # Attributes, since every step reads them for every parameter, and a cached property costs ten times more.
     padded_shard_numel: int = field(init=False, repr=False)
     shard_stride: tuple[int, ...] = field(init=False, repr=False)
 
@@ -150,6 +150,6 @@ def _even(spec: ParamSpec) -> EvenShard:
     if not isinstance(spec.placement, EvenShard):
         raise ShardingError(
             f"the interleaved layout cuts every parameter evenly, but '{spec.name}' has placement"
-            f' {spec.placement}: use layout="contiguous", or EvenShard'
+            f' {spec.placement}; use layout="contiguous", or EvenShard'
         )
     return spec.placement

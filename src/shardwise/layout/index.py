@@ -1,4 +1,4 @@
-"""An index of boxes, which finds the boxes that overlap given ones.
+"""A spatial index that finds the boxes that overlap given ones.
 
 Boxes are columns of two integer arrays [dims, boxes]: their first elements and their ends. They are sorted
 along a space-filling curve (Morton's, over the ranks of their midpoints), so that neighbours are mostly
@@ -9,7 +9,7 @@ adjacent. Every 8 neighbours have a bounding box, every 8 of those another, up t
     level 0    the boxes, in the order of the curve       below boxes that overlap
 
 So for tiles of any number of dims, time grows with their number and the number of overlaps, up to a
-logarithm. Columns are compared in portions: memory grows with the overlaps.
+logarithmic factor. Columns are compared in portions: memory grows with the overlaps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.layout.box import Box
 
 Ints = npt.NDArray[np.int64]
 
-_AROUND = 8  # boxes with one box around them
+_AROUND = 8  # boxes per bounding box
 _PORTION = 1 << 16  # pairs of boxes compared at a time
 _KEY_BITS = 62  # of a position on the curve
 

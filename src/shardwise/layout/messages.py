@@ -1,4 +1,4 @@
-"""Messages of boxes between ranks, from the boxes that ranks hold to the boxes that they want.
+"""Messages that bring ranks the boxes they want, from the boxes that ranks hold.
 
 Both sides are boxes of one tensor, any number per rank. Every element of a wanted box comes once: from the
 receiver itself if it holds the element, otherwise from the nearest rank that does (least distance of rank
@@ -10,7 +10,7 @@ a rank can compute its own messages without those of others and still agree with
 in part, the farther one sends what remains of it after subtracting the nearer ones.
 
 Boxes, as columns of integer arrays, are compared only with those near them (`layout.index`): time and memory
-grow with the number of messages. Every row to every column is n^2 messages, which only `rank=` keeps small.
+grow with the number of messages. From rows to columns, n ranks send n^2 messages: list one rank's by `rank=`.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def transfer(
     ranks = len(source)
     if len(target) != ranks:
         raise ShardingError(
-            f"{ranks} ranks hold boxes but {len(target)} want some; give both lists an entry for every rank"
+            f"source has boxes for {ranks} ranks, target for {len(target)}; give both an entry for every rank"
         )
     if rank is not None and not 0 <= rank < ranks:
-        raise ShardingError(f"expected a rank from 0 to {ranks - 1}, the ranks that have boxes, got {rank}")
+        raise ShardingError(f"expected a rank from 0 to {ranks - 1}, got {rank}")
     ndim = _common_ndim(source, target)
     held, wanted = _Held(_boxes(source, ndim), ranks), _boxes(target, ndim)
     if rank is None:
@@ -281,7 +281,7 @@ def _meets_another(held: _Held, box: Ints) -> _Bools:
     met = np.zeros(held.starts.shape[1], np.int64)
     for asked, _ in held.index.meeting(held.starts[:, asked_for], held.ends[:, asked_for]):
         met += np.bincount(asked_for[asked], minlength=len(met))
-    several: _Bools = met > 1  # each meets itself
+    several: _Bools = met > 1  # each overlaps itself
     return several
 
 
@@ -297,8 +297,8 @@ def _check_filled(held: _Held, wanted: _Boxes, parts: _Parts, checked: Ints, ndi
                 rest = [part for piece in rest for part in subtract(piece, other)]
         box, missing_box = (Box(b.offsets[:ndim], b.sizes[:ndim]) for b in (whole[0], rest[0]))
         raise ShardingError(
-            f"rank {wanted.rank[number]} wants {box} (its box {wanted.place[number]}), of which no rank holds"
-            f" {missing_box}; the boxes that ranks hold must cover those they want"
+            f"rank {wanted.rank[number]} wants {box} (its box {wanted.place[number]}), but no rank holds"
+            f" {missing_box}; the boxes of source must cover those of target"
         )
 
 

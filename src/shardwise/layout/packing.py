@@ -129,7 +129,7 @@ def _can_cut(size: int, step: int, shard: int) -> bool:
 
 
 def _next_possible(shard: int, kinds: Sequence[tuple[int, int]]) -> int:
-    """Return the least size from `shard` on at which every kind of parameter can be cut."""
+    """Return the least size, at least `shard`, at which every kind of parameter can be cut."""
     while True:
         several = [(size, step) for size, step in kinds if size > 2 * shard]  # these contain two boundaries
         multiple = _lcm((step for _, step in several), at_most=kinds[0][0])
@@ -267,9 +267,9 @@ class _Space:
 
 
 def _space(items: Sequence[_Item], shard: int, ranks: int) -> tuple[_Space, list[_Item]] | None:
-    """Return the buffer with all parameters placed that name their rank, and the parameters left to place.
+    """Return the buffer with all owned parameters placed, and the parameters left to place.
 
-    The former lie at the shard's start on even ranks and at its end on odd ranks, so that the space in
+    Owned parameters go to the shard's start on even ranks and to its end on odd ranks, so that the space in
     between is as long as possible.
     """
     space = _Space(shard, ranks)
@@ -304,7 +304,7 @@ def _in_order(key: Callable[[_Item], tuple[int, ...]]) -> Callable[..., dict[int
 
 
 def _least_push(items: Sequence[_Item], shard: int, ranks: int) -> dict[int, int] | None:
-    """Place next the parameter that leaves the smallest gap; those that can be cut anywhere come last."""
+    """Always place the parameter that leaves the smallest gap; those that can be cut anywhere come last."""
     found = _space(items, shard, ranks)
     if found is None:
         return None

@@ -29,7 +29,7 @@ from shardwise.layout.box import Box
 
 
 def even_intervals(size: int, ranks: int) -> list[tuple[int, int]]:
-    """Return [begin, end) for each rank, as even as possible; as in `tensor_split`, the first are larger."""
+    """Return [begin, end) for each rank, as even as possible; like `tensor_split`, the first are larger."""
     least, more = divmod(size, ranks)
     return list(pairwise(rank * least + min(rank, more) for rank in range(ranks + 1)))
 
@@ -42,7 +42,7 @@ class EvenShard:
 
     def __post_init__(self) -> None:
         if self.dim < 0:
-            raise ShardingError(f"EvenShard counts dims from the first, got dim {self.dim}")
+            raise ShardingError(f"EvenShard: expected a dim of at least 0, got dim {self.dim}")
 
     def box(self, shape: tuple[int, ...], *, rank: int, ranks: int) -> Box:
         """Return the elements of a tensor of `shape` that `rank` of `ranks` holds."""
@@ -72,18 +72,18 @@ class RaggedShard:
 
     def __post_init__(self) -> None:
         if self.block < 1:
-            raise ShardingError(f"RaggedShard needs a block of at least 1 row, got {self.block}")
+            raise ShardingError(f"RaggedShard: expected a block of at least 1 row, got {self.block}")
 
 
 @dataclass(frozen=True)
 class Owned:
-    """A placement on a single rank: `rank` of the shard axis, or any. For optimizers of whole matrices."""
+    """A placement on one rank: `rank` of the shard axis, or any if None. For optimizers of whole matrices."""
 
     rank: int | None = None
 
     def __post_init__(self) -> None:
         if self.rank is not None and self.rank < 0:
-            raise ShardingError(f"Owned counts ranks from 0, got rank {self.rank}")
+            raise ShardingError(f"Owned: expected a rank of at least 0, got rank {self.rank}")
 
 
 Placement = EvenShard | RaggedShard | Owned

@@ -8,11 +8,11 @@ A reshape splits into the smallest groups of old and new dims that hold the same
 A box stays a box if it does in every group. Strides within a group agree only at its ends, so the box must be
 one range of the flattened group, and that range must be a box of the new dims:
 
-    (4, 6) to 24      rows 1 to 2 are the range 6 to 17; columns 1 to 2 are no range
-    24 to (4, 6)      6 to 17 are rows 1 to 2; 6 to 14 are no box
+    (4, 6) to 24      rows 1 to 2 are the range 6 to 17; columns 1 to 2 are not a range
+    24 to (4, 6)      6 to 17 are rows 1 to 2; 6 to 14 are not a box
 
-Dims of size 1 are then in no group: an empty box stays empty where it was. An index with steps keeps boxes:
-in each dim, the elements left of a range are a range of the result.
+For boxes, dims of size 1 are in no group: an empty box stays empty where it was. An index with steps keeps
+boxes: in each dim, the elements left of a range are a range of the result.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _Extent = tuple[int, int]  # offset and size
 def reshape_boxes(boxes: Sequence[Box], *, old: Sequence[int], new: Sequence[int]) -> list[Box | None]:
     """Reshape each box of a tensor of shape `old` to `new`, which has the same number of elements.
 
-    Returns None for a box whose elements are no box of `new`, or for an empty box if `new` is a scalar.
+    Returns None for a box whose elements are not a box of `new`, or for an empty box if `new` is a scalar.
     """
     ours, theirs = ([dim for dim, size in enumerate(sizes) if size != 1] for sizes in (old, new))
     groups = [
@@ -113,7 +113,7 @@ def _reshape_box(box: Box, old: Sequence[int], new: Sequence[int], groups: Group
 
 
 def _span(extents: Sequence[_Extent], sizes: Sequence[int]) -> _Extent | None:
-    """Return the first element and number of elements in the flattened dims; None if they are no range."""
+    """Return the first element and number of elements in the flattened dims; None if they are not a range."""
     start, count, whole = 0, 1, True
     for (offset, length), size in zip(extents, sizes, strict=True):
         start = start * size + offset
@@ -124,7 +124,7 @@ def _span(extents: Sequence[_Extent], sizes: Sequence[int]) -> _Extent | None:
 
 
 def _split(start: int, count: int, sizes: Sequence[int]) -> list[_Extent] | None:
-    """Return the range of `count` elements from `start` on as a box of `sizes`; None if it is no box."""
+    """Return the range of `count` elements from `start` on as a box of `sizes`; None if it is not one."""
     extents: list[_Extent] = []
     stride = math.prod(sizes)
     if not stride or not (count or sizes):

@@ -1,12 +1,12 @@
-"""Tensor parallelism in addition to sharding: what torch's `parallelize_module` does with a model.
+"""Tensor parallelism in addition to sharding: how torch's `parallelize_module` is applied to a model.
 
-A model declares it by `tensor_plan`, which maps names of modules to styles; in a name, `*` matches one part.
-transformers' models have plans in the same words. A word stands for the Python of a style (`STYLES`), so the
-printed code is what was planned. "sequence" means activations that are cut along their sequence between
-matmuls, as in norms and residuals.
+A model's `tensor_plan` maps names of modules to styles; in a name, `*` matches one part. transformers' models
+have plans in the same words. Each word stands for the Python expression of a style (`STYLES`), so the printed
+code is what was planned. "sequence" means activations that are cut along their sequence between matmuls, as
+in norms and residuals.
 
-transformers' plans cut no sequence and gather the logits; torchtitan's cut both. `words_of` turns the first
-kind into the second, so either can be planned for any model that declares how its matmuls are cut.
+transformers' plans leave sequences whole and gather the logits; torchtitan's cut both. `words_of` turns the
+first kind into the second, so either can be planned for any model that declares how its matmuls are cut.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STYLES = {
     "sequence_parallel": "SequenceParallel()",
     "gather_sequence": "PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())",
     "gather_hidden_states": "PrepareModuleInput(input_kwarg_layouts={'hidden_states': Shard(1)},"
-    " desired_input_kwarg_layouts={'hidden_states': Replicate()})",  # where forward is called by keywords
+    " desired_input_kwarg_layouts={'hidden_states': Replicate()})",  # for a forward called with keywords
     "rowwise_to_sequence": f"RowwiseParallel({_TO_SEQUENCE})",
     "embedding_to_sequence": f"RowwiseParallel({_FROM_TOKENS}, {_TO_SEQUENCE})",
     "part_of_sequence": "PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))",
@@ -51,7 +51,7 @@ _IN_SEQUENCE = {
     "whole": "part_of_sequence",
 }
 
-ROWS = "rows"  # of the head's weight, where the head makes the loss: its inputs and outputs stay as they are
+ROWS = "rows"  # cut the rows of a head that computes the loss; its inputs and outputs stay as they are
 WHOLE = "whole"  # modules that all ranks compute for all tokens, such as learned positions
 UNCUT = (ROWS, WHOLE)
 
@@ -67,7 +67,7 @@ def parallelize(module: nn.Module, name: str, mesh: DeviceMesh, setup: Setup) ->
     if cuts(module, setup)[0] and setup.length % mesh.size():
         raise ShardingError(
             f"{name}: tensor={mesh.size()} does not divide the {setup.length:,} tokens of a sequence, which"
-            " its tensor_plan cuts too; choose another sequence, or plan with sequence_parallel=False"
+            " the plan also shards; choose another sequence length, or plan with sequence_parallel=False"
         )
     if counts_positions(module, words):
         module.register_forward_pre_hook(with_positions, with_kwargs=True)
@@ -85,7 +85,7 @@ def parallelize(module: nn.Module, name: str, mesh: DeviceMesh, setup: Setup) ->
 
 
 def counts_positions(module: nn.Module, words: dict[str, str]) -> bool:
-    """Return whether `module` numbers tokens by its embedding's output, which this plan cuts."""
+    """Return whether `module` derives positions from its embedding's output, which this plan cuts."""
     takes = inspect.signature(module.forward).parameters
     return "embedding_to_sequence" in words.values() and "position_ids" in takes
 
@@ -103,10 +103,10 @@ def sizes_of(module: nn.Module, name: str) -> dict[str, int]:
 
 
 def plan_of(module: nn.Module) -> dict[str, str]:
-    """Return the tensor-parallel plan that a module brings.
+    """Return a module's own tensor-parallel plan.
 
     Raises:
-        ShardingError: a `tensor_plan` that does not map text to text, or a name in it that is no module's.
+        ShardingError: a `tensor_plan` that does not map text to text, or a name in it that matches no module.
     """
     own: Any = getattr(module, "tensor_plan", None)
     if not own:
@@ -114,20 +114,20 @@ def plan_of(module: nn.Module) -> dict[str, str]:
     kind = type(module).__name__
     if not isinstance(own, Mapping) or not all(isinstance(one, str) for pair in own.items() for one in pair):
         raise ShardingError(
-            f"the tensor_plan of {kind} must be a mapping of names of modules to words, such as"
-            f' {{"blocks.*.up": "colwise"}}, got {own!r}; words are {", ".join(STYLES)}'
+            f"the tensor_plan of {kind} must map names of modules to styles, such as"
+            f' {{"blocks.*.up": "colwise"}}, got {own!r}; styles are {", ".join(STYLES)}'
         )
     names = [name for name, _ in module.named_modules()]
     if wrong := [one for one in own if not any(_fits(name, _of_any_block(one)) for name in names)]:
         raise ShardingError(
-            f"the tensor_plan of {kind} names no module by {', '.join(map(repr, wrong))}: its modules with"
-            f" parameters are {', '.join(_with_parameters(module))}"
+            f"the tensor_plan of {kind} has names that match no module: {', '.join(map(repr, wrong))};"
+            f" modules with parameters are {', '.join(_with_parameters(module))}"
         )
     return dict(own)
 
 
 def _of_any_block(pattern: str) -> str:
-    """Return a pattern for any block, as only a few blocks are built."""
+    """Return the pattern for any block instead of a given one, because only a few blocks are built."""
     return ".".join("*" if part.isdecimal() else part for part in pattern.split("."))
 
 
@@ -144,19 +144,19 @@ def styles_of(module: nn.Module, name: str) -> dict[str, str]:
     """Return words of `STYLES` by module; an embedding tied to a head is cut with it.
 
     Raises:
-        ShardingError: the model has no plan, or a word for which torch has no style.
+        ShardingError: the model has no plan, or an unknown word.
     """
     plan = plan_of(module)
     if not plan:
         raise ShardingError(
-            f"{name} does not say how tensor parallelism cuts it: give the nn.Module a tensor_plan attribute,"
+            f"{name} has no plan for tensor parallelism: give the nn.Module a tensor_plan attribute,"
             ' such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or plan with tensor=1'
         )
     unknown = [f"{word!r} for {one!r}" for one, word in plan.items() if word not in (*STYLES, *UNCUT)]
     if unknown:
         raise ShardingError(
-            f"{name}: torch's parallelize_module has no style for {', '.join(unknown)} of the model's tensor"
-            f" parallel plan; known are {', '.join(STYLES)}. Plan with tensor=1"
+            f"{name}: unknown styles in the model's tensor-parallel plan: {', '.join(unknown)}; known are"
+            f" {', '.join(STYLES)}. Plan with tensor=1"
         )
     names = [one for one, _ in module.named_modules()]
     words = {one: word for one, word in plan.items() if any(_fits(other, one) for other in names)}
@@ -186,8 +186,8 @@ def words_of(module: nn.Module, name: str, setup: Setup) -> dict[str, str]:
     takes_tokens = setup.pipeline == 1 or any(isinstance(one, nn.Embedding) for one in module.modules())
     if takes_tokens and "embedding_to_sequence" not in cut.values():
         raise ShardingError(
-            f"{name} cannot be planned with its sequence cut: its tensor parallel plan leaves its embedding"
-            " whole. Give that the word embedding_rowwise, or plan with sequence_parallel=False"
+            f"{name} cannot be planned with sequence parallelism: its tensor-parallel plan does not shard its"
+            " embedding. Give that the style embedding_rowwise, or plan with sequence_parallel=False"
         )
     whole = {one.rpartition(".")[0] for one, word in words.items() if word == "colwise"}
     for one, child in module.named_modules():

@@ -1,7 +1,7 @@
 """Compiles ranks' programs to machine code ahead of time, with AOTInductor, in the folder that `save` wrote.
 
     folder/rank-0.aot.pt2     of rank-0.pt2, with its weights
-    folder/manifest.json      also the name of the process group, these files' sha256
+    folder/manifest.json      adds the name of the process group and these files' sha256
 
 Collectives are compiled as calls of torch's functional collectives over a job's default group, by the name
 that torch gives it. Weights need values: `materialize` before `save`.
@@ -28,13 +28,13 @@ from shardwise.tensor_parallel.operators import ops
 def compile_package(folder: str | Path) -> None:
     """Compile all ranks' programs in a folder from `save`, for inference on machines like this one. Local.
 
-    Needs a C++ compiler. There must be no process group: this makes a temporary one of this process alone.
+    Needs a C++ compiler. There must be no process group: this creates a temporary one for this process alone.
 
     Args:
         folder: the folder; files are added to it.
 
     Raises:
-        ShardingError: a process group that exists already, or weights without values.
+        ShardingError: there is a process group already, or weights have no values.
         CheckpointError: a folder that cannot be read.
     """
     place = Path(folder)
@@ -46,7 +46,7 @@ def compile_package(folder: str | Path) -> None:
             if missing:
                 raise ShardingError(
                     f"the program of rank {rank} has no weights yet ({', '.join(missing[:3])}); materialize"
-                    " all ranks' programs, save them, then compile"
+                    " the programs of all ranks, save them, then compile them"
                 )
             path = place / f"rank-{rank}.aot.pt2"
             _compat.aoti_compile(_for_inference(package.bind(program, group_name)), str(path))
@@ -62,7 +62,7 @@ def load_compiled(
     Args:
         folder: the folder. It holds machine code: load it only from people whom you would let run code.
         rank: of the process within its group; by default that of `group`.
-        group: to communicate over. It must have the name that was compiled for, as a default group has.
+        group: to communicate over. It must have the name that was compiled in: that of a default group.
 
     Raises:
         ShardingError: a group of another name or size; a folder without compiled programs.
@@ -73,18 +73,18 @@ def load_compiled(
     group = group or package.default_group()
     name = manifest.get("compiled_for")
     if name is None:
-        raise ShardingError(f"{here()}: {place} has no compiled programs; compile_package it before the job")
+        raise ShardingError(f"{here()}: {place} has no compiled programs; run compile_package on it first")
     rank = package.rank_in(place, manifest["world_size"], group, rank=rank)
     if group.group_name != name:
         raise ShardingError(
-            f"{here()}: {place} was compiled for a default group, by the name {name!r}, not"
-            f" {group.group_name!r}; load the program itself by `load`, and compile it by torch.compile"
+            f"{here()}: {place} was compiled for a default group, whose name is {name!r}, but this group is"
+            f" {group.group_name!r}; use the default group, or `load` the program and torch.compile it"
         )
     return _compat.aoti_load(str(package.file_in(place, manifest, f"rank-{rank}.aot.pt2")))
 
 
 def _for_inference(program: ExportedProgram) -> ExportedProgram:
-    """Remove, in place, the operators that refuse backward; compiled programs have no backward."""
+    """Remove, in place, the operators that raise in backward; compiled programs have no backward."""
     for node in list(program.graph.nodes):
         if node.target is ops.untrainable.default:
             node.replace_all_uses_with(node.args[0])
@@ -99,8 +99,8 @@ def _stand_in() -> Iterator[str]:
     """Make a default group of this process alone, as the compiler needs, and yield its name."""
     if dist.is_initialized():
         raise ShardingError(
-            f"{here()}: compile_package was called with a process group; call it in a process of its own"
-            " before the job, such as by `shardwise tp export --aot`"
+            f"{here()}: compile_package found a process group; call it in a separate process before the job,"
+            " for example with `shardwise tp export --aot`"
         )
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

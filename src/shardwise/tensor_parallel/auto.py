@@ -5,11 +5,11 @@ sends, computes and leaves, for every state of its inputs. Only the styles of we
 follows from them. The integer program expresses this as a flow:
 
     z[decision, style]       0 or 1, one style for each decision
-    u[operation, states]     is the operation built for these states of its inputs?
+    u[operation, states]     1 if the operation is built for these states of its inputs
     flow                     the states in which its producer or one user leaves a value are those in which
                              its next user meets it
 
-If the z are integers, so is the flow; so only the z need be. Weights of repeated layers are one decision.
+If z is integer, so is the flow; so only z is declared integer. Weights of repeated layers are one decision.
 
 The price is the seconds of one call: for what is sent, what is computed, and weights. Every byte of weights
 held on a rank has a price, as it must be read and takes memory from other tensors. If only communication had
@@ -70,7 +70,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class Decision:
-    """The one style of similar weights.
+    """The style chosen for similar weights.
 
     Attributes:
         names: the weights, one in each of the repeated layers.
@@ -87,7 +87,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class ChosenPlan:
-    """A plan, what it costs, and why. `str()` of it is `table()`.
+    """A plan, its cost, and the reasons. `str()` of it is `table()`.
 
     Attributes:
         strategies: style by parameter, including vectors of the same modules; those not named stay whole. To
@@ -145,12 +145,12 @@ class ChosenPlan:
 
     def _totals(self) -> str:
         collectives = ", ".join(f"{count} {kind}" for kind, count in self.collectives.items()) or "none"
-        budget = "" if self.memory_budget is None else f" of {self.memory_budget:,} allowed"
+        budget = "" if self.memory_budget is None else f", of {self.memory_budget:,} allowed"
         return (
-            f"a call: {_seconds(self.seconds)} by these prices\n"
-            f"collectives: {collectives}; {self.bytes_sent:,} bytes sent by each rank\n"
-            f"held: {max(self.bytes_held):,} bytes on the rank that has most{budget}\n"
-            f"computed: {self.flops:.3g} FLOP on the rank that does most\n"
+            f"price of a call: {_seconds(self.seconds)}\n"
+            f"collectives: {collectives}; {self.bytes_sent:,} bytes sent per rank\n"
+            f"held: {max(self.bytes_held):,} bytes on the fullest rank{budget}\n"
+            f"computed: {self.flops:.3g} FLOP on the busiest rank\n"
             f"solved in {self.solver_seconds:.2f} s, gap {self.gap:.1g}\n"
             f"prices: {self.prices}\n"
         )
@@ -186,7 +186,7 @@ def choose(
 
 
 def best(space: Space, *, prices: Prices | None = None, memory_budget: int | None = None) -> ChosenPlan:
-    """Return the cheapest plan, as `choose`, of a program explored once for several prices or budgets."""
+    """Return the cheapest plan, like `choose`, for a program that was explored already."""
     prices = prices or Prices()
     solved = _solve(space, prices, memory_budget)
     if solved is None:
@@ -217,11 +217,11 @@ def _no_plan(space: Space, budget: int | None) -> str:
     only_memory = Prices(latency=0, seconds_per_byte_sent=0, seconds_per_byte_held=1, seconds_per_flop=0)
     least = _solve(space, only_memory, None)
     if least is None:
-        return f"the rules can build no plan at all for {space.ranks} ranks, not even of whole weights"
+        return f"the rules can build no plan for {space.ranks} ranks, even if all weights stay whole"
     return (
-        f"no plan for {space.ranks} ranks holds at most {budget:,} bytes of parameters and buffers on every"
-        f" rank; the one that holds least needs {max(space.held(least.uses)):,} of {space.whole():,}."
-        " Use more ranks, or a larger memory_budget"
+        f"no plan for {space.ranks} ranks fits parameters and buffers into {budget:,} bytes per rank: the"
+        f" smallest plan needs {max(space.held(least.uses)):,} of their {space.whole():,} bytes; use more"
+        " ranks, or a larger memory_budget"
     )
 
 
@@ -299,7 +299,7 @@ def _solve(
 
 
 def _flow(program: _Program, space: Space, prices: Prices) -> dict[int, tuple[int, ...]]:
-    """Add a variable for each use of each step; values are met in the states they are left in.
+    """Add a variable for each use of each step; values are taken in the states in which they were left.
 
     Returns, for each variable, the bytes that ranks hold because of it.
     """
@@ -341,7 +341,7 @@ def _by_state(variables: Sequence[int], states: Sequence[State]) -> dict[State, 
 
 
 def _more_text(seconds: float | None) -> str:
-    return "cannot be" if seconds is None else f"+{_seconds(max(0.0, seconds))}"
+    return "not possible" if seconds is None else f"+{_seconds(max(0.0, seconds))}"
 
 
 def _seconds(seconds: float) -> str:

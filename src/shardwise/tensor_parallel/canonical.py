@@ -2,12 +2,12 @@
 
 operations in place                 out of place (`functional`)
 checks of sizes and strides         dropped: this rank's sizes differ
-keyword arguments                   positional, if the operation has them so
+keyword arguments                   positional, if the operation allows it
 addmm(b, x, permute(w)), matmul, ... linear(x, w, b), if w is a parameter
 view(bmm(view(x), view(y)))         matmul(x, y), if views only merged batch dims
 permute(w), detach(log_softmax(x))  copied to each of their uses, so as not to be the first use of w or x
 view(log_softmax(x))                log_softmax(view(x)), next to its loss (`rules.vocabulary`)
-view(transpose(view(x)))            permute(unflatten(x)), if the batch was merged with heads for a while
+view(transpose(view(x)))            permute(unflatten(x)), if the batch was temporarily merged with heads
 views and expands that change nothing   dropped
 copy(x, y)                          y, in the shape and dtype of x: it has no derivative
 """
@@ -34,7 +34,7 @@ _NOTHING = ("expand", "view", "reshape", "_unsafe_view")
 
 
 def functional(program: ExportedProgram) -> ExportedProgram:
-    """Return the program without in-place operations; it then returns its changes of buffers."""
+    """Return the program without in-place operations; it returns changed buffers instead."""
     if any(_mutates(node) for node in program.graph.nodes):
         made: ExportedProgram = program.run_decompositions({})
         return made
@@ -125,7 +125,7 @@ def _as_copied(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _positional(node: fx.Node) -> None:
-    """Make keyword arguments positional as far as all places before them are filled."""
+    """Make keyword arguments positional, up to the first missing one."""
     schema = _compat.schema(node.target)
     if schema is None or not node.kwargs:
         return
@@ -154,7 +154,7 @@ _Call = tuple[Any, tuple[Any, ...]]  # an operator and its arguments
 
 
 def _as_linear(node: fx.Node, name: str) -> _Call | None:
-    """Return the linear layer that a product with a transposed parameter is."""
+    """Return the linear layer that equals a product with a transposed parameter."""
     if name not in ("addmm", "mm", "matmul", "bmm") or node.kwargs:
         return None
     *bias, x, right = args_of(node)[:3]
@@ -167,7 +167,7 @@ def _as_linear(node: fx.Node, name: str) -> _Call | None:
 
 
 def _as_matmul(node: fx.Node, name: str) -> _Call | None:
-    """Return the product with all batch dims, if it was computed with these merged into one."""
+    """Return the product with all batch dims, if they were merged into one for it."""
     product: Any = node.args[0] if name in _NOTHING[1:] else None
     if not isinstance(product, fx.Node) or op_of(product) != "bmm":
         return None
@@ -179,7 +179,7 @@ def _as_matmul(node: fx.Node, name: str) -> _Call | None:
 
 
 def _as_heads(graph: fx.Graph, node: fx.Node) -> _Call | None:
-    """Return the permutation that a view of [length, rows * heads, _] as [rows, heads, length, _] is."""
+    """Return the permute that equals a view of [length, rows * heads, _] as [rows, heads, length, _]."""
     chain = [node]
     for op in (_NOTHING[1:], ("transpose", "permute"), _NOTHING[1:]):
         if op_of(chain[-1]) not in op:

@@ -1,4 +1,4 @@
-"""Moves a program to a device type, which the machine that does so need not have.
+"""Moves a program to a device type, which this machine need not have.
 
 Devices named in the graph always change. Tensors with memory move too if this machine has the device;
 otherwise they stay where they are until `load` on a machine that has it.
@@ -38,7 +38,7 @@ def move_program(program: ExportedProgram, device_type: str) -> None:
 def move_state(program: ExportedProgram, device_type: str) -> None:
     """Move parameters, buffers and constants to `device_type`, if this machine has it.
 
-    Tensors without memory stay without. Names that share a tensor keep sharing it.
+    Tensors without memory stay that way. Names that share a tensor keep sharing it.
     """
     wanted = torch.device(device_type)
     if not is_here(wanted):

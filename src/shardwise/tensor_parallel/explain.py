@@ -77,7 +77,7 @@ class Explanation:
 
     @property
     def bytes_whole(self) -> int:
-        """Bytes of the whole program's."""
+        """Bytes of the whole program's parameters and buffers."""
         return sum(row.bytes_whole for row in self.parameters if row.tied is None)
 
     @property
@@ -88,7 +88,7 @@ class Explanation:
     def __str__(self) -> str:
         parameters, calls, gathers = [], [], []
         for row in self.parameters:
-            where = row.placement if row.tied is None else f"{row.placement}, is {row.tied}"
+            where = row.placement if row.tied is None else f"{row.placement}, tied to {row.tied}"
             parameters.append(
                 (row.name, row.style or "", where, f"{row.bytes_here:,}", f"{row.bytes_whole:,}")
             )
@@ -101,9 +101,9 @@ class Explanation:
         columns |= {"bytes here": f"{self.bytes_here:,}", "bytes whole": f"{self.bytes_whole:,}"}
         text = rendered(f"Parameters of rank {self.rank} of {self.world_size}", columns, parameters)
         columns = {"collective": f"{len(calls)}", "bytes": f"{self.bytes_sent:,}{more}", "module": ""}
-        text += rendered("Collectives of a call", columns, calls)
+        text += rendered("Collectives per call", columns, calls)
         columns = dict.fromkeys(("operation", "module", "gathers", "bytes"), "")
-        title = "Gathered though no style or layout asks for it; strict=True refuses"
+        title = "Gathered though no style or layout asks for it (an error if strict=True)"
         return text + rendered(title, columns, gathers) if gathers else text
 
 

@@ -76,7 +76,7 @@ class Use:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """An operation or output: the values that it takes, and those it leaves: the same and its result."""
+    """An operation or output: the values that it takes, and those it leaves: its inputs and its result."""
 
     inputs: tuple[fx.Node, ...]
     leaves: tuple[fx.Node, ...]
@@ -144,7 +144,7 @@ def explore(whole: Whole, ranks: int) -> Space:
         ShardingError: fewer than one rank, or a program without tensors.
     """
     if ranks < 1:
-        raise ShardingError(f"a plan needs at least one rank, got world_size={ranks}")
+        raise ShardingError(f"expected at least one rank, got world_size={ranks}")
     groups = _groups(whole)
     made = _Exploration(whole, ranks, groups)
     for node in whole.graph.nodes:
@@ -205,7 +205,7 @@ class _Exploration:
         uses, left = found
         if not uses:
             what = "an output" if node is None else f"{name_of(node)} ({node.name})"
-            raise ShardingError(f"no rule can build {what}, not even on whole inputs")
+            raise ShardingError(f"no rule can build {what}, even from whole inputs")
         self.steps.append(Step(tuple(inputs), tuple(leaves), uses))
         self.states.update(zip(leaves, left, strict=True))
 
@@ -335,7 +335,7 @@ def _share(parameter: fx.Node, placement: Placement, rank: int) -> int:
 
 
 def _sent(node: fx.Node, kind: str, ranks: int) -> int:
-    """Return the bytes that each rank sends, at the least that the collective needs."""
+    """Return the bytes that each rank sends: the minimum that the collective needs."""
     return sent_bytes(kind, nbytes(node if kind == GATHER else args_of(node)[0]), ranks=ranks)
 
 
@@ -357,7 +357,7 @@ def _sizes(node: fx.Node) -> list[int]:
     return [hint(size) for size in several(node.meta["val"])[0].shape]
 
 
-# ------------------------------------------------------------ what there is to choose
+# ------------------------------------------------------------ what can be chosen
 
 
 def _groups(whole: Whole) -> tuple[Group, ...]:
@@ -391,7 +391,7 @@ def _groups(whole: Whole) -> tuple[Group, ...]:
 
 
 def _first_states(parameter: fx.Node, name: str) -> tuple[State, ...]:
-    """Return a parameter's state before its first use for each style, in that use's name for the style."""
+    """Return a parameter's state before its first use for each style, as its first use names that style."""
     module = name.rpartition(".")[0]
     styles = [at_first_use(parameter, style, module)[1] for style in STYLES[1:]]
     return tuple(State(None, style=style) for style in (None, *styles))

@@ -1,4 +1,4 @@
-"""Fills a program's shards from a checkpoint, of which each rank reads only its own parts.
+"""Fills a program's shards from a checkpoint; each rank reads only its own parts.
 
     a mapping                          whole tensors by name, as `module.state_dict()`
     a .safetensors file                read by slices
@@ -6,8 +6,8 @@
                                        are opened when needed
     several of these, as a list        such as the files of a folder of links
     a .pt, .pth or .bin file           a state dict from `torch.save`, mapped into memory and never executed
-    a function                         of a name; returns the whole's shape and a function that reads a part,
-                                       or None
+    a function                         takes a name; returns the whole's shape and a function that reads a
+                                       part, or None
 
 The program's record (`state.record_of`) says which parts a rank holds, so a loaded program is filled like a
 new one.
@@ -33,7 +33,7 @@ from shardwise.tensor_parallel.device import as_is, here_for
 from shardwise.tensor_parallel.placement import Placement, Split
 from shardwise.tensor_parallel.state import intervals, placement_from_json, record_of
 
-Part = Callable[[int, int, int], Tensor]  # of a dim, from begin to end; all where the end is negative
+Part = Callable[[int, int, int], Tensor]  # of a dim, from begin to end; all of it if the end is negative
 Entry = tuple[Iterable[int], Part]  # the whole's shape, and its parts
 Source = Callable[[str], Entry | None]
 Checkpoint = Mapping[str, Tensor] | str | Path | Sequence[str | Path] | Source
@@ -64,8 +64,8 @@ def materialize(
         `program`.
 
     Raises:
-        ShardingError: a program that is no rank's part.
-        CheckpointError: missing names or different shapes, naming each; nothing has been changed. Parameters
+        ShardingError: a program that `tensor_parallel_transformation` did not make.
+        CheckpointError: missing names or other shapes, all listed; the program is unchanged. Parameters
             and buffers that already have memory may be missing, and stay as they are.
     """
     record = record_of(program)
@@ -105,11 +105,11 @@ def materialize(
 
 def _refuse(checkpoint: Any, missing: list[str], wrong: list[str]) -> None:
     named = f"the checkpoint {checkpoint}" if not isinstance(checkpoint, Mapping) else "the checkpoint"
-    texts = [f"{named} does not fit the program", *wrong[:5]]
+    texts = [f"{named} does not match the program", *wrong[:5]]
     if missing:
         texts.append(
             f"it lacks {', '.join(missing[:5])}{f' and {len(missing) - 5} more' if len(missing) > 5 else ''};"
-            " give buffers that are not saved by values=, other names by rename="
+            " pass buffers that it does not store as values=, map names by rename="
         )
     raise CheckpointError("; ".join(texts))
 
@@ -180,10 +180,10 @@ def _mapped(path: Path) -> Mapping[str, Tensor]:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged file may raise anything
         raise CheckpointError(
-            f"{path} holds no state dict of tensors alone, or is damaged: {type(error).__name__}: {error}"
+            f"{path} is damaged, or not a state dict of tensors only: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(loaded, Mapping):
-        raise CheckpointError(f"{path} holds {type(loaded).__name__}; expected a state dict")
+        raise CheckpointError(f"{path}: expected a state dict, found {type(loaded).__name__}")
     return {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
 
 

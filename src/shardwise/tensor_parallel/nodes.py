@@ -30,7 +30,7 @@ def args_of(node: fx.Node) -> tuple[Any, ...]:
 
 
 def several(value: Any) -> tuple[Any, ...]:
-    """Return the results of a value, or the value alone."""
+    """Return a value's results as a tuple, even if there is only one."""
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
@@ -46,12 +46,12 @@ def nbytes(node: fx.Node) -> int:
 
 
 def calls_of(node: fx.Node) -> list[str]:
-    """Return the module calls that `node` lies in, the innermost last: `up`, then `up@1` for the second."""
+    """Return the module calls that `node` is in, the innermost last: `up`, then `up@1` for the second."""
     return [str(entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values()]
 
 
 def modules_of(node: fx.Node) -> list[str]:
-    """Return the modules that `node` lies in, the innermost last."""
+    """Return the modules that `node` is in, the innermost last."""
     return [call.partition("@")[0] for call in calls_of(node)]
 
 

@@ -10,7 +10,7 @@ these are terms of a sum. These operators convert between the two:
     summed       the result of an all-reduce is the sum of terms: each term has the gradient of the sum
     gathered     the result of an all-gather is whole: each rank has the gradient of its part
     scattered    the result of a reduce-scatter is a part of the sum: each term has the gradient of all parts
-    untrainable  the program was cut without these: there is no right gradient
+    untrainable  the program was cut without these: there is no correct gradient
 
 Backward also needs buffers as forward read them:
 
@@ -80,7 +80,7 @@ def gathered(part: Tensor, whole: Tensor, rank: int) -> Tensor:
 
 @torch.library.custom_op("shardwise::scattered", mutates_args=())
 def scattered(term: Tensor, share: Tensor, ranks: int, group: str) -> Tensor:
-    """Return a copy of `share`, this rank's of the `ranks` parts along dim 0 of the sum of all `term`s."""
+    """Return a copy of `share`: this rank's part, of `ranks` along dim 0, of the sum of all `term`s."""
     return share.clone()
 
 
@@ -100,8 +100,8 @@ def untrainable(x: Tensor) -> Tensor:
 def refused(gradient: Tensor) -> Tensor:
     """Raise ShardingError; an operator, so that it raises when it runs and not when it is traced."""
     raise ShardingError(
-        f"{here()}: backward through a program that was cut for inference, whose ranks do not exchange"
-        " gradients; make it by tensor_parallel_transformation(..., training=True), or run it under"
+        f"{here()}: cannot run backward: the program was cut for inference, so its ranks do not exchange"
+        " gradients; create it with tensor_parallel_transformation(..., training=True), or run it under"
         " torch.no_grad()"
     )
 

@@ -4,7 +4,7 @@
     folder/rank-0.pt2        by torch.export.save
     folder/rank-1.pt2
 
-A folder is written next to its final path and renamed, so that it exists whole or not at all. `load` refuses
+A folder is written next to its final path and renamed, so that it exists whole or not at all. `load` rejects
 a rank or world size other than the folder's, and files that differ from those written (`files.manifest`). It
 unpickles a file's example inputs and custom objects if they are more than tensors, as `torch.export.load`
 does: load folders only from people whom you would let run code.
@@ -12,7 +12,7 @@ does: load folders only from people whom you would let run code.
 The graph names the process group of its collectives. `load` and `bind` set that name to the given group's, so
 programs made in one process without any group run in any group of a job.
 
-`merge` restores the whole model's state dict from a folder, bit by bit as it was cut. Elements that several
+`merge` restores the whole model's state dict from a folder, bit for bit. Elements that several
 ranks hold must be equal on all of them.
 """
 
@@ -66,7 +66,7 @@ def save(
         overwrite: replace an existing folder.
 
     Raises:
-        ShardingError: programs that are not the parts of one, in order; a folder that exists.
+        ShardingError: programs that are not all parts of one, in order; a folder that exists.
     """
     place = Path(folder)
     alone = isinstance(programs, ExportedProgram)
@@ -76,8 +76,8 @@ def save(
         group = None
     elif not dist.is_initialized():
         raise ShardingError(
-            f"one program of {records[0]['world_size']} was given and there is no process group to ask for"
-            " the others; give all of them as a list"
+            f"got one program of {records[0]['world_size']}, but there is no process group to collect the"
+            " others; pass all of them as a list"
         )
     else:
         group = group or default_group()
@@ -92,7 +92,7 @@ def save(
     def check() -> list[dict[str, Any]]:
         if place.exists() and not overwrite:
             raise ShardingError(
-                f"{place} is there already; choose another folder, or pass overwrite=True (--overwrite)"
+                f"{place} already exists; choose another folder, or pass overwrite=True (--overwrite)"
             )
         return [{key: record[key] for key in ("rank", *_SHARED)} for record in records]
 
@@ -119,7 +119,7 @@ def load(
 
     Args:
         folder: the folder.
-        rank, world_size: of the process within its group; by default those of `group`.
+        rank, world_size: of this process in its group; by default those of `group`.
         group: to communicate over, of any ranks; by default the default group. If there is neither, the
             program is loaded as it is: `bind` it before it runs.
 
@@ -153,8 +153,8 @@ def bind(program: ExportedProgram, group: dist.ProcessGroup | str | None = None)
         group = group or default_group()
         if group.size() != record["world_size"] or dist.get_rank(group) != record["rank"]:
             raise ShardingError(
-                f"{here()}: the program is that of rank {record['rank']} of {record['world_size']}, but this"
-                f" process is rank {dist.get_rank(group)} of {group.size()} in the group given"
+                f"{here()}: the program is for rank {record['rank']} of {record['world_size']}, but this"
+                f" process is rank {dist.get_rank(group)} of {group.size()} in the given group"
             )
         group = group.group_name
     before = record["group"]
@@ -185,25 +185,23 @@ def rank_in(
         rank = _agreed("rank", rank, dist.get_rank(group))
         world_size = _agreed("world size", world_size, group.size())
     if rank is None:
-        raise ShardingError(f"which rank's program of {folder}? Give rank, or a process group")
+        raise ShardingError(f"cannot tell which program of {folder} to load; pass rank, or a process group")
     if world_size not in (None, ranks):
         raise ShardingError(
-            f"{here()}: {folder} has programs for {ranks} ranks, but {world_size} are to run them; transform"
+            f"{here()}: {folder} has programs for {ranks} ranks, but world_size is {world_size}; transform"
             f" the program for {world_size} ranks"
         )
     if not 0 <= rank < ranks:
-        raise ShardingError(
-            f"{here()}: {folder} has programs for ranks 0 to {ranks - 1}, asked for rank {rank}"
-        )
+        raise ShardingError(f"{here()}: {folder} has programs for ranks 0 to {ranks - 1}, got rank {rank}")
     return rank
 
 
 def _agreed(what: str, given: int | None, found: int) -> int:
     if found < 0:
-        raise ShardingError(f"{here()}: this process is not in the group given")
+        raise ShardingError(f"{here()}: this process is not in the given group")
     if given is not None and given != found:
         raise ShardingError(
-            f"{here()}: {what} {given} was given, but the group says {found}; give one of them"
+            f"{here()}: got {what} {given}, but it is {found} in the group; pass only one of them"
         )
     return found
 
@@ -223,7 +221,7 @@ def _check_parts(records: list[dict[str, Any]]) -> None:
         if other is not None:
             raise ShardingError(
                 f"the programs of ranks 0 and {record['rank']} are not parts of one: their {other} differ;"
-                " make all by the same strategies from the same program"
+                " create all of them from the same program with the same strategies"
             )
 
 
@@ -269,10 +267,10 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 
 def file_in(folder: Path, manifest: Mapping[str, Any], name: str) -> Path:
-    """Return a file of a folder, checked to be as it was written.
+    """Return a file of a folder, checked against its digest.
 
     Raises:
-        CheckpointError: one that is missing, damaged or outside.
+        CheckpointError: the file is missing, damaged, or outside the folder.
     """
     try:
         return whole_file(folder, name, manifest["files"].get(name, {}))
@@ -293,18 +291,18 @@ def export_command(
     strict: bool = False,
     overwrite: bool = False,
 ) -> str:
-    """Cut an exported program in a file for `ranks` ranks, and save the ranks' programs to a folder. Local.
+    """Cut an exported program, read from a file, for `ranks` ranks; save their programs to a folder. Local.
 
     Args:
         model: a .pt2 file from `torch.export.save`.
         out: the folder to write.
         strategies: a JSON file of {module or pattern: word}, words as in `styles`; such a mapping; or "auto",
             for `auto.choose`.
-        device_type, strict: as of `tensor_parallel_transformation`.
-        overwrite: as of `save`.
+        device_type, strict: as for `tensor_parallel_transformation`.
+        overwrite: as for `save`.
 
     Returns:
-        What to print: `explain` of rank 0, and the strategies.
+        The text to print: `explain` of rank 0, and the strategies.
 
     Raises:
         ShardingError: a file that cannot be read, or strategies that do not fit.
@@ -324,11 +322,11 @@ def export_command(
 
 def _read_program(path: Path) -> ExportedProgram:
     if not path.is_file():
-        raise ShardingError(f"{path} is not there; expected a file by torch.export.save")
+        raise ShardingError(f"{path}: no such file; expected one from torch.export.save")
     try:
         return torch.export.load(path)
     except Exception as error:
-        raise ShardingError(f"{path} cannot be read as an exported program: {error}") from error
+        raise ShardingError(f"cannot read {path} as an exported program: {error}") from error
 
 
 def read_strategies(path: str | Path) -> Mapping[str, Any]:
@@ -336,9 +334,9 @@ def read_strategies(path: str | Path) -> Mapping[str, Any]:
     try:
         read = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise ShardingError(f"the strategies in {path} cannot be read: {error}") from error
+        raise ShardingError(f"cannot read strategies from {path}: {error}") from error
     if not isinstance(read, dict):
-        raise ShardingError(f"{path} holds {type(read).__name__}; expected a JSON object of module: style")
+        raise ShardingError(f"{path}: expected a JSON object of module: style, found {type(read).__name__}")
     return read
 
 
@@ -350,7 +348,7 @@ def merge(folder: str | Path) -> dict[str, Tensor]:
 
     Raises:
         CheckpointError: a rank's file that is missing or damaged; weights without values; ranks that disagree
-            on elements that both hold, as after training that went wrong.
+            on elements that both hold, for example after training went wrong.
     """
     place = Path(folder)
     manifest = manifest_of(place)
@@ -367,8 +365,8 @@ def merge(folder: str | Path) -> dict[str, Tensor]:
             whole = made.setdefault(name, part.new_empty(entry["shape"], device="cpu"))
             if not _put(whole, part.cpu(), at, rank):
                 raise CheckpointError(
-                    f"{path} has other values of {name} than the ranks before it, which must have the same;"
-                    " save the programs again, of ranks that agree"
+                    f"{path}: its values of {name} differ from those of lower ranks, which hold the same"
+                    " elements; save the programs again when all ranks agree"
                 )
     for name, entry in entries.items():
         if name in made and entry["tied"] in made:
@@ -402,11 +400,11 @@ def merge_command(folder: str | Path, out: str | Path, *, strip: str = "", overw
     """Write the whole state dict to a safetensors file, with the prefix `strip` removed from names. Local."""
     place = Path(out)
     if place.is_dir() or (place.exists() and not overwrite):
-        raise CheckpointError(f"{out} is there already; choose another file, or pass --overwrite")
+        raise CheckpointError(f"{out} already exists; choose another file, or pass --overwrite")
     named = {name.removeprefix(strip): x for name, x in merge(folder).items()}
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error}") from error
     save_slices(named, place, metadata={"format": "pt"})
-    return f"{len(named)} tensors, {sum(x.nbytes for x in named.values()):,} bytes, in {out}\n"
+    return f"Saved {len(named)} tensors, {sum(x.nbytes for x in named.values()):,} bytes, to {out}\n"

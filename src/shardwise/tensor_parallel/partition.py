@@ -239,7 +239,7 @@ class Partition:
             return value.node
         key = (node, placement)
         if key not in self._moved:
-            user, self.building = self.building, None  # moving a value is no part of the module that takes it
+            user, self.building = self.building, None  # moving a value is not part of its user's module
             self._moved[key] = self._move(node, value, placement, user)
             self.building = user
         return self._moved[key]
@@ -286,7 +286,7 @@ class Partition:
         source, whole = value.placement, value.node
         assert isinstance(whole, fx.Node)
         if isinstance(target, Partial):
-            raise ShardingError(f"{node.name}: a value at {source} has no terms to be summed")
+            raise ShardingError(f"{node.name}: cannot turn a value at {source} into terms of a sum")
         if isinstance(source, Partial):
             if isinstance(target, Split) and self._is_even(target, self.shape(node)[target.dim]):
                 return self.reduce_scatter(whole, target.dim)

@@ -148,9 +148,9 @@ def _without(interval: Interval, taken: Sequence[Interval]) -> list[Interval]:
 
 
 def regroup(at: Split, old: Sequence[Any], new: Sequence[Any]) -> Split | None:
-    """Return the cut that `at` becomes when sizes `old` are viewed as `new`; None if no one dim expresses it.
+    """Return the cut that `at` becomes when `old` is viewed as `new`; None if no single dim expresses it.
 
-    Sizes are numbers or symbols. None too if a cut dim merges with one whose size is a symbol.
+    Sizes are numbers or symbols. Also None if a cut dim merges with one whose size is a symbol.
     """
     before, after = next(group for group in groups(old, new) if at.dim in group[0])
     if len(before) == len(after) == 1:
@@ -190,7 +190,7 @@ def hint(size: Any) -> int:
     if isinstance(size, int):
         return size
     known = size.node.hint
-    return 1009 if known is None else int(known)  # depends on data: a number that is no product
+    return 1009 if known is None else int(known)  # depends on data: a prime matches no other size
 
 
 def same_size(one: Any, other: Any) -> bool:

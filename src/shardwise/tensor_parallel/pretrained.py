@@ -1,8 +1,8 @@
 """Strategies for a model of `transformers`: the plan that the model defines, in the words of `styles`.
 
 A plan says how each rank's layer is cut, and what is sent before and after it. Here a value stands for the
-whole value, wherever its elements are, and moves when needed, so only the cut is used. What a plan says of
-gradients, of sums over ranks and of inputs that each rank has whole follows from the cut.
+whole value, wherever its elements are, and moves when needed, so only the cut is used. What a plan says
+about gradients, sums over ranks and inputs that each rank has whole follows from the cut.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.errors import ShardingError, from_extra
 _COLUMN, _ROW = "colwise", "rowwise"
 _WORDS: dict[str, str | None] = {
     **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output", "embedding_colwise"), _COLUMN),
-    **dict.fromkeys(("packed_colwise", "packed_rowwise"), _COLUMN),  # both: the outputs of a fused weight
+    **dict.fromkeys(("packed_colwise", "packed_rowwise"), _COLUMN),  # both cut the outputs of a fused weight
     **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input", "embedding_rowwise"), _ROW),
     "sequence_parallel": "sequence_parallel",
     **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj"), None),
@@ -45,7 +45,7 @@ def chosen_for(
     if _plan_of(model):
         return strategies_of(model)
     warnings.warn(
-        f"{type(model).__name__} brings no tensor-parallel plan, so strategies='auto' chooses how it is cut",
+        f"{type(model).__name__} has no tensor-parallel plan, so strategies='auto' chooses how it is cut",
         stacklevel=3,
     )
     return "auto"
@@ -58,7 +58,7 @@ def strategies_of(model: Any) -> dict[str, str]:
     the model's bytes whole on every rank.
 
     Raises:
-        ShardingError: a model without a plan, or a plan with an unknown word, which the message names.
+        ShardingError: a model without a plan, or a plan with a word that is not supported.
     """
     if not isinstance(model, nn.Module):
         with torch.device("meta"):
@@ -66,7 +66,7 @@ def strategies_of(model: Any) -> dict[str, str]:
     plan = _plan_of(model)
     if not plan:
         raise ShardingError(
-            f"{type(model).__name__} brings no tensor-parallel plan; give strategies by module, or 'auto'"
+            f"{type(model).__name__} has no tensor-parallel plan; pass strategies by module, or 'auto'"
         )
     parameters = list(model.named_parameters(remove_duplicate=False))
     fused = {name.rpartition(".")[0] for name, word in plan.items() if word == "packed_rowwise"}
@@ -74,11 +74,11 @@ def strategies_of(model: Any) -> dict[str, str]:
     for name, word in plan.items():
         if word not in _WORDS:
             raise ShardingError(
-                f"the plan of {type(model).__name__} has {word!r} for {name!r}, which cannot be done with a"
-                f" program; known are {', '.join(sorted(_WORDS))}"
+                f"the plan of {type(model).__name__} has {word!r} for {name!r}, which is not supported;"
+                f" expected one of {', '.join(sorted(_WORDS))}"
             )
         style = _WORDS[word]
-        if name.rpartition(".")[0] in fused and word in _FLIPPED:  # next to [in, out], by dims and not by use
+        if name.rpartition(".")[0] in fused and word in _FLIPPED:  # there, words name dims, not uses
             style = _FLIPPED[word]
         fits = [
             x for own, x in parameters if fnmatchcase(own, name) or fnmatchcase(own.rpartition(".")[0], name)
@@ -89,8 +89,8 @@ def strategies_of(model: Any) -> dict[str, str]:
     whole = sum({id(x): x.nbytes for _, x in parameters}.values())
     if sum(cut.values()) < LEAST_CUT * whole:
         warnings.warn(
-            f"the plan that {type(model).__name__} brings cuts {sum(cut.values()) / max(whole, 1):.0%} of its"
-            f" {whole:,} bytes ({', '.join(found) or 'nothing'}); every rank holds the rest whole. Give"
+            f"the plan of {type(model).__name__} cuts only {sum(cut.values()) / max(whole, 1):.0%} of its"
+            f" {whole:,} bytes ({', '.join(found) or 'nothing'}); every rank holds the rest whole. Pass"
             " strategies='auto', or strategies by module",
             stacklevel=2,
         )

@@ -97,7 +97,7 @@ def read(program: ExportedProgram) -> Whole:
 
 
 def _check_whole(program: Any) -> None:
-    """Refuse anything but an exported program, and a program that already communicates."""
+    """Reject anything but an exported program, and a program that already communicates."""
     if not isinstance(program, ExportedProgram):
         kind = "a module" if isinstance(program, nn.Module) else f"{type(program).__name__}"
         raise ShardingError(
@@ -107,14 +107,14 @@ def _check_whole(program: Any) -> None:
     record = (program.graph_module.meta.get("custom") or {}).get(RECORD)
     if record is not None:
         raise ShardingError(
-            f"the program is that of rank {record['rank']} of {record['world_size']} already, and cut again"
-            " would compute something else; give the whole program, as torch.export.export made it"
+            f"the program is already cut for rank {record['rank']} of {record['world_size']} and cannot be"
+            " cut again; pass the whole program that torch.export.export returned"
         )
     for node in program.graph.nodes:
         if kind_of(node) is not None or getattr(node.target, "namespace", None) == "shardwise":
             raise ShardingError(
-                f"the program has {node.target} ({node.name}): it is one rank's of several already; give the"
-                " whole program, as torch.export.export made it of a model that does not communicate"
+                f"the program already communicates, by {node.target} ({node.name}); pass a whole program,"
+                " exported from a model that does not communicate"
             )
 
 
@@ -143,7 +143,7 @@ def _dim(style: str, user: fx.Node, weight: fx.Node) -> int | None:
 
 
 def _restyle(p: Partition, node: fx.Node) -> None:
-    """Set the style of matrices that are already cut to this use's name for their cut."""
+    """Rename the style of matrices that are already cut to what this use calls their cut."""
     for x in node.all_input_nodes:
         parameter = p.parameters.get(x)
         if parameter is not None and isinstance(at := parameter.placement, Split):
@@ -191,7 +191,7 @@ def _replicate(p: Partition, node: fx.Node, *, strict: bool) -> None:
                 f"{what} and would gather {size} bytes; register a rule, or pass strict=False"
             )
         p.warnings.append(
-            f"{what}: its inputs are gathered, {size} bytes a call; register a rule with"
+            f"{what}, so its inputs are gathered, {size} bytes per call; register a rule with"
             " shardwise.tensor_parallel.rule"
         )
     p.repeat(node)

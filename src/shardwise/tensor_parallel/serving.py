@@ -55,7 +55,7 @@ def generate(
         group: the ranks; by default the default group.
 
     Raises:
-        RankMismatchError: on every rank: prompts that differ.
+        RankMismatchError: on every rank, if prompts differ.
     """
     group = group or default_group()
     agree(f"{tokens} tokens after {prompt.tolist()}", group=group, what="what to generate")
@@ -90,7 +90,7 @@ def export_steps(model: nn.Module, prompt: Tensor, tokens: int) -> Programs:
         cause = str(error).strip().partition("\n")[0]
         raise ShardingError(
             f"{type(model).__name__} cannot be exported with a cache of fixed size"
-            f" ({type(error).__name__}: {cause}); generate with the whole model, or another model"
+            f" ({type(error).__name__}: {cause}); generate with the whole model, or use another model"
         ) from error
 
 
@@ -137,7 +137,7 @@ def choice(program: ExportedProgram) -> str:
     chosen = "; ".join(f"{style}: {', '.join(names)}" for style, names in by_style.items())
     held = explain(program)
     return (
-        f"strategies='auto' chose {chosen or 'to cut nothing, as the fastest (strategies by module cut)'};"
+        f"strategies='auto' chose {chosen or 'to cut nothing, which is fastest (pass strategies to cut)'};"
         f" rank {held.rank} holds {held.bytes_here:,} of {held.bytes_whole:,} bytes"
     )
 
@@ -169,9 +169,9 @@ def _changes(rope_type: str) -> bool:
 
 @contextmanager
 def _fixed_frequencies(model: nn.Module, longest: int) -> Iterator[None]:
-    """Fix rotary frequencies for texts of `longest` tokens, if the model would choose them at each call.
+    """Fix rotary frequencies for `longest` tokens, if the model would choose them at each call.
 
-    A program cannot choose by the length of a text.
+    A program cannot choose them by the number of tokens.
 
     Raises:
         ShardingError: they would change within `longest` tokens; the message names the module and its limit.
@@ -188,8 +188,8 @@ def _fixed_frequencies(model: nn.Module, longest: int) -> Iterator[None]:
                 if longest > limit:
                     raise ShardingError(
                         f"{name} of {type(model).__name__} ({kind}) changes its frequencies after {limit}"
-                        f" tokens, which a program cannot; expected at most {limit}, found"
-                        f" a prompt and tokens of {longest}. Ask for fewer, or generate with the whole model"
+                        f" tokens, which an exported program cannot do: prompt and generated tokens"
+                        f" are {longest}; generate fewer tokens, or use the whole model"
                     )
                 prefix = f"{key}_" if key else ""
                 original = getattr(module, f"{prefix}original_inv_freq")
@@ -244,7 +244,7 @@ class _Step(nn.Module):
 
         every = [layer for layers in self.layers for layer in layers]
         for layer in every:
-            layer.cumulative_length = 0 if self.prefill else 1  # the cache of both reads it as a number
+            layer.cumulative_length = 0 if self.prefill else 1  # EncoderDecoderCache reads it as a number
         caches = [Cache(layers=layers) for layers in self.layers]
         made = EncoderDecoderCache(*caches) if len(caches) > 1 else caches[0]
         for layer in every:
@@ -270,11 +270,11 @@ def _layers(model: Any, batch: int, capacity: int) -> list[Any]:
     wrong = next((layer for layer in asked if not isinstance(layer, StaticLayer)), None)
     if wrong is not None:
         raise ShardingError(
-            f"a layer of {type(model).__name__} keeps a {type(wrong).__name__}; only keys and values of"
-            " attention can be kept by heads"
+            f"a layer of {type(model).__name__} has the cache {type(wrong).__name__}; only attention's keys"
+            " and values can be cached by heads"
         )
     heads, width = (x if isinstance(x, list) else [x] * len(asked) for x in get_head_shapes(config))
-    made = [StaticLayer(max_cache_len=capacity) for _ in asked]  # of all tokens: the mask makes windows
+    made = [StaticLayer(max_cache_len=capacity) for _ in asked]  # of all tokens: windows are masked
     for layer, count, size in zip(made, heads, width, strict=True):
         latent = getattr(config, "kv_lora_rank", None)  # from which every head makes its keys and values
         count, *sizes = (1, latent, config.qk_rope_head_dim) if latent else (count, size, size)

@@ -94,7 +94,7 @@ def intervals(placement: Split, rank: int) -> tuple[tuple[int, int], ...]:
 def _shards(
     program: ExportedProgram, partition: Partition, sharing: ExportedProgram | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return this rank's state dict and constants, under the names of the whole program's."""
+    """Return this rank's state dict and constants, under the whole program's names."""
     names = set() if sharing is None else record_of(sharing)["parameters"].keys()
     known = {} if sharing is None else {**sharing.state_dict, **sharing.constants}
     placements = {parameter.name: parameter.placement for parameter in partition.parameters.values()}
@@ -200,7 +200,7 @@ def _is_impure(node: fx.Node) -> bool:
     return schema is not None and bool(schema.is_mutable or "assert" in schema.name)
 
 
-# ------------------------------------------------------------ what is written down with it
+# ------------------------------------------------------------ the record
 
 
 def _record(program: ExportedProgram, partition: Partition, plan: Plan, device_type: str) -> dict[str, Any]:
@@ -252,11 +252,11 @@ def record_of(program: ExportedProgram) -> dict[str, Any]:
     found = (program.graph_module.meta.get("custom") or {}).get(RECORD)
     if found is None:
         raise ShardingError(
-            "the program is not one rank's part: tensor_parallel_transformation did not make it, or a pass"
-            " over it has dropped graph_module.meta['custom']"
+            "the program is not one rank's part: tensor_parallel_transformation did not create it, or a"
+            " later pass dropped graph_module.meta['custom']"
         )
     if found["version"] != RECORD_VERSION:
         raise ShardingError(
-            f"the program's record has version {found['version']}; this shardwise reads {RECORD_VERSION}"
+            f"expected version {RECORD_VERSION} of the program's record, found {found['version']}"
         )
     return dict(found)

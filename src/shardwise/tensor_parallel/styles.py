@@ -8,7 +8,7 @@ Whether a weight is stored as [out, in] or [in, out] is found from its use. Like
 exported program stands for the whole value, wherever its elements are, and moves where it is needed. So
 `input_layouts` and `use_local_output` have no effect. `output_layouts` are applied: the module's outputs are
 moved there for all their users. So are the desired layouts of torch's PrepareModuleInput and
-PrepareModuleOutput, for modules with one tensor in or out; their other layouts, the present ones, are known.
+PrepareModuleOutput, for modules with one tensor in or out; their other layouts, the current ones, are known.
 
 If several entries match a parameter, its own name takes precedence over its module's name, and that over
 patterns. Two matching patterns that ask for different things are an error.
@@ -59,7 +59,7 @@ class ColwiseParallel(_Parallel):
 class RowwiseParallel(_Parallel):
     """Cut along the dim that the module contracts: a linear layer's input features, an embedding's rows.
 
-    Args: as of `ColwiseParallel`. With `output_layouts` None or Replicate(), outputs are summed where needed.
+    Args: as for `ColwiseParallel`. If `output_layouts` is None or Replicate(), outputs are summed if needed.
     """
 
 
@@ -138,8 +138,8 @@ def plan_of(
         modules: names of the program's modules, including those without parameters.
 
     Raises:
-        ShardingError: a name that matches nothing, with the nearest names; an entry that is no style; layouts
-            that are not possible; a module to be cut that has no weight of two dims or more.
+        ShardingError: a name that matches nothing, with the nearest names; an entry that is not a style;
+            impossible layouts; a module to be cut that has no weight of two dims or more.
     """
     plan = Plan(asked={asked: described(entry) for asked, entry in strategies.items()})
     styles: _Claims = {}
@@ -178,8 +178,8 @@ def _decide(name: str, claims: list[tuple[str, Any]]) -> tuple[str, Any]:
         other = next((claim for claim in fitting if claim[1] != fitting[0][1]), None)
         if other is not None:
             raise ShardingError(
-                f"the strategies for {fitting[0][0]!r} and {other[0]!r} both fit {name!r} and ask for"
-                f" different things ({fitting[0][1]}, {other[1]}); name {name!r} itself"
+                f"the strategies for {fitting[0][0]!r} and {other[0]!r} both match {name!r} but ask for"
+                f" different things ({fitting[0][1]}, {other[1]}); add an entry for {name!r} itself"
             )
         if fitting:
             return fitting[0]
@@ -202,7 +202,7 @@ def style_of(entry: Any, *, asked: str) -> Style:
         if entry not in _WORDS:
             near = difflib.get_close_matches(entry, _WORDS, n=1) or [", ".join(_WORDS)]
             raise ShardingError(
-                f"the strategy for {asked!r} is {entry!r}, which is no style; did you mean {near[0]}?"
+                f"the strategy for {asked!r} is {entry!r}, which is not a style; did you mean {near[0]}?"
             )
         return _WORDS[entry]
     kind = _kind(entry)
@@ -242,7 +242,7 @@ def _prepared(entry: Any, asked: str) -> dict[str, Layout]:
     """Return the layouts that a PrepareModule... wants for the module's "inputs", "outputs" or both."""
     if inspect.isclass(entry):
         raise ShardingError(
-            f"the strategy for {asked!r} is {entry.__name__}; give an instance, with its layouts"
+            f"the strategy for {asked!r} is the class {entry.__name__}; pass an instance with its layouts"
         )
     found = {}
     sides = {"inputs": getattr(entry, "prepare_module_input", entry)}
@@ -256,8 +256,8 @@ def _prepared(entry: Any, asked: str) -> dict[str, Layout]:
             continue
         if len(wanted) > 1 and layouts != {REPLICATED}:
             raise ShardingError(
-                f"the strategy for {asked!r} says where {len(wanted)} {place} are to be, which a program does"
-                " not tell apart; give output_layouts to the modules that make them"
+                f"the strategy for {asked!r} has layouts for {len(wanted)} {place}, which an exported program"
+                " does not tell apart; set output_layouts on the modules that produce them"
             )
         found[place] = layouts.pop()
     return found
@@ -275,7 +275,7 @@ def _layout(layout: Any, *, asked: str) -> Layout:
     if isinstance(layout, dtensor.Shard):
         return layout.dim
     raise ShardingError(
-        f"the strategy for {asked!r} has the layout {layout!r}; expected Replicate() or Shard(dim) of"
+        f"the strategy for {asked!r} has the layout {layout!r}; expected Replicate() or Shard(dim) from"
         " torch.distributed.tensor"
     )
 
@@ -318,13 +318,13 @@ def _no_match(asked: str, names: list[str]) -> list[str]:
     if within:
         children = list(dict.fromkeys(name.rpartition(".")[0] for name in within))
         raise ShardingError(
-            f"the strategy for {asked!r} names a module without parameters of its own; name those within:"
+            f"the strategy for {asked!r} names a module that has no parameters itself; name its submodules:"
             f" {', '.join(children[:5])}{', ...' if len(children) > 5 else ''}, or {asked}.*"
         )
     modules = list(dict.fromkeys([*(name.rpartition(".")[0] for name in names), *names]))
     near = difflib.get_close_matches(asked, modules, n=3)
     raise ShardingError(
-        f"the strategy for {asked!r} fits no parameter of the program"
+        f"the strategy for {asked!r} matches no parameter of the program"
         + (f"; did you mean {', '.join(near)}?" if near else f"; it has {', '.join(names[:10]) or 'none'}")
     )
 
@@ -336,5 +336,5 @@ def _check_dims(plan: Plan, parameters: Mapping[str, Tensor]) -> None:
         if parameters[name].ndim < 2 and name.rpartition(".")[0] not in cut:
             raise ShardingError(
                 f"{name} of shape {tuple(parameters[name].shape)} cannot be cut by {kind}: its module has no"
-                ' weight of two dims or more; leave it out, or name it itself with "replicate"'
+                ' weight of two dims or more; leave it out, or give it the style "replicate"'
             )

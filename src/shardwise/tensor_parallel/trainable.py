@@ -33,7 +33,7 @@ def trainable(program: ExportedProgram, mesh: DeviceMesh) -> fx.GraphModule:
     """
     if mesh.ndim != 1:
         raise ShardingError(
-            f"{here()}: the mesh has dims {mesh.mesh_dim_names}; give one, such as mesh['tp']"
+            f"{here()}: expected a 1-D mesh, got dims {mesh.mesh_dim_names}; pass one, such as mesh['tp']"
         )
     record = record_of(program)
     known = record["parameters"]
@@ -72,8 +72,8 @@ def _as_dtensor(placement: Placement, shape: torch.Size, name: str) -> Shard | R
     for rank, (held, chunk) in enumerate(zip(placement.ranges, chunks, strict=True)):
         if held != normal([chunk]):
             raise ShardingError(
-                f"{here()}: rank {rank} has {list(held)} of dim {placement.dim} of {name}, {tuple(shape)}; a"
-                f" DTensor has {chunk} there. Choose as many ranks as divide every width and number of heads,"
-                " and give fused projections as several; or train the program's module without fully_shard"
+                f"{here()}: rank {rank} holds {list(held)} of dim {placement.dim} of {name}, {tuple(shape)},"
+                f" where a DTensor holds {chunk}; use a number of ranks that divides widths and head counts,"
+                " and unfuse projections, or train the program's module without fully_shard"
             )
     return Shard(placement.dim)

@@ -45,7 +45,7 @@ def differentiable(p: Partition, signature: ExportGraphSignature) -> None:
 
     Args:
         p: with its output node.
-        signature: the whole program's; tells which placeholders are buffers, which have no gradients.
+        signature: of the whole program; it tells which placeholders are buffers, which have no gradients.
     """
     if not _returns_gradients(signature):
         _Pass(p, signature).run()

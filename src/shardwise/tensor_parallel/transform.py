@@ -52,7 +52,7 @@ def tensor_parallel_transformation(
     Args:
         exported_program: from `torch.export.export`, decomposed or not. It is not changed; its in-place
             operations are functional in the result.
-        rank: within its group, of the process that will run the result.
+        rank: of the process that will run the result, in its group.
         world_size: number of ranks. If it exceeds the size of a dim, some ranks get no elements.
         device_type: where the result will run, such as "cuda". If this machine does not have it, values stay
             where they are until `load` moves them on a machine that does.
@@ -110,32 +110,30 @@ def _check_ranks(rank: Any, world_size: Any) -> None:
     if not all(isinstance(each, int) and not isinstance(each, bool) for each in (rank, world_size)):
         raise ShardingError(f"rank and world_size must be ints, got {rank!r} and {world_size!r}")
     if not 0 <= rank < world_size:
-        raise ShardingError(f"rank {rank} is not one of {world_size} ranks")
+        raise ShardingError(f"expected 0 <= rank < world_size, got rank {rank} and world_size {world_size}")
 
 
 def _check_device(device_type: Any) -> None:
-    """Refuse a device type that torch does not know; this machine need not have the device."""
+    """Reject a device type that torch does not know; this machine need not have the device."""
     try:
         known = isinstance(device_type, str) and torch.device(device_type) is not None
     except RuntimeError:
         known = False
     if not known:
-        raise ShardingError(
-            f"device_type is {device_type!r}, which torch does not know; expected 'cpu', 'cuda', ..."
-        )
+        raise ShardingError(f"torch does not know device_type {device_type!r}; expected 'cpu', 'cuda', ...")
 
 
 def _check_strategies(strategies: Any) -> None:
     if strategies != "auto" and not isinstance(strategies, Mapping):
         raise ShardingError(
-            f"the strategies are {type(strategies).__name__} {strategies!r}; expected a mapping of names of"
-            " modules or parameters to styles, or 'auto'"
+            "expected strategies as a mapping from names of modules or parameters to styles, or 'auto', got"
+            f" {type(strategies).__name__} {strategies!r}"
         )
     wrong = [] if strategies == "auto" else [name for name in strategies if not isinstance(name, str)]
     if wrong:
         raise ShardingError(
-            f"the strategies have {wrong[0]!r} for a name; expected fully qualified names of modules or"
-            " parameters, or patterns of them"
+            f"the strategies have the key {wrong[0]!r}; expected fully qualified names of modules or"
+            " parameters, or patterns that match them"
         )
 
 
@@ -145,8 +143,8 @@ def _default_group(world_size: int) -> str:
     if dist.group.WORLD.size() != world_size:
         raise ShardingError(
             f"{here()}: world_size is {world_size}, but the default process group has"
-            f" {dist.group.WORLD.size()} ranks; give the name of the group that will run it,"
-            " group_name=group.group_name, or any name and `bind` the result to a group later"
+            f" {dist.group.WORLD.size()} ranks; pass group_name=group.group_name of the group"
+            " that will run it, or pass any name and `bind` the result to a group later"
         )
     return dist.group.WORLD.group_name
 
@@ -162,8 +160,8 @@ def _give_styles(p: Partition, plan: Plan, whole: Whole) -> None:
         other, by = given.setdefault(first, (dim, name))
         if other != dim:
             raise ShardingError(
-                f"{by} and {name} are one tensor, to be cut along dim {other} by one style and along dim"
-                f" {dim} by the other; give one of them, or such that cut it alike"
+                f"{by} and {name} are one tensor, but their styles cut it along dim {other} and along dim"
+                f" {dim}; give only one of them a style, or both styles that cut the same dim"
             )
 
 
@@ -172,14 +170,14 @@ def _place_as(p: Partition, sharing: ExportedProgram) -> None:
     record = state.record_of(sharing)
     if (record["rank"], record["world_size"]) != (p.rank, p.ranks):
         raise ShardingError(
-            f"the program to share with is that of rank {record['rank']} of {record['world_size']}, expected"
+            f"`sharing` is the program of rank {record['rank']} of {record['world_size']}, expected that of"
             f" rank {p.rank} of {p.ranks}"
         )
     for parameter in p.parameters.values():
         known = record["parameters"].get(parameter.name)
         if known is not None and known["shape"] != list(parameter.node.meta["val"].shape):
             raise ShardingError(
-                f"{parameter.name} has the shape {known['shape']} in the program to share with, and"
+                f"{parameter.name} has shape {known['shape']} in `sharing`, but"
                 f" {list(parameter.node.meta['val'].shape)} here; share with a program of the same model"
             )
         if known is not None:
@@ -203,7 +201,7 @@ def _build_all(p: Partition, plan: Plan, whole: Whole, *, strict: bool) -> None:
         p.values[alias].node.meta["val"] = p.values[first].node.meta["val"]
 
 
-# ------------------------------------------------------------ what the user should know
+# ------------------------------------------------------------ warnings
 
 
 def _is_asked(found: Gathered, asked: Mapping[fx.Node, str | None]) -> bool:
@@ -238,15 +236,15 @@ def _report(
     """Warn of what the user may not have intended; if `strict`, raise."""
     if strict and unasked:
         raise ShardingError(
-            "{op} ({node}, of module {module!r}, {source}) takes the whole of {value}, which is cut, and"
-            " would gather {bytes} bytes that no style asks for; give output_layouts=Replicate() to its"
-            " module, another style, or pass strict=False".format(**unasked[0])
+            "{op} ({node}, of module {module!r}, {source}) needs the whole of {value}, which is cut: it would"
+            " gather {bytes} bytes that no style asks for; set output_layouts=Replicate() on the module that"
+            " produces it, use another style, or pass strict=False".format(**unasked[0])
         )
     texts, uncut = p.warnings, []
     for node, x in p.parameters.items():
         shape, at = tuple(node.meta["val"].shape), x.placement
         if asked.get(node) is not None and len(shape) >= 2 and not isinstance(at, Split):
-            why = "nothing uses it" if at is None else "its first use has no way to use a part of it"
+            why = "nothing uses it" if at is None else "its first use cannot work on a part of it"
             why = "the program writes to it" if x.name in whole.written else why
             uncut.append(
                 f"{x.name} of shape {shape} has the style {asked[node]!r} but stays whole on every rank:"
@@ -255,13 +253,13 @@ def _report(
         empty = [r for r in range(p.ranks) if isinstance(at, Split) and not at.size(r)]
         if strict and empty:
             raise ShardingError(
-                f"rank {empty[0]} of {p.ranks} would have nothing of {x.name} of shape {shape}; use fewer"
+                f"rank {empty[0]} of {p.ranks} would hold no part of {x.name} of shape {shape}; use fewer"
                 " ranks, or pass strict=False"
             )
     if uncut:
         text = uncut[0] + (f" (and {len(uncut) - 1} more like it)" if len(uncut) > 1 else "")
         if strict:
-            raise ShardingError(f"{text}; leave its style out, or pass strict=False")
+            raise ShardingError(f"{text}; remove its style, or pass strict=False")
         texts = [*texts, text]
     for text in texts:
         warnings.warn(text, stacklevel=3)
@@ -281,8 +279,8 @@ def enter(plan: Plan, graph: fx.Graph, signature: ExportGraphSignature) -> Moves
             given = [x for x in entering if _is_activation(x, signature)]
             if len(given) != 1:
                 raise ShardingError(
-                    f"the input of {module} is to be moved, but it takes {len(given)} tensors"
-                    f" ({', '.join(x.name for x in given[:5])}); give output_layouts to what makes them"
+                    f"cannot move the input of {module}: it takes {len(given)} tensors"
+                    f" ({', '.join(x.name for x in given[:5])}); set output_layouts where they are produced"
                 )
             with graph.inserting_before(own[0]):
                 moved = graph.call_function(aten.alias.default, (given[0],))
@@ -311,8 +309,8 @@ def _calls(graph: fx.Graph, module: str, what: str) -> list[list[fx.Node]]:
                 calls.setdefault(call, []).append(node)
     if not calls:
         raise ShardingError(
-            f"the {what} of {module} are to be moved, but no operation of the program says that it belongs to"
-            " it (it was not called, or a pass has dropped nn_module_stack); leave its layouts out"
+            f"cannot move the {what} of {module}: no operation of the program belongs to it (it was not"
+            " called, or a pass dropped nn_module_stack); remove its layouts"
         )
     return list(calls.values())
 
@@ -332,15 +330,15 @@ def move(p: Partition, node: fx.Node, module: str, layout: Layout) -> None:
         sizes, dim = p.shape(node), int(layout)
         if not -len(sizes) <= dim < len(sizes):
             raise ShardingError(
-                f"what is to be moved at {module} has {len(sizes)} dims; Shard({dim}) is none of them"
+                f"cannot move the tensor at {module} to Shard({dim}): it has {len(sizes)} dims"
             )
         dim %= len(sizes)
         if isinstance(at, Split) and at.dim == dim:
             return
         if not isinstance(sizes[dim], int):
             raise ShardingError(
-                f"what is to be moved at {module} cannot be cut along dim {dim}, whose size is not known"
-                " before the program runs; export with that dim static, or leave the layout out"
+                f"cannot move the tensor at {module} to Shard({dim}): the size of that dim is not known"
+                " before the program runs; export it as static, or remove the layout"
             )
         wanted = Split(dim, even(sizes[dim], p.ranks))
     p.values[node] = Value(p.take(node, wanted), wanted)

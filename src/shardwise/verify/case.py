@@ -1,4 +1,4 @@
-"""The `Case` that a script offers for verification: one training step as functions, and how to find it.
+"""The `Case` that a script provides for verification: one training step as functions, and how to find it.
 
 A `Case` holds the five functions of a training step, so that the same step can run unsharded in one
 process and sharded on many. A spec names where it comes from:
@@ -77,7 +77,7 @@ def load_case(spec: str) -> Case:
     """Import the module that `spec` names, in this process, and call its factory.
 
     The script sees its own directory and the current one on `sys.path`, and no command-line arguments, as
-    when it runs directly. Raises `CaseError` if there is no such case; exceptions of the script itself
+    when it runs directly. Raises `CaseError` if there is no such case; exceptions from the script itself
     propagate.
     """
     target, name = split_spec(spec)
@@ -85,13 +85,13 @@ def load_case(spec: str) -> Case:
     factory = getattr(module, name, None)
     if not callable(factory):
         raise CaseError(
-            f"{target} has no function `{name}()`. Expected a module-level function returning "
-            f"shardwise.verify.Case; name another one with `{target}:FUNCTION`."
+            f"{target} has no function `{name}()`. Define it at module level and return a "
+            f"shardwise.verify.Case, or name another function: `{target}:FUNCTION`."
         )
     case = factory()
     if not isinstance(case, Case):
         raise CaseError(
-            f"`{name}()` of {target} returned {type(case).__name__}, expected shardwise.verify.Case."
+            f"`{name}()` of {target} returned {type(case).__name__}; expected a shardwise.verify.Case."
         )
     return case
 
@@ -106,8 +106,8 @@ def apply_shard(case: Case, module: nn.Module, mesh: Any, *, layout: str | None)
     parameters = inspect.signature(case.shard).parameters.values()
     if not any(p.name == "layout" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         raise CaseError(
-            f"layout {layout!r} was asked for, but this case's shard function takes no `layout`. "
-            "Declare it `def shard(module, mesh, layout='interleaved')` and pass it to fully_shard."
+            f"layout {layout!r} was requested, but this case's shard function takes no `layout`. "
+            "Define it as `def shard(module, mesh, layout='interleaved')` and pass layout to fully_shard."
         )
     return case.shard(module, mesh, layout=layout) or module
 
@@ -135,7 +135,7 @@ def _import_name(name: str) -> ModuleType:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
             raise
         raise CaseError(
-            f"No module named {error.name!r}. Give a file ending in .py, or a module importable from here."
+            f"No module named {error.name!r}. Give a .py file, or a module that can be imported from here."
         ) from None
 
 
@@ -156,7 +156,7 @@ def local_batch(
     length = batch[0].shape[0]
     if length % ranks or length == 0:
         raise CaseError(
-            f"batch({step}) has {length} samples, which cannot be cut evenly over {ranks} ranks. "
+            f"batch({step}) has {length} samples, which cannot be split evenly over {ranks} ranks. "
             f"Return a multiple of {ranks}, or choose another number of ranks."
         )
     size = length // ranks

@@ -54,7 +54,7 @@ def derived_tolerance(dtype: torch.dtype, *, terms: int, layers: int) -> Toleran
     base = SAFETY * (stored * math.sqrt(layers) + accumulated * math.sqrt(terms))
     name = str(dtype).removeprefix("torch.")
     return Tolerance(
-        base=base, growth=1.0, reason=f"rounding of {name}: {layers} layers, {terms} terms, growing by step"
+        base=base, growth=1.0, reason=f"rounding in {name}: {layers} layers, {terms} terms, growing by step"
     )
 
 
@@ -86,7 +86,7 @@ class Difference:
 
     @property
     def beyond(self) -> bool:
-        """Whether this is more than rounding explains."""
+        """Whether this exceeds the tolerance, or is a problem at any tolerance."""
         return bool(self.problem) or not self.used <= 1.0
 
     @property
@@ -128,7 +128,7 @@ def compare_tensors(
     """Compare two tensors element by element, in float64.
 
     `slack` (shape of `expected`) is an absolute difference allowed on top of `tolerance * scale`.
-    A shape mismatch, or a non-finite value on either side, is a problem whatever the tolerance.
+    A shape mismatch, or a non-finite value on either side, is a problem at any tolerance.
     """
     if found.shape != expected.shape:
         problem = f"shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
@@ -219,7 +219,7 @@ def _ratio(value: float, scale: float) -> float:
 
 def _not_finite(found: int, expected: int) -> str:
     sides = [
-        f"{count} value{'s' if count > 1 else ''} not finite {where}"
+        f"{count} non-finite value{'s' if count > 1 else ''} {where}"
         for count, where in ((found, "on the ranks"), (expected, "in the reference"))
         if count
     ]

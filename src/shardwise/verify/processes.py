@@ -72,9 +72,8 @@ class _Child:
     pipe: Connection
     done: bool = False
     value: Any = None
-    failure: tuple[float, str, str | None] | None = (
-        None  # time, message, traceback; None if the message is enough
-    )
+    # Time, message, traceback (None if the message is enough).
+    failure: tuple[float, str, str | None] | None = None
 
 
 def run_ranks(
@@ -193,7 +192,7 @@ def _take(child: _Child) -> None:
         report = child.pipe.recv()
     except (EOFError, OSError):
         child.process.join(_EXIT_S)  # it has closed its pipe: its memory is being freed
-        # a death goes before every error it causes elsewhere
+        # a death precedes every error that it causes elsewhere
         child.failure = (-math.inf, f"{child.label}: died ({_death(child.process.exitcode)})", "")
         return
     if report[0] == "done":
@@ -205,7 +204,7 @@ def _take(child: _Child) -> None:
 
 def _death(exitcode: int | None) -> str:
     if exitcode is None:
-        return f"closed its pipe and did not end within {_EXIT_S:g} s"
+        return f"closed its pipe but did not exit within {_EXIT_S:g} s"
     if exitcode >= 0:
         return f"exit status {exitcode}"
     with contextlib.suppress(ValueError):
@@ -217,7 +216,7 @@ def _record_hang(children: list[_Child], timeout: float) -> None:
     """Mark the first process still running as failed, with the stacks of all."""
     stacks = "\n".join(f"{child.label}:\n{_tail(child.job.log)}" for child in children)
     waiting = ", ".join(child.label for child in children)
-    message = f"nothing moved for {timeout:g} s; still running: {waiting}"
+    message = f"no process made progress for {timeout:g} s; still running: {waiting}"
     children[0].failure = (time.monotonic(), message, stacks)
 
 

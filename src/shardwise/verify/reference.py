@@ -5,7 +5,7 @@ It writes files to a folder, from which the ranks read one tensor at a time:
     start.pt      parameters before the first step, names tied to them, scales
     step<i>.pt    loss, gradients, parameters after the step, scales, slack
 
-The files have only tensors, numbers and strings, and are loaded as such.
+The files hold only tensors, numbers and strings; loading them executes no code.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def read_step(folder: str, step: int) -> dict[str, Any]:
 
 
 def named(module: nn.Module) -> tuple[Parameters, dict[str, str]]:
-    """Return the parameters by name, each once, and the tied ones' {further name: first name}."""
+    """Return parameters by name, each once, and {other name: first name} for tied ones."""
     first: Parameters = {}
     tied: dict[str, str] = {}
     names: dict[int, str] = {}
@@ -88,7 +88,7 @@ def take_batch(case: Case, step: int) -> tuple[torch.Tensor, ...]:
             )
     if len({entry.shape[0] for entry in batch}) != 1:
         raise CaseError(
-            f"batch({step}) has tensors of lengths {[e.shape[0] for e in batch]}; expected one length."
+            f"batch({step}) has tensors of lengths {[e.shape[0] for e in batch]}; expected equal lengths."
         )
     return batch
 
@@ -109,7 +109,7 @@ def take_loss(case: Case, module: nn.Module, batch: tuple[torch.Tensor, ...]) ->
 
 
 def take_gradients(case: Case, module: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-    """Run forward and backward of the case; return the loss, or None if another rank has it."""
+    """Run the case's forward and backward; return the loss, or None if another rank has it."""
     if case.backward is not None:
         return case.backward(module, batch)
     loss = take_loss(case, module, batch)
@@ -143,8 +143,8 @@ def run_reference(alive: Callable[[], None], plan: Plan) -> Tolerance:
         gradient_scales = _scales(gradients)
         if step == 0 and not any(gradient_scales.values()):
             raise CaseError(
-                f"{plan.spec}: the loss of the first step has no gradient other than zero, in one process:"
-                " any training would look equal to it. Return a loss that depends on the parameters"
+                f"{plan.spec}: all gradients of the first step are zero in the unsharded run, so any sharded"
+                " run would match it. Return a loss that depends on the parameters"
             )
         kept = {name: gradient.clone() for name, gradient in gradients.items()}  # step() may change them
         optimizer.step()

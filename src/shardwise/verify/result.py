@@ -95,13 +95,13 @@ def step_name(step: int) -> str:
 
 
 def table(result: VerifyResult) -> Table:
-    """Return a table with a row per step: each kind's largest difference, the tensor nearest its limit."""
+    """Return a table with a row per step: each kind's largest difference, the tensor closest to its limit."""
     rendered = Table(title=_title(result))
     rendered.add_column("step", justify="right")
     for kind in KINDS:
         rendered.add_column(f"{kind}\nabsolute\nrelative", justify="right", no_wrap=True)
     rendered.add_column("tolerance\n\nrelative", justify="right", no_wrap=True)
-    rendered.add_column("nearest to its limit", overflow="fold")
+    rendered.add_column("closest to its limit", overflow="fold")
     for step in range(START, result.steps):
         cells: list[str] = []
         for kind in KINDS:
@@ -121,22 +121,22 @@ def verdict(result: VerifyResult) -> str:
     first, parameter = result.first, result.first_parameter
     layout = f" ({result.layout} layout)" if result.layout else ""
     if first is None:
-        return f"Within tolerance: {result.steps} steps on {result.ranks} ranks{layout} follow one process."
-    lines = [f"Beyond tolerance{layout}, first at {describe(first)}"]
+        return f"Within tolerance: {result.steps} steps on {result.ranks} ranks{layout} match one process."
+    lines = [f"Beyond tolerance{layout}. First difference: {describe(first)}"]
     if parameter is not None and parameter is not first:
         lines.append(f"First parameter beyond tolerance: {describe(parameter)}")
     beyond = {d.name for d in result.differences if d.beyond and d.kind != "loss"}
     if len(beyond) > 1:
-        lines.append(f"{len(beyond)} parameters are beyond tolerance in some step.")
+        lines.append(f"{len(beyond)} parameters are beyond tolerance in at least one step.")
     guilty = {name: text for name, text in result.alone.items() if text}
     if result.alone and not guilty:
-        lines.append(f"Only together: {', '.join(result.alone)} are each within tolerance alone.")
-    lines += [f"At fault: {name}, which is beyond tolerance alone: {text}" for name, text in guilty.items()]
+        lines.append(f"Each of {', '.join(result.alone)} is within tolerance alone, but not together.")
+    lines += [f"At fault: {name} is beyond tolerance alone: {text}" for name, text in guilty.items()]
     return "\n".join(lines)
 
 
 def describe(difference: Difference) -> str:
-    """Describe a difference in one line, for locating the fault."""
+    """Describe a difference and its place in one line."""
     what = "the loss" if difference.kind == "loss" else f"the {difference.kind} {difference.name}"
     if difference.kind == "gradient":
         what = f"the gradient of {difference.name}"
@@ -145,8 +145,8 @@ def describe(difference: Difference) -> str:
     if difference.problem:
         return f"{where}: {what}{on}: {difference.problem}"
     return (
-        f"{where}: {what}{on} differs by {difference.absolute:.3g}, {difference.relative:.3g} of its scale, "
-        f"{difference.used:.3g} times what is allowed"
+        f"{where}: {what}{on} differs by {difference.absolute:.3g} ({difference.relative:.3g} times its"
+        f" scale, {difference.used:.3g} times the allowed difference)"
     )
 
 

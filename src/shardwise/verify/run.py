@@ -44,8 +44,8 @@ def verify(
     product of its sizes as ranks. If a run is beyond tolerance, each dimension is tried alone to find the one
     at fault. `layout` is passed to the case's shard function. `timeout` is in seconds without progress.
 
-    Starts `ranks` + 1 processes (never more than `ranks` at once) and needs space in the temporary folder
-    for 3 x `steps` times the parameters. Raises `CaseError` if the case cannot be run, with the traceback
+    Starts `ranks` + 1 processes (never more than `ranks` at once) and needs room in the temporary folder
+    for 3 x `steps` copies of the parameters. Raises `CaseError` if the case cannot be run, with the traceback
     of the process that failed. Call it under `if __name__ == "__main__":`, as with every function that
     starts Python processes.
     """
@@ -61,7 +61,7 @@ def verify(
             [used] = run_ranks(run_reference, plan, world_size=1, timeout=timeout, name="reference")
             differences, *_ = run_ranks(run_sharded, plan, used, world_size=ranks, timeout=timeout)
         except RankError as failure:
-            raise CaseError(f"{case_spec} could not be run. {failure}", traceback=failure.traceback) from None
+            raise CaseError(f"{case_spec} could not be run: {failure}", traceback=failure.traceback) from None
         found = VerifyResult(**asked, tolerance=used, differences=tuple(differences))
         return found if found.ok else replace(found, alone=_alone(plan, used, timeout))
 
@@ -88,7 +88,7 @@ def _ranks_of(mesh: str, replicas: int) -> int:
     except ShardingError as error:
         raise CaseError(str(error)) from None
     if replicas != 1:
-        raise CaseError(f"mesh={mesh!r} has its own replicas, such as replicate{replicas}: give one of both.")
+        raise CaseError(f"mesh={mesh!r} replaces replicas={replicas}; in a mesh, write replicate{replicas}.")
     return ranks
 
 
@@ -99,4 +99,4 @@ def _check_arguments(case_spec: str, *, ranks: int, steps: int, replicas: int) -
     if ranks < 1 or steps < 1:
         raise CaseError(f"ranks and steps must be at least 1, got ranks={ranks}, steps={steps}.")
     if replicas < 1 or ranks % replicas:
-        raise CaseError(f"{ranks} ranks cannot be cut into {replicas} replicas of equal size.")
+        raise CaseError(f"{ranks} ranks cannot be divided into {replicas} replicas of equal size.")

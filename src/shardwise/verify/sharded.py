@@ -2,8 +2,8 @@
 
 Sharded tensors are gathered one parameter at a time, which is collective. The ranks therefore first
 exchange which parameters and gradients they hold, so that a gradient missing on one rank is reported
-and does not hang. Gathered tensors are equal within a shard group, so one rank of each replica compares;
-tensors that are not sharded are compared on every rank.
+instead of causing a hang. Gathered tensors are equal within a shard group, so one rank of each replica
+compares; tensors that are not sharded are compared on every rank.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _name_problems(
         if name in expected_tied:
             problems.append((name, f"tied to {expected_tied[name]} in the reference, separate on the ranks"))
         elif name not in expected:
-            problems.append((name, "present on the ranks, no such parameter in the reference"))
+            problems.append((name, "present on the ranks, missing from the reference"))
     for name, first in tied.items():
         if name in expected:
             problems.append((name, f"tied to {first} on the ranks, separate in the reference"))
@@ -185,7 +185,7 @@ def _name_problems(
 def _gather_differences(differences: list[Difference]) -> list[Difference]:
     """Gather and merge the differences of all ranks on rank 0; return none on other ranks."""
     by_rank = together(
-        "merging what ranks found", lambda: [dataclasses.asdict(difference) for difference in differences]
+        "merging all ranks' findings", lambda: [dataclasses.asdict(difference) for difference in differences]
     )
     if dist.get_rank() != 0:
         return []

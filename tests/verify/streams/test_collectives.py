@@ -166,7 +166,7 @@ def test_what_other_ranks_are_sent_is_compared() -> None:
         return found
 
     late = program(Order.first(1), waits=False).differences
-    assert any("what other ranks are sent" in str(one) for one in late)
+    assert any("data sent to other ranks" in str(one) for one in late)
     assert not program(Order.first(1), waits=True).differences
 
 

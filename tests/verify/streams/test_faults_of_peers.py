@@ -97,4 +97,4 @@ def test_fsdp2_frees_what_the_stream_of_a_hook_adds_up_and_has_no_finding_elsewh
             if not accumulates:
                 model.zero_grad()
     assert bool(found.findings) == (hooks and accumulates and TorchVersion(torch.__version__) < "2.15")
-    assert all("memory that was freed while add_" in str(one) for one in found.findings)
+    assert all("memory was freed while add_" in str(one) for one in found.findings)

@@ -138,7 +138,7 @@ def test_a_case_without_a_missing_wait_ends_with_0_and_its_result_is_written(scr
     path = script.with_suffix(".json")
     status, text = check(script, "right", "--layout", "both", "--json", str(path))
     assert status == 0, text
-    assert text.count("No operation of ") == 2
+    assert text.count("No missing waits among ") == 2
     written = json.loads(path.read_text())
     assert written["verdict"] == "ordered"
     assert [one["layout"] for one in written["results"]] == ["interleaved", "contiguous"]
@@ -148,7 +148,7 @@ def test_a_missing_wait_ends_with_1_and_is_written(script: Path) -> None:
     path = script.with_suffix(".json")
     status, text = check(script, "racing", "--json", str(path))
     assert status == 1
-    assert "have no order" in text
+    assert "are not ordered" in text
     written = json.loads(path.read_text())
     assert written["verdict"] == "waits are missing"
     assert written["findings"][0]["text"] in text
@@ -197,12 +197,12 @@ def test_a_race_from_one_step_to_the_next_is_found_as_the_host_runs_ahead(script
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("a_stage", "that rank does not exist here. Run it on real ranks"),
-        ("threaded", "on the simulated device in another thread than the simulation's"),
+        ("a_stage", "the simulation has only this rank. Run it on real ranks"),
+        ("threaded", "on the simulated device in another thread"),
         ("replicated", 'Use shardwise.fully_shard(model, layout="contiguous", strategy="ddp")'),
         ("failing", "raised KeyError on the simulated device: 'mine'"),
         ("leaving", "raised SystemExit on the simulated device: 0"),
-        ("uneven", "batch(0) has 7 samples, which cannot be cut evenly over 2 ranks"),
+        ("uneven", "batch(0) has 7 samples, which cannot be split evenly over 2 ranks"),
         ("on_cpu", "no operation of the case ran on the simulated device"),
     ],
 )

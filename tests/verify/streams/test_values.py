@@ -291,7 +291,7 @@ def test_a_difference_says_what_differs_and_which_operation_was_the_first() -> N
     found = run(lambda: read_before_it_is_written(False), Order.without(finding.earlier))
     assert found.differences[0].first is not None
     assert (
-        "is not what the CPU computes, in the end; the first operation with other numbers was mul on"
+        "differs from the CPU's result at the end; the first operation whose numbers differ is mul on"
         in str(found.differences[0])
     )
 

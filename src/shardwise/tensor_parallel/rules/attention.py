@@ -37,7 +37,7 @@ def attention(p: Partition, node: fx.Node) -> None:
 
 
 def _dropout(node: fx.Node) -> float:
-    """Return the probability with which weights are dropped."""
+    """Return the probability of dropping an attention weight."""
     return float(arguments_of(node).get("dropout_p", 0.0))
 
 
@@ -56,7 +56,7 @@ def _emit(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node, **cha
 def without_heads(p: Partition, cut: Split, dim: int) -> list[int]:
     """Return the ranks that have none of the heads, dim `dim`, if there are fewer heads than ranks.
 
-    The CPU kernel divides by the number of heads, and until torch 2.12 is chosen even for none.
+    The CPU kernel divides by the number of heads; up to torch 2.12 it is chosen even for no heads.
     """
     return [rank for rank in range(p.ranks) if not cut.size(rank)] if cut.dim == dim else []
 
@@ -67,7 +67,7 @@ def _of_no_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _with_dropout(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node) -> fx.Node:
-    """Compute attention as products and softmax: a kernel with dropout would draw only for local heads."""
+    """Compute attention as products and softmax: a kernel would draw the dropout of local heads only."""
     q, keys, _, mask, share, is_causal, scale, *_ = arguments_of(node).values()
     scale = scale or 1 / math.sqrt(p.hints(q)[-1])
     here = p.take(q, cut)
@@ -112,13 +112,13 @@ def _grouped(p: Partition, node: fx.Node, *, group: int) -> None:
 
 
 def key_heads(p: Partition, at: Split, *, group: int, count: int) -> tuple[Split, bool]:
-    """Return the key heads that query heads cut by `at` use, and whether each rank has all their users."""
+    """Return the key heads that queries cut by `at` use, and whether each rank has all their query heads."""
     needed = at.each(lambda begin, end: (begin // group, -(-end // group))).within(0, count)
     whole = needed.scaled(group).ranges == at.ranges and all(at.size(rank) for rank in range(p.ranks))
     return needed, whole
 
 
 def for_queries(p: Partition, x: Any, needed: Split, at: Split, *, group: int) -> fx.Node:
-    """Return keys or values once for each head of queries that this rank has."""
+    """Return keys or values repeated for each query head of this rank."""
     repeated = p.emit(aten.repeat_interleave.self_int, p.take(x, needed), group, at.dim)
     return p.inside(repeated, needed.scaled(group), at)

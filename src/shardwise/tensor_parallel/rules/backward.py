@@ -3,7 +3,7 @@
 Most of a backward is products, sums and elementwise operations, whose rules are those of the forward: the
 gradient of a column layer's input is a term of a sum, that of its weight is cut like the weight. This module
 has rules for operators of backward only. Only softmax over a cut dim communicates, and log-softmax if its
-gradient is not a loss's: they need a sum for each row.
+gradient is not from a loss: they need a sum for each row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardwise.tensor_parallel.rules.vocabulary import (
 
 @aten_rule("nll_loss_backward", "nll_loss2d_backward")
 def nll_backward(p: Partition, node: fx.Node) -> None:
-    """Put each row's gradient, one number at the target's place, on the rank that has that place."""
+    """Put each row's gradient, one number at the target's index, on the rank that has this index."""
     gradient, x, target, weight, reduction, ignored, total = args_of(node)
     at, dim = p.placement(x), class_dim(p, x)
     if not isinstance(at, Split) or not by_intervals(at, dim):
@@ -86,7 +86,7 @@ def softmax_backward(p: Partition, node: fx.Node) -> None:
 
 @aten_rule("native_layer_norm_backward", "_fused_rms_norm_backward")
 def norm_backward(p: Partition, node: fx.Node) -> None:
-    """Cut a norm's backward; its dims must be whole, and each rank's rows add to weights' gradients."""
+    """Cut a norm's backward; its dims must be whole. Weights' gradients are sums over ranks' rows."""
     gradient, x, shape, *rest = args_of(node)
     at = p.cut_of(x, gradient)
     if at is None or at.dim >= len(p.shape(x)) - len(shape) or not at.disjoint:
@@ -138,7 +138,7 @@ def _grouped(p: Partition, node: fx.Node, at: Split | None, *, group: int) -> No
     made = _attention(p, node, at, keys, values)
     found = [p.emit(operator.getitem, made, place) for place in range(3)]
     begin, end = (*at.ranges[p.rank], (0, 0))[0]
-    for place in (1, 2):  # of every head of queries, zeros where other ranks have them
+    for place in (1, 2):  # for all query heads, with zeros for those of other ranks
         padding = [0, 0, 0, 0, begin, count * group - end]
         every = p.emit(aten.constant_pad_nd.default, found[place], padding, 0)
         apart = p.emit(aten.unflatten.int, every, 1, [count, group])
@@ -147,7 +147,7 @@ def _grouped(p: Partition, node: fx.Node, at: Split | None, *, group: int) -> No
 
 
 def _with_heads(p: Partition, x: Any, at: Split, q: fx.Node) -> Any:
-    """Return the result, its statistics [batch, heads, queries], a mask, which broadcasts, or a number."""
+    """Return `x` on this rank: the result, statistics [batch, heads, queries], a mask, or a number."""
     if is_tensor(x) and len(p.shape(x)) == len(p.shape(q)) - 1 and isinstance(p.placement(x), Split):
         return p.take(x, at)
     return mask_for(p, x, at, q)

@@ -1,4 +1,4 @@
-"""Operations over some dims of a value: local if another dim is cut, otherwise on the whole value."""
+"""Operations along some dims of a value: local if another dim is cut, otherwise on the whole value."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import PARTIAL
 from shardwise.tensor_parallel.rules.registry import Dims, aten_rule, by_dims
 
-# Operations whose results have the dims of their input: those that name the dim, or dims, that must be whole;
-# or how many of the last dims must be whole.
+# Operations whose results have the dims of their input. Some name the dims that must be whole; for others, a
+# number of last dims must be whole.
 _NAMED = (
     *("_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "flip", "glu"),
     *("topk", "kthvalue", "roll", "diff", "index_select"),
@@ -29,8 +29,8 @@ _LAST = {
     3: ("max_pool3d", "avg_pool3d"),
 }
 _LAST_OF = {name: count for count, names in _LAST.items() for name in names}
-_SHAPES = ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")  # as many as their shape has
-_PADS = ("constant_pad_nd", "pad")  # each of them twice in the padding
+_SHAPES = ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")  # as many as in their shape
+_PADS = ("constant_pad_nd", "pad")  # the padding has two numbers for each
 
 
 @by_dims(*_NAMED, *_LAST_OF, *_SHAPES, *_PADS)
@@ -59,7 +59,7 @@ def _dims(given: Any, ndim: int) -> set[int]:
     *("norm", "linalg_vector_norm"),
 )
 def reduce(p: Partition, node: fx.Node) -> None:
-    """Reduce over some dims or all. A sum or mean over the cut dim is a term of the whole one."""
+    """Reduce over some dims or all. A sum or mean over the cut dim gives a term of the whole one."""
     x, *rest = args_of(node)
     op, at, ndim = op_of(node), p.cut_of(x), len(p.shape(x))
     if op in ("max", "min") and rest and is_tensor(rest[0]):

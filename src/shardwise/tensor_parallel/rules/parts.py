@@ -61,7 +61,7 @@ def _weights_cut(p: Partition, node: fx.Node, dim: int) -> Split | None:
 
 
 def _slice_begin(p: Partition, node: fx.Node, *, size: Any) -> int | None:
-    """Return where a slice of `size` elements begins, if a number."""
+    """Return where a slice of `size` elements begins; None if that is not known."""
     given = arguments_of(node)
     whole, begin = p.shape(args_of(node)[0])[given["dim"]], given["start"] or 0
     if given.get("step", 1) != 1 or not all(isinstance(n, int) for n in (begin, whole, size)):
@@ -70,12 +70,12 @@ def _slice_begin(p: Partition, node: fx.Node, *, size: Any) -> int | None:
 
 
 def _sliced(p: Partition, at: Split, begin: int, size: int) -> tuple[Split, int]:
-    """Return the cut of `size` elements from `begin` on, and where this rank's begin among all of its."""
+    """Return the cut of `size` elements from `begin` on, and where they begin in this rank's part."""
     return at.within(begin, begin + size), at.within(0, begin).size(p.rank)
 
 
 def _along(p: Partition, node: fx.Node, at: Split) -> None:
-    """Take parts along the cut dim, each of which is cut too, like those of a fused projection."""
+    """Take parts along the cut dim; each is cut too, like the parts of a fused projection."""
     cuts, begin = [], 0
     for piece in node.meta["val"]:
         end = begin + hint(piece.shape[at.dim])
@@ -91,7 +91,7 @@ def getitem(p: Partition, node: fx.Node) -> None:
     value = p.values[whole]
     if not isinstance(value.placement, tuple):
         return p.repeat(node)
-    apart = isinstance(value.node, tuple)  # made one by one
+    apart = isinstance(value.node, tuple)  # one node per result
     made = value.node[index] if apart else p.emit(operator.getitem, value.node, index)
     return p.keep(node, made, value.placement[index])
 
@@ -178,7 +178,7 @@ def index_copy(p: Partition, node: fx.Node) -> Dims:
 
 @aten_rule("gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce")
 def gather(p: Partition, node: fx.Node) -> None:
-    """Gather by indices that have the dims of the value, and are cut like it."""
+    """Gather by indices that have the same dims as the value and are cut like it."""
     args, op = args_of(node), op_of(node)
     dim, chosen = (args[2], args[1]) if op == "take_along_dim" else (args[1], args[2])
     x, tensors = args[0], [a for a in args if is_tensor(a)]
@@ -198,7 +198,7 @@ def gather(p: Partition, node: fx.Node) -> None:
 
 @aten_rule("slice_scatter", "select_scatter")
 def overwrite(p: Partition, node: fx.Node) -> None:
-    """Replace a part of a value: along another dim than the cut one, or each rank's part of it."""
+    """Replace a part of a value along an uncut dim, or each rank's part of it along the cut dim."""
     x, source = args_of(node)[:2]
     selects, sizes = op_of(node) == "select_scatter", p.shape(x)
     dim = part_dim(node, len(sizes))

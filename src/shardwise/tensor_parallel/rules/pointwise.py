@@ -19,7 +19,7 @@ from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Split
 from shardwise.tensor_parallel.rules.registry import aten_rule
 
-# Elementwise, though torch does not tag them so.
+# Elementwise, though torch does not tag them as such.
 _UNTAGGED = {
     *("_to_copy", "to", "type_as", "contiguous", "clone", "alias", "detach", "lift_fresh_copy", "copy"),
     *("zeros_like", "ones_like", "full_like", "empty_like"),
@@ -31,7 +31,7 @@ _LINEAR = {"alias", "clone", "contiguous", "detach", "neg"}
 
 def is_pointwise(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags:  # a part's draws differ from the whole's
+    if torch.Tag.nondeterministic_seeded in tags:  # drawing for a part differs from drawing for the whole
         return False
     return torch.Tag.pointwise in tags or _aten_op(node) in _UNTAGGED
 
@@ -49,7 +49,7 @@ def pointwise(p: Partition, node: fx.Node) -> None:
     dims = {x: p.spread(x, sizes) for x in inputs}
     cut = [x for x in inputs if isinstance(at := p.placement(x), Split) and dims[x][at.dim] is not None]
     if all(p.is_gathered(x) for x in cut):
-        return p.repeat(node)  # whole results never need to be sent
+        return p.repeat(node)  # a whole result needs no later gather
     return p.follow(node, dims)
 
 
@@ -62,7 +62,7 @@ def _keeps_terms(p: Partition, node: fx.Node, inputs: list[fx.Node]) -> bool:
     if op == "mul" and len(partial) == 1 and len(inputs) == 2 and node.args[0] is not node.args[1]:
         (other,) = (x for x in inputs if x is not partial[0])
         return p.placement(other) == REPLICATE
-    if node.kwargs:  # rounding, say
+    if node.kwargs:  # such as a rounding mode
         return False
     scalar = op in ("mul", "div") and len(inputs) == 1
     return scalar and all(isinstance(a, (int, float)) and math.isfinite(a) for a in args_of(node)[1:])
@@ -72,7 +72,7 @@ def _keeps_terms(p: Partition, node: fx.Node, inputs: list[fx.Node]) -> bool:
 def dropout(p: Partition, node: fx.Node) -> None:
     x, share, train = args_of(node)
     at = p.cut_of(x)
-    if train is False or (node.target is aten.dropout.default and share in (0, 1)):  # which draws nothing
+    if train is False or (node.target is aten.dropout.default and share in (0, 1)):  # draws nothing
         return pointwise(p, node)
     if at is None:
         return p.repeat(node)
@@ -82,7 +82,7 @@ def dropout(p: Partition, node: fx.Node) -> None:
 
 @aten_rule("rand_like", "randn_like", "randint_like", "bernoulli.p")
 def like(p: Partition, node: fx.Node) -> None:
-    """Make values that do not depend on the input's."""
+    """Draw random values in the shape of the input."""
     x = args_of(node)[0]
     at = p.cut_of(x)
     if at is None:

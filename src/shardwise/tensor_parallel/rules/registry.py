@@ -3,7 +3,7 @@
     rule(p, node)    emits this rank's form of `node` into the partition `p`, and records the result and its
                      placement with `p.keep`
 
-A rule is found by the operation's name with its overload ("aten::mean.dim"), then without ("aten::mean").
+Rules are looked up by name with overload ("aten::mean.dim"), then without it ("aten::mean").
 """
 
 from __future__ import annotations
@@ -67,5 +67,5 @@ def find(node: fx.Node) -> Rule | None:
     name = name_of(node)
     known = RULES.get(name) or RULES.get(name.partition(".")[0])
     if known is None and _compat.schema(node.target) is None:
-        return Partition.repeat  # a function of sizes, or one that calls an inner graph
+        return Partition.repeat  # arithmetic on sizes, or a call of an inner graph
     return known

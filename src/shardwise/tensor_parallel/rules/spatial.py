@@ -50,7 +50,7 @@ def convolution(p: Partition, node: fx.Node) -> None:
 
 
 def _one_of_zeros(p: Partition, here: fx.Node, dim: int) -> fx.Node:
-    """Pad an input without channels to one channel of zeros, as torch refuses to work on none."""
+    """Pad an input without channels to one channel of zeros, as torch needs at least one."""
     padding = [0] * (2 * here.meta["val"].ndim)
     padding[-2 * dim - 1] = 1
     return p.emit(aten.constant_pad_nd.default, here, padding, 0)
@@ -74,7 +74,7 @@ def _by_groups(
 
 
 def _groups_of(p: Partition, at: Split, width: int) -> Split | None:
-    """Return ranks' groups of `width` channels, if each rank has some and all groups are whole."""
+    """Return the cut of groups of `width` channels; None if a rank has no channels or part of a group."""
     some = all(at.size(rank) for rank in range(p.ranks))  # torch divides by their number
     return at.divided(width) if some else None
 

@@ -73,7 +73,7 @@ def as_complex(p: Partition, node: fx.Node) -> Dims:
 def expand(p: Partition, node: fx.Node) -> None:
     x, asked = args_of(node)[:2]
     dims = p.spread(x, p.shape(node))
-    if is_tensor(asked):  # cut like that one
+    if is_tensor(asked):  # cut like that tensor
         return p.follow(node, {x: dims, asked: range(len(p.shape(asked)))})
     at = p.stays(x)
     there = at if not isinstance(at, Split) else None if (dim := dims[at.dim]) is None else at.on(dim)
@@ -102,7 +102,7 @@ def repeat_interleave(p: Partition, node: fx.Node) -> None:
     dim %= len(p.shape(x))
     if at.dim == dim and not isinstance(count, int):
         return p.repeat(node)
-    # a given output size is the whole one, so it is left out
+    # an output size argument, which is the whole size, is left out
     made = p.emit(node.target, p.take(x, at), p.take(count), dim)
     return p.keep(node, made, at.scaled(count) if at.dim == dim else at)
 

@@ -65,7 +65,7 @@ class Rows:
 
     Attributes:
         node: its value is the rows' log-softmax, or a loss.
-        here: this rank's part, minus the maxima of whole rows; in float32 if the dtype is shorter.
+        here: this rank's part, minus the maxima of whole rows; in float32 if the dtype is fp16 or bf16.
     """
 
     p: Partition
@@ -90,7 +90,7 @@ class Rows:
         return Rows(p, node, p.run(torch.sub, here, most), at)
 
     def sums(self, *terms: fx.Node) -> list[fx.Node]:
-        """Return each row's log of the sum of exponentials, and ranks' sums of `terms`, by one all-reduce."""
+        """Return each row's log of the sum of exponentials, and ranks' sums of `terms`, in one all-reduce."""
         dim = self.at.dim
         powers = self.p.run(lambda x: x.exp().sum(dim, True), self.here)
         sizes = [term.meta["val"].shape[dim] for term in (powers, *terms)]
@@ -182,7 +182,7 @@ class Own:
 
     def chosen(self, here: Tensor, index: Tensor) -> Tensor:
         """Return the elements of `here` at `index` along the dim; zeros for those of other ranks."""
-        if not self.count:  # one zero for none: gradients flow, and wrong indices raise, as on other ranks
+        if not self.count:  # one zero instead: gradients flow and wrong indices raise, as on other ranks
             here = here.sum(self.dim, True)
         local, elsewhere = self.of(index, more=int(not self.count))
         return here.gather(self.dim, local).masked_fill(elsewhere, 0)

@@ -4,7 +4,7 @@
                        run after what the caller of backward issued
     a leaf's gradient  is accumulated on the stream on which the graph first used the leaf
     sums               gradients from several nodes for one node are added on the receiving node's stream
-    memory             of a gradient for a node on another stream is not reused before that stream is past it
+    memory             of a gradient for a node on another stream is not reused until that stream has used it
     the caller         continues after the streams of leaves, and of tensors whose gradients it requested
 
 Source of the rules: the engine's notes on streaming backwards, and its `InputBuffer`.
@@ -42,7 +42,7 @@ class Backward(Generic[S]):
     Attributes:
         caller: stream that was current at the call.
         parent: node that made the call, if any.
-        stream: stream of the node that runs now.
+        stream: stream of the running node.
     """
 
     def __init__(
@@ -60,9 +60,8 @@ class Backward(Generic[S]):
         self._began: Clock = dict(caller.line.clock)
         self._arrivals: dict[int, Clock] = {}  # of the gradients that a node receives
         self._given: set[tuple[int, int]] = set()  # nodes and places that have a gradient already
-        self._sums: deque[Any] = (
-            deque()
-        )  # nodes whose gradients the engine adds next, after the last node that ended
+        # Nodes whose gradients the engine adds next, after the last node that ended.
+        self._sums: deque[Any] = deque()
         self._running: Any = None
         self._has_ended = self._is_over = False
         self._first_uses: dict[int, int] = {}  # of leaves: the number of the first node that used it
@@ -115,7 +114,7 @@ class Backward(Generic[S]):
         return True
 
     def issued(self) -> None:
-        """Record an issued operation; it is the engine's if the running node has ended."""
+        """Record an issued operation; it belongs to the engine if the running node has ended."""
         if self._has_ended and self._sums:
             merge(self._arrivals.setdefault(id(self._sums.popleft()), {}), self.stream.line.clock)
 

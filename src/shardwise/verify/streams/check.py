@@ -53,12 +53,12 @@ class Finding:
         first, second = self.earlier, self.later
         if not self.again:
             return (
-                f"{self.what}: {first} and then {second} have no order. Let {second.stream} wait for"
+                f"{self.what}: {first} and then {second} are not ordered. Make {second.stream} wait for"
                 f" {first.stream} between them"
             )
         return (
-            f"{self.what}: lies in memory that was freed while {first} may still use it, and {second} uses it"
-            f" now. Keep it until {second.stream} has waited for {first.stream}, or free it after that"
+            f"{self.what}: this memory was freed while {first} may still use it, and {second} may reuse it."
+            f" Free it only after {second.stream} has waited for {first.stream}"
         )
 
 
@@ -107,19 +107,18 @@ def simulated(order: Order | None = None) -> Iterator[Findings]:
 
     Raises:
         LifecycleError: if a simulation is already running.
-        ShardwiseError: at once and again at the end, for what the simulation cannot follow: other threads'
-            work on the device, `DistributedDataParallel`.
+        ShardwiseError: at once and again at the end, for what the simulation cannot follow: work of other
+            threads on the device, `DistributedDataParallel`.
         TypeError: if `order` is not an `Order`.
     """
     if not isinstance(order, Order | None):
-        raise TypeError(f"expected an Order or None, got {order!r}; Order.of(1) is one")
+        raise TypeError(f"order must be an Order or None, got {order!r}; pass one such as Order.of(1)")
     _compat.register_device(_module)
     found = Findings()
     found.simulation = simulation = Simulation(found._report)
     others = set(threading.enumerate())
-    watch_backward(
-        live_states
-    )  # wraps autograd's engine permanently, so must come before the temporary wrapper
+    # This wraps autograd's engine permanently, so it must come before the temporary wrapper.
+    watch_backward(live_states)
     with ExitStack() as stack:
         stack.enter_context(running_in(simulation))
         for patch in _patches(simulation):
@@ -170,8 +169,8 @@ def _patches(simulation: Simulation) -> list[Any]:
     def load_there(file: Any, map_location: Any = None, *args: Any, **how: Any) -> Any:
         if isinstance(map_location, dict) and any(map(_is_there, map_location.values())):
             raise simulation.refuse(
-                f"map_location={map_location!r}: for the simulated device, give the device alone, or load to"
-                " the CPU and move what belongs there"
+                f"map_location={map_location!r}: a dict cannot map to the simulated device. Pass the device"
+                " itself, or load to the CPU and move tensors afterwards"
             )
         there = _is_there(map_location)
         loaded = load(file, "cpu" if there else map_location, *args, **how)
@@ -182,16 +181,16 @@ def _patches(simulation: Simulation) -> list[Any]:
     def refuse_replicas(self: DistributedDataParallel, module: nn.Module, *args: Any, **how: Any) -> None:
         if any(isinstance(_compat.local_of(param), SimTensor) for param in module.parameters()):
             raise simulation.refuse(
-                f"DistributedDataParallel (or replicate, which makes one) of a {type(module).__name__} on the"
-                " simulated device: it waits in C++, which the simulation does not follow. Use"
-                ' shardwise.fully_shard(model, layout="contiguous", strategy="ddp"), which is followed'
+                "cannot simulate DistributedDataParallel (or replicate, which creates one) of a"
+                f" {type(module).__name__}: it waits in C++, where the simulation cannot see it. Use"
+                ' shardwise.fully_shard(model, layout="contiguous", strategy="ddp") instead'
             )
         replicate(self, module, *args, **how)
 
     create, engine, module_of = CommStreams.create, _compat.ENGINE, torch.get_device_module
 
     def get_device_module(device: Any = None) -> Any:
-        return module_of(NAME if device is None else device)  # None is the accelerator there is
+        return module_of(NAME if device is None else device)  # None means the only accelerator
 
     def named(device: torch.device) -> CommStreams | None:
         made = create(device)
@@ -366,7 +365,7 @@ def name_at(address: int, models: list[nn.Module]) -> str:
     """Return the name of the parameter, gradient or group buffer at `address`, or "" if there is none.
 
     Args:
-        models: models whose parameters are called by name.
+        models: models whose parameters are reported by name.
     """
     for words, tensor in _named(models):
         local = _compat.local_of(tensor)
@@ -391,6 +390,6 @@ def _named(models: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
                 if one.sharded.grad is not None:
                     yield f"the gradient of '{one.name}'", one.sharded.grad
                 if one.unsharded is not None and one.unsharded.grad is not None:
-                    yield f"the whole gradient of '{one.name}'", one.unsharded.grad
+                    yield f"the unsharded gradient of '{one.name}'", one.unsharded.grad
             yield from ((f"the shard of {whose}", shard) for shard in group.shards)
             yield from ((f"the gathered memory of {whose}", buffer.full) for buffer in group.buffers)

@@ -1,8 +1,8 @@
 """Collectives of a simulated device: the stream each runs on, and when it ends.
 
 A synchronous collective runs on the current stream. An asynchronous one runs on its group's stream, after
-what the current stream was issued so far. `wait` on its work makes the stream that is then current continue
-after it; until then its tensors stay alive, as with NCCL's process group. Under a no-op group every rank is
+everything issued to the current stream so far. `wait` on its work makes the stream that is then current wait
+for it; until then its tensors stay alive, as with NCCL's process group. Under a no-op group every rank is
 assumed to be like this one.
 """
 
@@ -58,7 +58,7 @@ class _Work(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return True after waiting: a caller that polls would poll until completion."""
+        """Wait, then return True: a caller that polls would poll until completion."""
         self.collectives.simulation.timeline.host_waits(self._clock)
         return True
 
@@ -254,7 +254,7 @@ class Collectives:
         bare = on_tensors(args, bare_of)
         result = func(*bare, **on_tensors(kwargs, bare_of))
         if namespace == NATIVE:
-            return on_tensors(result, on_device)  # the method of a process group has reported it
+            return on_tensors(result, on_device)  # reported by the process group's method
         if name.partition(".")[0] == WAIT:
             clock, _ = self._functional.pop(args[0].untyped_storage().data_ptr(), ({}, []))
             merge(simulation.timeline.current().line.clock, clock)
@@ -274,13 +274,13 @@ class Collectives:
         if simulation.late is not None:
             real = not isinstance(group, NoopGroup)
             if real:
-                simulation.late.run_all()  # what others wait for: the wait cannot answer them
+                simulation.late.run_all()  # during the wait, this rank cannot run what others wait for
             for tensor in tensors_in(result):
                 wait_for_collective(tensor)
             again = partial(_functional_again, func)
             simulation.late.collective(operation, group, again, (args, kwargs), *touched, outcome=written)
             if real:
-                simulation.late.run_all()  # nor can that of the second one
+                simulation.late.run_all()  # nor while the repeated collective waits
         for tensor in made or tensors:
             kept = [*tensors, *made]
             self._functional[tensor.untyped_storage().data_ptr()] = dict(self.line_of(group).clock), kept
@@ -333,7 +333,7 @@ def _fill(name: str, out: Tensor, source: Tensor, ranks: int) -> None:
         flat.view(ranks, -1).copy_(given.clone())
     elif "scatter" in name and given.numel() == ranks * flat.numel():
         flat.copy_(given[: flat.numel()])
-    elif given.numel():  # of all-to-alls, ranks alike may receive more or less than they send
+    elif given.numel():  # in an all-to-all, even equal ranks may receive more or less than they send
         flat.copy_(given.repeat(-(-flat.numel() // given.numel()))[: flat.numel()])
     else:
         flat.zero_()
@@ -341,7 +341,7 @@ def _fill(name: str, out: Tensor, source: Tensor, ranks: int) -> None:
 
 @contextmanager
 def reporting_to(simulation: Simulation) -> Iterator[Collectives]:
-    """Report all collectives in the context to `simulation`."""
+    """Report all collectives inside the context to `simulation`."""
     collectives = Collectives(simulation)
     simulation.functional = collectives.functional
     kinds: tuple[type, ...] = (dist.ProcessGroup, NoopGroup)

@@ -69,8 +69,8 @@ def memory_of(tensor: Tensor) -> Tensor:
     storage, (low, high) = tensor.untyped_storage(), span(tensor)
     if high - low and high - storage.data_ptr() > storage.nbytes():
         raise RuntimeError(
-            f"a tensor of shape {tuple(tensor.shape)} is used, of whose memory {storage.nbytes()} bytes"
-            " are left"
+            f"a tensor of shape {tuple(tensor.shape)} was used after its memory was freed: its storage has"
+            f" {storage.nbytes()} bytes left"
         )
     bare = torch.empty(0, dtype=tensor.dtype)
     return bare.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -108,8 +108,8 @@ class Simulation:
     Attributes:
         memory: memory of the device; `host` is the CPU memory that copies read or write.
         late: receives every operation, to run it again in another order (`values.Late`).
-        refused: the first error for something that cannot be followed; code may have caught it or lost it in
-            a thread.
+        refused: the first error for something that cannot be followed, as code may catch it or a thread may
+            lose it.
     """
 
     def __init__(self, report: Report) -> None:
@@ -130,19 +130,19 @@ class Simulation:
         return threading.get_ident() != self._thread
 
     def refuse(self, why: str) -> ShardwiseError:
-        """Return an error to raise; the simulation also ends with it."""
+        """Return an error to raise, which is raised again when the simulation ends."""
         error = ShardwiseError(why)
         self.refused = self.refused or error
         return error
 
     def refuse_thread(self, func: Any) -> ShardwiseError:
         return self.refuse(
-            f"{func} on the simulated device in another thread than the simulation's, which follows one"
-            " thread alone. Call it there"
+            f"{func} was called on the simulated device in another thread, but the simulation follows only"
+            " the thread that started it. Call it there"
         )
 
     def _no_collectives(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        raise self.refuse(f"{func} is a collective, and the simulation hears of none")
+        raise self.refuse(f"{func} is a collective, which this simulation does not follow")
 
     # Memory
 
@@ -150,7 +150,7 @@ class Simulation:
         return self.memory.at(span(tensor)[0])
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
-        """Delay reuse of a tensor's memory until the device is past what `stream` has when it is freed."""
+        """Delay reuse of a tensor's freed memory until `stream` has run what was issued before the free."""
         local = _compat.local_of(tensor)
         if isinstance(local, SimTensor) and (block := self.block_of(local)) is not None:
             block.guarded.add(stream.line.number)
@@ -281,7 +281,7 @@ class Simulation:
         if pins:
             self._pinned.update(t.untyped_storage() for t in made)
         blocking = not kwargs.get("non_blocking", False) and not (len(args) > 2 and args[2] is True)
-        # A copy to pageable memory has ended when it returns.
+        # A copy to pageable memory is complete when it returns.
         blocking |= any(self._is_pageable(t) for t in (*writes, *(made if leaves else ())))
         if numbers:
             self._host_uses(how.name, numbers, [])
@@ -313,8 +313,8 @@ class Simulation:
         for tensor in tensors:
             if tensor.ndim and self._is_on_host(tensor):
                 raise RuntimeError(
-                    f"{how.name} is given tensors of two devices: one of shape {tuple(tensor.shape)} on the"
-                    f" host, and others on {NAME}:0. Move them to one device"
+                    f"{how.name} got tensors on two devices: one of shape {tuple(tensor.shape)} on the CPU,"
+                    f" others on {NAME}:0. Move them to one device"
                 )
 
     def touch(
@@ -395,9 +395,8 @@ class _Mode(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         elsewhere = self.simulation.is_elsewhere()
-        if (
-            torch.is_inference_mode_enabled() and not elsewhere
-        ):  # inference mode passes composite operators undecomposed
+        # Inference mode passes composite operators undecomposed.
+        if torch.is_inference_mode_enabled() and not elsewhere:
             with self, torch.inference_mode(mode=False), torch.no_grad():
                 if (found := func.decompose(*args, **kwargs)) is not NotImplemented:
                     return found

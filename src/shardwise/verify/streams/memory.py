@@ -3,7 +3,7 @@
 Accesses are matched by address, as several storages may share memory. Two accesses that overlap, one of them
 a write, must be ordered. The same holds for memory that is reused: the caching allocator may at once give
 freed memory to the next allocation on the stream that it was allocated on. In the worst case, each allocation
-reuses memory on which other streams still work.
+reuses memory that other streams still use.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Extent:
     itemsize: int = 1
 
     def overlaps(self, other: Extent) -> bool:
-        """Return whether both have a byte in common; exact."""
+        """Return whether the two have any byte in common; exact."""
         low, high = max(self.low, other.low), min(self.high, other.high)
         if low >= high:
             return False
@@ -49,7 +49,7 @@ class Extent:
         return all(part.size for part in parts)
 
     def covers(self, other: Extent) -> bool:
-        """Return whether this extent certainly has all bytes of another."""
+        """Return whether this extent certainly includes all bytes of another."""
         if self.steps:
             return self == other
         return self.low <= other.low and other.high <= self.high
@@ -97,12 +97,11 @@ class Memory:
     def __init__(self, report: Report) -> None:
         self._report = report
         self._blocks: list[Block] = []  # by address
-        self._freed: dict[
-            int, dict[int, Operation]
-        ] = {}  # by owner: operations that its next allocation must follow
+        # By owner: operations that its next allocation must follow.
+        self._freed: dict[int, dict[int, Operation]] = {}
 
     def allocate(self, low: int, nbytes: int, *, owner: int, made: str) -> Block:
-        """Allocate a new block. Forget blocks there whose free was not seen."""
+        """Allocate a new block. Forget old blocks there, whose free was missed."""
         for old in self._overlapping(low, low + nbytes):
             self._blocks.remove(old)
         block = Block(low, low + nbytes, owner, made, dict(self._freed.get(owner, {})))
@@ -119,7 +118,7 @@ class Memory:
         self._freed[block.owner] = latest([*pool.values(), *block.needs.values(), *used, *own])
 
     def forget(self, block: Block) -> bool:
-        """Forget a block without any need to wait for it; return whether it was known."""
+        """Forget a block, so that nothing has to wait for it; return whether it was known."""
         known = block in self._blocks
         if known:
             self._blocks.remove(block)

@@ -20,15 +20,15 @@ _OF_A_SHAPE = (
     "new_zeros", "new_ones", "new_full",
 )  # fmt: skip
 _RESHAPE = ("set_", "as_strided_", "squeeze_", "unsqueeze_", "t_", "transpose_", "resize_", "swapdims_")
-# On CUDA the host waits for these, as a shape or a number depends on values. It also waits if a mask is an
-# index, and for `repeat_interleave` of counts without a sum.
+# On CUDA the host waits for these, because a shape or a number depends on values. It also waits if a mask is
+# an index, and for `repeat_interleave` without `output_size`.
 _WAIT = (
     "_local_scalar_dense", "equal", "allclose", "is_nonzero", "nonzero", "masked_select", "_unique",
     "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount", "_to_sparse",
     "_linalg_check_errors",
 )  # fmt: skip
 _INDEX = ("index", "index_put", "index_put_", "_index_put_impl_")
-# Running statistics that these write although their schema does not say so: by operator name, their
+# Running statistics that operators write although their schemas do not say so: by operator name, their
 # positions, and the argument that says whether they are written.
 _STATISTICS = {
     "native_batch_norm": (3, 4, 5),

@@ -17,7 +17,7 @@ class Order:
     Attributes:
         early: lines (streams by number) whose operations run as soon as they can.
         others: whether those of all other lines do, instead of `early`.
-        stalled: (line, tick) of operations that do not, nor what comes after them; everything else does.
+        stalled: (line, tick) of operations that run late, with all that follows them; all others run early.
         seed: chooses the lines or the stalled operations, and the order among needed operations.
     """
 
@@ -50,8 +50,8 @@ class Order:
     def without(*operations: Operation) -> Order:
         """Run given operations of an earlier run as late as possible, everything else at once.
 
-        Whatever does not wait for one overtakes it, while everything it works on still exists. Two operations
-        that race have both started.
+        What does not wait for one overtakes it, while all memory that it uses still exists. Two operations
+        that race have both begun before either runs.
         """
         return Order(stalled=frozenset((one.line, one.tick) for one in operations))
 

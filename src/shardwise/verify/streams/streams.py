@@ -1,7 +1,7 @@
 """Streams and events of the simulated device, and which stream is current.
 
-In backward it is that of the node that runs (`backward.py`); inside a node `with stream:` changes it as
-anywhere.
+In backward, the current stream is that of the running node (`backward.py`); `with stream:` inside a node
+changes it as usual.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwise.verify.streams.backward import Backward
 from shardwise.verify.streams.clocks import HOST, Clock, Line, Operation, merge
 
 _STANDARD = f"{sysconfig.get_path('stdlib')}/"
-# The package's wrappers of user's calls and torch's are no places either.
+# The package's wrappers of the user's and torch's calls do not count as places either.
 _WRAPPERS = (
     "shardwise/verify/streams/",
     "shardwise/_compat/",
@@ -33,9 +33,9 @@ _INSIDE = (*_WRAPPERS, "/torch/", "<frozen", "<string>", "typing_extensions.py")
 
 
 def place_in_code() -> str:
-    """Return the innermost line of code that is not torch's, the simulation's or of sharded tensors.
+    """Return the innermost line of code outside torch, the simulation and sharded tensors.
 
-    Where there is none, a line of one of torch's optimizers, which the simulation steps.
+    If there is none, return a line of the torch optimizer that the simulation steps.
     """
     frame = sys._getframe(1)
     inner = None
@@ -54,7 +54,7 @@ def place_in_code() -> str:
         frame = frame.f_back  # type: ignore[assignment]
     if (node := _compat.autograd_node()) is not None:
         return f"{inner}, in {node.name()}" if inner else f"backward of {node.name()}"
-    return inner or "outside of Python"
+    return inner or "outside Python"
 
 
 class Stream:
@@ -73,13 +73,13 @@ class Stream:
             self._name = self._line.name
 
     def call(self, name: str) -> None:
-        """Give it a name, for findings."""
+        """Name the stream, for findings."""
         self._name, self._timeline = name, active()
         self._line = self._timeline.line(name)
 
     @property
     def timeline(self) -> Timeline:
-        """The timeline of the simulation that runs; a stream of an earlier one is a new stream in it."""
+        """The running simulation's timeline; a stream of an earlier simulation becomes a new stream in it."""
         if self._timeline is not active():
             self.call(self._name)
         return self._timeline
@@ -118,7 +118,7 @@ class Stream:
         self.go_after(event)
 
     def go_after(self, event: Event) -> None:
-        """Let what is issued from now on run after the event."""
+        """Make what is issued from now on run after the event."""
         merge(self.line.clock, event.clock)
 
     def synchronize(self) -> None:
@@ -136,7 +136,7 @@ class Event:
 
     @property
     def clock(self) -> Clock:
-        """The clock at which this was recorded; empty for an earlier simulation, which has ended."""
+        """The clock at which this was recorded; empty if that was in an earlier simulation."""
         timeline, clock = self._recorded
         return clock if timeline is active() else {}
 
@@ -175,7 +175,9 @@ class OwnEvent(Event):
 
     def wait(self, stream: Stream | None = None) -> None:
         if stream is not None and not isinstance(stream, OwnStream):
-            raise TypeError("a device's own event was to wait on a torch.Stream, which crashes on CUDA")
+            raise TypeError(
+                "a torch.Stream that waits for a device's own event crashes on CUDA; use a torch.Event"
+            )
         super().wait(stream)
 
 
@@ -187,10 +189,8 @@ class Timeline:
         self.lines = [self.host]
         self._named = Counter[str]()  # streams by the names they were given
         self._current: list[tuple[Stream, int | None]] = []  # entered streams, and inside which node
-        self._made: tuple[list[int], list[Stream]] = (
-            [],
-            [],
-        )  # upper bounds of node numbers, and their streams
+        # Upper bounds of node numbers, and their streams.
+        self._made: tuple[list[int], list[Stream]] = ([], [])
         self._backwards: list[Backward[Stream]] = []  # each called by a node of the one before
         self.waited: Callable[[Clock], None] | None = None  # called with what the host waits for
         self._asked: Clock | None = None  # what the host last asked about
@@ -201,9 +201,9 @@ class Timeline:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Create streams on this timeline, in the context."""
+        """Create streams on this timeline inside the context."""
         if _active:
-            raise LifecycleError("a device is simulated already")
+            raise LifecycleError("a simulation is already running; leave its context before starting another")
         _active.append(self)
         self.computation = Stream(name="the computing stream")
         try:
@@ -332,5 +332,5 @@ def is_active() -> bool:
 def active() -> Timeline:
     """Return the timeline of the simulated device."""
     if not _active:
-        raise LifecycleError("streams of the simulated device were asked for when none is simulated")
+        raise LifecycleError("no simulation is running: the device exists only inside `with simulated():`")
     return _active[-1]

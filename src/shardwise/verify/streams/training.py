@@ -58,8 +58,8 @@ class StreamsResult:
         """Return the findings, one per line, and their number."""
         looked = f"{self.operations} operations on {self.streams} streams"
         if self.ok:
-            return f"No operation of {looked} reads or writes what another may still use."
-        return "\n".join([*map(str, self.findings), f"{len(self.findings)} missing waits among {looked}."])
+            return f"No missing waits among {looked}."
+        return "\n".join([*map(str, self.findings), f"Missing waits among {looked}: {len(self.findings)}."])
 
 
 def check_streams(
@@ -80,11 +80,11 @@ def check_streams(
 
     Raises:
         CaseError: if there is no such case, its batch cannot be split, it raises or exits, it does not use
-            the device, or it does what cannot be followed, in a thread or in `DistributedDataParallel`.
+            the device, or it uses what cannot be followed: other threads, `DistributedDataParallel`.
     """
     if ranks % replicas:
-        raise CaseError(f"{ranks} ranks cannot be cut into {replicas} replicas of equal size.")
-    with mock.patch.object(sys, "argv", sys.argv):  # the script gets its own
+        raise CaseError(f"{ranks} ranks cannot be divided into {replicas} replicas of equal size.")
+    with mock.patch.object(sys, "argv", sys.argv):  # the script sets its own
         case = _loaded(case_spec)
     receives = mock.patch.object(dist, "recv_object_list", _receive)
     shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
@@ -123,8 +123,8 @@ def _holder_of_others(module: nn.Module, held: set[str]) -> int | None:
 
 def _receive(*args: Any, **kwargs: Any) -> None:
     raise running().refuse(
-        "the case receives objects from another rank, as a pipeline's stages do to learn their shapes, and"
-        " that rank does not exist here. Run it on real ranks (gloo), inside `simulated()`"
+        "the case receives objects from another rank, as pipeline stages do to learn shapes, but the"
+        " simulation has only this rank. Run it on real ranks (gloo), inside `simulated()`"
     )
 
 
@@ -157,7 +157,7 @@ def _train(case: Case, mesh: DeviceMesh, found: Findings, steps: int, layout: st
     if computed <= {"copy_", "_to_copy"}:
         raise CaseError(
             "no operation of the case ran on the simulated device, so nothing was checked: its model or its"
-            f" loss moves to the CPU. Leave both on the device that they are given ('{NAME}')."
+            f" loss moves to the CPU. Keep both on the device that they are given ('{NAME}')."
         )
     return module
 

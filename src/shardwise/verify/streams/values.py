@@ -53,7 +53,7 @@ class Difference:
     Attributes:
         what: a block of memory, or a value.
         seen: where it was found.
-        first: the first operation that computed another value.
+        first: the first operation that computed a different value.
     """
 
     what: str
@@ -61,8 +61,8 @@ class Difference:
     first: Operation | None
 
     def __str__(self) -> str:
-        begins = f"; the first operation with other numbers was {self.first}" if self.first else ""
-        return f"{self.what} is not what the CPU computes, {self.seen}{begins}"
+        begins = f"; the first operation whose numbers differ is {self.first}" if self.first else ""
+        return f"{self.what} differs from the CPU's result {self.seen}{begins}"
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +70,7 @@ class _Job:
     """A deferred operation."""
 
     operation: Operation
-    clock: Clock  # what must run before it
+    clock: Clock  # of what must run before it
     number: int  # in the host's order
     begin: Callable[[], None]
     run: Callable[[], Any]
@@ -103,7 +103,7 @@ class _Shadow:
         _forget(self.memory)
 
     def may_be_given_out(self) -> bool:
-        """Return whether the allocator has waited for every stream passed to `record_stream`."""
+        """Return whether every stream passed to `record_stream` is done with this memory."""
         return not any(job.operation.line in self.block.guarded for job in self.waiting)
 
 
@@ -212,7 +212,7 @@ class Late:
             self.peers.put_off.pop(name)
             for now, was in sent:
                 if not torch.equal(_bytes(now), was):
-                    self._differs("what other ranks are sent", f"in {operation}", operation)
+                    self._differs("data sent to other ranks", f"in {operation}", operation)
             twin_group = self.peers.twin(group, line.key, name)
             self.peers.wait(again(twin_group, twins, results), name)
 
@@ -250,7 +250,7 @@ class Late:
             try:
                 result = again()
             except (RuntimeError, IndexError) as error:
-                self._differs("what a call is given", f"{seen}, which fails: {error}", operation)
+                self._differs("an argument", f"{seen}, which fails: {error}", operation)
                 return
             for to, made in zip(returned, tensors_of(result), strict=False):
                 if to.shape != made.shape:
@@ -258,12 +258,12 @@ class Late:
                 elif to.data_ptr() != made.data_ptr():
                     to.copy_(made)
             if value is not None and result != value and value == value:
-                self._differs("what the host reads", f"{seen}: {result} instead of {value}", operation)
+                self._differs("a value read by the host", f"{seen}: {result} instead of {value}", operation)
             for now, read_by_host, was in expected:
                 if not torch.equal(_bytes(now), was):
                     self._first = self._first or operation
                     if read_by_host:
-                        self._differs("what the host reads", seen, operation)
+                        self._differs("a value read by the host", seen, operation)
 
         for t in changed.values():
             if (shadow := self._shadow_of(t)) is not None and shadow.is_new_on_host:
@@ -321,9 +321,9 @@ class Late:
             self._run(self._chance.choice(ready) if by_seed else min(ready, key=lambda job: job.number))
 
     def host_blocks(self) -> None:
-        """Run everything: this thread is about to block in a collective of the host and answers nobody there.
+        """Run everything before this thread blocks in a host collective, where it can run nothing for others.
 
-        A thread that defers nothing, such as a watchdog that probes connections, leaves it to the others.
+        A thread that defers nothing, such as a watchdog that probes connections, skips this.
         """
         if threading.get_ident() in self._threads:
             self.run_all()
@@ -382,7 +382,7 @@ class Late:
             ):
                 continue
             writers = [job.operation for job in block.shadow.waiting if block.shadow in job.writes]
-            self._differs("what the host reads", f"in {name}", writers[0] if writers else self._first)
+            self._differs("a value read by the host", f"in {name}", writers[0] if writers else self._first)
 
     def host_wrote(self, tensors: Iterable[Tensor]) -> None:
         """Record that the host has written its own memory, at once."""
@@ -399,7 +399,7 @@ class Late:
             shadow = block.shadow
             real = None if shadow is None else shadow.real()
             if real is not None and not torch.equal(_of_bytes(real), _of_bytes(shadow.memory)):
-                self._differs(name(block, block.low), "in the end", self._first)
+                self._differs(name(block, block.low), "at the end", self._first)
 
     def _differs(self, what: str, seen: str, first: Operation | None) -> None:
         self._first = self._first or first
