@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp.models import Net, raises_on_every_rank, sharded_net, step
 from ranks import on_ranks
+from shardwise import fully_shard
 from shardwise.errors import ShardingError
 
 LAYOUTS = ("interleaved", "contiguous")
@@ -147,3 +148,21 @@ def test_data_assigned_to_a_dtensor_is_an_error_and_to_rows_is_used(stepped: boo
     contiguous.head.weight.data = contiguous.head.weight.data.double()
     message = raises_on_every_rank(ShardingError, lambda: contiguous(torch.ones(4, 8)))
     assert "'head.weight' was given other memory (torch.float64" in message
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_sharded_parameters_may_be_frozen_while_unsharded_ones_are_registered(layout: Any) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(net, layout=layout, reshard_after_forward=False)
+    weight, bias = net[1].parameters()
+    x = torch.ones(2, 4)
+    for trains in (False, True):
+        with torch.no_grad():
+            net(x)
+        assert net[1].bias is not bias
+        bias.requires_grad_(trains)
+        net(x).sum().backward()
+        assert (bias.grad is not None) == trains
+        assert weight.grad is not None
+        net.zero_grad()

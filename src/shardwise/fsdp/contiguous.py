@@ -304,11 +304,13 @@ class ContiguousGroup(ParamGroup):
         if result.work is not None:
             result.work.wait()
 
-    def _follow_changes(self) -> None:
+    def follow_changes(self) -> None:
         # One counter covers all rows, so memory is checked only if some changed.
+        if self._changes == ShardedRows.changes:
+            return
         self._check_memory()
         self._changes = ShardedRows.changes
-        super()._follow_changes()
+        super().follow_changes()
 
     @torch.no_grad()
     def _smaller(self, info: FSDPMeshInfo) -> list[Tensor]:

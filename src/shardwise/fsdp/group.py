@@ -410,7 +410,7 @@ class ParamGroup(ABC):
         still_read = None if result is DONE else self._finish_gather(result)  # reads the form, set below
         self.gather = None
         if self._changes != ShardedRows.changes:
-            self._follow_changes()
+            self.follow_changes()
         for parameters, name, _, unsharded in self.forms or self._list_forms():
             parameters[name] = unsharded
         self.smaller_shards = ()  # computation has waited for their readers
@@ -419,12 +419,12 @@ class ParamGroup(ABC):
         self.form = _UNSHARDED
         return still_read
 
-    def _follow_changes(self) -> None:
-        """Give the unsharded parameters the `requires_grad` of the sharded ones."""
+    def follow_changes(self) -> None:
+        """Give the unsharded parameters the `requires_grad` of sharded ones that changed. Local."""
         with _compat.plain_attributes():
             for param in self.params:
                 unsharded, trains = param.unsharded, param.sharded.requires_grad
-                if unsharded is not None and unsharded.requires_grad != trains:
+                if unsharded is not None and trains is not param.trainable:
                     unsharded.requires_grad_(trains)
                     self.gather_event = None
                 param.trainable = trains

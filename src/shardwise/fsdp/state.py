@@ -88,8 +88,11 @@ class FSDPState(ModuleState):
             # Checked here as well as in `drop_stale`, to save a call. A module that joins may not drop
             # parameters with which another module of its list computes.
             holds = group.form is _UNSHARDED or group.gather is not None
-            if holds and group.gathered_at != seen.steps and action is _GATHER:
-                group.drop_stale()
+            if holds and action is _GATHER:
+                if group.gathered_at != seen.steps:
+                    group.drop_stale()
+                elif group.form is _UNSHARDED:
+                    group.follow_changes()
             self.gather(group, schedule, forward=True)
         if action is _GATHER:
             if self.groups and is_grad_enabled():  # else the end of its backward has nothing to do
