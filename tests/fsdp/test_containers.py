@@ -109,3 +109,25 @@ def test_a_batch_keeps_its_dtype_though_forward_casts_it() -> None:
     model = fully_shard(Reads(6, 1), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     assert model(batch).dtype == torch.bfloat16
     assert all(batch[name] is was[name] for name in was)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_keys_keep_the_order_in_which_blocks_write_them(compiled: bool) -> None:
+    class Renews(nn.Linear):
+        def forward(self, x: Tensor, notes: dict[str, Tensor]) -> Tensor:
+            notes.pop("gone", None)
+            last = notes.pop("last", x)
+            notes["new"], notes["last"] = x * 2, super().forward(x) + last
+            return notes["last"]
+
+    model = [fully_shard(Renews(6, 6)) for _ in range(2)]
+
+    def run(x: Tensor) -> dict[str, Tensor]:
+        notes = {"last": x, "gone": x, "kept": x}
+        for block in model:
+            x = block(x, notes)
+        return notes
+
+    notes = (torch.compile(run, backend="eager") if compiled else run)(torch.ones(2, 6, requires_grad=True))
+    assert [*notes] == ["kept", "new", "last"]

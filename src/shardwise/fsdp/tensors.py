@@ -94,12 +94,11 @@ def hand_back(rebuilt: Rebuilt) -> None:
                 value[:] = [next((old for new, old in pairs if new is item), item) for item in made]
             continue
         now = made if isinstance(value, dict) else _fields_of(made)
-        for key in contents:
-            if key not in now and isinstance(value, dict):
-                value.pop(key, None)
+        now = {key: item for key, item in now.items() if key not in contents or contents[key] is not item}
+        if isinstance(value, dict) and [*value] != [*made][: len(value)]:  # keys removed, or in another order
+            now = {key: value.pop(key) for key in [*value]} | now
+            now = {key: now[key] for key in made if key in now}
         for key, item in now.items():
-            if key in contents and contents[key] is item:
-                continue
             if isinstance(value, dict):
                 value[key] = item
             else:
