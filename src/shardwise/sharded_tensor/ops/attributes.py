@@ -245,7 +245,7 @@ def _copy_(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor | Tensor:
     if is_foreign(source):
         source = from_torch(source)
     if isinstance(source, ShardedTensor) and source.shape == into.shape and not source.metadata().cut_as(cut):
-        source = move.move_to(source, lambda: cut, spec=into._spec, what="copy_")
+        source = move.move_to(source, lambda: cut, what="copy_")
     for tensor, piece in zip(into.tensors or [into.anchor], like(into, source), strict=True):
         tensor.copy_(piece)
     if into.requires_grad != into.metadata().tensor_properties.requires_grad:

@@ -200,7 +200,7 @@ def _everywhere(func: Any, one: Any, other: Any, options: dict[str, Any]) -> boo
     if isinstance(one, ShardedTensor) and isinstance(other, ShardedTensor) and one.shape == other.shape:
         cut = one.metadata()
         if not other.metadata().cut_as(cut):
-            other = move_to(other, lambda: cut, spec=one._spec, what="the comparison")
+            other = move_to(other, lambda: cut, what="the comparison")
     leader, metadata = broadcast([one, other])
     mine, others = (parts(value, leader=leader, metadata=metadata) for value in (one, other))
     holds = all(func(a, b, **options) for a, b in zip(mine, others, strict=True))
