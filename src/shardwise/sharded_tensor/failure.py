@@ -71,7 +71,9 @@ def _stand_in(error: Exception, handler: Handler, func: Any, args: Args, kwargs:
     if is_outside(group) or group.size() == 1:
         raise error
     # A rank without elements may succeed where all others fail: also try without values.
-    ways = (_ones, _without_values) if any(_lies_apart(operand) for operand in operands) else (_ones,)
+    shards = (operand.metadata().shards_metadata for operand in operands)
+    holders = ({shard.rank for shard in each if not shard.box.is_empty} for each in shards)
+    ways = (_ones, _without_values) if any(len(ranks) < group.size() for ranks in holders) else (_ones,)
     tried = (_tried(way, handler, func, args, kwargs) for way in ways)
     made = next((result for result in tried if result is not None), None)
     results = list(sharded_in([made]))
@@ -117,13 +119,7 @@ def _marked(made: Any, failures: Failures) -> Any:
     return made
 
 
-def _tried(
-    twin: Callable[[Tensor], Tensor],
-    handler: Handler,
-    func: Any,
-    args: Args,
-    kwargs: Kwargs,
-) -> Any:
+def _tried(twin: Callable[[Tensor], Tensor], handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run the operation on twins of all tensors; return results with values, or None if it raises."""
     twins: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -133,17 +129,20 @@ def _tried(
         return twins[id(tensor)][1]
 
     try:
-        made = handler(func, _mapped(args, of), _mapped(kwargs, of))
+        made = handler(func, *_compat.pytree.tree_map_only(Tensor, of, (args, kwargs)))
     except Exception:
         return None
     originals = {id(copy): tensor for tensor, copy in twins.values()}  # for results written in place
     device = next(iter(twins.values()))[0].device
 
+    def filled(tensor: Tensor) -> Tensor:
+        return _ones(tensor, device) if tensor.is_meta else tensor
+
     def whole(value: Tensor) -> Tensor:
         known = originals.get(id(value))
-        return _twin_of(value, lambda tensor: _filled(tensor, device)) if known is None else known
+        return _twin_of(value, filled) if known is None else known
 
-    return _mapped(made, whole)
+    return _compat.pytree.tree_map_only(Tensor, whole, made)
 
 
 def _twin_of(tensor: Any, twin: Callable[[Tensor], Tensor]) -> Tensor:
@@ -161,34 +160,9 @@ def _twin_of(tensor: Any, twin: Callable[[Tensor], Tensor]) -> Tensor:
     return made
 
 
-def _ones(tensor: Tensor, device: str | None = None) -> Tensor:
+def _ones(tensor: Tensor, device: torch.device | str | None = None) -> Tensor:
     made = torch.ones_like(tensor.detach(), device=device, requires_grad=tensor.requires_grad)
     return made if tensor.is_leaf else made.view_as(made)
 
 
 _without_values = partial(_ones, device="meta")
-
-
-def _filled(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a result with values: zeros instead of a meta tensor."""
-    if not tensor.is_meta:
-        return tensor
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device).requires_grad_(tensor.requires_grad)
-
-
-def _lies_apart(sharded: Any) -> bool:
-    """Return whether a rank of the group has no elements of the tensor."""
-    holders = {shard.rank for shard in sharded.metadata().shards_metadata if not shard.box.is_empty}
-    return bool(len(holders) < sharded.process_group.size())
-
-
-def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `function` to every tensor in nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, (list, tuple)):
-        items = [_mapped(item, function) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        return {key: _mapped(item, function) for key, item in value.items()}
-    return value
