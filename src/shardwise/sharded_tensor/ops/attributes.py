@@ -135,7 +135,7 @@ def _set_grad(func: Any, args: Args, kwargs: Kwargs) -> None:
 def _detach_(func: Any, sharded: ShardedTensor) -> ShardedTensor:
     # Not in place: on some ranks only, shards may be views, which torch cannot detach in place.
     sharded._shards = [replace(shard, tensor=shard.tensor.detach()) for shard in sharded._shards]
-    sharded._anchor = sharded.anchor.detach()
+    sharded.anchor = sharded.anchor.detach()
     sharded._metadata = sharded.metadata().with_properties(requires_grad=False)
     return sharded
 

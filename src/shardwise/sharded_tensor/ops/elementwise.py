@@ -101,7 +101,7 @@ def result_of(
 def written(target: ShardedTensor, result: Tensor) -> ShardedTensor:
     """Return `target`, whose first local shard, or its stand-in, has become `result`."""
     if not target.tensors:
-        target._anchor = result.reshape(-1)[:0] if result.ndim == 0 else result
+        target.anchor = result.reshape(-1)[:0] if result.ndim == 0 else result
     if target.requires_grad and not target.metadata().tensor_properties.requires_grad:
         target._metadata = target.metadata().with_properties(requires_grad=True)
     return target
