@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,7 +151,10 @@ class EnumerableShardingSpec(ShardingSpec):
         self.shards = [ShardMetadata.of(shard) for shard in shards]
         if not self.shards:
             raise ShardingError("EnumerableShardingSpec needs at least one shard, found none")
-        _check_overlap(self.shards)
+        boxes = [shard.box for shard in self.shards]
+        if len({len(box.sizes) for box in boxes}) > 1:
+            raise ShardingError(f"EnumerableShardingSpec has shards of different numbers of dims: {boxes}")
+        disjoint(boxes)
 
     def build_metadata(
         self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
@@ -210,28 +213,23 @@ class DevicePlacementSpec(PlacementSpec):
 
 def infer_sharding_spec(metadata: ShardedTensorMetadata) -> ShardingSpec:
     """Return the simplest spec whose `build_metadata` gives exactly these shards in this order. Local."""
-    size, shards = metadata.size, metadata.shards_metadata
+    for spec in _candidates(metadata.size, metadata.shards_metadata):
+        built = spec.build_metadata(metadata.size, metadata.tensor_properties)
+        if built.shards_metadata == metadata.shards_metadata:
+            return spec
+    return EnumerableShardingSpec(metadata.shards_metadata)
+
+
+def _candidates(size: torch.Size, shards: Sequence[ShardMetadata]) -> Iterator[ShardingSpec]:
     placements = [shard.placement for shard in shards]
-    for dim in range(len(size)):
-        by_chunk = ChunkShardingSpec(dim, placements)
-        if _gives(by_chunk, metadata):
-            return by_chunk
+    yield from (ChunkShardingSpec(dim, placements) for dim in range(len(size)))
     grid = [len({shard.shard_offsets[d] for shard in shards}) for d in range(len(size))]
     if size and math.prod(grid) == len(placements):
-        by_grid = GridShardingSpec(grid, placements)
-        if _gives(by_grid, metadata):
-            return by_grid
+        yield GridShardingSpec(grid, placements)
     for dim in range(len(size)):
         sizes = [shard.shard_sizes[dim] for shard in shards]
-        by_row = RaggedShardingSpec(dim, sizes, placements)
-        if sum(sizes) == size[dim] and _gives(by_row, metadata):
-            return by_row
-    return EnumerableShardingSpec(shards)
-
-
-def _gives(spec: ShardingSpec, metadata: ShardedTensorMetadata) -> bool:
-    built = spec.build_metadata(metadata.size, metadata.tensor_properties)
-    return built.shards_metadata == metadata.shards_metadata
+        if sum(sizes) == size[dim]:
+            yield RaggedShardingSpec(dim, sizes, placements)
 
 
 def _chunks(size: int, count: int) -> list[int]:
@@ -271,11 +269,3 @@ def _dim_of(dim: int, size: torch.Size, *, spec: str) -> int:
     if not -len(size) <= dim < len(size):
         raise ShardingError(f"{spec} cuts dim {dim}, which shape {tuple(size)} does not have")
     return dim % len(size)
-
-
-def _check_overlap(shards: Sequence[ShardMetadata]) -> None:
-    boxes = [shard.box for shard in shards]
-    ndim = len(boxes[0].sizes)
-    if any(len(box.sizes) != ndim for box in boxes):
-        raise ShardingError(f"EnumerableShardingSpec has shards of different numbers of dims: {boxes}")
-    disjoint(boxes)
