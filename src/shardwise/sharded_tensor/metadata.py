@@ -296,10 +296,7 @@ class ShardedTensorMetadata:
 
     def placed(self, place: Callable[[RemoteDevice], RemoteDevice]) -> ShardedTensorMetadata:
         """Replace the placement of every shard that has one."""
-        shards = [
-            ShardMetadata(s.shard_offsets, s.shard_sizes, s.placement and place(s.placement))
-            for s in self.shards_metadata
-        ]
+        shards = [replace(s, placement=s.placement and place(s.placement)) for s in self.shards_metadata]
         return replace(self, shards_metadata=shards)
 
     def check(self, ranks: Sequence[int] | None) -> None:
@@ -313,12 +310,12 @@ class ShardedTensorMetadata:
                 f"a sharded tensor of shape {tuple(self.size)} needs at least one shard, found none on any"
                 " rank; give one of them a shard, though it be empty"
             )
-        members = None if ranks is None else set(ranks)
+        members = set(ranks or ())
         for index, shard in enumerate(self.shards_metadata):
-            if members is not None and shard.rank not in members:
+            if ranks is not None and shard.rank not in members:
                 raise ShardingError(
                     f"shard {index} ({shard.box}) is placed on rank {shard.rank}, which is not among the"
-                    f" ranks {list(ranks or ())} of the process group; place it on one of them"
+                    f" ranks {list(ranks)} of the process group; place it on one of them"
                 )
         boxes = [shard.box for shard in self.shards_metadata]
         try:
