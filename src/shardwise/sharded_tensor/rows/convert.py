@@ -6,9 +6,8 @@ the whole tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,6 @@ from shardwise.comm.exchange import part as part_at
 from shardwise.comm.watch import announced
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, transfer
-from shardwise.sharded_tensor.autograd import linked
 from shardwise.sharded_tensor.rows.piece import EvenCuts, Piece, even_boxes, local_part
 
 
@@ -170,32 +168,7 @@ def summed(value: Tensor, piece: Piece, axes: Sequence[int]) -> Tensor:
     return value
 
 
-Wrap = Callable[[Tensor, Piece], Any]  # local rows as a tensor cut as a piece
-
-
-def to_local(rows: Any, grad_placements: Sequence[Placement] | None) -> Tensor:
-    """Return this rank's plain tensor."""
-    piece, wrap = rows.piece, rows.wrap
-    sums = _partial_axes(piece, grad_placements, piece.placements if grad_placements else ())
-
-    def back(grad: Tensor) -> tuple[Tensor]:
-        return (wrap(summed(grad, piece, sums).contiguous(), piece),)
-
-    return cast(Tensor, linked(lambda own: own.local.view_as(own.local), back, rows))
-
-
-def full_tensor(rows: Any, grad_placements: Sequence[Placement] | None) -> Tensor:
-    """Return the whole tensor, equal on all ranks."""
-    piece, wrap = rows.piece, rows.wrap
-    sums = _partial_axes(piece, grad_placements, [Replicate()] * len(grad_placements or ()))
-
-    def back(grad: Tensor) -> tuple[Tensor]:
-        return (wrap(rows_of(summed(grad, piece, sums), piece), piece),)
-
-    return cast(Tensor, linked(lambda own: make_whole(own.local, piece), back, rows))
-
-
-def _partial_axes(
+def partial_axes(
     piece: Piece, asked: Sequence[Placement] | None, own: Sequence[Placement]
 ) -> tuple[int, ...]:
     """Return the mesh axes over which a gradient placed as `asked` is summed to be placed as `own`."""
@@ -210,32 +183,3 @@ def _partial_axes(
                 + (" or Partial()" if mine.is_replicate() else "")
             )
     return tuple(found)
-
-
-def redistributed(rows: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """Return a DTensor with other placements."""
-    piece, wrap = rows.piece, rows.wrap
-    return cast(
-        DTensor,
-        linked(
-            lambda own: placed(own.local, piece, mesh, placements),
-            lambda grad: (wrap(rows_of(grad, piece), piece),),
-            rows,
-        ),
-    )
-
-
-def into_rows(dtensor: DTensor, piece: Piece, wrap: Wrap) -> Any:
-    """Return a DTensor, or rows with another cut, as rows cut like `piece`."""
-    mesh = dtensor.device_mesh
-    placements = tuple(Replicate() if p.is_partial() else p for p in dtensor.placements)
-    return linked(
-        lambda source: wrap(rows_of(source, piece), piece),
-        lambda grad: (placed(rows_of(grad, piece), piece, mesh, placements),),
-        dtensor,
-    )
-
-
-def from_local(local: Tensor, piece: Piece, wrap: Wrap) -> Any:
-    """Return this rank's plain tensor as rows cut as `piece`."""
-    return linked(lambda own: wrap(own.view_as(own), piece), lambda grad: (rows_of(grad, piece),), local)
