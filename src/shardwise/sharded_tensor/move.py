@@ -128,9 +128,9 @@ def describe(metadata: ShardedTensorMetadata) -> str:
 
 @does(ShardedTensor.full_tensor)
 def _full_tensor(sharded: ShardedTensor) -> Tensor:
-    source, group = sharded.metadata(), sharded.process_group
+    source, group, rank = sharded.metadata(), sharded.process_group, sharded.process_group.rank()
     ranks = dist.get_process_group_ranks(group)
-    plan = _plan(_Cut(describe(source), source), None, tuple(ranks), group.rank())
+    plan = _plan(_Cut(describe(source), source), None, tuple(ranks), rank)
     text = failure.prepend_failures(plan.text, failure.known(sharded))
     agreement = Agreement(text, group=group, what="the tensor to make whole")
     (whole,), _ = autograd.moved(

@@ -36,7 +36,6 @@ from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _T: Any = Tensor
-_INT64 = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 Dims = tuple[int, ...]
 
 
@@ -86,17 +85,13 @@ def _count(sharded: ShardedTensor, dims: Dims) -> int:
     return math.prod(sharded.metadata().size[d] for d in dims)
 
 
-def _kept(sharded: ShardedTensor, dims: Dims) -> list[int]:
-    """Return the whole size after `dims` are reduced to one element each."""
-    return [1 if d in dims else length for d, length in enumerate(sharded.metadata().size)]
-
-
-def _place(box: Box, dims: Dims) -> tuple[slice, ...]:
-    """Return the place of a box after `dims` are reduced to one element each."""
-    return tuple(
-        slice(0, 1) if d in dims else slice(start, end)
-        for d, (start, end) in enumerate(zip(box.offsets, box.ends, strict=True))
-    )
+def worst_of(dtype: torch.dtype, *, largest: bool) -> float:
+    """Return the number with which any other of `dtype` is the larger, or the smaller."""
+    if dtype.is_floating_point:
+        return -math.inf if largest else math.inf
+    if dtype == torch.bool:
+        return not largest
+    return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
 
 
 # ---------------------------------------------------------------- how shards are combined
@@ -130,49 +125,51 @@ def _reduced(
     return sharded.with_tensors([], metadata=metadata, anchor=made[0].reshape(-1))
 
 
+def _joined(
+    what: str, sharded: ShardedTensor, dims: Dims, start: Tensor, join: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Return `join(start, shard)` of this rank's shards, each in its place after `dims` become one element.
+
+    Collective on the CPU, where ranks compare what they reduce: unequal collectives would hang or give garbage.
+    """
+    size = sharded.metadata().size
+    found = start.expand([1 if d in dims else length for d, length in enumerate(size)]).clone()
+    agreement = None
+    if sharded.anchor.is_cpu and found.numel():
+        words = f"{what} along dims {list(dims)} of a tensor of size {tuple(size)}, {sharded.dtype}"
+        agreement = Agreement(words, group=sharded.process_group, what="what to reduce")
+    for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
+        if tensor.numel():
+            extents = enumerate(zip(box.offsets, box.ends, strict=True))
+            place = tuple(slice(0, 1) if d in dims else slice(*extent) for d, extent in extents)
+            found[place] = join(found[place], tensor)
+    if agreement is not None:
+        agreement.confirm()
+    return found
+
+
 def _total(
     sharded: ShardedTensor, dims: Dims, function: Callable[[Tensor], Tensor], dtype: torch.dtype
 ) -> Tensor:
     """Return the sum over all shards of `function(shard)`, which keeps `dims`. Collective; differentiable."""
-    agreement = _proposed("a sum", sharded, dims)
-    total = torch.zeros(_kept(sharded, dims), dtype=dtype, device=sharded.anchor.device)
-    for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
-        if tensor.numel():
-            place = _place(box, dims)
-            total[place] = total[place] + function(tensor)
+    zero = torch.zeros((), dtype=dtype, device=sharded.anchor.device)
+    total = _joined("a sum", sharded, dims, zero, lambda held, tensor: held + function(tensor))
     nothing = anchor_of(sharded)
     total = total + nothing.sum().to(dtype) if nothing.requires_grad else total
-    if agreement is not None:
-        agreement.confirm()
     return summed(total, sharded.process_group) if total.numel() else total
-
-
-def _proposed(what: str, sharded: ShardedTensor, dims: Dims) -> Agreement | None:
-    """Propose a reduction to the other ranks, on the CPU: unequal collectives would hang or give garbage."""
-    if not sharded.anchor.is_cpu or not _count(
-        sharded, tuple(d for d in range(sharded.ndim) if d not in dims)
-    ):
-        return None
-    words = f"{what} along dims {list(dims)} of a tensor of size {tuple(sharded.metadata().size)}"
-    return Agreement(f"{words}, {sharded.dtype}", group=sharded.process_group, what="what to reduce")
 
 
 @torch.no_grad()
 def _extreme(sharded: ShardedTensor, dims: Dims, *, largest: bool) -> Tensor:
     """Return the largest or smallest elements along `dims`, which it keeps, without gradient. Collective."""
-    agreement = _proposed("the largest" if largest else "the smallest", sharded, dims)
     wide = wide_of(sharded.dtype)
-    least, most = (-math.inf, math.inf) if wide.is_floating_point else _INT64
-    worst, better, along = (
-        (least, torch.maximum, torch.amax) if largest else (most, torch.minimum, torch.amin)
+    what, better, along = (
+        ("the largest", torch.maximum, torch.amax) if largest else ("the smallest", torch.minimum, torch.amin)
     )
-    found = torch.full(_kept(sharded, dims), worst, dtype=wide, device=sharded.anchor.device)
-    for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
-        if tensor.numel():
-            place = _place(box, dims)
-            found[place] = better(found[place], along(tensor, dims, keepdim=True).to(wide))
-    if agreement is not None:
-        agreement.confirm()
+    worst = torch.full((), worst_of(wide, largest=largest), dtype=wide, device=sharded.anchor.device)
+    found = _joined(
+        what, sharded, dims, worst, lambda held, t: better(held, along(t, dims, keepdim=True).to(wide))
+    )
     value = all_extreme(found, sharded.process_group, largest=largest) if found.numel() else found
     return value.to(sharded.dtype)
 
