@@ -51,8 +51,10 @@ _NAMES = """
     celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu silu
     softplus softshrink softsign tanhshrink threshold
 """
-_OPERATORS = "add sub mul truediv div floordiv mod pow and or xor lshift rshift"
-_OTHER_OPERATORS = "abs eq ge gt invert le lt ne neg pos"
+# Methods, also with the operands exchanged or in place if these exist.
+_OPERATORS = """
+    add sub mul truediv div floordiv mod pow and or xor lshift rshift abs eq ge gt invert le lt ne neg pos
+"""
 
 
 def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -128,41 +130,30 @@ def _each(func: Any, args: Args, kwargs: Kwargs, leader: ShardedTensor, metadata
     ]
 
 
-def _activation(place: int) -> Handler:
-    """Handle functions whose argument `inplace` is at `place`."""
+def _handler(func: Any) -> Handler:
+    """Return what handles a function: `elementwise`, or what its argument `inplace` chooses."""
+    names = list(inspect.signature(func).parameters) if inspect.isfunction(func) else []
+    if "inplace" not in names:
+        return elementwise
+    place = names.index("inplace")
 
-    def handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def activation(func: Any, args: Args, kwargs: Kwargs) -> Any:
         chosen = args[place] if len(args) > place else kwargs.get("inplace")
         return in_place(func, args, kwargs) if chosen else elementwise(func, args, kwargs)
 
-    return handler
+    return activation
 
 
-def _handler(func: Any) -> Handler:
-    names = list(inspect.signature(func).parameters) if inspect.isfunction(func) else []
-    return _activation(names.index("inplace")) if "inplace" in names else elementwise
-
-
-def _register() -> None:
-    tensor: Any = Tensor
-    for name in _NAMES.split():
-        for holder in (torch, tensor, F, torch.special):
-            func, func_ = getattr(holder, name, None), getattr(holder, f"{name}_", None)
-            if func is not None:
-                handles(func)(_handler(func))
-            if func_ is not None:
-                handles(func_)(in_place)
-    for name in _OPERATORS.split():
-        for form in (f"__{name}__", f"__r{name}__"):
-            if hasattr(tensor, form):
-                handles(getattr(tensor, form))(elementwise)
-        if hasattr(tensor, f"__i{name}__"):
-            handles(getattr(tensor, f"__i{name}__"))(in_place)
-    for name in _OTHER_OPERATORS.split():
-        handles(getattr(tensor, f"__{name}__"))(elementwise)
-
-
-_register()
+for _name in _NAMES.split():
+    for _holder in (torch, Tensor, F, torch.special):
+        if _func := getattr(_holder, _name, None):
+            handles(_func)(_handler(_func))
+        if _func := getattr(_holder, f"{_name}_", None):
+            handles(_func)(in_place)
+for _name in _OPERATORS.split():
+    for _form, _do in (("", elementwise), ("r", elementwise), ("i", in_place)):
+        if _func := getattr(Tensor, f"__{_form}{_name}__", None):
+            handles(_func)(_do)
 
 
 @handles(torch.where, Tensor.where)
