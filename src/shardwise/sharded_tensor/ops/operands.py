@@ -34,6 +34,7 @@ _ALIASES = {
     **dict.fromkeys(("self", "x", "A", "tensor"), "input"),
     "axis": "dim",
     "keepdims": "keepdim",
+    "train": "training",
     "ord": "p",
     "from": "a",
     "to": "b",
@@ -212,7 +213,11 @@ def parts(operand: Any, *, leader: ShardedTensor, metadata: ShardedTensorMetadat
         return [whole] * count
     if not leader.tensors:
         return [nothing_of(whole)]
-    return [within(whole, box, size=metadata.size) for box in _boxes(leader, metadata)]
+    if metadata is leader.metadata():
+        boxes = leader.boxes
+    else:
+        boxes = [shard.box for shard in metadata.held_by(dist.get_rank())]
+    return [within(whole, box, size=metadata.size) for box in boxes]
 
 
 def _projections(
@@ -229,7 +234,11 @@ def _projections(
         projection = _projected(shard.box, size=operand.metadata().size, onto=metadata.size)
         place = places.get((shard.rank, projection)) if projection is not None else None
         if place is None and not shard.box.is_empty:
-            raise _unfit(leader, operand)
+            mine, others = (f"{tuple(t.metadata().size)} by {t.sharding_spec()!r}" for t in (leader, operand))
+            raise ShardingError(
+                f"{here()}: tensors cut otherwise cannot be combined: {mine} and {others}; call .reshard() on"
+                " one with the other's sharding_spec()"
+            )
         if shard.rank != me:
             continue
         if place is not None:
@@ -268,12 +277,6 @@ def _stand_in(sharded: ShardedTensor) -> Tensor:
     return torch.cat([anchor, anchor.new_full((1,), value)]).reshape(())
 
 
-def _boxes(leader: ShardedTensor, metadata: ShardedTensorMetadata) -> list[Box]:
-    if metadata is leader.metadata():
-        return leader.boxes
-    return [shard.box for shard in metadata.held_by(dist.get_rank())]
-
-
 def check_group(one: ShardedTensor, other: ShardedTensor) -> None:
     """Raise ShardingError if two tensors belong to different ranks."""
     if one.process_group is other.process_group:
@@ -284,11 +287,3 @@ def check_group(one: ShardedTensor, other: ShardedTensor) -> None:
             f"{here()}: tensors of different process groups cannot be combined: {one._name()} on ranks"
             f" {mine}, {other._name()} on ranks {others}; make both with one process_group"
         )
-
-
-def _unfit(one: ShardedTensor, other: ShardedTensor) -> ShardingError:
-    return ShardingError(
-        f"{here()}: tensors cut otherwise cannot be combined: {tuple(one.metadata().size)} by"
-        f" {one.sharding_spec()!r} and {tuple(other.metadata().size)} by {other.sharding_spec()!r}; call"
-        " .reshard() on one with the other's sharding_spec()"
-    )

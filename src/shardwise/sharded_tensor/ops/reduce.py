@@ -130,7 +130,7 @@ def _joined(
 ) -> Tensor:
     """Return `join(start, shard)` of this rank's shards, each in its place after `dims` become one element.
 
-    Collective on the CPU, where ranks compare what they reduce: unequal collectives would hang or give garbage.
+    On the CPU ranks compare what they reduce: unequal collectives would hang or give garbage.
     """
     size = sharded.metadata().size
     found = start.expand([1 if d in dims else length for d, length in enumerate(size)]).clone()
