@@ -199,13 +199,10 @@ def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
             instead="cut the plain tensor by shard_tensor(), or reshard() the others",
         )
     shards: list[ShardMetadata] = []
-    start = 0
-    for tensor in sharded:
-        for shard in tensor.metadata().shards_metadata:
-            offsets = list(shard.shard_offsets)
-            offsets[dim] += start
-            shards.append(ShardMetadata(offsets, shard.shard_sizes, shard.placement))
-        start += tensor.metadata().size[dim]
+    start = [0] * result.ndim
+    for metadata in (tensor.metadata() for tensor in sharded):
+        shards += metadata.map(result.shape, operator.methodcaller("shifted", start)).shards_metadata
+        start[dim] += metadata.size[dim]
     # Where one operand requires grad, so does every shard: also those of others, and on every rank.
     ends = [anchor_of(tensor) for tensor in sharded if tensor.requires_grad]
     pieces = [piece for tensor in sharded for piece in tensor.tensors]
@@ -242,26 +239,24 @@ def _joined_shards(
     parts: list[Any] = [
         t if isinstance(t, ShardedTensor) else replicated(t, first.process_group) for t in tensors
     ]
-    shards = []
-    for shard in first.metadata().shards_metadata:
-        sizes = list(shard.shard_sizes)
-        sizes[dim] = result.shape[dim]
-        shards.append(ShardMetadata(shard.shard_offsets, sizes, shard.placement))
+    size = result.shape
+
+    def grown(box: Box) -> Box:
+        return Box(box.offsets, (*box.sizes[:dim], size[dim], *box.sizes[dim + 1 :]))
+
+    shards = first.metadata().map(size, grown).shards_metadata
     if not any(tensor.numel() for tensor in sharded):  # of nothing any boxes are a cover, of the result not
         try:
             cover([shard.box for shard in shards], result.shape)
         except ShardingError as error:
             refuse_case("cat", *sharded, why=str(error), instead="leave out the tensors without elements")
 
-    def piece(part: Any, number: int, box: Box) -> Tensor:
-        if isinstance(part, ShardedTensor):
-            return part.tensors[number]
-        return within(part, box, size=result.shape)
-
     mine = [shard.box for shard in shards if shard.rank == dist.get_rank()]
-    local = [torch.cat([piece(part, number, box) for part in parts], dim) for number, box in enumerate(mine)]
+    columns = [
+        t.tensors if isinstance(t, ShardedTensor) else [within(t, box, size=size) for box in mine]
+        for t in parts
+    ]
+    local = [torch.cat(pieces, dim) for pieces in zip(*columns, strict=True)]
     if not local:
-        beside += [
-            part.reshape(-1)[:0].to(result.dtype) for part in parts if not isinstance(part, ShardedTensor)
-        ]
-    return assembled(first, shards, local, size=result.shape, beside=[] if local else beside)
+        beside += [t.reshape(-1)[:0].to(result.dtype) for t in parts if not isinstance(t, ShardedTensor)]
+    return assembled(first, shards, local, size=size, beside=[] if local else beside)
