@@ -121,9 +121,18 @@ def shard_module(
         group=group,
         what="the sharding plan",
     )
-    for name, spec in plan.plan.items():
-        if not _is_sharder(spec):
-            _shard_parameter(module, name, spec, src_rank=src_rank, group=group)
+    specs: dict[str, Any] = {name: spec for name, spec in plan.plan.items() if not _is_sharder(spec)}
+    for name, spec in specs.items():
+        whole = module.get_parameter(name)
+        if whole.is_meta:
+            cut = empty(spec, whole.shape, dtype=whole.dtype, process_group=group)
+        else:
+            cut = shard_tensor(whole, spec, src_rank=src_rank, process_group=group)
+        sharded = nn.Parameter(cut, requires_grad=whole.requires_grad)
+        for owner in module.modules():
+            for own, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+                if parameter is whole:
+                    setattr(owner, own, sharded)
     for name, sharder in plan.plan.items():
         if _is_sharder(sharder):
             made: Any = cast(Any, sharder).shard(module.get_submodule(name))
@@ -187,7 +196,12 @@ def collect_local_shard(module: nn.Module) -> nn.Module:
             )
         if not output.tensors:
             return _nothing(output)
-        return output.local_tensor().squeeze(_single(output, held))
+        spec, local = output.sharding_spec(), output.local_tensor()
+        if isinstance(spec, ChunkShardingSpec) and all(
+            len(boxes) == 1 and boxes[0].sizes[spec.dim] == 1 for boxes in held
+        ):
+            return local.squeeze(spec.dim)
+        return local
 
     module.register_forward_hook(hook)
     return module
@@ -270,21 +284,6 @@ def _attributes(
 # Parameters
 
 
-def _shard_parameter(
-    module: nn.Module, name: str, spec: Any, *, src_rank: int | None, group: dist.ProcessGroup
-) -> None:
-    whole = module.get_parameter(name)
-    if whole.is_meta:
-        made = empty(spec, whole.shape, dtype=whole.dtype, process_group=group)
-    else:
-        made = shard_tensor(whole, spec, src_rank=src_rank, process_group=group)
-    sharded = nn.Parameter(made, requires_grad=whole.requires_grad)
-    for owner in module.modules():
-        for own, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter is whole:
-                setattr(owner, own, sharded)
-
-
 def _check_parameter(module: nn.Module, name: str, spec: Any, group: dist.ProcessGroup) -> None:
     parameters = dict(module.named_parameters(remove_duplicate=False))
     if not callable(getattr(spec, "build_metadata", None)):
@@ -365,15 +364,6 @@ def _cut(whole: Tensor, spec: ShardingSpec, group: dist.ProcessGroup, *, compare
         shards.append(Shard(piece.to(place.placement.device()), place))
     anchor = source.reshape(-1)[:0]
     return ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=spec, anchor=anchor)
-
-
-def _single(sharded: ShardedTensor, held: Sequence[Sequence[Box]]) -> tuple[int, ...]:
-    """Return the dim that is cut into chunks of one element, one on every rank; usually there is none."""
-    spec = sharded.sharding_spec()
-    if not isinstance(spec, ChunkShardingSpec):
-        return ()
-    alone = all(len(boxes) == 1 and boxes[0].sizes[spec.dim] == 1 for boxes in held)
-    return (spec.dim,) if alone else ()
 
 
 def _nothing(sharded: ShardedTensor) -> Tensor:
