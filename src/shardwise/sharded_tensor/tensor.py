@@ -236,16 +236,13 @@ class ShardedTensor(ShardedTensorBase):
         if anchor is None:
             anchor = tensors[0].detach().new_empty(0) if tensors else self.anchor
         shown = tensors[0] if tensors else anchor
-        changes: dict[str, Any] = {}
-        if shown.dtype != metadata.tensor_properties.dtype:
-            changes["dtype"] = shown.dtype
         needs_grad = anchor.requires_grad or any(tensor.requires_grad for tensor in tensors)
-        if needs_grad != metadata.tensor_properties.requires_grad:
-            changes["requires_grad"] = needs_grad
-        if metadata.tensor_properties.pin_memory and not shown.is_pinned():
-            changes["pin_memory"] = False
-        if changes:
-            metadata = metadata.with_properties(**changes)
+        kept = metadata.tensor_properties
+        pinned = kept.pin_memory and shown.is_pinned()
+        if (shown.dtype, needs_grad, pinned) != (kept.dtype, kept.requires_grad, kept.pin_memory):
+            metadata = metadata.with_properties(
+                dtype=shown.dtype, requires_grad=needs_grad, pin_memory=pinned
+            )
         shards = [Shard(tensor, place) for tensor, place in zip(tensors, places, strict=True)]
         made = ShardedTensor.wrap(
             shards, metadata, process_group=self.process_group, sharding_spec=spec, anchor=anchor
