@@ -26,13 +26,15 @@ from shardwise.layout import Box, cover
 from shardwise.layout.messages import subtract
 
 
+@dataclass(init=False, repr=False, unsafe_hash=True, slots=True)
 class RemoteDevice:
     """A device of one process: `rank:1/cuda:0`, `rank:1` (CPU), or `worker/cpu` by the name of an RPC worker.
 
     Two are equal if they name the same device of the same process.
     """
 
-    __slots__ = ("_device", "_process")
+    _process: int | str  # a rank, or the name of an RPC worker, maybe none
+    _device: torch.device
 
     def __init__(self, remote_device: str | torch.device) -> None:
         text = str(remote_device)
@@ -47,7 +49,7 @@ class RemoteDevice:
             or (by_rank and not process[5:].isdecimal())
         ):
             raise _bad_placement(text)
-        self._process: int | str = int(process[5:]) if by_rank else process
+        self._process = int(process[5:]) if by_rank else process
         self._device = torch.device(device)
         if self._device.type == "cpu":  # a process has only one
             self._device = torch.device("cpu")
@@ -83,14 +85,6 @@ class RemoteDevice:
         """Return another device of the same process."""
         process = repr(self).rpartition("/")[0]
         return RemoteDevice(f"{process}/{device}" if process else str(device))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, RemoteDevice):
-            return NotImplemented
-        return (self._process, self._device) == (other._process, other._device)
-
-    def __hash__(self) -> int:
-        return hash((self._process, self._device))
 
     def __repr__(self) -> str:
         process = self._process if isinstance(self._process, str) else f"rank:{self._process}"
