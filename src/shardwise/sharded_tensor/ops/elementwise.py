@@ -26,7 +26,7 @@ from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor.autograd import all_reduced
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
 from shardwise.sharded_tensor.move import move_to
-from shardwise.sharded_tensor.ops.operands import broadcast, parts
+from shardwise.sharded_tensor.ops.operands import broadcast, called_as, parts
 from shardwise.sharded_tensor.refuse import refuse
 from shardwise.sharded_tensor.registry import Args, Handler, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -167,26 +167,20 @@ def _where(func: Any, args: Args, kwargs: Kwargs) -> Any:
 # ---------------------------------------------------------------- one answer for all ranks of the group
 
 
-@handles(torch.equal, Tensor.equal)
-def _equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
+@called_as(torch.equal, Tensor.equal)
+def _equal(input: Tensor, other: Tensor) -> bool:
     """Compare as `torch.equal`. Collective over the group, unless shapes differ."""
-    one, other = [*args, *kwargs.values()]
-    if one.shape != other.shape:
-        return False
-    return _everywhere(torch.equal, one, other, {})
+    return input.shape == other.shape and _everywhere(torch.equal, input, other)
 
 
-@handles(torch.allclose, Tensor.allclose)
-def _allclose(func: Any, args: Args, kwargs: Kwargs) -> bool:
+@called_as(torch.allclose, Tensor.allclose)
+def _allclose(input: Tensor, other: Tensor, *options: Any, **named: Any) -> bool:
     """Compare as `torch.allclose`; raises torch's error for differing dtypes. Collective over the group."""
-    names = ("input", "other", "rtol", "atol", "equal_nan")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    one, other = (given.pop(name) for name in names[:2])
-    return _everywhere(torch.allclose, one, other, given)
+    return _everywhere(torch.allclose, input, other, *options, **named)
 
 
 @torch.no_grad()
-def _everywhere(func: Any, one: Any, other: Any, options: dict[str, Any]) -> bool:
+def _everywhere(func: Any, one: Any, other: Any, *options: Any, **named: Any) -> bool:
     """Return whether `func` holds of all parts of the two, on all ranks."""
     if isinstance(one, ShardedTensor) and isinstance(other, ShardedTensor) and one.shape == other.shape:
         cut = one.metadata()
@@ -194,6 +188,6 @@ def _everywhere(func: Any, one: Any, other: Any, options: dict[str, Any]) -> boo
             other = move_to(other, lambda: cut, what="the comparison")
     leader, metadata = broadcast([one, other])
     mine, others = (parts(value, leader=leader, metadata=metadata) for value in (one, other))
-    holds = all(func(a, b, **options) for a, b in zip(mine, others, strict=True))
+    holds = all(func(a, b, *options, **named) for a, b in zip(mine, others, strict=True))
     answer = torch.tensor(holds or not leader.tensors, device=leader.anchor.device)
     return bool(all_reduced(answer, leader.process_group, dist.ReduceOp.MIN))

@@ -50,10 +50,7 @@ def rule(*funcs: Any, takes: str) -> Callable[[_F], _F]:
     names = takes.split()
 
     def register(do: _F) -> _F:
-        def handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
-            return do(func, *given(names, func, args, kwargs))
-
-        handles(*funcs)(handler)
+        handles(*funcs)(lambda func, args, kwargs: do(func, *given(names, func, args, kwargs)))
         return do
 
     return register
