@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise import _compat
 from shardwise.errors import ShardingError
 from shardwise.layout import Box, cover
 from shardwise.layout.regroup import Pick, pick_box
@@ -124,8 +125,7 @@ def _setitem(func: Any, sharded: ShardedTensor, index: Any, value: Any) -> None:
 def _along(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Cut along one dim; torch's own result for a tensor of that dim determines the elements of each part."""
     sharded, rest, kwargs = taken(args, kwargs)
-    rest = tuple(value.tolist() if isinstance(value, Tensor) else value for value in rest)
-    kwargs = {name: v.tolist() if isinstance(v, Tensor) else v for name, v in kwargs.items()}
+    rest, kwargs = _compat.pytree.tree_map_only(Tensor, Tensor.tolist, (rest, kwargs))
     func(probe(sharded), *rest, **kwargs)  # raises what torch raises
     at = 0 if func.__name__ in ("narrow", "select", "unbind") else 1
     if len(rest) > at:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise import _compat
 from shardwise.layout import Box
 from shardwise.layout.regroup import expand_box, reshape_boxes
 from shardwise.sharded_tensor.autograd import nothing_of, tied
@@ -40,6 +41,12 @@ def taken(args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
         return args[0], args[1:], kwargs
     rest = dict(kwargs)
     return rest.pop("tensor" if "tensor" in rest else "input"), (), rest
+
+
+def _shown(args: Args, kwargs: Kwargs) -> Any:
+    """Return the first operand, and the other arguments; of sharded ones among these only the shapes."""
+    tensor, *rest = taken(args, kwargs)
+    return tensor, *_compat.pytree.tree_map_only(ShardedTensor, probe, rest)
 
 
 def derived(
@@ -125,9 +132,12 @@ def _permute(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
 @handles(
     *(torch.reshape, torch.flatten, torch.unflatten, torch.ravel, torch.squeeze, torch.unsqueeze),
     *(_T.reshape, _T.flatten, _T.unflatten, _T.ravel, _T.squeeze, _T.unsqueeze, _T.view),
+    *(_T.view_as, _T.reshape_as),
 )
-def _reshape(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    sharded, rest, kwargs = taken(args, kwargs)
+def _reshape(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    sharded, rest, kwargs = _shown(args, kwargs)
+    if not isinstance(sharded, ShardedTensor):
+        return cast(Tensor, func(sharded, *rest, **kwargs))
     if any(isinstance(value, torch.dtype) for value in [*rest, *kwargs.values()]):
         refuse_case(
             "view(dtype)",
@@ -136,16 +146,7 @@ def _reshape(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
             instead="to(dtype) converts values; local_shards() has the tensors",
         )
     size = func(probe(sharded), *rest, **kwargs).shape
-    return reshaped(sharded, size, name=func.__name__, view=func is _T.view)
-
-
-@handles(_T.view_as, _T.reshape_as)
-def _as_another(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    tensor, other = args[0], args[1] if len(args) > 1 else kwargs["other"]
-    if not isinstance(tensor, ShardedTensor):
-        return cast(Tensor, func(tensor, probe(other)))
-    size = func(probe(tensor), probe(other)).shape
-    return reshaped(tensor, size, name=func.__name__, view=func is _T.view_as)
+    return reshaped(sharded, size, name=func.__name__, view=func in (_T.view, _T.view_as))
 
 
 def reshaped(sharded: ShardedTensor, size: Sequence[int], *, name: str, view: bool = False) -> ShardedTensor:
@@ -204,9 +205,7 @@ def _refuse_reshape(name: str, sharded: ShardedTensor, size: Sequence[int], brok
 
 @handles(torch.broadcast_to, _T.expand, _T.broadcast_to, _T.expand_as)
 def _expand(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    tensor, rest, kwargs = taken(args, kwargs)
-    rest = tuple(probe(value) if isinstance(value, Tensor) else value for value in rest)
-    kwargs = {key: probe(value) if isinstance(value, Tensor) else value for key, value in kwargs.items()}
+    tensor, rest, kwargs = _shown(args, kwargs)
     if not isinstance(tensor, ShardedTensor):
         return cast(Tensor, func(tensor, *rest, **kwargs))
     old, size = tensor.metadata().size, func(probe(tensor), *rest, **kwargs).shape
