@@ -146,9 +146,7 @@ class Placed(Holding):
 
     def _boxes_over(self, group: dist.ProcessGroup) -> Sequence[Box] | None:
         # Not from `parts`: a mesh's ranks are a tensor, which is fake in a plan.
-        placement = self.placements[
-            [self.mesh.get_group(axis) for axis in range(self.mesh.ndim)].index(group)
-        ]
+        placement = self.placements[self.mesh.get_all_groups().index(group)]
         dim, whole = _dim(placement), [[range(size)] if size else [] for size in self.shape]
         split = [
             Part((*whole[:dim], runs, *whole[dim + 1 :]), self.shape, first_replica=True).boxes

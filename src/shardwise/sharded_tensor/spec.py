@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +76,7 @@ class ChunkShardingSpec(ShardingSpec):
         self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
     ) -> ShardedTensorMetadata:
         dim = _dim_of(self.dim, tensor_sizes, spec="ChunkShardingSpec")
-        cuts = [[length] for length in tensor_sizes]
-        cuts[dim] = _chunks(tensor_sizes[dim], len(self.placements))
+        cuts = {dim: _chunks(tensor_sizes[dim], len(self.placements))}
         return _grid(tensor_sizes, cuts, self.placements, tensor_properties)
 
 
@@ -105,8 +104,8 @@ class GridShardingSpec(ShardingSpec):
                 f"GridShardingSpec of {self.grid} chunks cuts tensors of {len(self.grid)} dims, found shape"
                 f" {tuple(tensor_sizes)}"
             )
-        cuts = [_chunks(*dim) for dim in zip(tensor_sizes, self.grid, strict=True)]
-        return _grid(tensor_sizes, cuts, self.placements, tensor_properties)
+        cuts = map(_chunks, tensor_sizes, self.grid)
+        return _grid(tensor_sizes, dict(enumerate(cuts)), self.placements, tensor_properties)
 
 
 @dataclass
@@ -136,9 +135,7 @@ class RaggedShardingSpec(ShardingSpec):
                 f"RaggedShardingSpec has sizes {self.sizes}, together {sum(self.sizes)}, but dim {dim} of"
                 f" shape {tuple(tensor_sizes)} has {tensor_sizes[dim]}"
             )
-        cuts = [[length] for length in tensor_sizes]
-        cuts[dim] = self.sizes
-        return _grid(tensor_sizes, cuts, self.placements, tensor_properties)
+        return _grid(tensor_sizes, {dim: self.sizes}, self.placements, tensor_properties)
 
 
 @dataclass
@@ -240,12 +237,13 @@ def _chunks(size: int, count: int) -> list[int]:
 
 def _grid(
     size: torch.Size,
-    cuts: Sequence[Sequence[int]],
+    cuts: Mapping[int, Sequence[int]],
     placements: Sequence[RemoteDevice],
     properties: TensorProperties,
 ) -> ShardedTensorMetadata:
-    """Return the product of the lengths that `cuts` lists for every dim, in row-major order."""
-    ranges = [list(zip(itertools.accumulate(cut, initial=0), cut, strict=False)) for cut in cuts]
+    """Return the product of the lengths that `cuts` lists by dim, others whole, in row-major order."""
+    lengths = [cuts.get(dim, [length]) for dim, length in enumerate(size)]
+    ranges = [list(zip(itertools.accumulate(cut, initial=0), cut, strict=False)) for cut in lengths]
     shards = [
         ShardMetadata([start for start, _ in ranged], [length for _, length in ranged], placement)
         for ranged, placement in zip(itertools.product(*ranges), placements, strict=True)

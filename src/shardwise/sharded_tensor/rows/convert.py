@@ -97,8 +97,8 @@ def _even_over(mesh: DeviceMesh, placements: Sequence[Placement], piece: Piece) 
     if piece.group is None or piece.even_cuts or len(cut) != 1:
         return None
     placement, group = placements[cut[0]], mesh.get_group(cut[0])
-    same_ranks = group == piece.group or dist.get_process_group_ranks(group) == piece.group_ranks
-    if type(placement) is not Shard or placement.dim != 0 or not same_ranks:
+    ranks, own = map(dist.get_process_group_ranks, (group, piece.group))
+    if type(placement) is not Shard or placement.dim != 0 or ranks != own:
         return None
     return even_boxes(tuple(piece.shape), group, 0)
 

@@ -84,10 +84,6 @@ class RowShard(OwnShard):
 EvenCuts = tuple[tuple[dist.ProcessGroup, int], ...]
 
 
-def _groups_of(mesh: DeviceMesh) -> Groups:
-    return tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
-
-
 @dataclass(frozen=True, eq=False)
 class Piece(Holding):
     """The whole rows of a tensor on this rank.
@@ -117,7 +113,7 @@ class Piece(Holding):
 
     def __post_init__(self) -> None:
         if self.on_mesh is not None and not self.mesh_groups:
-            object.__setattr__(self, "mesh_groups", _groups_of(self.on_mesh))
+            object.__setattr__(self, "mesh_groups", tuple(self.on_mesh.get_all_groups()))
 
     def __deepcopy__(self, memo: object) -> Piece:
         return self  # immutable, and process groups cannot be copied
@@ -137,11 +133,6 @@ class Piece(Holding):
     def group(self) -> dist.ProcessGroup | None:
         """The only group over which rows are cut; None if no group or several do."""
         return self.groups[0] if len(self.groups) == 1 else None
-
-    @cached_property
-    def group_ranks(self) -> list[int]:
-        """The global ranks of `group`, in its order."""
-        return [] if self.group is None else dist.get_process_group_ranks(self.group)
 
     @cached_property
     def rows(self) -> Box:
@@ -193,7 +184,7 @@ class Piece(Holding):
         for group in self.groups:
             found[group] = RowShard(self.counts, step)
             step *= group.size()
-        return tuple(found.get(group, _REPLICATE) for group in self.mesh_groups or _groups_of(self.mesh))
+        return tuple(found.get(group, _REPLICATE) for group in self.mesh_groups or self.mesh.get_all_groups())
 
     def spec(self, dtype: torch.dtype) -> _compat.DTensorSpec:
         """Return DTensor's spec of a tensor of this dtype with this cut."""
