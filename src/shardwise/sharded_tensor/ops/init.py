@@ -49,7 +49,7 @@ def _draw_(func: Any, sharded: ShardedTensor, one: Any, two: Any, generator: Any
     """
     one, two = 0.0 if one is None else one, 1.0 if two is None else two
     fill: Any = partial(random.uniform_, low=one, high=two)
-    if func is _T.normal_:
+    if func.__name__ == "normal_":
         fill = partial(random.normal_, mean=one, std=two)
     fill(sharded.anchor.detach(), box=Box((0,), (0,)), shape=(0,), seed=0)  # raises on every rank, if at all
     if torch.is_grad_enabled() and sharded.requires_grad:
