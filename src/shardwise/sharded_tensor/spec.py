@@ -160,21 +160,16 @@ class EnumerableShardingSpec(ShardingSpec):
         return ShardedTensorMetadata(list(self.shards), torch.Size(tensor_sizes), tensor_properties)
 
 
+@dataclass(repr=False)
 class ForeignSpec(ShardingSpec):
     """Wraps another library's rule, `spec`, which makes metadata like ours."""
 
-    def __init__(self, spec: Any) -> None:
-        self.spec = spec
+    spec: Any
 
     def build_metadata(
         self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
     ) -> ShardedTensorMetadata:
         return ShardedTensorMetadata.of(self.spec.build_metadata(tensor_sizes, tensor_properties))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ForeignSpec) and bool(self.spec == other.spec)
-
-    __hash__ = None  # type: ignore[assignment] # as specs of ours, which have lists in them
 
     def __repr__(self) -> str:
         return repr(self.spec)
