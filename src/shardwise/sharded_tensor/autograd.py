@@ -97,7 +97,7 @@ def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceO
     reduced[:count].view(tensor.shape).copy_(tensor.detach())
     right = 1 if op == dist.ReduceOp.MIN else 0  # the flag of a rank without a failure
     if checked:
-        reduced[count] = 1 - right if failure.flag() else right
+        reduced[count] = 1 - right if failure.current else right
     with explaining(group, "reduce parts of a tensor"):
         dist.all_reduce(reduced, op=op, group=group)
     if checked and reduced[count].item() != right:

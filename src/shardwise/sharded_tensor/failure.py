@@ -36,7 +36,7 @@ from shardwise.sharded_tensor.registry import Args, Handler, Kwargs
 Failures = dict[str, Exception]  # of this rank, by their texts
 
 ever = False  # whether anything has failed in this process
-_current: Failures = {}  # failures of the current operation's operands
+current: Failures = {}  # failures of the current operation's operands
 
 
 def run(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -51,16 +51,16 @@ def run(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _propagate_failures(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `handler(func, args, kwargs)`, and pass errors of its operands on to its results."""
-    global _current
+    global current
     operands = sharded_in([*args, *kwargs.values()])
     failures = {text: error for operand in operands for text, error in operand._failures.items()}
     if not failures:
         return handler(func, args, kwargs)
-    before, _current = _current, {**_current, **failures}
+    before, current = current, {**current, **failures}
     try:
         return _marked(handler(func, args, kwargs), failures)
     finally:
-        _current = before
+        current = before
 
 
 def _stand_in(error: Exception, handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -88,7 +88,7 @@ def _stand_in(error: Exception, handler: Handler, func: Any, args: Args, kwargs:
 
 def known(sharded: Any) -> Failures:
     """Return this rank's errors in the values of `sharded`, or in the current operation."""
-    return {**_current, **sharded._failures} if ever else {}
+    return {**current, **sharded._failures} if ever else {}
 
 
 def prepend_failures(text: str, failures: Failures) -> str:
@@ -102,14 +102,9 @@ def raise_here(failures: Failures) -> None:
         raise ShardingError("; ".join(failures)) from next(iter(failures.values()))
 
 
-def flag() -> int:
-    """Return 1 if the current operation has failed on this rank, else 0."""
-    return 1 if _current else 0
-
-
 def raise_everywhere(group: dist.ProcessGroup) -> NoReturn:
     """Raise on every rank of `group`; all must know that one of them has failed. Collective."""
-    together("an operation on sharded tensors", lambda: raise_here(_current), group=group, kind=ShardingError)
+    together("an operation on sharded tensors", lambda: raise_here(current), group=group, kind=ShardingError)
     raise AssertionError("no rank of the group has failed")
 
 
