@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -179,13 +181,11 @@ def broadcast(operands: Sequence[Any]) -> tuple[ShardedTensor, ShardedTensorMeta
     shapes = [
         tensor.metadata().size if isinstance(tensor, ShardedTensor) else tensor.shape for tensor in tensors
     ]
-    if all(shape in (metadata.size, ()) for shape in shapes):
-        return leader, metadata
-    size = torch.broadcast_shapes(*shapes)
-    if size == metadata.size:
-        return leader, metadata
     old = metadata.size
-    return leader, metadata.map(size, lambda box: expand_box(box, old=old, new=size))
+    size = old if all(shape in (metadata.size, ()) for shape in shapes) else torch.broadcast_shapes(*shapes)
+    if size != old:
+        metadata = metadata.map(size, lambda box: expand_box(box, old=old, new=size))
+    return leader, metadata
 
 
 def parts(operand: Any, *, leader: ShardedTensor, metadata: ShardedTensorMetadata) -> list[Any]:
@@ -222,10 +222,9 @@ def _projections(
 ) -> list[Tensor]:
     """List, for each local box of `metadata`, the shard of `operand` that is its projection."""
     places: dict[tuple[int, Box], int] = {}
-    held: dict[int, int] = {}
+    numbers: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
     for shard in operand.metadata().shards_metadata:
-        held[shard.rank] = held.get(shard.rank, -1) + 1
-        places.setdefault((shard.rank, shard.box), held[shard.rank])
+        places.setdefault((shard.rank, shard.box), next(numbers[shard.rank]))
     me, found = dist.get_rank(), []
     for shard in metadata.shards_metadata:
         projection = _projected(shard.box, size=operand.metadata().size, onto=metadata.size)

@@ -29,7 +29,7 @@ from torch import Tensor
 from shardwise.comm.agree import Agreement
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import all_extreme, summed, valued
-from shardwise.sharded_tensor.ops.elementwise import elementwise
+from shardwise.sharded_tensor.ops.elementwise import elementwise, result_of
 from shardwise.sharded_tensor.ops.operands import anchor_of, as_torch, given, rule
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
@@ -120,9 +120,7 @@ def _reduced(
     )
     tensors = sharded.tensors or [sharded.anchor.reshape([n if d in dims else 0 for d, n in enumerate(size)])]
     made = [func(tensor, dims, keepdim=bool(keepdim), **options) for tensor in tensors]
-    if sharded.tensors:
-        return sharded.with_tensors(made, metadata=metadata)
-    return sharded.with_tensors([], metadata=metadata, anchor=made[0].reshape(-1))
+    return result_of(made, sharded, metadata)
 
 
 def _joined(
