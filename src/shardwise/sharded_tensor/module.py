@@ -194,8 +194,12 @@ def collect_local_shard(module: nn.Module) -> nn.Module:
                 f" {len(held[several])} on group rank {several} of {type(module).__name__}'s output by"
                 f" {output.sharding_spec()!r}; put reshard_output before it"
             )
-        if not output.tensors:
-            return _nothing(output)
+        if not output.tensors:  # an empty tensor with the same number of dims
+            size, shards = list(output.metadata().size), output.metadata().shards_metadata
+            cut = [d for d in range(len(size)) if any(shard.shard_sizes[d] != size[d] for shard in shards)]
+            for d in cut or range(min(1, len(size))):
+                size[d] = 0
+            return output.anchor.reshape(size) if size else output.anchor
         spec, local = output.sharding_spec(), output.local_tensor()
         if isinstance(spec, ChunkShardingSpec) and all(
             len(boxes) == 1 and boxes[0].sizes[spec.dim] == 1 for boxes in held
@@ -364,15 +368,6 @@ def _cut(whole: Tensor, spec: ShardingSpec, group: dist.ProcessGroup, *, compare
         shards.append(Shard(piece.to(place.placement.device()), place))
     anchor = source.reshape(-1)[:0]
     return ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=spec, anchor=anchor)
-
-
-def _nothing(sharded: ShardedTensor) -> Tensor:
-    """Return an empty tensor with the same number of dims, for a rank without a shard."""
-    size, shards = list(sharded.metadata().size), sharded.metadata().shards_metadata
-    cut = [d for d in range(len(size)) if any(shard.shard_sizes[d] != size[d] for shard in shards)]
-    for d in cut or range(min(1, len(size))):
-        size[d] = 0
-    return sharded.anchor.reshape(size) if size else sharded.anchor
 
 
 def _no_tensor(module: nn.Module, output: Any, what: str) -> ShardingError:

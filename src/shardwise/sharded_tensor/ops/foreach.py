@@ -38,6 +38,7 @@ _Leader = tuple[ShardedTensor, ShardedTensorMetadata] | None  # the cut of a res
 
 def _elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Apply an elementwise `func` at each place of the lists; its first list, in place. Local."""
+    _check_places(func, args, kwargs)
     in_place = func.__name__.endswith("_")
     if in_place and not args:
         args, kwargs = (kwargs["self"],), {name: value for name, value in kwargs.items() if name != "self"}
@@ -102,15 +103,10 @@ def _check_target(func: Any, target: Any, size: torch.Size) -> None:
         )
 
 
-def _whole_lists_only(handler: Handler) -> Handler:
+def _check_places(func: Any, args: Args, kwargs: Kwargs) -> None:
     """Refuse a sharded tensor in any other place than a list."""
-
-    def checked(func: Any, args: Args, kwargs: Kwargs) -> Any:
-        if any(isinstance(value, ShardedTensor) for value in (*args, *kwargs.values())) or "out" in kwargs:
-            refuse(func, args, kwargs)
-        return handler(func, args, kwargs)
-
-    return checked
+    if any(isinstance(value, ShardedTensor) for value in (*args, *kwargs.values())) or "out" in kwargs:
+        refuse(func, args, kwargs)
 
 
 # Norms
@@ -118,6 +114,7 @@ def _whole_lists_only(handler: Handler) -> Handler:
 
 def _norm(func: Any, args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
     """Return every tensor's p-norm, plain and the same on every rank. Collective."""
+    _check_places(func, args, kwargs)
     given = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
     tensors, p, dtype = given["self"], float(given.get("ord", 2)), given.get("dtype")
     found: dict[int, Tensor] = {}
@@ -163,4 +160,4 @@ def _norms(batch: Sequence[ShardedTensor], p: float, dtype: torch.dtype | None) 
 
 for _name, _func in _FUNCTIONS.items():
     if _name not in ("max", "mm", "powsum"):
-        handles(_func)(_whole_lists_only(_norm if _name == "norm" else _elementwise))
+        handles(_func)(_norm if _name == "norm" else _elementwise)
