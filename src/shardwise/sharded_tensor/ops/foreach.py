@@ -29,7 +29,7 @@ from shardwise.sharded_tensor.ops.elementwise import check_target, result_of, wr
 from shardwise.sharded_tensor.ops.operands import broadcast, parts
 from shardwise.sharded_tensor.ops.reduce import check_norm, needs_grad, norm_of, wide_of
 from shardwise.sharded_tensor.refuse import refuse
-from shardwise.sharded_tensor.registry import Args, Handler, Kwargs, handles
+from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _FUNCTIONS = _compat.foreach_functions
