@@ -189,8 +189,9 @@ def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
     for other in sharded[1:]:
         check_group(sharded[0], other)
     beside = [tensor.anchor.to(result.dtype) for tensor in sharded if not tensor.tensors]
-    if all(_joins(tensor, sharded[0], dim) for tensor in sharded):
-        return _joined_shards(tensors, sharded, dim=dim, result=result, beside=beside)
+    cuts = [_grown(tensor.metadata(), dim, result.shape) for tensor in sharded]
+    if all(cut is not None and cuts[0] is not None and cut.cut_as(cuts[0]) for cut in cuts):
+        return _joined_shards(tensors, sharded, dim=dim, cut=cuts[0], result=result, beside=beside)
     if len(sharded) < len(tensors):
         refuse_case(
             name,
@@ -210,19 +211,13 @@ def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
     return assembled(sharded[0], shards, local, size=result.shape, beside=beside)
 
 
-def _joins(tensor: ShardedTensor, first: ShardedTensor, dim: int) -> bool:
-    """Return whether shards of `tensor` are whole in `dim` and otherwise those of `first`."""
-
-    def beside(metadata: ShardedTensorMetadata) -> list[Any]:
-        kept = [d for d in range(len(metadata.size)) if d != dim]
-        return [
-            (s.rank, [(s.shard_offsets[d], s.shard_sizes[d]) for d in kept]) for s in metadata.shards_metadata
-        ]
-
-    metadata = tensor.metadata()
-    whole = (0, metadata.size[dim])
-    return beside(metadata) == beside(first.metadata()) and all(
-        (shard.shard_offsets[dim], shard.shard_sizes[dim]) == whole for shard in metadata.shards_metadata
+def _grown(metadata: ShardedTensorMetadata, dim: int, size: torch.Size) -> ShardedTensorMetadata | None:
+    """Return the same cut of a tensor of `size`, larger in `dim`; None unless all shards are whole in it."""
+    extents = {(shard.shard_offsets[dim], shard.shard_sizes[dim]) for shard in metadata.shards_metadata}
+    if extents != {(0, metadata.size[dim])}:
+        return None
+    return metadata.map(
+        size, lambda box: Box(box.offsets, (*box.sizes[:dim], size[dim], *box.sizes[dim + 1 :]))
     )
 
 
@@ -231,20 +226,15 @@ def _joined_shards(
     sharded: Sequence[ShardedTensor],
     *,
     dim: int,
+    cut: Any,
     result: Tensor,
     beside: list[Tensor],
 ) -> ShardedTensor:
-    """Join each shard of the first with the corresponding shards of the others."""
-    first = sharded[0]
+    """Join each shard of the first with the corresponding shards of the others, as a tensor of this `cut`."""
+    first, size, shards = sharded[0], result.shape, cut.shards_metadata
     parts: list[Any] = [
         t if isinstance(t, ShardedTensor) else replicated(t, first.process_group) for t in tensors
     ]
-    size = result.shape
-
-    def grown(box: Box) -> Box:
-        return Box(box.offsets, (*box.sizes[:dim], size[dim], *box.sizes[dim + 1 :]))
-
-    shards = first.metadata().map(size, grown).shards_metadata
     if not any(tensor.numel() for tensor in sharded):  # of nothing any boxes are a cover, of the result not
         try:
             cover([shard.box for shard in shards], result.shape)
