@@ -79,9 +79,8 @@ def _look_up(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         made = to_holders(weight, look, holders)
         return made if own is None else made.tensors[0].reshape(*_lead(own), weight.shape[1])
     filled = sum(not shard.box.is_empty for shard in weight.metadata().shards_metadata)
-    if filled > 1 and not weight.metadata().is_cut(
-        (0,)
-    ):  # every shard has all rows, and no shard all columns
+    # Whether every shard has all rows, and no shard all columns.
+    if filled > 1 and not weight.metadata().is_cut((0,)):
         return _on_columns(weight, _lead(look), lambda table: func(input, table, **options), weights)
     return to_all(weight, look).reshape(*_lead(look), weight.shape[1])
 
