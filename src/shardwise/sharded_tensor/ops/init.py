@@ -29,19 +29,16 @@ from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor import random
 from shardwise.sharded_tensor.construct import filled, shared_seed
-from shardwise.sharded_tensor.ops.elementwise import in_place
 from shardwise.sharded_tensor.ops.operands import rule
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
-from shardwise.sharded_tensor.registry import HANDLERS, Args, Kwargs, handles
+from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _T: Any = Tensor
 
-handles(_T.zero_)(in_place)
 
-
-@rule(_T.uniform_, takes="input a b generator")
-@rule(_T.normal_, takes="input mean std generator")
+@rule(_T.uniform_, nn.init.uniform_, takes="input a b generator")
+@rule(_T.normal_, nn.init.normal_, takes="input mean std generator")
 def _draw_(func: Any, sharded: ShardedTensor, one: Any, two: Any, generator: Any) -> ShardedTensor:
     """Fill with uniform values in [one, two), by default [0, 1), or normal ones of mean `one` and std `two`.
 
@@ -52,19 +49,13 @@ def _draw_(func: Any, sharded: ShardedTensor, one: Any, two: Any, generator: Any
     if func.__name__ == "normal_":
         fill = partial(random.normal_, mean=one, std=two)
     fill(sharded.anchor.detach(), box=Box((0,), (0,)), shape=(0,), seed=0)  # raises on every rank, if at all
-    if torch.is_grad_enabled() and sharded.requires_grad:
+    if func in (_T.uniform_, _T.normal_) and torch.is_grad_enabled() and sharded.requires_grad:
         sharded.zero_()  # ends the graph of the old values, or raises as torch does for leaves
     if generator is None:
         seed = shared_seed(sharded.process_group)
     else:
         seed = int(torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator))
     return filled(sharded, partial(fill, shape=sharded.metadata().size, seed=seed))
-
-
-@handles(nn.init.uniform_, nn.init.normal_)
-@torch.no_grad()
-def _init(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    return HANDLERS[getattr(_T, func.__name__)](func, args, kwargs)
 
 
 @rule(nn.init.constant_, takes="input val")
