@@ -140,19 +140,18 @@ def _tried(twin: Callable[[Tensor], Tensor], handler: Handler, func: Any, args: 
     return _compat.pytree.tree_map_only(Tensor, whole, made)
 
 
-def _twin_of(tensor: Any, twin: Callable[[Tensor], Tensor]) -> Tensor:
+def _twin_of(tensor: Any, twin: Callable[[Tensor], Tensor]) -> Any:
     """Return the twin of a tensor; the twin of a sharded one has a group that cannot communicate."""
     if not isinstance(tensor, ShardedTensorBase):
         return twin(tensor)
     sharded: Any = tensor
-    made: Tensor = type(sharded).wrap(
+    return sharded.wrap(
         [Shard(twin(shard.tensor), shard.metadata) for shard in tensor._shards],
         tensor.metadata(),
         process_group=OUTSIDE,
         sharding_spec=tensor._spec,
         anchor=twin(sharded.anchor),
     )
-    return made
 
 
 def _ones(tensor: Tensor, device: torch.device | str | None = None) -> Tensor:

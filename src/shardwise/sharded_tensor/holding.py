@@ -129,8 +129,34 @@ class Placed(Holding):
         mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], order: Any = None
     ) -> Placed:
         """Return which rank holds what. Raises ShardingError for placements that do not fit mesh or shape."""
-        size = torch.Size(shape)
-        return Placed(size, mesh, _normalized(placements, mesh, shape=size), order)
+        ndim = len(shape)
+        if len(placements) != mesh.ndim:
+            raise ShardingError(
+                f"{here()}: a mesh of {mesh.ndim} axes needs one placement for each, found {len(placements)}:"
+                f" {tuple(placements)}"
+            )
+        made: list[Placement] = []
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, (Replicate, OwnShard)):
+                made.append(placement)
+                continue
+            if not cuts_a_dim(placement):
+                terms = "it holds partial sums; " if isinstance(placement, Partial) else ""
+                raise ShardingError(
+                    f"{here()}: a tensor of shape {tuple(shape)} has placement {placement!r} on mesh axis"
+                    f" {axis}, expected Shard or Replicate; {terms}call redistribute() first"
+                )
+            dim = _dim(placement)
+            if not -ndim <= dim < ndim:
+                raise ShardingError(
+                    f"{here()}: {placement!r} cuts dim {dim} of a tensor of shape {tuple(shape)}; choose one"
+                    " that it has"
+                )
+            if isinstance(placement, _compat.StridedShard):
+                made.append(_compat.StridedShard(dim % ndim, split_factor=placement.split_factor))
+            else:
+                made.append(Shard(dim % ndim))
+        return Placed(torch.Size(shape), mesh, tuple(made), order)
 
     @staticmethod
     def of_dtensor(dtensor: DTensor) -> Placed:
@@ -259,37 +285,3 @@ def cuts_a_dim(placement: Placement) -> bool:
 def _dim(placement: Any) -> int:
     dim: int = placement.dim
     return dim
-
-
-def _normalized(
-    placements: Sequence[Placement], mesh: DeviceMesh, *, shape: torch.Size
-) -> tuple[Placement, ...]:
-    """Return the placements with dims counted from the first."""
-    ndim = len(shape)
-    if len(placements) != mesh.ndim:
-        raise ShardingError(
-            f"{here()}: a mesh of {mesh.ndim} axes needs one placement for each, found {len(placements)}:"
-            f" {tuple(placements)}"
-        )
-    made: list[Placement] = []
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, (Replicate, OwnShard)):
-            made.append(placement)
-            continue
-        if not cuts_a_dim(placement):
-            terms = "it holds partial sums; " if isinstance(placement, Partial) else ""
-            raise ShardingError(
-                f"{here()}: a tensor of shape {tuple(shape)} has placement {placement!r} on mesh axis {axis},"
-                f" expected Shard or Replicate; {terms}call redistribute() first"
-            )
-        dim = _dim(placement)
-        if not -ndim <= dim < ndim:
-            raise ShardingError(
-                f"{here()}: {placement!r} cuts dim {dim} of a tensor of shape {tuple(shape)}; choose one that"
-                " it has"
-            )
-        if isinstance(placement, _compat.StridedShard):
-            made.append(_compat.StridedShard(dim % ndim, split_factor=placement.split_factor))
-        else:
-            made.append(Shard(dim % ndim))
-    return tuple(made)

@@ -109,7 +109,7 @@ def assembled(
     *(_T.transpose, _T.swapaxes, _T.swapdims, _T.t, _T.permute, _T.movedim, _T.moveaxis),
     *(_T.T.__get__, _T.mT.__get__),
 )
-def _permute(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
+def _permute(func: Any, args: Args, kwargs: Kwargs) -> Any:
     sharded, rest, kwargs = taken(args, kwargs)
     metadata = sharded.metadata()
     # Torch itself says where each dim goes: to where its size does, if no two have the same.
@@ -120,10 +120,8 @@ def _permute(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
         lambda box: Box(tuple(box.offsets[d] for d in order), tuple(box.sizes[d] for d in order)),
     ).with_properties(memory_format=torch.contiguous_format)
     tensors = [tensor.permute(tuple(order)) for tensor in sharded.tensors]
-    made: ShardedTensor = sharded.with_tensors(
-        tensors, metadata=places, anchor=None if tensors else nothing_of(sharded.anchor)
-    )
-    return made
+    anchor = None if tensors else nothing_of(sharded.anchor)
+    return sharded.with_tensors(tensors, metadata=places, anchor=anchor)
 
 
 # ---------------------------------------------------------------- the same elements in other dims
