@@ -42,7 +42,14 @@ def _elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     in_place = func.__name__.endswith("_")
     if in_place and not args:
         args, kwargs = (kwargs["self"],), {name: value for name, value in kwargs.items() if name != "self"}
-    values = _listed([*args, *kwargs.values()])
+    values = [*args, *kwargs.values()]
+    lengths = [len(value) for value in values if isinstance(value, (list, tuple))]
+    if len(set(lengths)) > 1:
+        raise RuntimeError(f"lists of one call must be of one length, found {lengths}")
+    for i, value in enumerate(values if torch.is_grad_enabled() else ()):
+        # A common factor: sharded tensors give it parts of its gradient, which ranks must sum, plain ones not.
+        if isinstance(value, Tensor) and value.requires_grad and not value.ndim:
+            values[i] = [value] * lengths[0]
     lists = [v for v in values if isinstance(v, (list, tuple)) and any(isinstance(t, Tensor) for t in v)]
     leaders: list[_Leader] = [
         broadcast(items) if any(isinstance(item, ShardedTensor) for item in items) else None
@@ -76,21 +83,6 @@ def _elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
         else:
             made.append(written(values[0][place], own[0]) if in_place else result_of(own, *leader))
     return values[0] if in_place else tuple(made)
-
-
-def _listed(values: list[Any]) -> list[Any]:
-    """Return the arguments, with a list in place of a tensor that is a common factor and needs a gradient.
-
-    Sharded tensors give it parts of the gradient that ranks must sum, plain ones do not.
-    """
-    lengths = [len(value) for value in values if isinstance(value, (list, tuple))]
-    if len(set(lengths)) > 1:
-        raise RuntimeError(f"lists of one call must be of one length, found {lengths}")
-    is_on = torch.is_grad_enabled()
-    return [
-        [v] * lengths[0] if is_on and isinstance(v, Tensor) and v.requires_grad and not v.ndim else v
-        for v in values
-    ]
 
 
 def _check_target(func: Any, target: Any, size: torch.Size) -> None:
