@@ -1,4 +1,4 @@
-"""Conversion of row ranges to and from whole tensors, row ranges and DTensors, with or without autograd.
+"""Conversion of row ranges to and from whole tensors, row ranges and DTensors, below autograd.
 
 Between two cuts of rows over one process group, each row moves at most once. All other conversions go through
 the whole tensor.

@@ -150,11 +150,6 @@ class Piece(Holding):
         return _even_part(self.shape, self.even_cuts)
 
     @cached_property
-    def ranks(self) -> int:
-        """The number of pieces into which the rows are cut."""
-        return place_over(self.groups)[1]
-
-    @cached_property
     def rank(self) -> int:
         """This process's index over `groups`."""
         return place_over(self.groups)[0]
@@ -162,7 +157,7 @@ class Piece(Holding):
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
         """The box of each index over `groups`."""
-        return tuple(self.box_of(rank) for rank in range(self.ranks))
+        return tuple(map(self.box_of, range(place_over(self.groups)[1])))
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
