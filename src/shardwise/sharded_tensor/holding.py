@@ -27,7 +27,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -125,9 +125,7 @@ class Placed(Holding):
     order: Any = None
 
     @staticmethod
-    def of(
-        mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], order: Any = None
-    ) -> Placed:
+    def of(mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int], order: Any = None) -> Placed:
         """Return which rank holds what. Raises ShardingError for placements that do not fit mesh or shape."""
         ndim = len(shape)
         if len(placements) != mesh.ndim:
@@ -146,7 +144,7 @@ class Placed(Holding):
                     f"{here()}: a tensor of shape {tuple(shape)} has placement {placement!r} on mesh axis"
                     f" {axis}, expected Shard or Replicate; {terms}call redistribute() first"
                 )
-            dim = _dim(placement)
+            dim = placement.dim
             if not -ndim <= dim < ndim:
                 raise ShardingError(
                     f"{here()}: {placement!r} cuts dim {dim} of a tensor of shape {tuple(shape)}; choose one"
@@ -165,15 +163,13 @@ class Placed(Holding):
         return Placed.of(dtensor.device_mesh, dtensor.placements, dtensor.shape, order)
 
     def axes_along(self, dims: Sequence[int]) -> Groups:
-        cuts = [
-            axis for axis, found in enumerate(self.placements) if cuts_a_dim(found) and _dim(found) in dims
-        ]
+        cuts = [axis for axis, found in enumerate(self.placements) if cuts_a_dim(found) and found.dim in dims]
         return tuple(map(self.mesh.get_group, cuts))
 
     def _boxes_over(self, group: dist.ProcessGroup) -> Sequence[Box] | None:
         # Not from `parts`: a mesh's ranks are a tensor, which is fake in a plan.
-        placement = self.placements[self.mesh.get_all_groups().index(group)]
-        dim, whole = _dim(placement), [[range(size)] if size else [] for size in self.shape]
+        placement: Any = self.placements[self.mesh.get_all_groups().index(group)]
+        dim, whole = placement.dim, [[range(size)] if size else [] for size in self.shape]
         split = [
             Part((*whole[:dim], runs, *whole[dim + 1 :]), self.shape, first_replica=True).boxes
             for runs in _split(whole[dim], placement, group.size())
@@ -186,7 +182,7 @@ class Placed(Holding):
         axes: list[list[int]] = [[] for _ in self.shape]
         for axis, placement in enumerate(self.placements):
             if cuts_a_dim(placement):
-                axes[_dim(placement)].append(axis)
+                axes[placement.dim].append(axis)
         for entry in self.order or ():
             axes[entry.tensor_dim] = list(entry.mesh_dims)
         counts = tuple(self.mesh.shape)
@@ -278,10 +274,5 @@ def _joined(runs: Iterable[range]) -> _Runs:
     return found
 
 
-def cuts_a_dim(placement: Placement) -> bool:
+def cuts_a_dim(placement: Placement) -> TypeGuard[Shard]:
     return isinstance(placement, (Shard, _compat.StridedShard))
-
-
-def _dim(placement: Any) -> int:
-    dim: int = placement.dim
-    return dim

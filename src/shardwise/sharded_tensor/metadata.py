@@ -315,21 +315,17 @@ class ShardedTensorMetadata:
         try:
             cover(boxes, self.size)
         except ShardingError as error:
-            raise ShardingError(f"{error}{self._culprits(str(error))}") from None
-
-    def _culprits(self, problem: str) -> str:
-        """Name the holders of the shards that a cover's `problem` names; if it names none, a missing box."""
-        named = [
-            f"shard {index} ({shard.box}) is on rank {shard.rank}"
-            for index, shard in enumerate(self.shards_metadata)
-            if str(shard.box) in problem
-        ]
-        if named:
-            return "; " + ", ".join(named)
-        missing = [Box.whole(self.size)]
-        for shard in self.shards_metadata:
-            missing = [rest for box in missing for rest in subtract(box, shard.box)]
-        return f"; {missing[0]} is missing"
+            culprits = [
+                f"shard {index} ({shard.box}) is on rank {shard.rank}"
+                for index, shard in enumerate(self.shards_metadata)
+                if str(shard.box) in str(error)
+            ]
+            if not culprits:  # the error names no shard: something is missing
+                missing = [Box.whole(self.size)]
+                for box in boxes:
+                    missing = [rest for part in missing for rest in subtract(part, box)]
+                culprits = [f"{missing[0]} is missing"]
+            raise ShardingError(f"{error}; {', '.join(culprits)}") from None
 
 
 @dataclass

@@ -47,7 +47,7 @@ def _elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if len(set(lengths)) > 1:
         raise RuntimeError(f"lists of one call must be of one length, found {lengths}")
     for i, value in enumerate(values if torch.is_grad_enabled() else ()):
-        # A common factor: sharded tensors give it parts of its gradient, which ranks must sum, plain ones not.
+        # A common factor: sharded tensors give it parts of its gradient that ranks must sum, plain ones not.
         if isinstance(value, Tensor) and value.requires_grad and not value.ndim:
             values[i] = [value] * lengths[0]
     lists = [v for v in values if isinstance(v, (list, tuple)) and any(isinstance(t, Tensor) for t in v)]

@@ -251,12 +251,10 @@ def _logsumexp(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Ten
         refuse(func, (sharded, dim), {})
     dims = dims_of(sharded, dim)
     into = sharded.dtype if sharded.dtype.is_floating_point else torch.get_default_dtype()
-    numbers = sharded.to(into)
-
-    def whole() -> Tensor:
-        return log_of_exponentials(numbers.to(wide_of(into)), dims).to(into)
-
-    return _reduced(torch.logsumexp, numbers, dims, keepdim, whole)
+    numbers, wide = sharded.to(into), wide_of(into)
+    return _reduced(
+        torch.logsumexp, numbers, dims, keepdim, lambda: log_of_exponentials(numbers.to(wide), dims).to(into)
+    )
 
 
 @rule(torch.var, _T.var, torch.std, _T.std, takes="input dim unbiased keepdim correction")
@@ -324,10 +322,8 @@ def _uncut(
     if sharded.dtype.is_complex or not dims or _count(sharded, dims) == 0:
         as_torch(func, sharded, dim)
 
-    def local(tensor: Tensor, dims: Dims, keepdim: bool) -> Tensor:
-        return pick(func(tensor, dims[0], keepdim))
-
-    return _reduced(local, sharded, dims, keepdim, lambda: refuse_cut(func, sharded, dims))
+    whole = partial(refuse_cut, func, sharded, dims)
+    return _reduced(lambda t, d, keepdim: pick(func(t, d[0], keepdim)), sharded, dims, keepdim, whole)
 
 
 @rule(torch.argmax, _T.argmax, torch.argmin, _T.argmin, takes="input dim keepdim")
@@ -362,10 +358,8 @@ def norm_of(
         total = _total(operand, dims, powers, torch.float64)
         return (total if p == 0 else _power(total, 1 / p)).to(wanted)
 
-    def local(tensor: Tensor, dims: Dims, keepdim: bool) -> Tensor:
-        return cast(Tensor, torch.linalg.vector_norm(tensor, p, dims, keepdim, dtype=dtype))
-
-    return _reduced(local, sharded, dims, keepdim, whole)
+    norm = torch.linalg.vector_norm
+    return _reduced(lambda t, d, keepdim: norm(t, p, d, keepdim, dtype=dtype), sharded, dims, keepdim, whole)
 
 
 def check_norm(sharded: ShardedTensor, p: float, dims: Sequence[int]) -> None:
