@@ -244,7 +244,7 @@ def _piece_of(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
 ) -> Piece:
     rows = {axis: found for axis, found in enumerate(placements) if isinstance(found, RowShard)}
-    even_cuts = _even_cuts(mesh, [_REPLICATE if axis in rows else p for axis, p in enumerate(placements)])
+    even_cuts = even_cuts_of(mesh, [_REPLICATE if axis in rows else p for axis, p in enumerate(placements)])
     part = _even_part(shape, even_cuts)
     first = sorted(rows, key=lambda axis: rows[axis].step)
     groups = tuple(mesh.get_group(axis) for axis in first)
@@ -260,16 +260,8 @@ def _piece_of(
     return Piece(shape, groups, boxes.__getitem__, even_cuts, on_mesh=mesh)
 
 
-def even_cuts_of(spec: _compat.DTensorSpec | None) -> EvenCuts:
-    """Return how tensor parallelism cuts a DTensor; no cuts for a plain tensor (None).
-
-    Raises:
-        ShardingError: a placement other than `Shard` and `Replicate`.
-    """
-    return () if spec is None else _even_cuts(spec.mesh, spec.placements)
-
-
-def _even_cuts(mesh: DeviceMesh, placements: Sequence[Placement]) -> EvenCuts:
+def even_cuts_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> EvenCuts:
+    """Return how tensor parallelism cuts a DTensor. Raises ShardingError unless by `Shard` and `Replicate`."""
     for placement in placements:
         if type(placement) not in (Shard, Replicate):
             raise ShardingError(
