@@ -45,8 +45,6 @@ from shardwise.sharded_tensor.remote import register_shards
 from shardwise.sharded_tensor.spec import ShardingSpec, spec_of
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
-_Fill = Callable[..., object]  # of a shard's tensor and its box=
-
 
 def empty(
     sharding_spec: ShardingSpec,
@@ -395,7 +393,7 @@ def _drawn(
 
 
 @torch.no_grad()
-def filled(made: ShardedTensor, fill: _Fill) -> ShardedTensor:
+def filled(made: ShardedTensor, fill: Callable[..., object]) -> ShardedTensor:
     """Fill every local shard by `fill(tensor, box=)`, and return the tensor. Local."""
     for tensor, box in zip(made.tensors, made.boxes, strict=True):
         fill(tensor, box=box)

@@ -16,6 +16,7 @@ import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -31,7 +32,7 @@ from shardwise.sharded_tensor.base import is_foreign
 from shardwise.sharded_tensor.check import agreed
 from shardwise.sharded_tensor.construct import empty, from_torch, shard_tensor
 from shardwise.sharded_tensor.group import cut_by, group_or_default
-from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, TensorProperties
+from shardwise.sharded_tensor.metadata import Shard, TensorProperties
 from shardwise.sharded_tensor.move import boxes_of, describe
 from shardwise.sharded_tensor.spec import ChunkShardingSpec, ShardingSpec, spec_of
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -352,10 +353,7 @@ def _unknown(module: nn.Module, kind: str, name: str, known: Sequence[str]) -> S
 
 def _cut(whole: Tensor, spec: ShardingSpec, group: dist.ProcessGroup, *, compare: bool) -> ShardedTensor:
     """Copy this rank's shards out of a replicated tensor; differentiable."""
-
-    def built() -> ShardedTensorMetadata:
-        return cut_by(spec, whole.shape, TensorProperties.create_from_tensor(whole), group)
-
+    built = partial(cut_by, spec, whole.shape, TensorProperties.create_from_tensor(whole), group)
     metadata = agreed(built, text=describe, group=group, what="the output to cut") if compare else built()
     differentiable = whole.requires_grad and torch.is_grad_enabled()
     metadata = metadata.with_properties(requires_grad=differentiable, memory_format=torch.contiguous_format)

@@ -278,9 +278,7 @@ class ShardedTensor(ShardedTensorBase):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         properties = self._metadata.tensor_properties
         grad = ", requires_grad=True" if self.requires_grad else ""
-        held = (
-            "".join(f"\n  {tuple(s.box.offsets)}: {s.tensor.detach()!r}" for s in self._shards) or "\n  none"
-        )
+        held = "".join(f"\n  {s.box.offsets}: {s.tensor.detach()!r}" for s in self._shards) or "\n  none"
         return (
             f"ShardedTensor(size={tuple(self._metadata.size)}, dtype={properties.dtype}{grad},"
             f" {self.sharding_spec()!r}, local shards by offset:{held})"

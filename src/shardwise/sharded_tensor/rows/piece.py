@@ -261,7 +261,7 @@ def _piece_of(
 
 
 def even_cuts_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> EvenCuts:
-    """Return how tensor parallelism cuts a DTensor. Raises ShardingError unless by `Shard` and `Replicate`."""
+    """Return how tensor parallelism cuts a DTensor. Raises ShardingError unless by Shard and Replicate."""
     for placement in placements:
         if type(placement) not in (Shard, Replicate):
             raise ShardingError(
