@@ -228,16 +228,16 @@ def _module_load(into: Tensor, other: Tensor, assign: bool = False) -> Tensor:
 
 
 @called_as(_T.copy_)
-def _copy_(into: Tensor, src: Any, non_blocking: bool = False) -> Tensor:
+def _copy_(into: Tensor, other: Any, non_blocking: bool = False) -> Tensor:
     """Copy from a tensor of the same cut (local), of another (collective), or a replicated one (local)."""
     if not isinstance(into, ShardedTensor):
-        return into.copy_(src.full_tensor())
+        return into.copy_(other.full_tensor())
     cut = into.metadata()
-    if is_foreign(src):
-        src = from_torch(src)
-    if isinstance(src, ShardedTensor) and src.shape == into.shape and not src.metadata().cut_as(cut):
-        src = move.move_to(src, lambda: cut, what="copy_")
-    for tensor, piece in zip(into.tensors or [into.anchor], like(into, src), strict=True):
+    if is_foreign(other):
+        other = from_torch(other)
+    if isinstance(other, ShardedTensor) and other.shape == into.shape and not other.metadata().cut_as(cut):
+        other = move.move_to(other, lambda: cut, what="copy_")
+    for tensor, piece in zip(into.tensors or [into.anchor], like(into, other), strict=True):
         tensor.copy_(piece)
     if into.requires_grad != into.metadata().tensor_properties.requires_grad:
         into._metadata = into.metadata().with_properties(requires_grad=into.requires_grad)
