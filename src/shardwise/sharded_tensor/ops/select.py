@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise import _compat
 from shardwise.errors import ShardingError
 from shardwise.layout import Box, cover
 from shardwise.layout.regroup import Pick, pick_box
 from shardwise.sharded_tensor.autograd import replicated, tied
 from shardwise.sharded_tensor.base import first_sharded
-from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
+from shardwise.sharded_tensor.metadata import ShardMetadata
 from shardwise.sharded_tensor.ops.operands import anchor_of, check_group, probe, rule, within
 from shardwise.sharded_tensor.ops.shape import assembled, derived, reshaped, taken
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
@@ -125,7 +125,8 @@ def _setitem(func: Any, sharded: ShardedTensor, index: Any, value: Any) -> None:
 def _along(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Cut along one dim; torch's own result for a tensor of that dim determines the elements of each part."""
     sharded, rest, kwargs = taken(args, kwargs)
-    rest, kwargs = _compat.pytree.tree_map_only(Tensor, Tensor.tolist, (rest, kwargs))
+    rest = tuple(value.tolist() if isinstance(value, Tensor) else value for value in rest)
+    kwargs = {name: v.tolist() if isinstance(v, Tensor) else v for name, v in kwargs.items()}
     func(probe(sharded), *rest, **kwargs)  # raises what torch raises
     at = 0 if func.__name__ in ("narrow", "select", "unbind") else 1
     if len(rest) > at:
@@ -189,9 +190,8 @@ def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
     for other in sharded[1:]:
         check_group(sharded[0], other)
     beside = [tensor.anchor.to(result.dtype) for tensor in sharded if not tensor.tensors]
-    cuts = [_grown(tensor.metadata(), dim, result.shape) for tensor in sharded]
-    if all(cut is not None and cuts[0] is not None and cut.cut_as(cuts[0]) for cut in cuts):
-        return _joined_shards(tensors, sharded, dim=dim, cut=cuts[0], result=result, beside=beside)
+    if all(_joins(tensor, sharded[0], dim) for tensor in sharded):
+        return _joined_shards(tensors, sharded, dim=dim, result=result, beside=beside)
     if len(sharded) < len(tensors):
         refuse_case(
             name,
@@ -200,10 +200,13 @@ def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
             instead="cut the plain tensor by shard_tensor(), or reshard() the others",
         )
     shards: list[ShardMetadata] = []
-    start = [0] * result.ndim
-    for metadata in (tensor.metadata() for tensor in sharded):
-        shards += metadata.map(result.shape, operator.methodcaller("shifted", start)).shards_metadata
-        start[dim] += metadata.size[dim]
+    start = 0
+    for tensor in sharded:
+        for shard in tensor.metadata().shards_metadata:
+            offsets = list(shard.shard_offsets)
+            offsets[dim] += start
+            shards.append(ShardMetadata(offsets, shard.shard_sizes, shard.placement))
+        start += tensor.metadata().size[dim]
     # Where one operand requires grad, so does every shard: also those of others, and on every rank.
     ends = [anchor_of(tensor) for tensor in sharded if tensor.requires_grad]
     pieces = [piece for tensor in sharded for piece in tensor.tensors]
@@ -211,14 +214,13 @@ def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
     return assembled(sharded[0], shards, local, size=result.shape, beside=beside)
 
 
-def _grown(metadata: ShardedTensorMetadata, dim: int, size: torch.Size) -> ShardedTensorMetadata | None:
-    """Return the same cut of a tensor of `size`, larger in `dim`; None unless all shards are whole in it."""
-    extents = {(shard.shard_offsets[dim], shard.shard_sizes[dim]) for shard in metadata.shards_metadata}
-    if extents != {(0, metadata.size[dim])}:
-        return None
-    return metadata.map(
-        size, lambda box: Box(box.offsets, (*box.sizes[:dim], size[dim], *box.sizes[dim + 1 :]))
-    )
+def _joins(tensor: ShardedTensor, first: ShardedTensor, dim: int) -> bool:
+    """Return whether shards of `tensor` are whole in `dim` and otherwise those of `first`."""
+    length, shards = tensor.metadata().size[dim], tensor.metadata().shards_metadata
+    return [(s.rank, s.shard_offsets, s.shard_sizes) for s in shards] == [
+        (s.rank, s.shard_offsets, [*s.shard_sizes[:dim], length, *s.shard_sizes[dim + 1 :]])
+        for s in first.metadata().shards_metadata
+    ]
 
 
 def _joined_shards(
@@ -226,12 +228,15 @@ def _joined_shards(
     sharded: Sequence[ShardedTensor],
     *,
     dim: int,
-    cut: Any,
     result: Tensor,
     beside: list[Tensor],
 ) -> ShardedTensor:
-    """Join each shard of the first with the corresponding shards of the others, as a tensor of this `cut`."""
-    first, size, shards = sharded[0], result.shape, cut.shards_metadata
+    """Join each shard of the first with the corresponding shards of the others."""
+    first, size = sharded[0], result.shape
+    shards = [
+        replace(s, shard_sizes=[*s.shard_sizes[:dim], size[dim], *s.shard_sizes[dim + 1 :]])
+        for s in first.metadata().shards_metadata
+    ]
     parts: list[Any] = [
         t if isinstance(t, ShardedTensor) else replicated(t, first.process_group) for t in tensors
     ]
