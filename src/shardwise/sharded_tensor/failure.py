@@ -91,9 +91,9 @@ def known(sharded: Any) -> Failures:
     return {**current, **sharded._failures} if ever else {}
 
 
-def prepend_failures(text: str, failures: Failures) -> str:
-    """Return `text` after one line per failure; on ranks without failures, `text` itself."""
-    return "\n".join([*failures, text])
+def with_failures(text: str, sharded: Any) -> str:
+    """Return `text` after a line for each failure of `sharded` on this rank."""
+    return "\n".join([*known(sharded), text])
 
 
 def raise_here(failures: Failures) -> None:

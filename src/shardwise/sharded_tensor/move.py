@@ -113,17 +113,10 @@ def _plan(source: _Cut, target: _Cut | None, ranks: tuple[int, ...], rank: int) 
     return _Plan(f"{source.text}\nto\n{text}", messages, held[rank], wanted[rank])
 
 
-def describe_with_failures(sharded: ShardedTensor) -> str:
-    """Describe a tensor, and this rank's failures in making it, if there are any."""
-    return failure.prepend_failures(describe(sharded.metadata()), failure.known(sharded))
-
-
 def describe(metadata: ShardedTensorMetadata) -> str:
     """Describe `metadata` completely; equal metadata give equal texts."""
-    shards = "\n".join(
-        f"{s.shard_offsets}+{s.shard_sizes} on {s.placement}" for s in metadata.shards_metadata
-    )
-    return f"{tuple(metadata.size)} {metadata.tensor_properties.dtype}\n{shards}"
+    shards = [f"{s.shard_offsets}+{s.shard_sizes} on {s.placement}" for s in metadata.shards_metadata]
+    return "\n".join([f"{tuple(metadata.size)} {metadata.tensor_properties.dtype}", *shards])
 
 
 @does(ShardedTensor.full_tensor)
@@ -131,7 +124,7 @@ def _full_tensor(sharded: ShardedTensor) -> Tensor:
     source, group, rank = sharded.metadata(), sharded.process_group, sharded.process_group.rank()
     ranks = dist.get_process_group_ranks(group)
     plan = _plan(_Cut(describe(source), source), None, tuple(ranks), rank)
-    text = failure.prepend_failures(plan.text, failure.known(sharded))
+    text = failure.with_failures(plan.text, sharded)
     agreement = Agreement(text, group=group, what="the tensor to make whole")
     (whole,), _ = autograd.moved(
         sharded.tensors,

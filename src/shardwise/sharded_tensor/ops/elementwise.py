@@ -94,10 +94,9 @@ def result_of(
     results: Sequence[Tensor], leader: ShardedTensor, metadata: ShardedTensorMetadata
 ) -> ShardedTensor:
     """Return the results of each local shard, or of its stand-in, as a tensor cut by `metadata`."""
-    whole = None if metadata is leader.metadata() else metadata
     if leader.tensors:
-        return leader.with_tensors(results, metadata=whole)
-    return leader.with_tensors([], metadata=whole, anchor=results[0].reshape(-1)[:0])
+        return leader.with_tensors(results, metadata=metadata)
+    return leader.with_tensors([], metadata=metadata, anchor=results[0].reshape(-1)[:0])
 
 
 def written(target: ShardedTensor, result: Tensor) -> ShardedTensor:

@@ -198,8 +198,9 @@ def _rows(func: Any, given: dict[str, Any]) -> Tensor:
     def row(values: tuple[int, ...]) -> tuple[int, ...]:
         return values[:dim] + values[dim + 1 :]
 
-    size = input.metadata().size
-    metadata = input.metadata().map(row(tuple(size)), lambda box: Box(row(box.offsets), row(box.sizes)))
+    metadata = input.metadata().map(
+        row(input.metadata().size), lambda box: Box(row(box.offsets), row(box.sizes))
+    )
     cut = input.metadata() if target.is_floating_point() else metadata
     targets = parts(target, leader=input, metadata=cut)
     made = [

@@ -191,7 +191,7 @@ def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
         check_group(sharded[0], other)
     beside = [tensor.anchor.to(result.dtype) for tensor in sharded if not tensor.tensors]
     if all(_joins(tensor, sharded[0], dim) for tensor in sharded):
-        return _joined_shards(tensors, sharded, dim=dim, result=result, beside=beside)
+        return _joined_shards(tensors, dim=dim, result=result, beside=beside)
     if len(sharded) < len(tensors):
         refuse_case(
             name,
@@ -224,14 +224,10 @@ def _joins(tensor: ShardedTensor, first: ShardedTensor, dim: int) -> bool:
 
 
 def _joined_shards(
-    tensors: Sequence[Tensor],
-    sharded: Sequence[ShardedTensor],
-    *,
-    dim: int,
-    result: Tensor,
-    beside: list[Tensor],
+    tensors: Sequence[Tensor], *, dim: int, result: Tensor, beside: list[Tensor]
 ) -> ShardedTensor:
-    """Join each shard of the first with the corresponding shards of the others."""
+    """Join each shard of the first sharded tensor with the corresponding shards of the others."""
+    sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
     first, size = sharded[0], result.shape
     shards = [
         replace(s, shard_sizes=[*s.shard_sizes[:dim], size[dim], *s.shard_sizes[dim + 1 :]])

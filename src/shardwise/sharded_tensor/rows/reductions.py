@@ -68,9 +68,8 @@ def combine_powers(norms: Tensor, axes: Sequence[Groups], p: float, *, root: boo
     each = norms.to(torch.float64)
     each = each.pow(p) if powers else each
     reduce = SUM if not infinite else MAX if p > 0 else MIN
-    kinds = [
-        groups for i, groups in enumerate(axes) if i == 0 or groups != axes[i - 1]
-    ]  # hashing all costs more
+    # Hashing all costs more.
+    kinds = [groups for i, groups in enumerate(axes) if i == 0 or groups != axes[i - 1]]
     for group in dict.fromkeys(group for groups in kinds for group in groups):
         members = [i for i, groups in enumerate(axes) if group in groups]
         if len(members) == len(axes):
