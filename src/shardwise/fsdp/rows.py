@@ -84,7 +84,8 @@ class RowsParam(ShardedParam):
         # A view of the whole parameter, from which packing copies before it drops the view.
         self.whole = self.whole.narrow(0, rows.offsets[0], rows.sizes[0])
         box_of = partial(layout.box, place.index)
-        cuts, mesh = even_cuts_of(self.tp_spec), self._mesh_of_dtensor()
+        spec, mesh = self.tp_spec, self._mesh_of_dtensor()
+        cuts = () if spec is None else even_cuts_of(spec.mesh, spec.placements)
         axes = self.info.mesh_groups if mesh is self.info.mesh else ()
         self.piece = Piece(self.global_shape, groups, box_of, cuts, self.name, mesh, axes)
 

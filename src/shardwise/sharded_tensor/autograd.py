@@ -97,7 +97,7 @@ def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceO
     reduced[:count].view(tensor.shape).copy_(tensor.detach())
     right = 1 if op == dist.ReduceOp.MIN else 0  # the flag of a rank without a failure
     if checked:
-        reduced[count] = 1 - right if failure.flag() else right
+        reduced[count] = 1 - right if failure.current else right
     with explaining(group, "reduce parts of a tensor"):
         dist.all_reduce(reduced, op=op, group=group)
     if checked and reduced[count].item() != right:
@@ -143,20 +143,16 @@ def moved(
             torch.empty(box.sizes, dtype=nothing.dtype, device=nothing.device, memory_format=like)
             for box in target
         ]
-        if to_all is not None and not nothing.is_meta and backend_of(group, nothing.device) != "gloo":
+        own = list(zip(source, held, strict=True))
+        if to_all is None or nothing.is_meta or backend_of(group, nothing.device) == "gloo":
+            landing = list(zip(target, made, strict=True))
+            exchange_values(messages, source=own, target=landing, group=group, agreement=agreement)
+        else:
             if agreement is not None:
                 agreement.confirm()
-            for box, tensor in zip(source, held, strict=True):
+            for box, tensor in own:
                 part(target[0], made[0], box).copy_(tensor)
             gather(to_all, made[0], group=group)
-            return nothing.new_empty(0), *made
-        exchange_values(
-            messages,
-            source=list(zip(source, held, strict=True)),
-            target=list(zip(target, made, strict=True)),
-            group=group,
-            agreement=agreement,
-        )
         return nothing.new_empty(0), *made
 
     def backward(_: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
@@ -166,12 +162,8 @@ def moved(
             return nothing, *(grad.clone(memory_format=torch.contiguous_format) for grad in own)
         back = [Message(m.receiver, m.sender, m.box, m.target, m.source) for m in messages]
         received = [nothing.new_empty(box.sizes) for box in source]  # filled completely
-        exchange_values(
-            back,
-            source=list(zip(target, grads, strict=True)),
-            target=list(zip(source, received, strict=True)),
-            group=group,
-        )
+        given, landing = list(zip(target, grads, strict=True)), list(zip(source, received, strict=True))
+        exchange_values(back, source=given, target=landing, group=group)
         return nothing, *received
 
     outputs = linked(forward, backward, anchor, *tensors)

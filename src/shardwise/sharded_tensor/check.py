@@ -58,12 +58,21 @@ def gather_shards(
     ranks = dist.get_process_group_ranks(group)
     problems: list[str] = []
     for name in ("size", *_PROPERTIES):
-        problems += _differing(name, {r: t[name] for r, t in zip(ranks, by_rank, strict=True) if name in t})
+        values = {rank: each[name] for rank, each in zip(ranks, by_rank, strict=True) if name in each}
+        first = next(iter(values), 0)
+        other = next((rank for rank, value in values.items() if value != values[first]), None)
+        if other is not None:
+            what = "global size" if name == "size" else f"{name} of the shards"
+            problems.append(
+                f"the {what} is {values[first]} on rank {first} but {values[other]} on rank {other}"
+            )
     if problems:
         raise ShardingError(f"{here()}: the local shards make no sharded tensor: " + "; ".join(problems))
     known = {name: value for each in reversed(by_rank) for name, value in each.items()}
     properties = {name: known[name] for name in ("requires_grad", "pin_memory") if name in known}
-    properties |= {name: _named(known[name]) for name in ("dtype", "memory_format") if name in known}
+    for name in ("dtype", "memory_format"):
+        if name in known:
+            properties[name] = getattr(torch, known[name].removeprefix("torch."))
     metadata = ShardedTensorMetadata(
         [ShardMetadata(*place) for each in by_rank for place in each["shards"]],
         size_of(global_size),
@@ -80,12 +89,8 @@ def check_local(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> lis
     if len(placed) != len(shards):
         problems.append(f"holds {len(shards)} shards, but the metadata places {len(placed)} on it")
     properties = metadata.tensor_properties
-    expected = {
-        "dtype": str(properties.dtype),
-        "requires_grad": properties.requires_grad,
-        "memory_format": str(properties.memory_format),
-        "pin_memory": properties.pin_memory,
-    }
+    expected = {name: v if isinstance(v, bool) else str(v) for name, v in vars(properties).items()}
+    del expected["layout"]  # `_problems` says it
     for index, (shard, place) in enumerate(zip(shards, placed, strict=False)):
         if shard.metadata != place:
             problems.append(f"shard {index} is {shard.metadata}, but the metadata says {place}")
@@ -161,11 +166,6 @@ def _unlike(
             yield f"shard {index} ({_where(shard)}) has {name} {value}, but {who} {expected[name]}"
 
 
-def _named(name: str) -> Any:
-    """Return the dtype or memory format of torch with this name."""
-    return getattr(torch, name.removeprefix("torch."))
-
-
 def _problems(index: int, shard: Shard) -> list[str]:
     """List what is wrong with one shard by itself."""
     tensor, place, rank = shard.tensor, shard.metadata, dist.get_rank()
@@ -189,26 +189,12 @@ def _problems(index: int, shard: Shard) -> list[str]:
         found.append(f'{name} has placement {place.placement}, expected "rank:{rank}/{tensor.device}"')
     elif place.placement.rank() != rank:
         found.append(f"{name} is placed on rank {place.placement.rank()}, but rank {rank} holds it")
-    elif not _same_device(place.placement.device(), tensor.device):
-        found.append(f"{name} is placed on {place.placement.device()}, but its tensor is on {tensor.device}")
+    elif (placed := place.placement.device()).type != tensor.device.type or (
+        placed.index not in (None, tensor.device.index)
+    ):
+        found.append(f"{name} is placed on {placed}, but its tensor is on {tensor.device}")
     return found
 
 
 def _where(shard: Shard) -> str:
     return f"offsets {shard.metadata.shard_offsets}, sizes {shard.metadata.shard_sizes}"
-
-
-def _same_device(placed: torch.device, found: torch.device) -> bool:
-    return placed.type == found.type and (placed.index is None or placed.index == found.index)
-
-
-def _differing(name: str, values: dict[int, Any]) -> list[str]:
-    """Describe how ranks' `values` differ; empty if they do not."""
-    if not values:
-        return []
-    first, expected = next(iter(values.items()))
-    other = next((rank for rank, value in values.items() if value != expected), None)
-    if other is None:
-        return []
-    what = "global size" if name == "size" else f"{name} of the shards"
-    return [f"the {what} is {expected} on rank {first} but {values[other]} on rank {other}"]

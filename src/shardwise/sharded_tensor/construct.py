@@ -45,13 +45,6 @@ from shardwise.sharded_tensor.remote import register_shards
 from shardwise.sharded_tensor.spec import ShardingSpec, spec_of
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
-_Fill = Callable[..., object]  # of a shard's tensor and its box=
-
-
-@does(ShardedTensor.__new__)
-def _new(kind: type, sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
-    return empty(sharding_spec, *size, **options)
-
 
 def empty(
     sharding_spec: ShardingSpec,
@@ -79,17 +72,13 @@ def empty(
         ShardingError: on every rank, for a layout, size or spec that is not possible.
         RankMismatchError: on every rank, if ranks have different sizes, properties or specs.
     """
-    return _made(
-        sharding_spec,
-        size,
-        process_group=process_group,
-        dtype=dtype,
-        requires_grad=requires_grad,
-        layout=layout,
-        memory_format=memory_format,
-        pin_memory=pin_memory,
-        init_rrefs=init_rrefs,
-    )
+    properties: Any = {
+        "requires_grad": requires_grad,
+        "memory_format": memory_format,
+        "pin_memory": pin_memory,
+    }
+    placed: Any = {"process_group": process_group, "init_rrefs": init_rrefs}
+    return _made(sharding_spec, size, dtype=dtype, layout=layout, **placed, **properties)
 
 
 def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Any) -> ShardedTensor:
@@ -327,11 +316,8 @@ def shard_tensor(
     return _wrapped(shards, metadata, group, sharding_spec)
 
 
-@does(ShardingSpec.shard)
-def _shard(spec: ShardingSpec, tensor: Tensor, *args: Any, **kwargs: Any) -> ShardedTensor:
-    return shard_tensor(tensor, spec, *args, **kwargs)
-
-
+does(ShardedTensor.__new__)(lambda kind, *args, **options: empty(*args, **options))
+does(ShardingSpec.shard)(lambda spec, tensor, *args, **options: shard_tensor(tensor, spec, *args, **options))
 ShardedTensor._init_from_local_shards = staticmethod(init_from_local_shards)
 ShardedTensor._init_from_local_tensor = staticmethod(init_from_local_tensor)
 ShardedTensor._init_from_local_shards_and_global_metadata = staticmethod(  # type: ignore[method-assign, assignment]
@@ -358,7 +344,15 @@ def _made(
             raise ShardingError(f"a sharded tensor has layout torch.strided, found {layout}; use that")
         wanted = TensorProperties(dtype=dtype or torch.get_default_dtype(), **properties)
         metadata = cut_by(sharding_spec, size_of(size), wanted, group)
-        _check_properties(wanted, len(metadata.size))
+        # Raises, also on ranks without shards, for properties that torch cannot allocate.
+        ndim, found = len(metadata.size), wanted.memory_format
+        formats = {torch.contiguous_format: ndim, torch.channels_last: 4, torch.channels_last_3d: 5}
+        if formats.get(found) != ndim:
+            raise ShardingError(f"a tensor of {ndim} dims cannot lie in {found}; use torch.contiguous_format")
+        if wanted.requires_grad and not (wanted.dtype.is_floating_point or wanted.dtype.is_complex):
+            raise ShardingError(f"a tensor of {wanted.dtype} cannot require grad; use a floating-point dtype")
+        if wanted.pin_memory:
+            check_pinnable()
         return metadata
 
     metadata = agreed(
@@ -399,7 +393,7 @@ def _drawn(
 
 
 @torch.no_grad()
-def filled(made: ShardedTensor, fill: _Fill) -> ShardedTensor:
+def filled(made: ShardedTensor, fill: Callable[..., object]) -> ShardedTensor:
     """Fill every local shard by `fill(tensor, box=)`, and return the tensor. Local."""
     for tensor, box in zip(made.tensors, made.boxes, strict=True):
         fill(tensor, box=box)
@@ -407,20 +401,6 @@ def filled(made: ShardedTensor, fill: _Fill) -> ShardedTensor:
         none = (0,) * len(made.metadata().size)
         fill(torch.empty(none, dtype=made.anchor.dtype), box=Box(none, none))
     return made
-
-
-def _check_properties(properties: TensorProperties, ndim: int) -> None:
-    """Raise ShardingError, also on ranks without shards, for properties that torch cannot allocate."""
-    formats = {torch.contiguous_format: ndim, torch.channels_last: 4, torch.channels_last_3d: 5}
-    if formats.get(properties.memory_format) != ndim:
-        raise ShardingError(
-            f"a tensor of {ndim} dims cannot lie in {properties.memory_format}; use torch.contiguous_format"
-        )
-    dtype = properties.dtype
-    if properties.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
-        raise ShardingError(f"a tensor of {dtype} cannot require grad; use a floating-point dtype")
-    if properties.pin_memory:
-        check_pinnable()
 
 
 def _allocated(metadata: ShardedTensorMetadata) -> list[Shard]:

@@ -57,9 +57,9 @@ def _write_items(sharded: ShardedTensor, name: str, value: Any) -> list[WriteIte
 
 def _chunks(sharded: ShardedTensor) -> list[ChunkStorageMetadata]:
     """List the chunks that this rank writes and reads; the first holder has the one of an empty tensor."""
-    ranks = [shard.rank for shard in sharded.metadata().shards_metadata]
-    first = (ranks or dist.get_process_group_ranks(sharded.process_group))[0]
-    return chunks(sharded.boxes, sharded.metadata().size, is_first=first == dist.get_rank())
+    metadata = sharded.metadata()
+    is_first = metadata.shards_metadata[0].rank == dist.get_rank()
+    return chunks(sharded.boxes, metadata.size, is_first=is_first)
 
 
 def _shard_at(sharded: ShardedTensor, index: MetadataIndex) -> Tensor:

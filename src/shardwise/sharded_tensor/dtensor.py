@@ -23,12 +23,13 @@ from shardwise._compat.dtensors import LocalShardsWrapper, OwnShard
 from shardwise.comm.agree import agree, together
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
+from shardwise.sharded_tensor import failure
 from shardwise.sharded_tensor.autograd import fill
 from shardwise.sharded_tensor.construct import init_from_local_shards
 from shardwise.sharded_tensor.group import group_or_default
 from shardwise.sharded_tensor.holding import Placed
 from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.sharded_tensor.move import boxes_of, describe_with_failures
+from shardwise.sharded_tensor.move import boxes_of, describe
 from shardwise.sharded_tensor.rows import ShardedRows
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -131,7 +132,8 @@ def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Pl
     if own := [placement for placement in placements if isinstance(placement, OwnShard)]:
         raise ShardingError(f"{here()}: {own[0]} places rows; use to_rows() into a tensor that is cut so")
     asked = f"mesh {mesh.mesh.tolist()} on {mesh.device_type}, placements {placements}"
-    agree(f"{describe_with_failures(sharded)}\nto\n{asked}", group=group, what="the DTensor to make")
+    text = failure.with_failures(f"{describe(metadata)}\nto\n{asked}", sharded)
+    agree(text, group=group, what="the DTensor to make")
     parts = placed.parts
     wanted = [[box for box, _ in parts[rank].boxes] if rank in parts else [] for rank in ranks]
     mine = parts.get(dist.get_rank())
@@ -233,7 +235,8 @@ def to_rows(sharded: ShardedTensor, rows: ShardedRows) -> None:
     """
     metadata, group = sharded.metadata(), sharded.process_group
     wanted = _all_boxes(rows, group=group, shape=metadata.size)
-    agree(describe_with_failures(sharded), group=group, what="the sharded tensor to copy into rows")
+    text = failure.with_failures(describe(metadata), sharded)
+    agree(text, group=group, what="the sharded tensor to copy into rows")
     fill(
         boxes_of(metadata, group),
         [[box] for box in wanted],

@@ -36,7 +36,7 @@ from shardwise.sharded_tensor.registry import Args, Handler, Kwargs
 Failures = dict[str, Exception]  # of this rank, by their texts
 
 ever = False  # whether anything has failed in this process
-_current: Failures = {}  # failures of the current operation's operands
+current: Failures = {}  # failures of the current operation's operands
 
 
 def run(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -51,16 +51,16 @@ def run(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _propagate_failures(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `handler(func, args, kwargs)`, and pass errors of its operands on to its results."""
-    global _current
+    global current
     operands = sharded_in([*args, *kwargs.values()])
     failures = {text: error for operand in operands for text, error in operand._failures.items()}
     if not failures:
         return handler(func, args, kwargs)
-    before, _current = _current, {**_current, **failures}
+    before, current = current, {**current, **failures}
     try:
         return _marked(handler(func, args, kwargs), failures)
     finally:
-        _current = before
+        current = before
 
 
 def _stand_in(error: Exception, handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -71,7 +71,9 @@ def _stand_in(error: Exception, handler: Handler, func: Any, args: Args, kwargs:
     if is_outside(group) or group.size() == 1:
         raise error
     # A rank without elements may succeed where all others fail: also try without values.
-    ways = (_ones, _without_values) if any(_lies_apart(operand) for operand in operands) else (_ones,)
+    shards = (operand.metadata().shards_metadata for operand in operands)
+    holders = ({shard.rank for shard in each if not shard.box.is_empty} for each in shards)
+    ways = (_ones, _without_values) if any(len(ranks) < group.size() for ranks in holders) else (_ones,)
     tried = (_tried(way, handler, func, args, kwargs) for way in ways)
     made = next((result for result in tried if result is not None), None)
     results = list(sharded_in([made]))
@@ -86,12 +88,12 @@ def _stand_in(error: Exception, handler: Handler, func: Any, args: Args, kwargs:
 
 def known(sharded: Any) -> Failures:
     """Return this rank's errors in the values of `sharded`, or in the current operation."""
-    return {**_current, **sharded._failures} if ever else {}
+    return {**current, **sharded._failures} if ever else {}
 
 
-def prepend_failures(text: str, failures: Failures) -> str:
-    """Return `text` after one line per failure; on ranks without failures, `text` itself."""
-    return "\n".join([*failures, text])
+def with_failures(text: str, sharded: Any) -> str:
+    """Return `text` after a line for each failure of `sharded` on this rank."""
+    return "\n".join([*known(sharded), text])
 
 
 def raise_here(failures: Failures) -> None:
@@ -100,14 +102,9 @@ def raise_here(failures: Failures) -> None:
         raise ShardingError("; ".join(failures)) from next(iter(failures.values()))
 
 
-def flag() -> int:
-    """Return 1 if the current operation has failed on this rank, else 0."""
-    return 1 if _current else 0
-
-
 def raise_everywhere(group: dist.ProcessGroup) -> NoReturn:
     """Raise on every rank of `group`; all must know that one of them has failed. Collective."""
-    together("an operation on sharded tensors", lambda: raise_here(_current), group=group, kind=ShardingError)
+    together("an operation on sharded tensors", lambda: raise_here(current), group=group, kind=ShardingError)
     raise AssertionError("no rank of the group has failed")
 
 
@@ -117,13 +114,7 @@ def _marked(made: Any, failures: Failures) -> Any:
     return made
 
 
-def _tried(
-    twin: Callable[[Tensor], Tensor],
-    handler: Handler,
-    func: Any,
-    args: Args,
-    kwargs: Kwargs,
-) -> Any:
+def _tried(twin: Callable[[Tensor], Tensor], handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run the operation on twins of all tensors; return results with values, or None if it raises."""
     twins: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -133,62 +124,39 @@ def _tried(
         return twins[id(tensor)][1]
 
     try:
-        made = handler(func, _mapped(args, of), _mapped(kwargs, of))
+        made = handler(func, *_compat.pytree.tree_map_only(Tensor, of, (args, kwargs)))
     except Exception:
         return None
     originals = {id(copy): tensor for tensor, copy in twins.values()}  # for results written in place
     device = next(iter(twins.values()))[0].device
 
+    def filled(tensor: Tensor) -> Tensor:
+        return _ones(tensor, device) if tensor.is_meta else tensor
+
     def whole(value: Tensor) -> Tensor:
         known = originals.get(id(value))
-        return _twin_of(value, lambda tensor: _filled(tensor, device)) if known is None else known
+        return _twin_of(value, filled) if known is None else known
 
-    return _mapped(made, whole)
+    return _compat.pytree.tree_map_only(Tensor, whole, made)
 
 
-def _twin_of(tensor: Any, twin: Callable[[Tensor], Tensor]) -> Tensor:
+def _twin_of(tensor: Any, twin: Callable[[Tensor], Tensor]) -> Any:
     """Return the twin of a tensor; the twin of a sharded one has a group that cannot communicate."""
     if not isinstance(tensor, ShardedTensorBase):
         return twin(tensor)
     sharded: Any = tensor
-    made: Tensor = type(sharded).wrap(
+    return sharded.wrap(
         [Shard(twin(shard.tensor), shard.metadata) for shard in tensor._shards],
         tensor.metadata(),
         process_group=OUTSIDE,
         sharding_spec=tensor._spec,
         anchor=twin(sharded.anchor),
     )
-    return made
 
 
-def _ones(tensor: Tensor, device: str | None = None) -> Tensor:
+def _ones(tensor: Tensor, device: torch.device | str | None = None) -> Tensor:
     made = torch.ones_like(tensor.detach(), device=device, requires_grad=tensor.requires_grad)
     return made if tensor.is_leaf else made.view_as(made)
 
 
 _without_values = partial(_ones, device="meta")
-
-
-def _filled(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a result with values: zeros instead of a meta tensor."""
-    if not tensor.is_meta:
-        return tensor
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device).requires_grad_(tensor.requires_grad)
-
-
-def _lies_apart(sharded: Any) -> bool:
-    """Return whether a rank of the group has no elements of the tensor."""
-    holders = {shard.rank for shard in sharded.metadata().shards_metadata if not shard.box.is_empty}
-    return bool(len(holders) < sharded.process_group.size())
-
-
-def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `function` to every tensor in nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, (list, tuple)):
-        items = [_mapped(item, function) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        return {key: _mapped(item, function) for key, item in value.items()}
-    return value

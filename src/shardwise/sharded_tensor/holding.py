@@ -27,7 +27,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,7 @@ class Holding:
         return None
 
 
-_Runs = list[tuple[int, int]]  # first index and length in one dim of the whole tensor, ascending, none empty
+_Runs = list[range]  # indices in one dim of the whole tensor: ascending, none empty
 
 
 @dataclass(frozen=True)
@@ -99,20 +99,16 @@ class Part:
     def boxes(self) -> list[tuple[Box, tuple[slice, ...]]]:
         """Every box, and its slices of the local tensor; at least one box, maybe empty."""
         if not all(self.runs):
-            return [(self._empty(), (slice(None),) * len(self.shape))]
-        ends = [list(itertools.accumulate(length for _, length in runs)) for runs in self.runs]
+            starts = [runs[0].start if runs else n for runs, n in zip(self.runs, self.shape, strict=True)]
+            return [(Box(tuple(starts), self.sizes), (slice(None),) * len(self.shape))]
+        ends = [list(itertools.accumulate(map(len, runs))) for runs in self.runs]
         return [
             (
-                Box(tuple(start for (start, _), _ in chosen), tuple(length for (_, length), _ in chosen)),
-                tuple(slice(end - length, end) for (_, length), end in chosen),
+                Box(tuple(run.start for run, _ in chosen), tuple(len(run) for run, _ in chosen)),
+                tuple(slice(end - len(run), end) for run, end in chosen),
             )
             for chosen in itertools.product(*map(zip, self.runs, ends))
         ]
-
-    def _empty(self) -> Box:
-        """Return a box of the local tensor's sizes within the whole tensor."""
-        starts = [runs[0][0] if runs else size for runs, size in zip(self.runs, self.shape, strict=True)]
-        return Box(tuple(starts), self.sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,12 +125,36 @@ class Placed(Holding):
     order: Any = None
 
     @staticmethod
-    def of(
-        mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], order: Any = None
-    ) -> Placed:
+    def of(mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int], order: Any = None) -> Placed:
         """Return which rank holds what. Raises ShardingError for placements that do not fit mesh or shape."""
-        size = torch.Size(shape)
-        return Placed(size, mesh, _normalized(placements, mesh, shape=size), order)
+        ndim = len(shape)
+        if len(placements) != mesh.ndim:
+            raise ShardingError(
+                f"{here()}: a mesh of {mesh.ndim} axes needs one placement for each, found {len(placements)}:"
+                f" {tuple(placements)}"
+            )
+        made: list[Placement] = []
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, (Replicate, OwnShard)):
+                made.append(placement)
+                continue
+            if not cuts_a_dim(placement):
+                terms = "it holds partial sums; " if isinstance(placement, Partial) else ""
+                raise ShardingError(
+                    f"{here()}: a tensor of shape {tuple(shape)} has placement {placement!r} on mesh axis"
+                    f" {axis}, expected Shard or Replicate; {terms}call redistribute() first"
+                )
+            dim = placement.dim
+            if not -ndim <= dim < ndim:
+                raise ShardingError(
+                    f"{here()}: {placement!r} cuts dim {dim} of a tensor of shape {tuple(shape)}; choose one"
+                    " that it has"
+                )
+            if isinstance(placement, _compat.StridedShard):
+                made.append(_compat.StridedShard(dim % ndim, split_factor=placement.split_factor))
+            else:
+                made.append(Shard(dim % ndim))
+        return Placed(torch.Size(shape), mesh, tuple(made), order)
 
     @staticmethod
     def of_dtensor(dtensor: DTensor) -> Placed:
@@ -143,17 +163,13 @@ class Placed(Holding):
         return Placed.of(dtensor.device_mesh, dtensor.placements, dtensor.shape, order)
 
     def axes_along(self, dims: Sequence[int]) -> Groups:
-        cuts = [
-            axis for axis, found in enumerate(self.placements) if cuts_a_dim(found) and _dim(found) in dims
-        ]
+        cuts = [axis for axis, found in enumerate(self.placements) if cuts_a_dim(found) and found.dim in dims]
         return tuple(map(self.mesh.get_group, cuts))
 
     def _boxes_over(self, group: dist.ProcessGroup) -> Sequence[Box] | None:
         # Not from `parts`: a mesh's ranks are a tensor, which is fake in a plan.
-        placement = self.placements[
-            [self.mesh.get_group(axis) for axis in range(self.mesh.ndim)].index(group)
-        ]
-        dim, whole = _dim(placement), [[(0, size)] if size else [] for size in self.shape]
+        placement: Any = self.placements[self.mesh.get_all_groups().index(group)]
+        dim, whole = placement.dim, [[range(size)] if size else [] for size in self.shape]
         split = [
             Part((*whole[:dim], runs, *whole[dim + 1 :]), self.shape, first_replica=True).boxes
             for runs in _split(whole[dim], placement, group.size())
@@ -166,7 +182,7 @@ class Placed(Holding):
         axes: list[list[int]] = [[] for _ in self.shape]
         for axis, placement in enumerate(self.placements):
             if cuts_a_dim(placement):
-                axes[_dim(placement)].append(axis)
+                axes[placement.dim].append(axis)
         for entry in self.order or ():
             axes[entry.tensor_dim] = list(entry.mesh_dims)
         counts = tuple(self.mesh.shape)
@@ -175,7 +191,12 @@ class Placed(Holding):
             for d, size in enumerate(self.shape)
         ]
         for axis in itertools.chain(*axes):
-            _check_order(self.mesh, axis)
+            if not (self.mesh.mesh.diff(dim=axis) > 0).all():
+                raise ShardingError(
+                    f"{here()}: the ranks of mesh {self.mesh.mesh.tolist()} do not ascend along axis {axis},"
+                    " which cuts the tensor. Torch's collectives and its placements then disagree about who"
+                    " holds what; use a mesh on which they ascend"
+                )
         replicating = [axis for axis, placement in enumerate(self.placements) if not cuts_a_dim(placement)]
         found, ranks = {}, self.mesh.mesh.flatten().tolist()
         for rank, at in zip(ranks, itertools.product(*map(range, counts)), strict=True):
@@ -201,7 +222,7 @@ class Listed(Holding):
 
 def _table(size: int, cuts: Sequence[tuple[Placement, int]]) -> dict[tuple[int, ...], _Runs]:
     """Return the runs of a dim at each coordinate of the axes that cut it."""
-    table: dict[tuple[int, ...], _Runs] = {(): [(0, size)] if size else []}
+    table: dict[tuple[int, ...], _Runs] = {(): [range(size)] if size else []}
     for placement, count in cuts:
         table = {
             (*at, index): part
@@ -211,17 +232,8 @@ def _table(size: int, cuts: Sequence[tuple[Placement, int]]) -> dict[tuple[int, 
     return table
 
 
-def _check_order(mesh: DeviceMesh, axis: int) -> None:
-    if not (mesh.mesh.diff(dim=axis) > 0).all():
-        raise ShardingError(
-            f"{here()}: the ranks of mesh {mesh.mesh.tolist()} do not ascend along axis {axis}, which cuts"
-            " the tensor. Torch's collectives and its placements then disagree about who holds what; use a"
-            " mesh on which they ascend"
-        )
-
-
 def _length(runs: _Runs) -> int:
-    return sum(length for _, length in runs)
+    return sum(map(len, runs))
 
 
 def _split(runs: _Runs, placement: Placement, count: int) -> list[_Runs]:
@@ -245,63 +257,22 @@ def _chunks(runs: _Runs, count: int) -> list[_Runs]:
 def _between(runs: _Runs, begin: int, end: int) -> _Runs:
     """Return the runs of the indices from number `begin` to before `end`, counted through `runs`."""
     found, before = [], 0
-    for start, length in runs:
-        low, high = max(begin - before, 0), min(end - before, length)
-        if low < high:
-            found.append((start + low, high - low))
-        before += length
+    for run in runs:
+        if part := run[max(begin - before, 0) : max(end - before, 0)]:
+            found.append(part)
+        before += len(run)
     return found
 
 
-def _joined(runs: Iterable[tuple[int, int]]) -> _Runs:
+def _joined(runs: Iterable[range]) -> _Runs:
     """Join runs that continue one another."""
     found: _Runs = []
-    for start, length in runs:
-        if found and sum(found[-1]) == start:
-            found[-1] = (found[-1][0], found[-1][1] + length)
-        else:
-            found.append((start, length))
+    for run in runs:
+        if found and found[-1].stop == run.start:
+            run = range(found.pop().start, run.stop)
+        found.append(run)
     return found
 
 
-def cuts_a_dim(placement: Placement) -> bool:
+def cuts_a_dim(placement: Placement) -> TypeGuard[Shard]:
     return isinstance(placement, (Shard, _compat.StridedShard))
-
-
-def _dim(placement: Any) -> int:
-    dim: int = placement.dim
-    return dim
-
-
-def _normalized(
-    placements: Sequence[Placement], mesh: DeviceMesh, *, shape: torch.Size
-) -> tuple[Placement, ...]:
-    """Return the placements with dims counted from the first."""
-    ndim = len(shape)
-    if len(placements) != mesh.ndim:
-        raise ShardingError(
-            f"{here()}: a mesh of {mesh.ndim} axes needs one placement for each, found {len(placements)}:"
-            f" {tuple(placements)}"
-        )
-    made: list[Placement] = []
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, (Replicate, OwnShard)):
-            made.append(placement)
-            continue
-        if not cuts_a_dim(placement):
-            terms = "it holds partial sums; " if isinstance(placement, Partial) else ""
-            raise ShardingError(
-                f"{here()}: a tensor of shape {tuple(shape)} has placement {placement!r} on mesh axis {axis},"
-                f" expected Shard or Replicate; {terms}call redistribute() first"
-            )
-        dim = _dim(placement)
-        if not -ndim <= dim < ndim:
-            raise ShardingError(
-                f"{here()}: {placement!r} cuts dim {dim} of a tensor of shape {tuple(shape)}; choose one that"
-                " it has"
-            )
-        if isinstance(placement, _compat.StridedShard):
-            made.append(_compat.StridedShard(dim % ndim, split_factor=placement.split_factor))
-        else:
-            made.append(Shard(dim % ndim))
-    return tuple(made)

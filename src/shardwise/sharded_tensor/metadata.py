@@ -26,13 +26,15 @@ from shardwise.layout import Box, cover
 from shardwise.layout.messages import subtract
 
 
+@dataclass(init=False, repr=False, unsafe_hash=True, slots=True)
 class RemoteDevice:
     """A device of one process: `rank:1/cuda:0`, `rank:1` (CPU), or `worker/cpu` by the name of an RPC worker.
 
     Two are equal if they name the same device of the same process.
     """
 
-    __slots__ = ("_device", "_process")
+    _process: int | str  # a rank, or the name of an RPC worker, maybe none
+    _device: torch.device
 
     def __init__(self, remote_device: str | torch.device) -> None:
         text = str(remote_device)
@@ -47,7 +49,7 @@ class RemoteDevice:
             or (by_rank and not process[5:].isdecimal())
         ):
             raise _bad_placement(text)
-        self._process: int | str = int(process[5:]) if by_rank else process
+        self._process = int(process[5:]) if by_rank else process
         self._device = torch.device(device)
         if self._device.type == "cpu":  # a process has only one
             self._device = torch.device("cpu")
@@ -83,14 +85,6 @@ class RemoteDevice:
         """Return another device of the same process."""
         process = repr(self).rpartition("/")[0]
         return RemoteDevice(f"{process}/{device}" if process else str(device))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, RemoteDevice):
-            return NotImplemented
-        return (self._process, self._device) == (other._process, other._device)
-
-    def __hash__(self) -> int:
-        return hash((self._process, self._device))
 
     def __repr__(self) -> str:
         process = self._process if isinstance(self._process, str) else f"rank:{self._process}"
@@ -296,10 +290,7 @@ class ShardedTensorMetadata:
 
     def placed(self, place: Callable[[RemoteDevice], RemoteDevice]) -> ShardedTensorMetadata:
         """Replace the placement of every shard that has one."""
-        shards = [
-            ShardMetadata(s.shard_offsets, s.shard_sizes, s.placement and place(s.placement))
-            for s in self.shards_metadata
-        ]
+        shards = [replace(s, placement=s.placement and place(s.placement)) for s in self.shards_metadata]
         return replace(self, shards_metadata=shards)
 
     def check(self, ranks: Sequence[int] | None) -> None:
@@ -313,32 +304,28 @@ class ShardedTensorMetadata:
                 f"a sharded tensor of shape {tuple(self.size)} needs at least one shard, found none on any"
                 " rank; give one of them a shard, though it be empty"
             )
-        members = None if ranks is None else set(ranks)
+        members = set(ranks or ())
         for index, shard in enumerate(self.shards_metadata):
-            if members is not None and shard.rank not in members:
+            if ranks is not None and shard.rank not in members:
                 raise ShardingError(
                     f"shard {index} ({shard.box}) is placed on rank {shard.rank}, which is not among the"
-                    f" ranks {list(ranks or ())} of the process group; place it on one of them"
+                    f" ranks {list(ranks)} of the process group; place it on one of them"
                 )
         boxes = [shard.box for shard in self.shards_metadata]
         try:
             cover(boxes, self.size)
         except ShardingError as error:
-            raise ShardingError(f"{error}{self._culprits(str(error))}") from None
-
-    def _culprits(self, problem: str) -> str:
-        """Name the holders of the shards that a cover's `problem` names; if it names none, a missing box."""
-        named = [
-            f"shard {index} ({shard.box}) is on rank {shard.rank}"
-            for index, shard in enumerate(self.shards_metadata)
-            if str(shard.box) in problem
-        ]
-        if named:
-            return "; " + ", ".join(named)
-        missing = [Box.whole(self.size)]
-        for shard in self.shards_metadata:
-            missing = [rest for box in missing for rest in subtract(box, shard.box)]
-        return f"; {missing[0]} is missing"
+            culprits = [
+                f"shard {index} ({shard.box}) is on rank {shard.rank}"
+                for index, shard in enumerate(self.shards_metadata)
+                if str(shard.box) in str(error)
+            ]
+            if not culprits:  # the error names no shard: something is missing
+                missing = [Box.whole(self.size)]
+                for box in boxes:
+                    missing = [rest for part in missing for rest in subtract(part, box)]
+                culprits = [f"{missing[0]} is missing"]
+            raise ShardingError(f"{error}; {', '.join(culprits)}") from None
 
 
 @dataclass

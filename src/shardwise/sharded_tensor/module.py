@@ -16,6 +16,7 @@ import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -31,7 +32,7 @@ from shardwise.sharded_tensor.base import is_foreign
 from shardwise.sharded_tensor.check import agreed
 from shardwise.sharded_tensor.construct import empty, from_torch, shard_tensor
 from shardwise.sharded_tensor.group import cut_by, group_or_default
-from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata, TensorProperties
+from shardwise.sharded_tensor.metadata import Shard, TensorProperties
 from shardwise.sharded_tensor.move import boxes_of, describe
 from shardwise.sharded_tensor.spec import ChunkShardingSpec, ShardingSpec, spec_of
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -121,9 +122,18 @@ def shard_module(
         group=group,
         what="the sharding plan",
     )
-    for name, spec in plan.plan.items():
-        if not _is_sharder(spec):
-            _shard_parameter(module, name, spec, src_rank=src_rank, group=group)
+    specs: dict[str, Any] = {name: spec for name, spec in plan.plan.items() if not _is_sharder(spec)}
+    for name, spec in specs.items():
+        whole = module.get_parameter(name)
+        if whole.is_meta:
+            cut = empty(spec, whole.shape, dtype=whole.dtype, process_group=group)
+        else:
+            cut = shard_tensor(whole, spec, src_rank=src_rank, process_group=group)
+        sharded = nn.Parameter(cut, requires_grad=whole.requires_grad)
+        for owner in module.modules():
+            for own, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+                if parameter is whole:
+                    setattr(owner, own, sharded)
     for name, sharder in plan.plan.items():
         if _is_sharder(sharder):
             made: Any = cast(Any, sharder).shard(module.get_submodule(name))
@@ -185,9 +195,18 @@ def collect_local_shard(module: nn.Module) -> nn.Module:
                 f" {len(held[several])} on group rank {several} of {type(module).__name__}'s output by"
                 f" {output.sharding_spec()!r}; put reshard_output before it"
             )
-        if not output.tensors:
-            return _nothing(output)
-        return output.local_tensor().squeeze(_single(output, held))
+        if not output.tensors:  # an empty tensor with the same number of dims
+            size, shards = list(output.metadata().size), output.metadata().shards_metadata
+            cut = [d for d in range(len(size)) if any(shard.shard_sizes[d] != size[d] for shard in shards)]
+            for d in cut or range(min(1, len(size))):
+                size[d] = 0
+            return output.anchor.reshape(size) if size else output.anchor
+        spec, local = output.sharding_spec(), output.local_tensor()
+        if isinstance(spec, ChunkShardingSpec) and all(
+            len(boxes) == 1 and boxes[0].sizes[spec.dim] == 1 for boxes in held
+        ):
+            return local.squeeze(spec.dim)
+        return local
 
     module.register_forward_hook(hook)
     return module
@@ -270,21 +289,6 @@ def _attributes(
 # Parameters
 
 
-def _shard_parameter(
-    module: nn.Module, name: str, spec: Any, *, src_rank: int | None, group: dist.ProcessGroup
-) -> None:
-    whole = module.get_parameter(name)
-    if whole.is_meta:
-        made = empty(spec, whole.shape, dtype=whole.dtype, process_group=group)
-    else:
-        made = shard_tensor(whole, spec, src_rank=src_rank, process_group=group)
-    sharded = nn.Parameter(made, requires_grad=whole.requires_grad)
-    for owner in module.modules():
-        for own, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter is whole:
-                setattr(owner, own, sharded)
-
-
 def _check_parameter(module: nn.Module, name: str, spec: Any, group: dist.ProcessGroup) -> None:
     parameters = dict(module.named_parameters(remove_duplicate=False))
     if not callable(getattr(spec, "build_metadata", None)):
@@ -349,10 +353,7 @@ def _unknown(module: nn.Module, kind: str, name: str, known: Sequence[str]) -> S
 
 def _cut(whole: Tensor, spec: ShardingSpec, group: dist.ProcessGroup, *, compare: bool) -> ShardedTensor:
     """Copy this rank's shards out of a replicated tensor; differentiable."""
-
-    def built() -> ShardedTensorMetadata:
-        return cut_by(spec, whole.shape, TensorProperties.create_from_tensor(whole), group)
-
+    built = partial(cut_by, spec, whole.shape, TensorProperties.create_from_tensor(whole), group)
     metadata = agreed(built, text=describe, group=group, what="the output to cut") if compare else built()
     differentiable = whole.requires_grad and torch.is_grad_enabled()
     metadata = metadata.with_properties(requires_grad=differentiable, memory_format=torch.contiguous_format)
@@ -365,24 +366,6 @@ def _cut(whole: Tensor, spec: ShardingSpec, group: dist.ProcessGroup, *, compare
         shards.append(Shard(piece.to(place.placement.device()), place))
     anchor = source.reshape(-1)[:0]
     return ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=spec, anchor=anchor)
-
-
-def _single(sharded: ShardedTensor, held: Sequence[Sequence[Box]]) -> tuple[int, ...]:
-    """Return the dim that is cut into chunks of one element, one on every rank; usually there is none."""
-    spec = sharded.sharding_spec()
-    if not isinstance(spec, ChunkShardingSpec):
-        return ()
-    alone = all(len(boxes) == 1 and boxes[0].sizes[spec.dim] == 1 for boxes in held)
-    return (spec.dim,) if alone else ()
-
-
-def _nothing(sharded: ShardedTensor) -> Tensor:
-    """Return an empty tensor with the same number of dims, for a rank without a shard."""
-    size, shards = list(sharded.metadata().size), sharded.metadata().shards_metadata
-    cut = [d for d in range(len(size)) if any(shard.shard_sizes[d] != size[d] for shard in shards)]
-    for d in cut or range(min(1, len(size))):
-        size[d] = 0
-    return sharded.anchor.reshape(size) if size else sharded.anchor
 
 
 def _no_tensor(module: nn.Module, output: Any, what: str) -> ShardingError:

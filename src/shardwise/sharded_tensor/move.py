@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -34,7 +35,6 @@ def _reshard(sharded: ShardedTensor, spec: ShardingSpec) -> ShardedTensor:
     moved = move_to(
         sharded,
         lambda: spec_of(spec).build_metadata(source.size, source.tensor_properties),
-        spec=None,
         what="the reshard",
     )
     moved._spec = spec_of(spec)
@@ -42,11 +42,7 @@ def _reshard(sharded: ShardedTensor, spec: ShardingSpec) -> ShardedTensor:
 
 
 def move_to(
-    sharded: ShardedTensor,
-    build: Callable[[], ShardedTensorMetadata],
-    *,
-    spec: ShardingSpec | None,
-    what: str,
+    sharded: ShardedTensor, build: Callable[[], ShardedTensorMetadata], *, what: str
 ) -> ShardedTensor:
     """Move the values into the boxes that `build` returns. Collective; differentiable."""
     source, group = sharded.metadata(), sharded.process_group
@@ -64,7 +60,8 @@ def move_to(
     def built() -> tuple[ShardedTensorMetadata, _Plan]:
         failure.raise_here(failure.known(sharded))
         target = wanted()
-        return target, _plan(_Cut.of(source), _Cut.of(target), tuple(ranks), group.rank())
+        cuts = [_Cut(describe(metadata), metadata) for metadata in (source, target)]
+        return target, _plan(*cuts, tuple(ranks), group.rank())
 
     (target, plan), agreement = proposed(built, text=lambda made: made[1].text, group=group, what=what)
     if source.cut_as(target):
@@ -83,9 +80,7 @@ def move_to(
     agreement.confirm()
     places = [shard.placement for shard in target.held_by(dist.get_rank()) if shard.placement]
     made = [tensor.to(place.device()) for tensor, place in zip(made, places, strict=True)]
-    moved = sharded.with_tensors(made, metadata=target, anchor=anchor.to(device_of(made, target)))
-    moved._spec = spec
-    return moved
+    return sharded.with_tensors(made, metadata=target, anchor=anchor.to(device_of(made, target)))
 
 
 @dataclass(frozen=True)
@@ -94,10 +89,6 @@ class _Cut:
 
     text: str
     metadata: ShardedTensorMetadata = field(compare=False, repr=False)
-
-    @staticmethod
-    def of(metadata: ShardedTensorMetadata) -> _Cut:
-        return _Cut(describe(metadata), metadata)
 
 
 class _Plan(NamedTuple):
@@ -122,25 +113,18 @@ def _plan(source: _Cut, target: _Cut | None, ranks: tuple[int, ...], rank: int) 
     return _Plan(f"{source.text}\nto\n{text}", messages, held[rank], wanted[rank])
 
 
-def describe_with_failures(sharded: ShardedTensor) -> str:
-    """Describe a tensor, and this rank's failures in making it, if there are any."""
-    return failure.prepend_failures(describe(sharded.metadata()), failure.known(sharded))
-
-
 def describe(metadata: ShardedTensorMetadata) -> str:
     """Describe `metadata` completely; equal metadata give equal texts."""
-    shards = "\n".join(
-        f"{s.shard_offsets}+{s.shard_sizes} on {s.placement}" for s in metadata.shards_metadata
-    )
-    return f"{tuple(metadata.size)} {metadata.tensor_properties.dtype}\n{shards}"
+    shards = [f"{s.shard_offsets}+{s.shard_sizes} on {s.placement}" for s in metadata.shards_metadata]
+    return "\n".join([f"{tuple(metadata.size)} {metadata.tensor_properties.dtype}", *shards])
 
 
 @does(ShardedTensor.full_tensor)
 def _full_tensor(sharded: ShardedTensor) -> Tensor:
-    group, rank = sharded.process_group, sharded.process_group.rank()
+    source, group, rank = sharded.metadata(), sharded.process_group, sharded.process_group.rank()
     ranks = dist.get_process_group_ranks(group)
-    plan = _plan(_Cut.of(sharded.metadata()), None, tuple(ranks), rank)
-    text = failure.prepend_failures(plan.text, failure.known(sharded))
+    plan = _plan(_Cut(describe(source), source), None, tuple(ranks), rank)
+    text = failure.with_failures(plan.text, sharded)
     agreement = Agreement(text, group=group, what="the tensor to make whole")
     (whole,), _ = autograd.moved(
         sharded.tensors,
@@ -150,7 +134,7 @@ def _full_tensor(sharded: ShardedTensor) -> Tensor:
         group=group,
         anchor=sharded.anchor,
         agreement=agreement,
-        to_all=boxes_of(sharded.metadata(), group),
+        to_all=source.boxes_by(ranks),
     )
     return whole
 
@@ -166,12 +150,25 @@ def _gather(
 ) -> Tensor | None:
     metadata, group = sharded.metadata(), sharded.process_group
 
-    def described() -> tuple[int, str]:
+    def checked() -> tuple[int, str]:
         failure.raise_here(failure.known(sharded))
-        _check_gather(metadata, dst, out, group=group, convert=enforce_dtype, dtype=dtype)
+        if not isinstance(dst, int) or not 0 <= dst < group.size():
+            raise ShardingError(f"has dst {dst}, found no rank {dst} of a group of {group.size()}")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ShardingError(f"needs a torch.dtype, found dtype {dtype!r}")
+        if out is None:
+            return dst, str(dtype)
+        if (rank := group.rank()) != dst:
+            raise ShardingError(f"has an out on group rank {rank}, but dst is {dst}; pass out=None there")
+        if not isinstance(out, Tensor) or out.shape != metadata.size:
+            found = tuple(out.shape) if isinstance(out, Tensor) else repr(out)
+            raise ShardingError(f"needs an out of shape {tuple(metadata.size)}, found {found}")
+        expected = dtype or metadata.tensor_properties.dtype
+        if out.dtype != expected and not enforce_dtype:
+            raise ShardingError(f"needs an out of {expected}, found {out.dtype}; pass dtype= on every rank")
         return dst, str(dtype)
 
-    asked = together("gather()", described, group=group, kind=ShardingError)
+    asked = together("gather()", checked, group=group, kind=ShardingError)
     if any(other != asked[0] for other in asked):
         wanted_by, dtypes = map(list, zip(*asked, strict=True))
         raise ShardingError(
@@ -188,32 +185,6 @@ def _gather(
     return out
 
 
-def _check_gather(
-    metadata: ShardedTensorMetadata,
-    dst: int,
-    out: Tensor | None,
-    *,
-    group: dist.ProcessGroup,
-    convert: bool,
-    dtype: torch.dtype | None,
-) -> None:
-    """Raise ShardingError if this rank's arguments are wrong."""
-    if not isinstance(dst, int) or not 0 <= dst < group.size():
-        raise ShardingError(f"has dst {dst}, found no rank {dst} of a group of {group.size()}")
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ShardingError(f"needs a torch.dtype, found dtype {dtype!r}")
-    if out is None:
-        return
-    if group.rank() != dst:
-        raise ShardingError(f"has an out on group rank {group.rank()}, but dst is {dst}; pass out=None there")
-    if not isinstance(out, Tensor) or out.shape != metadata.size:
-        found = tuple(out.shape) if isinstance(out, Tensor) else repr(out)
-        raise ShardingError(f"needs an out of shape {tuple(metadata.size)}, found {found}")
-    expected = dtype or metadata.tensor_properties.dtype
-    if out.dtype != expected and not convert:
-        raise ShardingError(f"needs an out of {expected}, found {out.dtype}; pass dtype= on every rank")
-
-
 @does(ShardedTensor.to)
 def _to(sharded: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
     args = tuple(arg.anchor if isinstance(arg, ShardedTensor) else arg for arg in args)
@@ -222,16 +193,14 @@ def _to(sharded: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
         del kwargs["memory_format"]
     anchor = sharded.anchor.to(*args, **{k: v for k, v in kwargs.items() if k != "memory_format"})
     tensors = [tensor.to(*args, **kwargs) for tensor in sharded.tensors]
-    wanted = kwargs.get("memory_format", sharded.metadata().tensor_properties.memory_format)
-    unchanged = wanted is sharded.metadata().tensor_properties.memory_format and all(
-        new is old for new, old in zip(tensors, sharded.tensors, strict=True)
-    )
-    if unchanged and anchor is sharded.anchor:
-        return sharded
     metadata = sharded.metadata()
+    before = metadata.tensor_properties.memory_format
+    wanted = kwargs.get("memory_format", before)
+    if wanted is before and all(map(operator.is_, [*tensors, anchor], [*sharded.tensors, sharded.anchor])):
+        return sharded
     if anchor.device.type != sharded.anchor.device.type:
         # Without an index: each rank knows only its own, and the metadata is equal on all.
         metadata = metadata.placed(lambda place: place.on(anchor.device.type))
-    if "memory_format" in kwargs:
-        metadata = metadata.with_properties(memory_format=kwargs["memory_format"])
+    if wanted is not before:
+        metadata = metadata.with_properties(memory_format=wanted)
     return sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)

@@ -52,7 +52,7 @@ def uniform_(
         signed = bits.bitwise_right_shift_(64 - digits)
         # Products and sums of their own kernels: fused, they would round differently from device to device.
         values = signed.to(dtype).mul_(scale).add_(middle).clamp_(least, most)
-        _put(values, out[part])
+        out[part].copy_(values.view(out[part].shape))
     return out
 
 
@@ -75,7 +75,7 @@ def normal_(
         cosine = spare.to(torch.float64).mul_(math.tau * 0.5**24).cos_()
         uniform = bits.bitwise_and_((1 << 40) - 1).add_(1).to(torch.float64).mul_(0.5**40)  # in (0, 1]
         radius = uniform.log_().mul_(-2).sqrt_()
-        _put(radius.mul_(cosine).mul_(std).add_(mean), out[part])
+        out[part].copy_(radius.mul_(cosine).mul_(std).add_(mean).view(out[part].shape))
     return out
 
 
@@ -135,10 +135,6 @@ def _bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
     if least > most:
         raise ShardingError(f"{here()}: {dtype} has no number in [{low}, {high}); widen the range")
     return least, most
-
-
-def _put(values: Tensor, part: Tensor) -> None:
-    part.copy_(values.view(part.shape))
 
 
 # The integers

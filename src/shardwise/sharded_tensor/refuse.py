@@ -52,9 +52,11 @@ def refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
     if name in ("__get__", "__set__"):
         name = f"attribute {getattr(getattr(func, '__self__', None), '__name__', '?')}"
     sharded = list(sharded_in([*args, *kwargs.values()]))
-    raise ShardingError(
-        f"{here()}: {name} is not supported on a ShardedTensor ({_specs(sharded)}). {_hint(name)}"
-    )
+    hint = _HINT_OF.get(name, _GENERAL).format(name=name)
+    known = {getattr(handled, "__name__", None) for handled in HANDLERS}
+    if name not in _HINT_OF and name.endswith("_") and name[:-1] in known:
+        hint = f"Use {name[:-1]}(), which returns the result"
+    raise ShardingError(f"{here()}: {name} is not supported on a ShardedTensor ({_specs(sharded)}). {hint}")
 
 
 def refuse_case(name: str, *sharded: Any, why: str, instead: str) -> NoReturn:
@@ -62,18 +64,6 @@ def refuse_case(name: str, *sharded: Any, why: str, instead: str) -> NoReturn:
     raise ShardingError(
         f"{here()}: {name} is not possible on this ShardedTensor ({_specs(sharded)}): {why}; {instead}"
     )
-
-
-def _hint(name: str) -> str:
-    if name in _HINT_OF:
-        return _HINT_OF[name].format(name=name)
-    if name.endswith("_") and not name.endswith("__") and _is_handled(name[:-1]):
-        return f"Use {name[:-1]}(), which returns the result"
-    return _GENERAL
-
-
-def _is_handled(name: str) -> bool:
-    return any(getattr(func, "__name__", None) == name for func in HANDLERS)
 
 
 def _specs(sharded: Any) -> str:

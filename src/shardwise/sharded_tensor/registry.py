@@ -35,8 +35,7 @@ def handles(*funcs: Any) -> Callable[[_H], _H]:
     """Register the decorated `handler(func, args, kwargs)` for every torch function in `funcs`."""
 
     def register(handler: _H) -> _H:
-        for func in funcs:
-            HANDLERS[func] = handler
+        HANDLERS.update(dict.fromkeys(funcs, handler))
         return handler
 
     return register

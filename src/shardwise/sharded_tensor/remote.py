@@ -34,8 +34,22 @@ def register_shards(sharded: ShardedTensor) -> None:
     """
     group = sharded.process_group
     what = "referring to shards by torch RPC"
-    by_rank = together(what, lambda: _register(sharded), group=group, kind=ShardingError)
     found: dict[int, list[RRef[Shard]]] = {}
+
+    def register() -> int:
+        try:
+            own = rpc.get_worker_info().id
+        except (AttributeError, RuntimeError) as error:  # not built into torch, not initialised
+            raise ShardingError(
+                "references to shards need torch RPC; call torch.distributed.rpc.init_rpc first"
+            ) from error
+        if own != dist.get_rank():
+            raise ShardingError(
+                f"torch RPC has this process as worker {own}; give init_rpc the process's rank"
+            )
+        number = next(_numbers)
+        _registered[number] = sharded
+        return number
 
     def ask() -> None:
         holders = {shard.rank for shard in sharded.metadata().shards_metadata}
@@ -46,6 +60,7 @@ def register_shards(sharded: ShardedTensor) -> None:
         }
         found.update((rank, answer.wait()) for rank, answer in asked.items())
 
+    by_rank = together(what, register, group=group, kind=ShardingError)
     # This also ensures that no rank drops its tensor before all have their references.
     together(what, ask, group=group, kind=ShardingError)
     sharded._remote = found
@@ -54,18 +69,3 @@ def register_shards(sharded: ShardedTensor) -> None:
 def _references(number: int) -> list[Any]:
     """Return references to the shards of a tensor registered here; other ranks call it over RPC."""
     return [rpc.RRef(shard) for shard in _registered[number].local_shards()]
-
-
-def _register(sharded: ShardedTensor) -> int:
-    """Return the number by which other ranks refer to a tensor of this one."""
-    try:
-        own = rpc.get_worker_info().id
-    except (AttributeError, RuntimeError) as error:  # not built into torch, not initialised
-        raise ShardingError(
-            "references to shards need torch RPC; call torch.distributed.rpc.init_rpc first"
-        ) from error
-    if own != dist.get_rank():
-        raise ShardingError(f"torch RPC has this process as worker {own}; give init_rpc the process's rank")
-    number = next(_numbers)
-    _registered[number] = sharded
-    return number

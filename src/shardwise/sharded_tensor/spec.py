@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +76,7 @@ class ChunkShardingSpec(ShardingSpec):
         self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
     ) -> ShardedTensorMetadata:
         dim = _dim_of(self.dim, tensor_sizes, spec="ChunkShardingSpec")
-        cuts = [[length] for length in tensor_sizes]
-        cuts[dim] = _chunks(tensor_sizes[dim], len(self.placements))
+        cuts = {dim: _chunks(tensor_sizes[dim], len(self.placements))}
         return _grid(tensor_sizes, cuts, self.placements, tensor_properties)
 
 
@@ -105,8 +104,8 @@ class GridShardingSpec(ShardingSpec):
                 f"GridShardingSpec of {self.grid} chunks cuts tensors of {len(self.grid)} dims, found shape"
                 f" {tuple(tensor_sizes)}"
             )
-        cuts = [_chunks(*dim) for dim in zip(tensor_sizes, self.grid, strict=True)]
-        return _grid(tensor_sizes, cuts, self.placements, tensor_properties)
+        cuts = map(_chunks, tensor_sizes, self.grid)
+        return _grid(tensor_sizes, dict(enumerate(cuts)), self.placements, tensor_properties)
 
 
 @dataclass
@@ -136,9 +135,7 @@ class RaggedShardingSpec(ShardingSpec):
                 f"RaggedShardingSpec has sizes {self.sizes}, together {sum(self.sizes)}, but dim {dim} of"
                 f" shape {tuple(tensor_sizes)} has {tensor_sizes[dim]}"
             )
-        cuts = [[length] for length in tensor_sizes]
-        cuts[dim] = self.sizes
-        return _grid(tensor_sizes, cuts, self.placements, tensor_properties)
+        return _grid(tensor_sizes, {dim: self.sizes}, self.placements, tensor_properties)
 
 
 @dataclass
@@ -151,7 +148,10 @@ class EnumerableShardingSpec(ShardingSpec):
         self.shards = [ShardMetadata.of(shard) for shard in shards]
         if not self.shards:
             raise ShardingError("EnumerableShardingSpec needs at least one shard, found none")
-        _check_overlap(self.shards)
+        boxes = [shard.box for shard in self.shards]
+        if len({len(box.sizes) for box in boxes}) > 1:
+            raise ShardingError(f"EnumerableShardingSpec has shards of different numbers of dims: {boxes}")
+        disjoint(boxes)
 
     def build_metadata(
         self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
@@ -160,21 +160,16 @@ class EnumerableShardingSpec(ShardingSpec):
         return ShardedTensorMetadata(list(self.shards), torch.Size(tensor_sizes), tensor_properties)
 
 
+@dataclass(repr=False)
 class ForeignSpec(ShardingSpec):
     """Wraps another library's rule, `spec`, which makes metadata like ours."""
 
-    def __init__(self, spec: Any) -> None:
-        self.spec = spec
+    spec: Any
 
     def build_metadata(
         self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
     ) -> ShardedTensorMetadata:
         return ShardedTensorMetadata.of(self.spec.build_metadata(tensor_sizes, tensor_properties))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ForeignSpec) and bool(self.spec == other.spec)
-
-    __hash__ = None  # type: ignore[assignment] # as specs of ours, which have lists in them
 
     def __repr__(self) -> str:
         return repr(self.spec)
@@ -210,28 +205,23 @@ class DevicePlacementSpec(PlacementSpec):
 
 def infer_sharding_spec(metadata: ShardedTensorMetadata) -> ShardingSpec:
     """Return the simplest spec whose `build_metadata` gives exactly these shards in this order. Local."""
-    size, shards = metadata.size, metadata.shards_metadata
+    for spec in _candidates(metadata.size, metadata.shards_metadata):
+        built = spec.build_metadata(metadata.size, metadata.tensor_properties)
+        if built.shards_metadata == metadata.shards_metadata:
+            return spec
+    return EnumerableShardingSpec(metadata.shards_metadata)
+
+
+def _candidates(size: torch.Size, shards: Sequence[ShardMetadata]) -> Iterator[ShardingSpec]:
     placements = [shard.placement for shard in shards]
-    for dim in range(len(size)):
-        by_chunk = ChunkShardingSpec(dim, placements)
-        if _gives(by_chunk, metadata):
-            return by_chunk
+    yield from (ChunkShardingSpec(dim, placements) for dim in range(len(size)))
     grid = [len({shard.shard_offsets[d] for shard in shards}) for d in range(len(size))]
     if size and math.prod(grid) == len(placements):
-        by_grid = GridShardingSpec(grid, placements)
-        if _gives(by_grid, metadata):
-            return by_grid
+        yield GridShardingSpec(grid, placements)
     for dim in range(len(size)):
         sizes = [shard.shard_sizes[dim] for shard in shards]
-        by_row = RaggedShardingSpec(dim, sizes, placements)
-        if sum(sizes) == size[dim] and _gives(by_row, metadata):
-            return by_row
-    return EnumerableShardingSpec(shards)
-
-
-def _gives(spec: ShardingSpec, metadata: ShardedTensorMetadata) -> bool:
-    built = spec.build_metadata(metadata.size, metadata.tensor_properties)
-    return built.shards_metadata == metadata.shards_metadata
+        if sum(sizes) == size[dim]:
+            yield RaggedShardingSpec(dim, sizes, placements)
 
 
 def _chunks(size: int, count: int) -> list[int]:
@@ -242,12 +232,13 @@ def _chunks(size: int, count: int) -> list[int]:
 
 def _grid(
     size: torch.Size,
-    cuts: Sequence[Sequence[int]],
+    cuts: Mapping[int, Sequence[int]],
     placements: Sequence[RemoteDevice],
     properties: TensorProperties,
 ) -> ShardedTensorMetadata:
-    """Return the product of the lengths that `cuts` lists for every dim, in row-major order."""
-    ranges = [list(zip(itertools.accumulate(cut, initial=0), cut, strict=False)) for cut in cuts]
+    """Return the product of the lengths that `cuts` lists by dim, others whole, in row-major order."""
+    lengths = [cuts.get(dim, [length]) for dim, length in enumerate(size)]
+    ranges = [list(zip(itertools.accumulate(cut, initial=0), cut, strict=False)) for cut in lengths]
     shards = [
         ShardMetadata([start for start, _ in ranged], [length for _, length in ranged], placement)
         for ranged, placement in zip(itertools.product(*ranges), placements, strict=True)
@@ -271,11 +262,3 @@ def _dim_of(dim: int, size: torch.Size, *, spec: str) -> int:
     if not -len(size) <= dim < len(size):
         raise ShardingError(f"{spec} cuts dim {dim}, which shape {tuple(size)} does not have")
     return dim % len(size)
-
-
-def _check_overlap(shards: Sequence[ShardMetadata]) -> None:
-    boxes = [shard.box for shard in shards]
-    ndim = len(boxes[0].sizes)
-    if any(len(box.sizes) != ndim for box in boxes):
-        raise ShardingError(f"EnumerableShardingSpec has shards of different numbers of dims: {boxes}")
-    disjoint(boxes)

@@ -44,9 +44,11 @@ class ShardedTensor(ShardedTensorBase):
 
     Attributes:
         process_group: the ranks that hold the tensor and take part in its operations.
+        anchor: an empty tensor that represents a rank without shards in the autograd graph.
     """
 
     process_group: dist.ProcessGroup
+    anchor: Tensor
     # Set by `dcp`: torch.distributed.checkpoint's protocol for tensors that know their parts.
     __create_write_items__: ClassVar[Any]
     __create_chunk_list__: ClassVar[Any]
@@ -54,7 +56,6 @@ class ShardedTensor(ShardedTensorBase):
     # Set by `construct`: torch's method names for functions of this package.
     _init_from_local_shards: ClassVar[Any]
     _init_from_local_tensor: ClassVar[Any]
-    _anchor: Tensor
     _remote: Any
     _failures: failure.Failures = {}  # noqa: RUF012 - replaced, never written
 
@@ -92,7 +93,7 @@ class ShardedTensor(ShardedTensorBase):
             cls, metadata.size, dtype=properties.dtype, device=anchor.device, requires_grad=False
         )
         made._shards, made._metadata, made._spec = list(shards), metadata, sharding_spec
-        made._anchor, made.process_group, made._remote = anchor, process_group, None
+        made.anchor, made.process_group, made._remote = anchor, process_group, None
         return made
 
     # ------------------------------------------------------------ what it is
@@ -132,11 +133,6 @@ class ShardedTensor(ShardedTensorBase):
     def boxes(self) -> list[Box]:
         """The local shards' boxes."""
         return [shard.metadata.box for shard in self._shards]
-
-    @property
-    def anchor(self) -> Tensor:
-        """An empty tensor that represents a rank without shards in the autograd graph."""
-        return self._anchor
 
     @between_graphs
     def remote_shards(self) -> dict[int, list[RRef[Shard]]]:
@@ -238,18 +234,15 @@ class ShardedTensor(ShardedTensorBase):
         else:
             spec, places = None, metadata.held_by(dist.get_rank())
         if anchor is None:
-            anchor = tensors[0].detach().new_empty(0) if tensors else self._anchor
+            anchor = tensors[0].detach().new_empty(0) if tensors else self.anchor
         shown = tensors[0] if tensors else anchor
-        changes: dict[str, Any] = {}
-        if shown.dtype != metadata.tensor_properties.dtype:
-            changes["dtype"] = shown.dtype
         needs_grad = anchor.requires_grad or any(tensor.requires_grad for tensor in tensors)
-        if needs_grad != metadata.tensor_properties.requires_grad:
-            changes["requires_grad"] = needs_grad
-        if metadata.tensor_properties.pin_memory and not shown.is_pinned():
-            changes["pin_memory"] = False
-        if changes:
-            metadata = metadata.with_properties(**changes)
+        kept = metadata.tensor_properties
+        pinned = kept.pin_memory and shown.is_pinned()
+        if (shown.dtype, needs_grad, pinned) != (kept.dtype, kept.requires_grad, kept.pin_memory):
+            metadata = metadata.with_properties(
+                dtype=shown.dtype, requires_grad=needs_grad, pin_memory=pinned
+            )
         shards = [Shard(tensor, place) for tensor, place in zip(tensors, places, strict=True)]
         made = ShardedTensor.wrap(
             shards, metadata, process_group=self.process_group, sharding_spec=spec, anchor=anchor
@@ -285,9 +278,7 @@ class ShardedTensor(ShardedTensorBase):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         properties = self._metadata.tensor_properties
         grad = ", requires_grad=True" if self.requires_grad else ""
-        held = (
-            "".join(f"\n  {tuple(s.box.offsets)}: {s.tensor.detach()!r}" for s in self._shards) or "\n  none"
-        )
+        held = "".join(f"\n  {s.box.offsets}: {s.tensor.detach()!r}" for s in self._shards) or "\n  none"
         return (
             f"ShardedTensor(size={tuple(self._metadata.size)}, dtype={properties.dtype}{grad},"
             f" {self.sharding_spec()!r}, local shards by offset:{held})"
@@ -335,7 +326,7 @@ def device_of(tensors: Sequence[Tensor], metadata: ShardedTensorMetadata) -> tor
 def _refuse_functions() -> None:
     """Raise in a `torch.autograd.Function` that would lose a gradient: autograd does not see the wrapper."""
     for arg in _compat.function_arguments():
-        if isinstance(arg, ShardedTensor) and any(x.requires_grad for x in (arg._anchor, *arg.tensors)):
+        if isinstance(arg, ShardedTensor) and any(x.requires_grad for x in (arg.anchor, *arg.tensors)):
             raise ShardingError(
                 f"{here()}: a torch.autograd.Function would lose the gradient of {arg._name()}, which"
                 " autograd knows by its local shards. Where it treats every element alike use"

@@ -97,7 +97,8 @@ def _tensor_parallel(shape: Sequence[int], dim: int) -> Piece:
     held = tuple(whole.to_local().shape)
     boxes = boxes_of(held, [held[0] // 3, held[0] - held[0] // 3])
     groups = (mesh.get_group("data"),)
-    return Piece(torch.Size(shape), groups, boxes.__getitem__, even_cuts_of(whole._spec), on_mesh=mesh)
+    cuts = even_cuts_of(mesh["tensor"], [Shard(dim)])
+    return Piece(torch.Size(shape), groups, boxes.__getitem__, cuts, on_mesh=mesh)
 
 
 def rowwise(shape: Sequence[int]) -> Piece:

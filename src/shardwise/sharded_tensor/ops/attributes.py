@@ -16,7 +16,7 @@ from shardwise.sharded_tensor import move
 from shardwise.sharded_tensor.base import is_foreign
 from shardwise.sharded_tensor.construct import from_torch
 from shardwise.sharded_tensor.metadata import check_pinnable
-from shardwise.sharded_tensor.ops.operands import like, rule
+from shardwise.sharded_tensor.ops.operands import called_as, like, rule
 from shardwise.sharded_tensor.registry import PLAIN, Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -72,21 +72,19 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 }
 
 
-@handles(*_ANSWERS)
-def _answer(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    return _ANSWERS[func](*args, **kwargs)
+for _func, _answer in _ANSWERS.items():
+    called_as(_func)(_answer)
 
 
 # ---------------------------------------------------------------- autograd
 
 
-@rule(_T.requires_grad_, _T.requires_grad.__set__, takes="input requires_grad")
-def _requires_grad_(func: Any, sharded: ShardedTensor, wanted: bool | None) -> ShardedTensor:
-    wanted = True if wanted is None else wanted
+@called_as(_T.requires_grad_, _T.requires_grad.__set__)
+def _requires_grad_(sharded: ShardedTensor, requires_grad: bool = True) -> ShardedTensor:
     for tensor in _leaves(sharded):
-        if tensor.requires_grad != wanted:
-            tensor.requires_grad_(wanted)
-    sharded._metadata = sharded.metadata().with_properties(requires_grad=wanted)
+        if tensor.requires_grad != requires_grad:
+            tensor.requires_grad_(requires_grad)
+    sharded._metadata = sharded.metadata().with_properties(requires_grad=requires_grad)
     return sharded
 
 
@@ -108,10 +106,8 @@ def _grad(func: Any, sharded: ShardedTensor) -> ShardedTensor | None:
     return sharded.with_tensors(found, anchor=sharded.anchor.detach())
 
 
-@handles(_T.grad.__set__, _T.grad.__delete__)
-def _set_grad(func: Any, args: Args, kwargs: Kwargs) -> None:
-    sharded: ShardedTensor = args[0]
-    grad = args[1] if len(args) > 1 else None
+@called_as(_T.grad.__set__, _T.grad.__delete__)
+def _set_grad(sharded: ShardedTensor, grad: Any = None) -> None:
     if grad is None:
         for tensor in _leaves(sharded):
             tensor.grad = None
@@ -135,7 +131,7 @@ def _set_grad(func: Any, args: Args, kwargs: Kwargs) -> None:
 def _detach_(func: Any, sharded: ShardedTensor) -> ShardedTensor:
     # Not in place: on some ranks only, shards may be views, which torch cannot detach in place.
     sharded._shards = [replace(shard, tensor=shard.tensor.detach()) for shard in sharded._shards]
-    sharded._anchor = sharded.anchor.detach()
+    sharded.anchor = sharded.anchor.detach()
     sharded._metadata = sharded.metadata().with_properties(requires_grad=False)
     return sharded
 
@@ -180,15 +176,14 @@ def _clone(func: Any, sharded: ShardedTensor, memory_format: torch.memory_format
     return _of_same_cut(sharded, tensors, None if tensors else sharded.anchor.clone(), wanted)
 
 
-@rule(_T.contiguous, takes="input memory_format")
+@called_as(_T.contiguous)
 def _contiguous(
-    func: Any, sharded: ShardedTensor, memory_format: torch.memory_format | None
+    sharded: ShardedTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> ShardedTensor:
-    wanted = memory_format or torch.contiguous_format
-    if wanted is sharded.metadata().tensor_properties.memory_format and _dense(sharded, wanted):
+    if memory_format is sharded.metadata().tensor_properties.memory_format and _dense(sharded, memory_format):
         return sharded
-    tensors = [tensor.contiguous(memory_format=wanted) for tensor in sharded.tensors]
-    return _of_same_cut(sharded, tensors, sharded.anchor, wanted)
+    tensors = [tensor.contiguous(memory_format=memory_format) for tensor in sharded.tensors]
+    return _of_same_cut(sharded, tensors, sharded.anchor, memory_format)
 
 
 def _of_same_cut(
@@ -200,9 +195,8 @@ def _of_same_cut(
     return sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)
 
 
-@handles(_T.pin_memory)
-def _pin_memory(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    sharded: ShardedTensor = args[0]
+@called_as(_T.pin_memory)
+def _pin_memory(sharded: ShardedTensor, device: Any = None) -> ShardedTensor:
     check_pinnable()
     tensors = [tensor.pin_memory() for tensor in sharded.tensors]
     metadata = sharded.metadata().with_properties(pin_memory=True)
@@ -227,26 +221,23 @@ def _to(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor | Tensor:
     return cast(Tensor, func(*plain, **kwargs))
 
 
-@handles(_T.module_load)
-def _module_load(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor | Tensor:
+@called_as(_T.module_load)
+def _module_load(into: Tensor, other: Tensor, assign: bool = False) -> Tensor:
     """Return the replacement of a parameter if modules load by swapping tensors."""
-    into, value = args[:2]
-    assign = args[2] if len(args) > 2 else kwargs.get("assign", False)
-    return cast(Tensor, value if assign else into.copy_(value)).detach()
+    return (other if assign else into.copy_(other)).detach()
 
 
-@handles(_T.copy_)
-def _copy_(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor | Tensor:
+@called_as(_T.copy_)
+def _copy_(into: Tensor, other: Any, non_blocking: bool = False) -> Tensor:
     """Copy from a tensor of the same cut (local), of another (collective), or a replicated one (local)."""
-    into, source = args[:2]
     if not isinstance(into, ShardedTensor):
-        return cast(Tensor, func(into, source.full_tensor()))
+        return into.copy_(other.full_tensor())
     cut = into.metadata()
-    if is_foreign(source):
-        source = from_torch(source)
-    if isinstance(source, ShardedTensor) and source.shape == into.shape and not source.metadata().cut_as(cut):
-        source = move.move_to(source, lambda: cut, spec=into._spec, what="copy_")
-    for tensor, piece in zip(into.tensors or [into.anchor], like(into, source), strict=True):
+    if is_foreign(other):
+        other = from_torch(other)
+    if isinstance(other, ShardedTensor) and other.shape == into.shape and not other.metadata().cut_as(cut):
+        other = move.move_to(other, lambda: cut, what="copy_")
+    for tensor, piece in zip(into.tensors or [into.anchor], like(into, other), strict=True):
         tensor.copy_(piece)
     if into.requires_grad != into.metadata().tensor_properties.requires_grad:
         into._metadata = into.metadata().with_properties(requires_grad=into.requires_grad)

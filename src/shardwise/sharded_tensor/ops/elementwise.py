@@ -26,7 +26,7 @@ from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor.autograd import all_reduced
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
 from shardwise.sharded_tensor.move import move_to
-from shardwise.sharded_tensor.ops.operands import broadcast, parts
+from shardwise.sharded_tensor.ops.operands import broadcast, called_as, parts
 from shardwise.sharded_tensor.refuse import refuse
 from shardwise.sharded_tensor.registry import Args, Handler, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -51,8 +51,10 @@ _NAMES = """
     celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu silu
     softplus softshrink softsign tanhshrink threshold
 """
-_OPERATORS = "add sub mul truediv div floordiv mod pow and or xor lshift rshift"
-_OTHER_OPERATORS = "abs eq ge gt invert le lt ne neg pos"
+# Methods, also with the operands exchanged or in place if these exist.
+_OPERATORS = """
+    add sub mul truediv div floordiv mod pow and or xor lshift rshift abs eq ge gt invert le lt ne neg pos
+"""
 
 
 def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -92,16 +94,15 @@ def result_of(
     results: Sequence[Tensor], leader: ShardedTensor, metadata: ShardedTensorMetadata
 ) -> ShardedTensor:
     """Return the results of each local shard, or of its stand-in, as a tensor cut by `metadata`."""
-    whole = None if metadata is leader.metadata() else metadata
     if leader.tensors:
-        return leader.with_tensors(results, metadata=whole)
-    return leader.with_tensors([], metadata=whole, anchor=results[0].reshape(-1)[:0])
+        return leader.with_tensors(results, metadata=metadata)
+    return leader.with_tensors([], metadata=metadata, anchor=results[0].reshape(-1)[:0])
 
 
 def written(target: ShardedTensor, result: Tensor) -> ShardedTensor:
     """Return `target`, whose first local shard, or its stand-in, has become `result`."""
     if not target.tensors:
-        target._anchor = result.reshape(-1)[:0] if result.ndim == 0 else result
+        target.anchor = result.reshape(-1)[:0] if result.ndim == 0 else result
     if target.requires_grad and not target.metadata().tensor_properties.requires_grad:
         target._metadata = target.metadata().with_properties(requires_grad=True)
     return target
@@ -128,41 +129,30 @@ def _each(func: Any, args: Args, kwargs: Kwargs, leader: ShardedTensor, metadata
     ]
 
 
-def _activation(place: int) -> Handler:
-    """Handle functions whose argument `inplace` is at `place`."""
+def _handler(func: Any) -> Handler:
+    """Return what handles a function: `elementwise`, or what its argument `inplace` chooses."""
+    names = list(inspect.signature(func).parameters) if inspect.isfunction(func) else []
+    if "inplace" not in names:
+        return elementwise
+    place = names.index("inplace")
 
-    def handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def activation(func: Any, args: Args, kwargs: Kwargs) -> Any:
         chosen = args[place] if len(args) > place else kwargs.get("inplace")
         return in_place(func, args, kwargs) if chosen else elementwise(func, args, kwargs)
 
-    return handler
+    return activation
 
 
-def _handler(func: Any) -> Handler:
-    names = list(inspect.signature(func).parameters) if inspect.isfunction(func) else []
-    return _activation(names.index("inplace")) if "inplace" in names else elementwise
-
-
-def _register() -> None:
-    tensor: Any = Tensor
-    for name in _NAMES.split():
-        for holder in (torch, tensor, F, torch.special):
-            func, func_ = getattr(holder, name, None), getattr(holder, f"{name}_", None)
-            if func is not None:
-                handles(func)(_handler(func))
-            if func_ is not None:
-                handles(func_)(in_place)
-    for name in _OPERATORS.split():
-        for form in (f"__{name}__", f"__r{name}__"):
-            if hasattr(tensor, form):
-                handles(getattr(tensor, form))(elementwise)
-        if hasattr(tensor, f"__i{name}__"):
-            handles(getattr(tensor, f"__i{name}__"))(in_place)
-    for name in _OTHER_OPERATORS.split():
-        handles(getattr(tensor, f"__{name}__"))(elementwise)
-
-
-_register()
+for _name in _NAMES.split():
+    for _holder in (torch, Tensor, F, torch.special):
+        if _func := getattr(_holder, _name, None):
+            handles(_func)(_handler(_func))
+        if _func := getattr(_holder, f"{_name}_", None):
+            handles(_func)(in_place)
+for _name in _OPERATORS.split():
+    for _form, _do in (("", elementwise), ("r", elementwise), ("i", in_place)):
+        if _func := getattr(Tensor, f"__{_form}{_name}__", None):
+            handles(_func)(_do)
 
 
 @handles(torch.where, Tensor.where)
@@ -176,33 +166,27 @@ def _where(func: Any, args: Args, kwargs: Kwargs) -> Any:
 # ---------------------------------------------------------------- one answer for all ranks of the group
 
 
-@handles(torch.equal, Tensor.equal)
-def _equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
+@called_as(torch.equal, Tensor.equal)
+def _equal(input: Tensor, other: Tensor) -> bool:
     """Compare as `torch.equal`. Collective over the group, unless shapes differ."""
-    one, other = [*args, *kwargs.values()]
-    if one.shape != other.shape:
-        return False
-    return _everywhere(torch.equal, one, other, {})
+    return input.shape == other.shape and _everywhere(torch.equal, input, other)
 
 
-@handles(torch.allclose, Tensor.allclose)
-def _allclose(func: Any, args: Args, kwargs: Kwargs) -> bool:
+@called_as(torch.allclose, Tensor.allclose)
+def _allclose(input: Tensor, other: Tensor, *options: Any, **named: Any) -> bool:
     """Compare as `torch.allclose`; raises torch's error for differing dtypes. Collective over the group."""
-    names = ("input", "other", "rtol", "atol", "equal_nan")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    one, other = (given.pop(name) for name in names[:2])
-    return _everywhere(torch.allclose, one, other, given)
+    return _everywhere(torch.allclose, input, other, *options, **named)
 
 
 @torch.no_grad()
-def _everywhere(func: Any, one: Any, other: Any, options: dict[str, Any]) -> bool:
+def _everywhere(func: Any, one: Any, other: Any, *options: Any, **named: Any) -> bool:
     """Return whether `func` holds of all parts of the two, on all ranks."""
     if isinstance(one, ShardedTensor) and isinstance(other, ShardedTensor) and one.shape == other.shape:
         cut = one.metadata()
         if not other.metadata().cut_as(cut):
-            other = move_to(other, lambda: cut, spec=one._spec, what="the comparison")
+            other = move_to(other, lambda: cut, what="the comparison")
     leader, metadata = broadcast([one, other])
     mine, others = (parts(value, leader=leader, metadata=metadata) for value in (one, other))
-    holds = all(func(a, b, **options) for a, b in zip(mine, others, strict=True))
+    holds = all(func(a, b, *options, **named) for a, b in zip(mine, others, strict=True))
     answer = torch.tensor(holds or not leader.tensors, device=leader.anchor.device)
     return bool(all_reduced(answer, leader.process_group, dist.ReduceOp.MIN))

@@ -78,7 +78,9 @@ def _look_up(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     if holders is not None:
         made = to_holders(weight, look, holders)
         return made if own is None else made.tensors[0].reshape(*_lead(own), weight.shape[1])
-    if _by_columns(weight):
+    filled = sum(not shard.box.is_empty for shard in weight.metadata().shards_metadata)
+    # Whether every shard has all rows, and no shard all columns.
+    if filled > 1 and not weight.metadata().is_cut((0,)):
         return _on_columns(weight, _lead(look), lambda table: func(input, table, **options), weights)
     return to_all(weight, look).reshape(*_lead(look), weight.shape[1])
 
@@ -90,7 +92,12 @@ def _lookup(func: Any, ids: Tensor, weight: Tensor, options: dict[str, Any]) -> 
     shown = {name: probe(value) if isinstance(value, Tensor) else value for name, value in options.items()}
     made = func(probe(ids), probe(weight), **shown)
     _check(ids, weight, func.__name__, offsets)
-    ids = _whole_ids(ids, weight)
+    ids, rows = unsharded(ids), weight.shape[0]
+    if ids.numel() and not ids.is_meta and bool(((ids < 0) | (ids >= rows)).any()):
+        raise ShardingError(
+            f"{here()}: ids of an embedding lie in [0, {rows}), found {int(ids.min())} to {int(ids.max())};"
+            " give the table more rows or drop those ids"
+        )
     if func is F.embedding:
         mode, bags = "row", ids.numel()
         bag = torch.arange(bags, device=ids.device)
@@ -104,7 +111,7 @@ def _lookup(func: Any, ids: Tensor, weight: Tensor, options: dict[str, Any]) -> 
         bag=bag,
         bags=bags,
         mode=mode,
-        padding=None if padding is None else padding % max(1, weight.shape[0]),
+        padding=None if padding is None else padding % max(1, rows),
         shape=tuple(ids.shape),
         weights=cast(Tensor, weights).reshape(-1)[: len(bag)] if plain else None,
         sparse=options["sparse"],
@@ -133,16 +140,6 @@ def _asked(
 
 
 # ------------------------------------------------------------ arguments
-
-
-def _whole_ids(ids: Tensor, weight: Tensor) -> Tensor:
-    ids, rows = unsharded(ids), weight.shape[0]
-    if ids.numel() and not ids.is_meta and bool(((ids < 0) | (ids >= rows)).any()):
-        raise ShardingError(
-            f"{here()}: ids of an embedding lie in [0, {rows}), found {int(ids.min())} to {int(ids.max())};"
-            " give the table more rows or drop those ids"
-        )
-    return ids
 
 
 def _check_cut(func: Any, weight: ShardedTensor, max_norm: float | None, mode: str | None) -> None:
@@ -232,12 +229,6 @@ def _renormalize(weight: Tensor, ids: Tensor, max_norm: float, norm_type: float)
 
 
 # ------------------------------------------------------------ whole rows, whole tables
-
-
-def _by_columns(weight: ShardedTensor) -> bool:
-    """Return whether every shard has all rows, and no shard all columns."""
-    filled = sum(not shard.box.is_empty for shard in weight.metadata().shards_metadata)
-    return filled > 1 and not weight.metadata().is_cut((0,))
 
 
 def _on_columns(

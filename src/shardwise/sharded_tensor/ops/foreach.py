@@ -29,7 +29,7 @@ from shardwise.sharded_tensor.ops.elementwise import check_target, result_of, wr
 from shardwise.sharded_tensor.ops.operands import broadcast, parts
 from shardwise.sharded_tensor.ops.reduce import check_norm, needs_grad, norm_of, wide_of
 from shardwise.sharded_tensor.refuse import refuse
-from shardwise.sharded_tensor.registry import Args, Handler, Kwargs, handles
+from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _FUNCTIONS = _compat.foreach_functions
@@ -38,83 +38,51 @@ _Leader = tuple[ShardedTensor, ShardedTensorMetadata] | None  # the cut of a res
 
 def _elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Apply an elementwise `func` at each place of the lists; its first list, in place. Local."""
+    _check_places(func, args, kwargs)
     in_place = func.__name__.endswith("_")
     if in_place and not args:
         args, kwargs = (kwargs["self"],), {name: value for name, value in kwargs.items() if name != "self"}
-    args, kwargs, places = _listed(args, kwargs)
-    leaders = [_leader(items) for items in places]
-    for place, (target, leader) in enumerate(zip(args[0], leaders, strict=True) if in_place else ()):
-        if leader is not None:
-            _check_target(func, target, leader[1].size)
-            leaders[place] = target, target.metadata()
-    flat_args, flat_kwargs = _flat(args, kwargs, leaders)
-    results = func(*flat_args, **flat_kwargs)
-    flat = iter(flat_args[0] if in_place else results)
-    made: list[Tensor] = []
-    for place, (leader, count) in enumerate(zip(leaders, _counts(leaders), strict=True)):
-        own = list(itertools.islice(flat, count))
-        if leader is None:
-            made.append(own[0])
-        else:
-            made.append(written(args[0][place], own[0]) if in_place else result_of(own, *leader))
-    return args[0] if in_place else tuple(made)
-
-
-def _is_tensors(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value)
-
-
-def _listed(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, list[tuple[Any, ...]]]:
-    """Return the arguments, and the tensors at each place of the lists.
-
-    A tensor that is a common factor, and needs a gradient, becomes a list: sharded tensors give it parts of
-    the gradient that ranks must sum, plain ones do not.
-    """
     values = [*args, *kwargs.values()]
     lengths = [len(value) for value in values if isinstance(value, (list, tuple))]
     if len(set(lengths)) > 1:
         raise RuntimeError(f"lists of one call must be of one length, found {lengths}")
-
-    def listed(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled() and not value.ndim:
-            return [value] * lengths[0]
-        return value
-
-    args, kwargs = tuple(map(listed, args)), {name: listed(value) for name, value in kwargs.items()}
-    lists = [value for value in (*args, *kwargs.values()) if _is_tensors(value)]
-    return args, kwargs, list(zip(*lists, strict=True))
-
-
-def _leader(items: Sequence[Any]) -> _Leader:
-    return broadcast(items) if any(isinstance(item, ShardedTensor) for item in items) else None
-
-
-def _counts(leaders: Sequence[_Leader]) -> list[int]:
-    """Count the tensors of the flat lists that belong to each place."""
-    return [1 if leader is None else max(1, len(leader[0].tensors)) for leader in leaders]
-
-
-def _flat(args: Args, kwargs: Kwargs, leaders: Sequence[_Leader]) -> tuple[list[Any], Kwargs]:
-    """Return the arguments with every list's items repeated, or cut, for the local shards of their leader."""
-    counts = _counts(leaders)
+    for i, value in enumerate(values if torch.is_grad_enabled() else ()):
+        # A common factor: sharded tensors give it parts of its gradient that ranks must sum, plain ones not.
+        if isinstance(value, Tensor) and value.requires_grad and not value.ndim:
+            values[i] = [value] * lengths[0]
+    lists = [v for v in values if isinstance(v, (list, tuple)) and any(isinstance(t, Tensor) for t in v)]
+    leaders: list[_Leader] = [
+        broadcast(items) if any(isinstance(item, ShardedTensor) for item in items) else None
+        for items in zip(*lists, strict=True)
+    ]
+    for place, (target, leader) in enumerate(zip(values[0], leaders, strict=True) if in_place else ()):
+        if leader is not None:
+            _check_target(func, target, leader[1].size)
+            leaders[place] = target, target.metadata()
+    # The tensors of the flat lists that belong to each place.
+    counts = [1 if leader is None else max(1, len(leader[0].tensors)) for leader in leaders]
 
     def flat(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            return [
-                part for item, leader in zip(value, leaders, strict=True) for part in _parts(item, leader)
-            ]
+            places = zip(value, leaders, strict=True)
+            cut = ([v] if to is None else parts(v, leader=to[0], metadata=to[1]) for v, to in places)
+            return list(itertools.chain.from_iterable(cut))
         if isinstance(value, Tensor) and value.ndim:  # a number for each place
             return value.repeat_interleave(torch.tensor(counts, device=value.device))
         return value
 
-    return [flat(value) for value in args], {name: flat(value) for name, value in kwargs.items()}
-
-
-def _parts(item: Any, leader: _Leader) -> list[Any]:
-    if leader is None:
-        return [item]
-    sharded, metadata = leader
-    return parts(item, leader=sharded, metadata=metadata)
+    flattened = list(map(flat, values))
+    count = len(args)
+    results = func(*flattened[:count], **dict(zip(kwargs, flattened[count:], strict=True)))
+    each = iter(flattened[0] if in_place else results)
+    made: list[Tensor] = []
+    for place, (leader, count) in enumerate(zip(leaders, counts, strict=True)):
+        own = list(itertools.islice(each, count))
+        if leader is None:
+            made.append(own[0])
+        else:
+            made.append(written(values[0][place], own[0]) if in_place else result_of(own, *leader))
+    return values[0] if in_place else tuple(made)
 
 
 def _check_target(func: Any, target: Any, size: torch.Size) -> None:
@@ -127,15 +95,10 @@ def _check_target(func: Any, target: Any, size: torch.Size) -> None:
         )
 
 
-def _whole_lists_only(handler: Handler) -> Handler:
+def _check_places(func: Any, args: Args, kwargs: Kwargs) -> None:
     """Refuse a sharded tensor in any other place than a list."""
-
-    def checked(func: Any, args: Args, kwargs: Kwargs) -> Any:
-        if any(isinstance(value, ShardedTensor) for value in (*args, *kwargs.values())) or "out" in kwargs:
-            refuse(func, args, kwargs)
-        return handler(func, args, kwargs)
-
-    return checked
+    if any(isinstance(value, ShardedTensor) for value in (*args, *kwargs.values())) or "out" in kwargs:
+        refuse(func, args, kwargs)
 
 
 # Norms
@@ -143,6 +106,7 @@ def _whole_lists_only(handler: Handler) -> Handler:
 
 def _norm(func: Any, args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
     """Return every tensor's p-norm, plain and the same on every rank. Collective."""
+    _check_places(func, args, kwargs)
     given = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
     tensors, p, dtype = given["self"], float(given.get("ord", 2)), given.get("dtype")
     found: dict[int, Tensor] = {}
@@ -188,4 +152,4 @@ def _norms(batch: Sequence[ShardedTensor], p: float, dtype: torch.dtype | None) 
 
 for _name, _func in _FUNCTIONS.items():
     if _name not in ("max", "mm", "powsum"):
-        handles(_func)(_whole_lists_only(_norm if _name == "norm" else _elementwise))
+        handles(_func)(_norm if _name == "norm" else _elementwise)

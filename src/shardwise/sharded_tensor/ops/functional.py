@@ -115,7 +115,7 @@ def _normalized(
     return cast(Tensor, made.to(into))
 
 
-@rule(F.dropout, takes="input p training inplace")
+@rule(F.dropout, torch.dropout, takes="input p training inplace")
 def _dropout(func: Any, sharded: ShardedTensor, p: Any, training: Any, inplace: Any) -> ShardedTensor:
     p = 0.5 if p is None else p
     if not 0 <= p <= 1:
@@ -131,11 +131,6 @@ def _dropout(func: Any, sharded: ShardedTensor, p: Any, training: Any, inplace: 
         factor = kept.to(tensor.dtype).div_(1 - p) if p < 1 else kept.to(tensor.dtype)
         made.append(tensor.mul_(factor) if inplace else tensor * factor)
     return sharded if inplace else sharded.with_tensors(made, anchor=sharded.anchor * 1)
-
-
-@rule(torch.dropout, takes="input p train")
-def _torch_dropout(func: Any, sharded: ShardedTensor, p: Any, train: Any) -> ShardedTensor:
-    return _dropout(func, sharded, p, bool(train), False)
 
 
 def _given(func: Any, args: Args, kwargs: Kwargs) -> tuple[dict[str, Any], str]:
@@ -203,8 +198,9 @@ def _rows(func: Any, given: dict[str, Any]) -> Tensor:
     def row(values: tuple[int, ...]) -> tuple[int, ...]:
         return values[:dim] + values[dim + 1 :]
 
-    size = input.metadata().size
-    metadata = input.metadata().map(row(tuple(size)), lambda box: Box(row(box.offsets), row(box.sizes)))
+    metadata = input.metadata().map(
+        row(input.metadata().size), lambda box: Box(row(box.offsets), row(box.sizes))
+    )
     cut = input.metadata() if target.is_floating_point() else metadata
     targets = parts(target, leader=input, metadata=cut)
     made = [

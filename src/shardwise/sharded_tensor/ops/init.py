@@ -29,50 +29,33 @@ from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor import random
 from shardwise.sharded_tensor.construct import filled, shared_seed
-from shardwise.sharded_tensor.ops.elementwise import in_place
 from shardwise.sharded_tensor.ops.operands import rule
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
-from shardwise.sharded_tensor.registry import HANDLERS, Args, Kwargs, handles
+from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _T: Any = Tensor
 
-handles(_T.zero_)(in_place)
 
+@rule(_T.uniform_, nn.init.uniform_, takes="input a b generator")
+@rule(_T.normal_, nn.init.normal_, takes="input mean std generator")
+def _draw_(func: Any, sharded: ShardedTensor, one: Any, two: Any, generator: Any) -> ShardedTensor:
+    """Fill with uniform values in [one, two), by default [0, 1), or normal ones of mean `one` and std `two`.
 
-@rule(_T.uniform_, takes="input a b generator")
-def _uniform_(
-    func: Any, sharded: ShardedTensor, low: float | None, high: float | None, generator: Any
-) -> ShardedTensor:
-    """Fill with uniform values in [low, high). Collective over the group, unless there is a generator."""
-    bounds: Any = {"low": 0.0 if low is None else low, "high": 1.0 if high is None else high}
-    return _drawn(sharded, generator, partial(random.uniform_, **bounds))
-
-
-@rule(_T.normal_, takes="input mean std generator")
-def _normal_(
-    func: Any, sharded: ShardedTensor, mean: float | None, std: float | None, generator: Any
-) -> ShardedTensor:
-    """Fill with normal values. Collective over the group, unless there is a generator."""
-    moments: Any = {"mean": 0.0 if mean is None else mean, "std": 1.0 if std is None else std}
-    return _drawn(sharded, generator, partial(random.normal_, **moments))
-
-
-def _drawn(sharded: ShardedTensor, generator: torch.Generator | None, fill: Any) -> ShardedTensor:
+    Collective over the group, unless there is a generator.
+    """
+    one, two = 0.0 if one is None else one, 1.0 if two is None else two
+    fill: Any = partial(random.uniform_, low=one, high=two)
+    if func.__name__ == "normal_":
+        fill = partial(random.normal_, mean=one, std=two)
     fill(sharded.anchor.detach(), box=Box((0,), (0,)), shape=(0,), seed=0)  # raises on every rank, if at all
-    if torch.is_grad_enabled() and sharded.requires_grad:
+    if func in (_T.uniform_, _T.normal_) and torch.is_grad_enabled() and sharded.requires_grad:
         sharded.zero_()  # ends the graph of the old values, or raises as torch does for leaves
     if generator is None:
         seed = shared_seed(sharded.process_group)
     else:
         seed = int(torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator))
     return filled(sharded, partial(fill, shape=sharded.metadata().size, seed=seed))
-
-
-@handles(nn.init.uniform_, nn.init.normal_)
-@torch.no_grad()
-def _init(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    return HANDLERS[getattr(_T, func.__name__)](func, args, kwargs)
 
 
 @rule(nn.init.constant_, takes="input val")
@@ -97,7 +80,7 @@ def _kaiming_uniform_(
         raise ValueError(f"a mode is one of {list(dims)}, found {mode!r}")
     fan = size[dims[mode]] * math.prod(size[2:])
     bound = nn.init.calculate_gain(nonlinearity or "leaky_relu", a or 0) * math.sqrt(3 / fan)
-    return _uniform_(func, sharded, -bound, bound, generator)
+    return _draw_(_T.uniform_, sharded, -bound, bound, generator)
 
 
 @handles(torch.eye)
@@ -139,7 +122,7 @@ def _like(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
 def _random_like(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     generator, wanted = kwargs.pop("generator", None), kwargs.pop("requires_grad", False)
     made = _like(torch.empty_like, args, kwargs)
-    (_uniform_ if func is torch.rand_like else _normal_)(func, made, None, None, generator)
+    _draw_(_T.uniform_ if func is torch.rand_like else _T.normal_, made, None, None, generator)
     made.requires_grad_(wanted)
     return made
 

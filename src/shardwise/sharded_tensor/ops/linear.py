@@ -86,7 +86,14 @@ def _product(left: Tensor, right: Tensor, *, name: str, vector: bool = False) ->
     anchor = torch.mm(anchor_of(leader).reshape(0, 1), nothing.reshape(1, 0)).reshape(-1)
 
     def result_of(box: Box) -> Box:
-        return _result_box(box, leader.shape, shape, summed_dim)
+        """Return the part of the result that products with a box of the leader make."""
+        offsets, sizes = [0] * len(shape), list(shape)
+        free, size = -3 - summed_dim, leader.shape
+        for dim in (free, *(-dim for dim in range(3, len(size) + 1) if size[-dim] == shape[-dim])):
+            offsets[dim], sizes[dim] = box.offsets[dim], box.sizes[dim]
+        if box.is_empty and all(sizes):
+            sizes[free] = 0
+        return Box(tuple(offsets), tuple(sizes))
 
     made = []
     for box, tensor in zip(leader.boxes, leader.tensors, strict=True):
@@ -154,17 +161,6 @@ def _needed(box: Box, leader: Sequence[int], other: Sequence[int], summed_dim: i
     for dim in range(3, min(len(leader), len(other)) + 1):
         if other[-dim] != 1 and leader[-dim] != 1:
             offsets[-dim], sizes[-dim] = box.offsets[-dim], box.sizes[-dim]
-    return Box(tuple(offsets), tuple(sizes))
-
-
-def _result_box(box: Box, leader: Sequence[int], size: Sequence[int], summed_dim: int) -> Box:
-    """Return the part of the result that products with a box of a factor of size `leader` make."""
-    offsets, sizes = [0] * len(size), list(size)
-    free = -3 - summed_dim
-    for dim in (free, *(-dim for dim in range(3, len(leader) + 1) if leader[-dim] == size[-dim])):
-        offsets[dim], sizes[dim] = box.offsets[dim], box.sizes[dim]
-    if box.is_empty and all(sizes):
-        sizes[free] = 0
     return Box(tuple(offsets), tuple(sizes))
 
 

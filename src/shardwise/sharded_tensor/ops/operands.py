@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -34,6 +36,7 @@ _ALIASES = {
     **dict.fromkeys(("self", "x", "A", "tensor"), "input"),
     "axis": "dim",
     "keepdims": "keepdim",
+    "train": "training",
     "ord": "p",
     "from": "a",
     "to": "b",
@@ -49,10 +52,7 @@ def rule(*funcs: Any, takes: str) -> Callable[[_F], _F]:
     names = takes.split()
 
     def register(do: _F) -> _F:
-        def handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
-            return do(func, *given(names, func, args, kwargs))
-
-        handles(*funcs)(handler)
+        handles(*funcs)(lambda func, args, kwargs: do(func, *given(names, func, args, kwargs)))
         return do
 
     return register
@@ -181,13 +181,11 @@ def broadcast(operands: Sequence[Any]) -> tuple[ShardedTensor, ShardedTensorMeta
     shapes = [
         tensor.metadata().size if isinstance(tensor, ShardedTensor) else tensor.shape for tensor in tensors
     ]
-    if all(shape in (metadata.size, ()) for shape in shapes):
-        return leader, metadata
-    size = torch.broadcast_shapes(*shapes)
-    if size == metadata.size:
-        return leader, metadata
     old = metadata.size
-    return leader, metadata.map(size, lambda box: expand_box(box, old=old, new=size))
+    size = old if all(shape in (metadata.size, ()) for shape in shapes) else torch.broadcast_shapes(*shapes)
+    if size != old:
+        metadata = metadata.map(size, lambda box: expand_box(box, old=old, new=size))
+    return leader, metadata
 
 
 def parts(operand: Any, *, leader: ShardedTensor, metadata: ShardedTensorMetadata) -> list[Any]:
@@ -212,7 +210,11 @@ def parts(operand: Any, *, leader: ShardedTensor, metadata: ShardedTensorMetadat
         return [whole] * count
     if not leader.tensors:
         return [nothing_of(whole)]
-    return [within(whole, box, size=metadata.size) for box in _boxes(leader, metadata)]
+    if metadata is leader.metadata():
+        boxes = leader.boxes
+    else:
+        boxes = [shard.box for shard in metadata.held_by(dist.get_rank())]
+    return [within(whole, box, size=metadata.size) for box in boxes]
 
 
 def _projections(
@@ -220,16 +222,19 @@ def _projections(
 ) -> list[Tensor]:
     """List, for each local box of `metadata`, the shard of `operand` that is its projection."""
     places: dict[tuple[int, Box], int] = {}
-    held: dict[int, int] = {}
+    numbers: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
     for shard in operand.metadata().shards_metadata:
-        held[shard.rank] = held.get(shard.rank, -1) + 1
-        places.setdefault((shard.rank, shard.box), held[shard.rank])
+        places.setdefault((shard.rank, shard.box), next(numbers[shard.rank]))
     me, found = dist.get_rank(), []
     for shard in metadata.shards_metadata:
         projection = _projected(shard.box, size=operand.metadata().size, onto=metadata.size)
         place = places.get((shard.rank, projection)) if projection is not None else None
         if place is None and not shard.box.is_empty:
-            raise _unfit(leader, operand)
+            mine, others = (f"{tuple(t.metadata().size)} by {t.sharding_spec()!r}" for t in (leader, operand))
+            raise ShardingError(
+                f"{here()}: tensors cut otherwise cannot be combined: {mine} and {others}; call .reshard() on"
+                " one with the other's sharding_spec()"
+            )
         if shard.rank != me:
             continue
         if place is not None:
@@ -268,12 +273,6 @@ def _stand_in(sharded: ShardedTensor) -> Tensor:
     return torch.cat([anchor, anchor.new_full((1,), value)]).reshape(())
 
 
-def _boxes(leader: ShardedTensor, metadata: ShardedTensorMetadata) -> list[Box]:
-    if metadata is leader.metadata():
-        return leader.boxes
-    return [shard.box for shard in metadata.held_by(dist.get_rank())]
-
-
 def check_group(one: ShardedTensor, other: ShardedTensor) -> None:
     """Raise ShardingError if two tensors belong to different ranks."""
     if one.process_group is other.process_group:
@@ -284,11 +283,3 @@ def check_group(one: ShardedTensor, other: ShardedTensor) -> None:
             f"{here()}: tensors of different process groups cannot be combined: {one._name()} on ranks"
             f" {mine}, {other._name()} on ranks {others}; make both with one process_group"
         )
-
-
-def _unfit(one: ShardedTensor, other: ShardedTensor) -> ShardingError:
-    return ShardingError(
-        f"{here()}: tensors cut otherwise cannot be combined: {tuple(one.metadata().size)} by"
-        f" {one.sharding_spec()!r} and {tuple(other.metadata().size)} by {other.sharding_spec()!r}; call"
-        " .reshard() on one with the other's sharding_spec()"
-    )

@@ -29,14 +29,13 @@ from torch import Tensor
 from shardwise.comm.agree import Agreement
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import all_extreme, summed, valued
-from shardwise.sharded_tensor.ops.elementwise import elementwise
+from shardwise.sharded_tensor.ops.elementwise import elementwise, result_of
 from shardwise.sharded_tensor.ops.operands import anchor_of, as_torch, given, rule
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 _T: Any = Tensor
-_INT64 = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 Dims = tuple[int, ...]
 
 
@@ -86,17 +85,13 @@ def _count(sharded: ShardedTensor, dims: Dims) -> int:
     return math.prod(sharded.metadata().size[d] for d in dims)
 
 
-def _kept(sharded: ShardedTensor, dims: Dims) -> list[int]:
-    """Return the whole size after `dims` are reduced to one element each."""
-    return [1 if d in dims else length for d, length in enumerate(sharded.metadata().size)]
-
-
-def _place(box: Box, dims: Dims) -> tuple[slice, ...]:
-    """Return the place of a box after `dims` are reduced to one element each."""
-    return tuple(
-        slice(0, 1) if d in dims else slice(start, end)
-        for d, (start, end) in enumerate(zip(box.offsets, box.ends, strict=True))
-    )
+def worst_of(dtype: torch.dtype, *, largest: bool) -> float:
+    """Return the number with which any other of `dtype` is the larger, or the smaller."""
+    if dtype.is_floating_point:
+        return -math.inf if largest else math.inf
+    if dtype == torch.bool:
+        return not largest
+    return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
 
 
 # ---------------------------------------------------------------- how shards are combined
@@ -125,54 +120,54 @@ def _reduced(
     )
     tensors = sharded.tensors or [sharded.anchor.reshape([n if d in dims else 0 for d, n in enumerate(size)])]
     made = [func(tensor, dims, keepdim=bool(keepdim), **options) for tensor in tensors]
-    if sharded.tensors:
-        return sharded.with_tensors(made, metadata=metadata)
-    return sharded.with_tensors([], metadata=metadata, anchor=made[0].reshape(-1))
+    return result_of(made, sharded, metadata)
+
+
+def _joined(
+    what: str, sharded: ShardedTensor, dims: Dims, start: Tensor, join: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Return `join(start, shard)` of this rank's shards, each in its place after `dims` become one element.
+
+    On the CPU ranks compare what they reduce: unequal collectives would hang or give garbage.
+    """
+    size = sharded.metadata().size
+    found = start.expand([1 if d in dims else length for d, length in enumerate(size)]).clone()
+    agreement = None
+    if sharded.anchor.is_cpu and found.numel():
+        words = f"{what} along dims {list(dims)} of a tensor of size {tuple(size)}, {sharded.dtype}"
+        agreement = Agreement(words, group=sharded.process_group, what="what to reduce")
+    for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
+        if tensor.numel():
+            extents = enumerate(zip(box.offsets, box.ends, strict=True))
+            place = tuple(slice(0, 1) if d in dims else slice(*extent) for d, extent in extents)
+            found[place] = join(found[place], tensor)
+    if agreement is not None:
+        agreement.confirm()
+    return found
 
 
 def _total(
     sharded: ShardedTensor, dims: Dims, function: Callable[[Tensor], Tensor], dtype: torch.dtype
 ) -> Tensor:
     """Return the sum over all shards of `function(shard)`, which keeps `dims`. Collective; differentiable."""
-    agreement = _proposed("a sum", sharded, dims)
-    total = torch.zeros(_kept(sharded, dims), dtype=dtype, device=sharded.anchor.device)
-    for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
-        if tensor.numel():
-            place = _place(box, dims)
-            total[place] = total[place] + function(tensor)
+    zero = torch.zeros((), dtype=dtype, device=sharded.anchor.device)
+    total = _joined("a sum", sharded, dims, zero, lambda held, tensor: held + function(tensor))
     nothing = anchor_of(sharded)
     total = total + nothing.sum().to(dtype) if nothing.requires_grad else total
-    if agreement is not None:
-        agreement.confirm()
     return summed(total, sharded.process_group) if total.numel() else total
-
-
-def _proposed(what: str, sharded: ShardedTensor, dims: Dims) -> Agreement | None:
-    """Propose a reduction to the other ranks, on the CPU: unequal collectives would hang or give garbage."""
-    if not sharded.anchor.is_cpu or not _count(
-        sharded, tuple(d for d in range(sharded.ndim) if d not in dims)
-    ):
-        return None
-    words = f"{what} along dims {list(dims)} of a tensor of size {tuple(sharded.metadata().size)}"
-    return Agreement(f"{words}, {sharded.dtype}", group=sharded.process_group, what="what to reduce")
 
 
 @torch.no_grad()
 def _extreme(sharded: ShardedTensor, dims: Dims, *, largest: bool) -> Tensor:
     """Return the largest or smallest elements along `dims`, which it keeps, without gradient. Collective."""
-    agreement = _proposed("the largest" if largest else "the smallest", sharded, dims)
     wide = wide_of(sharded.dtype)
-    least, most = (-math.inf, math.inf) if wide.is_floating_point else _INT64
-    worst, better, along = (
-        (least, torch.maximum, torch.amax) if largest else (most, torch.minimum, torch.amin)
+    what, better, along = (
+        ("the largest", torch.maximum, torch.amax) if largest else ("the smallest", torch.minimum, torch.amin)
     )
-    found = torch.full(_kept(sharded, dims), worst, dtype=wide, device=sharded.anchor.device)
-    for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
-        if tensor.numel():
-            place = _place(box, dims)
-            found[place] = better(found[place], along(tensor, dims, keepdim=True).to(wide))
-    if agreement is not None:
-        agreement.confirm()
+    worst = torch.full((), worst_of(wide, largest=largest), dtype=wide, device=sharded.anchor.device)
+    found = _joined(
+        what, sharded, dims, worst, lambda held, t: better(held, along(t, dims, keepdim=True).to(wide))
+    )
     value = all_extreme(found, sharded.process_group, largest=largest) if found.numel() else found
     return value.to(sharded.dtype)
 
@@ -256,12 +251,10 @@ def _logsumexp(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Ten
         refuse(func, (sharded, dim), {})
     dims = dims_of(sharded, dim)
     into = sharded.dtype if sharded.dtype.is_floating_point else torch.get_default_dtype()
-    numbers = sharded.to(into)
-
-    def whole() -> Tensor:
-        return log_of_exponentials(numbers.to(wide_of(into)), dims).to(into)
-
-    return _reduced(torch.logsumexp, numbers, dims, keepdim, whole)
+    numbers, wide = sharded.to(into), wide_of(into)
+    return _reduced(
+        torch.logsumexp, numbers, dims, keepdim, lambda: log_of_exponentials(numbers.to(wide), dims).to(into)
+    )
 
 
 @rule(torch.var, _T.var, torch.std, _T.std, takes="input dim unbiased keepdim correction")
@@ -329,10 +322,8 @@ def _uncut(
     if sharded.dtype.is_complex or not dims or _count(sharded, dims) == 0:
         as_torch(func, sharded, dim)
 
-    def local(tensor: Tensor, dims: Dims, keepdim: bool) -> Tensor:
-        return pick(func(tensor, dims[0], keepdim))
-
-    return _reduced(local, sharded, dims, keepdim, lambda: refuse_cut(func, sharded, dims))
+    whole = partial(refuse_cut, func, sharded, dims)
+    return _reduced(lambda t, d, keepdim: pick(func(t, d[0], keepdim)), sharded, dims, keepdim, whole)
 
 
 @rule(torch.argmax, _T.argmax, torch.argmin, _T.argmin, takes="input dim keepdim")
@@ -367,10 +358,8 @@ def norm_of(
         total = _total(operand, dims, powers, torch.float64)
         return (total if p == 0 else _power(total, 1 / p)).to(wanted)
 
-    def local(tensor: Tensor, dims: Dims, keepdim: bool) -> Tensor:
-        return cast(Tensor, torch.linalg.vector_norm(tensor, p, dims, keepdim, dtype=dtype))
-
-    return _reduced(local, sharded, dims, keepdim, whole)
+    norm = torch.linalg.vector_norm
+    return _reduced(lambda t, d, keepdim: norm(t, p, d, keepdim, dtype=dtype), sharded, dims, keepdim, whole)
 
 
 def check_norm(sharded: ShardedTensor, p: float, dims: Sequence[int]) -> None:

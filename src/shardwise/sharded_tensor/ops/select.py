@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -25,7 +26,7 @@ from shardwise.layout import Box, cover
 from shardwise.layout.regroup import Pick, pick_box
 from shardwise.sharded_tensor.autograd import replicated, tied
 from shardwise.sharded_tensor.base import first_sharded
-from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
+from shardwise.sharded_tensor.metadata import ShardMetadata
 from shardwise.sharded_tensor.ops.operands import anchor_of, check_group, probe, rule, within
 from shardwise.sharded_tensor.ops.shape import assembled, derived, reshaped, taken
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
@@ -190,7 +191,7 @@ def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
         check_group(sharded[0], other)
     beside = [tensor.anchor.to(result.dtype) for tensor in sharded if not tensor.tensors]
     if all(_joins(tensor, sharded[0], dim) for tensor in sharded):
-        return _joined_shards(tensors, sharded, dim=dim, result=result, beside=beside)
+        return _joined_shards(tensors, dim=dim, result=result, beside=beside)
     if len(sharded) < len(tensors):
         refuse_case(
             name,
@@ -215,53 +216,38 @@ def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
 
 def _joins(tensor: ShardedTensor, first: ShardedTensor, dim: int) -> bool:
     """Return whether shards of `tensor` are whole in `dim` and otherwise those of `first`."""
-
-    def beside(metadata: ShardedTensorMetadata) -> list[Any]:
-        kept = [d for d in range(len(metadata.size)) if d != dim]
-        return [
-            (s.rank, [(s.shard_offsets[d], s.shard_sizes[d]) for d in kept]) for s in metadata.shards_metadata
-        ]
-
-    metadata = tensor.metadata()
-    whole = (0, metadata.size[dim])
-    return beside(metadata) == beside(first.metadata()) and all(
-        (shard.shard_offsets[dim], shard.shard_sizes[dim]) == whole for shard in metadata.shards_metadata
-    )
+    length, shards = tensor.metadata().size[dim], tensor.metadata().shards_metadata
+    return [(s.rank, s.shard_offsets, s.shard_sizes) for s in shards] == [
+        (s.rank, s.shard_offsets, [*s.shard_sizes[:dim], length, *s.shard_sizes[dim + 1 :]])
+        for s in first.metadata().shards_metadata
+    ]
 
 
 def _joined_shards(
-    tensors: Sequence[Tensor],
-    sharded: Sequence[ShardedTensor],
-    *,
-    dim: int,
-    result: Tensor,
-    beside: list[Tensor],
+    tensors: Sequence[Tensor], *, dim: int, result: Tensor, beside: list[Tensor]
 ) -> ShardedTensor:
-    """Join each shard of the first with the corresponding shards of the others."""
-    first = sharded[0]
+    """Join each shard of the first sharded tensor with the corresponding shards of the others."""
+    sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
+    first, size = sharded[0], result.shape
+    shards = [
+        replace(s, shard_sizes=[*s.shard_sizes[:dim], size[dim], *s.shard_sizes[dim + 1 :]])
+        for s in first.metadata().shards_metadata
+    ]
     parts: list[Any] = [
         t if isinstance(t, ShardedTensor) else replicated(t, first.process_group) for t in tensors
     ]
-    shards = []
-    for shard in first.metadata().shards_metadata:
-        sizes = list(shard.shard_sizes)
-        sizes[dim] = result.shape[dim]
-        shards.append(ShardMetadata(shard.shard_offsets, sizes, shard.placement))
     if not any(tensor.numel() for tensor in sharded):  # of nothing any boxes are a cover, of the result not
         try:
             cover([shard.box for shard in shards], result.shape)
         except ShardingError as error:
             refuse_case("cat", *sharded, why=str(error), instead="leave out the tensors without elements")
 
-    def piece(part: Any, number: int, box: Box) -> Tensor:
-        if isinstance(part, ShardedTensor):
-            return part.tensors[number]
-        return within(part, box, size=result.shape)
-
     mine = [shard.box for shard in shards if shard.rank == dist.get_rank()]
-    local = [torch.cat([piece(part, number, box) for part in parts], dim) for number, box in enumerate(mine)]
+    columns = [
+        t.tensors if isinstance(t, ShardedTensor) else [within(t, box, size=size) for box in mine]
+        for t in parts
+    ]
+    local = [torch.cat(pieces, dim) for pieces in zip(*columns, strict=True)]
     if not local:
-        beside += [
-            part.reshape(-1)[:0].to(result.dtype) for part in parts if not isinstance(part, ShardedTensor)
-        ]
-    return assembled(first, shards, local, size=result.shape, beside=[] if local else beside)
+        beside += [t.reshape(-1)[:0].to(result.dtype) for t in parts if not isinstance(t, ShardedTensor)]
+    return assembled(first, shards, local, size=size, beside=[] if local else beside)

@@ -42,6 +42,17 @@ def taken(args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
     return rest.pop("tensor" if "tensor" in rest else "input"), (), rest
 
 
+def _shown(args: Args, kwargs: Kwargs) -> tuple[Any, list[Any], Kwargs]:
+    """Return the first operand, and the other arguments; of sharded ones among these only the shapes."""
+    tensor, rest, kwargs = taken(args, kwargs)
+    shown = [probe(value) if isinstance(value, ShardedTensor) else value for value in rest]
+    return (
+        tensor,
+        shown,
+        {name: probe(v) if isinstance(v, ShardedTensor) else v for name, v in kwargs.items()},
+    )
+
+
 def derived(
     sharded: ShardedTensor,
     *,
@@ -102,7 +113,7 @@ def assembled(
     *(_T.transpose, _T.swapaxes, _T.swapdims, _T.t, _T.permute, _T.movedim, _T.moveaxis),
     *(_T.T.__get__, _T.mT.__get__),
 )
-def _permute(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
+def _permute(func: Any, args: Args, kwargs: Kwargs) -> Any:
     sharded, rest, kwargs = taken(args, kwargs)
     metadata = sharded.metadata()
     # Torch itself says where each dim goes: to where its size does, if no two have the same.
@@ -113,10 +124,8 @@ def _permute(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
         lambda box: Box(tuple(box.offsets[d] for d in order), tuple(box.sizes[d] for d in order)),
     ).with_properties(memory_format=torch.contiguous_format)
     tensors = [tensor.permute(tuple(order)) for tensor in sharded.tensors]
-    made: ShardedTensor = sharded.with_tensors(
-        tensors, metadata=places, anchor=None if tensors else nothing_of(sharded.anchor)
-    )
-    return made
+    anchor = None if tensors else nothing_of(sharded.anchor)
+    return sharded.with_tensors(tensors, metadata=places, anchor=anchor)
 
 
 # ---------------------------------------------------------------- the same elements in other dims
@@ -125,9 +134,12 @@ def _permute(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
 @handles(
     *(torch.reshape, torch.flatten, torch.unflatten, torch.ravel, torch.squeeze, torch.unsqueeze),
     *(_T.reshape, _T.flatten, _T.unflatten, _T.ravel, _T.squeeze, _T.unsqueeze, _T.view),
+    *(_T.view_as, _T.reshape_as),
 )
-def _reshape(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    sharded, rest, kwargs = taken(args, kwargs)
+def _reshape(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    sharded, rest, kwargs = _shown(args, kwargs)
+    if not isinstance(sharded, ShardedTensor):
+        return cast(Tensor, func(sharded, *rest, **kwargs))
     if any(isinstance(value, torch.dtype) for value in [*rest, *kwargs.values()]):
         refuse_case(
             "view(dtype)",
@@ -136,16 +148,7 @@ def _reshape(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
             instead="to(dtype) converts values; local_shards() has the tensors",
         )
     size = func(probe(sharded), *rest, **kwargs).shape
-    return reshaped(sharded, size, name=func.__name__, view=func is _T.view)
-
-
-@handles(_T.view_as, _T.reshape_as)
-def _as_another(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    tensor, other = args[0], args[1] if len(args) > 1 else kwargs["other"]
-    if not isinstance(tensor, ShardedTensor):
-        return cast(Tensor, func(tensor, probe(other)))
-    size = func(probe(tensor), probe(other)).shape
-    return reshaped(tensor, size, name=func.__name__, view=func is _T.view_as)
+    return reshaped(sharded, size, name=func.__name__, view=func in (_T.view, _T.view_as))
 
 
 def reshaped(sharded: ShardedTensor, size: Sequence[int], *, name: str, view: bool = False) -> ShardedTensor:
@@ -204,9 +207,7 @@ def _refuse_reshape(name: str, sharded: ShardedTensor, size: Sequence[int], brok
 
 @handles(torch.broadcast_to, _T.expand, _T.broadcast_to, _T.expand_as)
 def _expand(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    tensor, rest, kwargs = taken(args, kwargs)
-    rest = tuple(probe(value) if isinstance(value, Tensor) else value for value in rest)
-    kwargs = {key: probe(value) if isinstance(value, Tensor) else value for key, value in kwargs.items()}
+    tensor, rest, kwargs = _shown(args, kwargs)
     if not isinstance(tensor, ShardedTensor):
         return cast(Tensor, func(tensor, *rest, **kwargs))
     old, size = tensor.metadata().size, func(probe(tensor), *rest, **kwargs).shape

@@ -1,4 +1,4 @@
-"""Conversion of row ranges to and from whole tensors, row ranges and DTensors, with or without autograd.
+"""Conversion of row ranges to and from whole tensors, row ranges and DTensors, below autograd.
 
 Between two cuts of rows over one process group, each row moves at most once. All other conversions go through
 the whole tensor.
@@ -6,9 +6,8 @@ the whole tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,6 @@ from shardwise.comm.exchange import part as part_at
 from shardwise.comm.watch import announced
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, transfer
-from shardwise.sharded_tensor.autograd import linked
 from shardwise.sharded_tensor.rows.piece import EvenCuts, Piece, even_boxes, local_part
 
 
@@ -99,8 +97,8 @@ def _even_over(mesh: DeviceMesh, placements: Sequence[Placement], piece: Piece) 
     if piece.group is None or piece.even_cuts or len(cut) != 1:
         return None
     placement, group = placements[cut[0]], mesh.get_group(cut[0])
-    same_ranks = group == piece.group or dist.get_process_group_ranks(group) == piece.group_ranks
-    if type(placement) is not Shard or placement.dim != 0 or not same_ranks:
+    ranks, own = map(dist.get_process_group_ranks, (group, piece.group))
+    if type(placement) is not Shard or placement.dim != 0 or ranks != own:
         return None
     return even_boxes(tuple(piece.shape), group, 0)
 
@@ -150,8 +148,7 @@ def rows_of(value: Tensor, piece: Piece) -> Tensor:
 def scattered(whole: Tensor, piece: Piece, source: int) -> Tensor:
     """Scatter the rows of `piece` from the rank `source` of every mesh axis. Collective over the mesh."""
     box, whole = Box.whole(piece.shape), whole.contiguous()
-    for axis in range(piece.mesh.ndim):
-        group = piece.mesh.get_group(axis)
+    for group in piece.mesh.get_all_groups():
         if group.size() > 1:
             whole = whole if group.rank() == source else torch.empty_like(whole)
             with announced(group, f"distribute a whole tensor\nof shape {list(piece.shape)}"):
@@ -170,32 +167,7 @@ def summed(value: Tensor, piece: Piece, axes: Sequence[int]) -> Tensor:
     return value
 
 
-Wrap = Callable[[Tensor, Piece], Any]  # local rows as a tensor cut as a piece
-
-
-def to_local(rows: Any, grad_placements: Sequence[Placement] | None) -> Tensor:
-    """Return this rank's plain tensor."""
-    piece, wrap = rows.piece, rows.wrap
-    sums = _partial_axes(piece, grad_placements, piece.placements if grad_placements else ())
-
-    def back(grad: Tensor) -> tuple[Tensor]:
-        return (wrap(summed(grad, piece, sums).contiguous(), piece),)
-
-    return cast(Tensor, linked(lambda own: own.local.view_as(own.local), back, rows))
-
-
-def full_tensor(rows: Any, grad_placements: Sequence[Placement] | None) -> Tensor:
-    """Return the whole tensor, equal on all ranks."""
-    piece, wrap = rows.piece, rows.wrap
-    sums = _partial_axes(piece, grad_placements, [Replicate()] * len(grad_placements or ()))
-
-    def back(grad: Tensor) -> tuple[Tensor]:
-        return (wrap(rows_of(summed(grad, piece, sums), piece), piece),)
-
-    return cast(Tensor, linked(lambda own: make_whole(own.local, piece), back, rows))
-
-
-def _partial_axes(
+def partial_axes(
     piece: Piece, asked: Sequence[Placement] | None, own: Sequence[Placement]
 ) -> tuple[int, ...]:
     """Return the mesh axes over which a gradient placed as `asked` is summed to be placed as `own`."""
@@ -210,32 +182,3 @@ def _partial_axes(
                 + (" or Partial()" if mine.is_replicate() else "")
             )
     return tuple(found)
-
-
-def redistributed(rows: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """Return a DTensor with other placements."""
-    piece, wrap = rows.piece, rows.wrap
-    return cast(
-        DTensor,
-        linked(
-            lambda own: placed(own.local, piece, mesh, placements),
-            lambda grad: (wrap(rows_of(grad, piece), piece),),
-            rows,
-        ),
-    )
-
-
-def into_rows(dtensor: DTensor, piece: Piece, wrap: Wrap) -> Any:
-    """Return a DTensor, or rows with another cut, as rows cut like `piece`."""
-    mesh = dtensor.device_mesh
-    placements = tuple(Replicate() if p.is_partial() else p for p in dtensor.placements)
-    return linked(
-        lambda source: wrap(rows_of(source, piece), piece),
-        lambda grad: (placed(rows_of(grad, piece), piece, mesh, placements),),
-        dtensor,
-    )
-
-
-def from_local(local: Tensor, piece: Piece, wrap: Wrap) -> Any:
-    """Return this rank's plain tensor as rows cut as `piece`."""
-    return linked(lambda own: wrap(own.view_as(own), piece), lambda grad: (rows_of(grad, piece),), local)

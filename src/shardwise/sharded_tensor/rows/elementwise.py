@@ -45,17 +45,14 @@ def refuse(op: Any, args: Any, kwargs: Any, why: str = "") -> NoReturn:
     listed = [value if isinstance(value, (list, tuple)) else [value] for value in (*args, *kwargs.values())]
     sharded = next((value for each in listed for value in each if isinstance(value, ShardedRows)), None)
     name = op._schema.name.removeprefix("aten::")
-    which = "" if sharded is None else f" (here {_called(sharded.piece.name)}of shape {tuple(sharded.shape)})"
+    called = f"'{sharded.piece.name}' " if sharded is not None and sharded.piece.name else ""
+    which = "" if sharded is None else f" (here {called}of shape {tuple(sharded.shape)})"
     raise ShardingError(
         f"{here()}: {op} is not defined {why or 'on tensors sharded by rows'}{which}: from this rank's rows"
         " alone its answer would be wrong. Use .full_tensor() for the whole tensor (collective), or .local"
         f" for this rank's rows.{_HINTS.get(name, '')}"
         + (_FORWARD if isinstance(sharded, ShardedParameter) else "")
     )
-
-
-def _called(name: str) -> str:
-    return f"'{name}' " if name else ""
 
 
 def is_foreign(value: Any) -> bool:

@@ -18,10 +18,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from shardwise._compat.dtensors import fill_whole, route_dtensors
 from shardwise.errors import ShardingError, here
+from shardwise.sharded_tensor.autograd import linked
 from shardwise.sharded_tensor.registry import Args, Handler, Kwargs, does
 from shardwise.sharded_tensor.rows import convert
 from shardwise.sharded_tensor.rows.elementwise import OTHERS, UNTAGGED, elementwise, elementwise_, refuse
@@ -43,10 +44,13 @@ def find_handler(op: Any) -> Handler:
         return refuse
     if name in _KNOWN and op._schema.overload_name != "other":  # max.other is maximum
         return _KNOWN[name]
+    arguments = op._schema.arguments
     if name.startswith("_foreach_"):
-        return foreach if _is_elementwise(name.removeprefix("_foreach_")) and not _has_out(op) else refuse
+        has_out = any(argument.is_out for argument in arguments)
+        return foreach if _is_elementwise(name.removeprefix("_foreach_")) and not has_out else refuse
     if _is_elementwise(name):
-        return elementwise_ if _writes_first(op) else elementwise
+        writes_first = arguments[0].alias_info is not None and arguments[0].alias_info.is_write
+        return elementwise_ if writes_first else elementwise
     return decomposed
 
 
@@ -54,15 +58,6 @@ def decomposed(op: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run a composite op, which arrives undecomposed in inference mode and from handlers."""
     result = op.decompose(*args, **kwargs)
     return refuse(op, args, kwargs) if result is NotImplemented else result
-
-
-def _writes_first(op: Any) -> bool:
-    first = op._schema.arguments[0]
-    return first.alias_info is not None and bool(first.alias_info.is_write)
-
-
-def _has_out(op: Any) -> bool:
-    return any(argument.is_out for argument in op._schema.arguments)
 
 
 def _is_elementwise(name: str) -> bool:
@@ -99,15 +94,22 @@ class _Rows:
             )
         local = local.contiguous()
         if torch.is_grad_enabled() and local.requires_grad:
-            return cast(ShardedRows, convert.from_local(local, piece, ShardedRows.wrap))
+            made = linked(
+                lambda own: ShardedRows.wrap(own.view_as(own), piece),
+                lambda grad: (convert.rows_of(grad, piece),),
+                local,
+            )
+            return cast(ShardedRows, made)
         return ShardedRows.wrap(local, piece)
 
     @torch.no_grad()
     def distribute(
         self, whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], source: int | None
     ) -> DTensor:
-        if _has_other_rows(placements, whole.shape):  # cut evenly, for `load_state_dict` to refuse by name
-            evenly = [Shard(0) if isinstance(p, RowShard) else p for p in placements]
+        evenly = [Shard(0) if isinstance(p, RowShard) else p for p in placements]
+        counts = {sum(p.counts) for p in placements if isinstance(p, RowShard)}
+        by_rows = all(isinstance(p, RowShard) or p.is_replicate() for p in placements)
+        if by_rows and counts != {whole.shape[0]}:  # cut evenly, for `load_state_dict` to refuse by name
             return distribute_tensor(whole, mesh, evenly, src_data_rank=source)
         piece = piece_of(mesh, placements, whole.shape, whole.dtype)
         found = whole.detach()
@@ -125,7 +127,13 @@ class _Rows:
         if dtype is not None:
             tensor = cast(DTensor, tensor.to(dtype))
         piece = piece_of(mesh, placements, tensor.shape, tensor.dtype)
-        return cast(ShardedRows, convert.into_rows(tensor, piece, ShardedRows.wrap))
+        before = tensor.device_mesh, tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
+        made = linked(
+            lambda source: ShardedRows.wrap(convert.rows_of(source, piece), piece),
+            lambda grad: (convert.placed(convert.rows_of(grad, piece), piece, *before),),
+            tensor,
+        )
+        return cast(ShardedRows, made)
 
     def cut_alike(self, ours: DTensor, whole: Tensor) -> Tensor:
         """Return this rank's rows of `whole`; leave another shape for `load_state_dict` to refuse."""
@@ -133,12 +141,6 @@ class _Rows:
         if whole.shape != ours.shape:
             return whole
         return ShardedRows.wrap(local_part(ours.piece, whole).clone(), ours.piece)
-
-
-def _has_other_rows(placements: Sequence[Placement], shape: Sequence[int]) -> bool:
-    cut = [sum(p.counts) for p in placements if isinstance(p, RowShard)]
-    plain = all(isinstance(p, RowShard) or p.is_replicate() for p in placements)
-    return plain and any(rows != shape[0] for rows in cut)
 
 
 route_dtensors(ShardedRows, _Rows())

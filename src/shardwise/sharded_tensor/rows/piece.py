@@ -84,10 +84,6 @@ class RowShard(OwnShard):
 EvenCuts = tuple[tuple[dist.ProcessGroup, int], ...]
 
 
-def _groups_of(mesh: DeviceMesh) -> Groups:
-    return tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
-
-
 @dataclass(frozen=True, eq=False)
 class Piece(Holding):
     """The whole rows of a tensor on this rank.
@@ -117,7 +113,7 @@ class Piece(Holding):
 
     def __post_init__(self) -> None:
         if self.on_mesh is not None and not self.mesh_groups:
-            object.__setattr__(self, "mesh_groups", _groups_of(self.on_mesh))
+            object.__setattr__(self, "mesh_groups", tuple(self.on_mesh.get_all_groups()))
 
     def __deepcopy__(self, memo: object) -> Piece:
         return self  # immutable, and process groups cannot be copied
@@ -139,11 +135,6 @@ class Piece(Holding):
         return self.groups[0] if len(self.groups) == 1 else None
 
     @cached_property
-    def group_ranks(self) -> list[int]:
-        """The global ranks of `group`, in its order."""
-        return [] if self.group is None else dist.get_process_group_ranks(self.group)
-
-    @cached_property
     def rows(self) -> Box:
         """This rank's rows, in the coordinates of `box_of`."""
         return self.box_of(self.rank)
@@ -159,11 +150,6 @@ class Piece(Holding):
         return _even_part(self.shape, self.even_cuts)
 
     @cached_property
-    def ranks(self) -> int:
-        """The number of pieces into which the rows are cut."""
-        return place_over(self.groups)[1]
-
-    @cached_property
     def rank(self) -> int:
         """This process's index over `groups`."""
         return place_over(self.groups)[0]
@@ -171,7 +157,7 @@ class Piece(Holding):
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
         """The box of each index over `groups`."""
-        return tuple(self.box_of(rank) for rank in range(self.ranks))
+        return tuple(map(self.box_of, range(place_over(self.groups)[1])))
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -193,7 +179,7 @@ class Piece(Holding):
         for group in self.groups:
             found[group] = RowShard(self.counts, step)
             step *= group.size()
-        return tuple(found.get(group, _REPLICATE) for group in self.mesh_groups or _groups_of(self.mesh))
+        return tuple(found.get(group, _REPLICATE) for group in self.mesh_groups or self.mesh.get_all_groups())
 
     def spec(self, dtype: torch.dtype) -> _compat.DTensorSpec:
         """Return DTensor's spec of a tensor of this dtype with this cut."""
@@ -258,7 +244,7 @@ def _piece_of(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
 ) -> Piece:
     rows = {axis: found for axis, found in enumerate(placements) if isinstance(found, RowShard)}
-    even_cuts = _even_cuts(mesh, [_REPLICATE if axis in rows else p for axis, p in enumerate(placements)])
+    even_cuts = even_cuts_of(mesh, [_REPLICATE if axis in rows else p for axis, p in enumerate(placements)])
     part = _even_part(shape, even_cuts)
     first = sorted(rows, key=lambda axis: rows[axis].step)
     groups = tuple(mesh.get_group(axis) for axis in first)
@@ -274,16 +260,8 @@ def _piece_of(
     return Piece(shape, groups, boxes.__getitem__, even_cuts, on_mesh=mesh)
 
 
-def even_cuts_of(spec: _compat.DTensorSpec | None) -> EvenCuts:
-    """Return how tensor parallelism cuts a DTensor; no cuts for a plain tensor (None).
-
-    Raises:
-        ShardingError: a placement other than `Shard` and `Replicate`.
-    """
-    return () if spec is None else _even_cuts(spec.mesh, spec.placements)
-
-
-def _even_cuts(mesh: DeviceMesh, placements: Sequence[Placement]) -> EvenCuts:
+def even_cuts_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> EvenCuts:
+    """Return how tensor parallelism cuts a DTensor. Raises ShardingError unless by Shard and Replicate."""
     for placement in placements:
         if type(placement) not in (Shard, Replicate):
             raise ShardingError(

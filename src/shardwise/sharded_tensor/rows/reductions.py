@@ -21,7 +21,7 @@ from torch import Tensor
 from shardwise import _compat
 from shardwise.comm.arithmetic import extreme
 from shardwise.comm.watch import announced
-from shardwise.sharded_tensor.ops.reduce import dims_of, wide_of
+from shardwise.sharded_tensor.ops.reduce import dims_of, wide_of, worst_of
 from shardwise.sharded_tensor.registry import Args, Handler, Kwargs
 from shardwise.sharded_tensor.rows import convert
 from shardwise.sharded_tensor.rows.convert import gather_even
@@ -68,9 +68,8 @@ def combine_powers(norms: Tensor, axes: Sequence[Groups], p: float, *, root: boo
     each = norms.to(torch.float64)
     each = each.pow(p) if powers else each
     reduce = SUM if not infinite else MAX if p > 0 else MIN
-    kinds = [
-        groups for i, groups in enumerate(axes) if i == 0 or groups != axes[i - 1]
-    ]  # hashing all costs more
+    # Hashing all costs more.
+    kinds = [groups for i, groups in enumerate(axes) if i == 0 or groups != axes[i - 1]]
     for group in dict.fromkeys(group for groups in kinds for group in groups):
         members = [i for i, groups in enumerate(axes) if group in groups]
         if len(members) == len(axes):
@@ -212,13 +211,8 @@ def _extreme(call: _Call, *, largest: bool) -> Any:
     dtype = call.tensor.dtype
     if not call.count or dtype.is_complex:
         call.refuse()
-    if dtype.is_floating_point:
-        worst = -math.inf if largest else math.inf
-    elif dtype == torch.bool:
-        worst = not largest
-    else:
-        worst = torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
-    return combine(call.on(call.filled(worst)), call.groups, MAX if largest else MIN)
+    local = call.filled(worst_of(dtype, largest=largest))
+    return combine(call.on(local), call.groups, MAX if largest else MIN)
 
 
 def _variance(call: _Call, *, root: bool) -> Tensor:

@@ -20,13 +20,14 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise import _compat
 from shardwise._compat.dtensors import OwnDTensor
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor import dcp
+from shardwise.sharded_tensor.autograd import linked
 from shardwise.sharded_tensor.registry import Handler, declared
 from shardwise.sharded_tensor.rows import convert
 from shardwise.sharded_tensor.rows.piece import Piece, RowShard, piece_of
@@ -114,9 +115,15 @@ class ShardedRows(OwnDTensor):
             grad_placements: placements of the result's gradient: those of this tensor, except that it may be
                 partial sums (`Partial`) over mesh axes that replicate the tensor. None: as this tensor.
         """
-        if torch.is_grad_enabled() and self.requires_grad:
-            return convert.to_local(self, grad_placements)
-        return self._local_tensor
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return self._local_tensor
+        piece = self.piece
+        sums = convert.partial_axes(piece, grad_placements, piece.placements if grad_placements else ())
+
+        def back(grad: Tensor) -> tuple[Tensor]:
+            return (ShardedRows.wrap(convert.summed(grad, piece, sums).contiguous(), piece),)
+
+        return cast(Tensor, linked(lambda own: own.local.view_as(own.local), back, self))
 
     @_compat.runs_eagerly
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
@@ -128,9 +135,15 @@ class ShardedRows(OwnDTensor):
             grad_placements: placements of the result's gradient on `device_mesh`: equal on all ranks
                 (`Replicate`, the default) or partial sums (`Partial`).
         """
-        if torch.is_grad_enabled() and self.requires_grad:
-            return convert.full_tensor(self, grad_placements)
-        return convert.make_whole(self._local_tensor, self.piece)
+        piece = self.piece
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return convert.make_whole(self._local_tensor, piece)
+        sums = convert.partial_axes(piece, grad_placements, [Replicate()] * len(grad_placements or ()))
+
+        def back(grad: Tensor) -> tuple[Tensor]:
+            return (ShardedRows.wrap(convert.rows_of(convert.summed(grad, piece, sums), piece), piece),)
+
+        return cast(Tensor, linked(lambda own: convert.make_whole(own.local, piece), back, self))
 
     @_compat.runs_eagerly
     def redistribute(
@@ -153,7 +166,13 @@ class ShardedRows(OwnDTensor):
         source = self if forward_dtype in (None, self.dtype) else cast(DTensor, self.to(forward_dtype))
         if mesh == self.device_mesh and tuple(placements) == self.placements:
             return source
-        return convert.redistributed(source, mesh, tuple(placements))
+        piece, wanted = self.piece, tuple(placements)
+        made = linked(
+            lambda own: convert.placed(own.local, piece, mesh, wanted),
+            lambda grad: (ShardedRows.wrap(convert.rows_of(grad, piece), piece),),
+            source,
+        )
+        return cast(DTensor, made)
 
     @_compat.runs_eagerly
     def to_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:
