@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -20,33 +20,34 @@ from shardwise.planner.scans import FUNCTIONS
 from shardwise.planner.setup import Setup
 
 
-@dataclass
-class Ran:
-    """Functions of transformers that ran: as their kernels do, or by reference code that has none."""
-
-    as_kernels: set[str] = field(default_factory=set)
-    by_reference: set[str] = field(default_factory=set)
-
-
 @contextmanager
-def kernels(setup: Setup) -> Iterator[Ran]:
-    """Make models compute on fake tensors as they would on the setup's device."""
-    ran = Ran()
+def kernels(setup: Setup) -> Iterator[tuple[set[str], set[str]]]:
+    """Make models compute on fake tensors as they would on the setup's device.
+
+    Yields functions of transformers that run: as their kernels do, and by reference code that has none.
+    """
+    as_kernels, by_reference = set[str](), set[str]()
     with ExitStack() as stack:
-        stack.enter_context(_listening(ran.by_reference))
+        warn: Any = getattr(logging.Logger, "warning_once", None)  # transformers reports the second by it
+
+        def listen(logger: logging.Logger, message: Any, *args: Any, **kwargs: Any) -> None:
+            if "reference PyTorch implementation" in str(message):
+                by_reference.add(str(message).split("`")[1])
+            else:
+                warn(logger, message, *args, **kwargs)
+
+        if warn is not None:
+            stack.enter_context(mock.patch.object(logging.Logger, "warning_once", listen))
         if setup.device == "cuda":
             own: dict[str, Any] = {"scaled_dot_product_attention": _attention, "dropout": _dropout}
             own |= {"rms_norm": _rms_norm} if setup.fused_norms else {}
             stack.enter_context(_compat.operators_on_cpu(own))
-            for module, name in _of_transformers():
-                named = _named(*FUNCTIONS[name], ran.as_kernels)
-                stack.enter_context(mock.patch.object(module, name, named))
-        yield ran
-
-
-def _of_transformers() -> list[tuple[Any, str]]:
-    modules = [one for name, one in sys.modules.items() if name.startswith("transformers.models.")]
-    return [(one, name) for one in modules for name in FUNCTIONS.keys() & vars(one).keys()]
+            modules = [one for path, one in sys.modules.items() if path.startswith("transformers.models.")]
+            for module, name in itertools.product(modules, FUNCTIONS):
+                if name in vars(module):
+                    named = _named(*FUNCTIONS[name], as_kernels)
+                    stack.enter_context(mock.patch.object(module, name, named))
+        yield as_kernels, by_reference
 
 
 def _named(name: str, kernel: Callable[..., Any], names: set[str]) -> Callable[..., Any]:
@@ -55,24 +56,6 @@ def _named(name: str, kernel: Callable[..., Any], names: set[str]) -> Callable[.
         return kernel(*args, **kwargs)
 
     return call
-
-
-@contextmanager
-def _listening(found: set[str]) -> Iterator[None]:
-    """Collect functions that transformers computes by reference code, for lack of installed kernels."""
-    warn: Any = getattr(logging.Logger, "warning_once", None)  # transformers reports it by this method
-    if warn is None:
-        yield
-        return
-
-    def listen(logger: logging.Logger, message: Any, *args: Any, **kwargs: Any) -> None:
-        if "reference PyTorch implementation" in str(message):
-            found.add(str(message).split("`")[1])
-        else:
-            warn(logger, message, *args, **kwargs)
-
-    with mock.patch.object(logging.Logger, "warning_once", listen):
-        yield
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:

@@ -178,7 +178,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         if recorder.touches is not None:
             segments = compiled(segments, recorder.touches, narrow=setup.narrow)
         whole = tensor is not None and setup.loss == "whole" and not cuts(module, setup)[1]
-        named = tuple(sorted(ran.as_kernels)), tuple(sorted(ran.by_reference))
+        named = [tuple(sorted(names)) for names in ran]
         return Recording(layers, segments, parameters, in_block, gathered, converted, whole, *named)
 
 
