@@ -37,26 +37,24 @@ def _like(tensor: Tensor, dtype: torch.dtype | None = None) -> _New:
     return _new(tensor.shape, dtype or tensor.dtype, order)
 
 
-@torch.library.custom_op("shardwise::linear_attention", mutates_args=())
-def _linear_attention(reads: list[Tensor], makes: str, flops: int) -> list[Tensor]:
-    """Read tensors and make others, as a kernel would, on fake tensors; `makes` is a list as text."""
-    return [
-        reads[0].new_empty_strided(size, stride, dtype=getattr(torch, dtype))
-        for size, stride, dtype in ast.literal_eval(makes)
-    ]
+def _operator(name: str) -> Callable[..., list[Tensor]]:
+    """Make an operator that reads tensors and makes others, on fake tensors; `makes` is a list as text."""
 
+    def run(reads: list[Tensor], makes: str, flops: int) -> list[Tensor]:
+        return [
+            reads[0].new_empty_strided(size, stride, dtype=getattr(torch, dtype))
+            for size, stride, dtype in ast.literal_eval(makes)
+        ]
 
-@torch.library.custom_op("shardwise::projections", mutates_args=())
-def _projections(reads: list[Tensor], makes: str, flops: int) -> list[Tensor]:
-    """Read tensors and make others, as the matmuls inside a kernel's function would."""
-    made: list[Tensor] = _linear_attention(reads, makes, flops)
+    made = torch.library.custom_op(f"shardwise::{name}", run, mutates_args=())
+    made.register_fake(run)
+    packet = getattr(torch.ops.shardwise, name)
+    register_flop_formula(packet, get_raw=True)(lambda reads, makes, flops, **_: flops)
     return made
 
 
-for _one in (_linear_attention, _projections):
-    _one.register_fake(_linear_attention._init_fn)
-for _packet in (torch.ops.shardwise.linear_attention, torch.ops.shardwise.projections):
-    register_flop_formula(_packet, get_raw=True)(lambda reads, makes, flops, **_: flops)
+_linear_attention = _operator("linear_attention")  # as a kernel would
+_projections = _operator("projections")  # as the matmuls inside a kernel's function would
 
 
 @dataclass
