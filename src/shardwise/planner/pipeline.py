@@ -153,10 +153,7 @@ class Pipe:
 
     def backward(self, micro: int) -> None:
         output, x, between = self.cache.pop(micro)
-        module = cast(FSDPModule, self.module)
-        module.set_is_last_backward(False)
-        module.set_reshard_after_backward(False)
-        module.set_requires_gradient_sync(False)
+        self._end_backward(False)
         if not BUFFERS_STAY:
             self.held.pop("output", None)
         if self.at.last:
@@ -174,12 +171,15 @@ class Pipe:
             self.held["sent"], x.grad = x.grad, None
             self._send(self.held["sent"])
 
+    def _end_backward(self, whole: bool) -> None:
+        module = cast(FSDPModule, self.module)
+        module.set_is_last_backward(whole)
+        module.set_reshard_after_backward(whole)
+        module.set_requires_gradient_sync(whole)
+
     def reduce(self) -> None:
         """Reduce the gradients of all micro-batches."""
-        module = cast(FSDPModule, self.module)
-        module.set_is_last_backward(True)
-        module.set_reshard_after_backward(True)
-        module.set_requires_gradient_sync(True)
+        self._end_backward(True)
         found = state_of(self.module)
         assert found is not None
         StateOfStage(found)._root_post_backward_final_callback()
