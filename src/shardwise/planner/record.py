@@ -113,9 +113,8 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         if tensor is not None:
             lines[TENSOR_PARALLEL] = tensor
         lanes = {str(mesh.get_group().group_name): lane for lane, mesh in lines.items()}
-        if (
-            gc.get_freeze_count() < _FROZEN_BY_PYTHON
-        ):  # else the caller froze more, which `unfreeze` would undo
+        # A caller may have frozen more, which `unfreeze` would undo.
+        if gc.get_freeze_count() < _FROZEN_BY_PYTHON:
             gc.freeze()  # so that collections skip existing objects
             stack.callback(gc.unfreeze)
         stack.enter_context(FastFakeTensorMode(allow_non_fake_inputs=True))

@@ -398,10 +398,8 @@ class Recorder(Storages):
     def finish(self) -> list[Segment]:
         """Return what was recorded, with final categories."""
         self.by_layer(None)
-        for key, made in self._of.items():
-            for memory in made:
-                if key in self._freed:
-                    memory.category = GATHERED
+        for memory in itertools.chain.from_iterable(self._of.get(key, ()) for key in self._freed):
+            memory.category = GATHERED
         lasting = {id(memory) for memory in self._now.values()}
         for memory in self._staged:
             if memory.category in (TEMPORARY, ACTIVATIONS) and id(memory) not in lasting:
