@@ -185,11 +185,8 @@ def _lines(setup: Setup) -> dict[str, DeviceMesh]:
     """Return rank 0's meshes of its pipeline and of the ranks that share its sequences."""
     sizes = {PIPELINE: setup.pipeline, ULYSSES: setup.ulysses}
     strides = {PIPELINE: setup.ranks // setup.pipeline, ULYSSES: setup.experts}
-    return {
-        lane: mesh_of(strides[lane] * torch.arange(size), {lane: size})
-        for lane, size in sizes.items()
-        if size > 1
-    }
+    cut = [(lane, size) for lane, size in sizes.items() if size > 1]
+    return {lane: mesh_of(strides[lane] * torch.arange(size), {lane: size}) for lane, size in cut}
 
 
 def _expert_mesh(setup: Setup) -> DeviceMesh:
