@@ -352,10 +352,6 @@ def _of_lists(
     return Model(name, count, build, blocks, lambda _: [], loss, (assumed,) if others else ())
 
 
-def _has_blocks(module: nn.Module) -> bool:
-    return any(isinstance(one, nn.ModuleList) and len(one) for one in module.modules())
-
-
 # The model class for a config that names no architecture: an encoder with its decoder, or a masked language
 # model if it is no decoder, if transformers has that; else the first of these.
 _KINDS = {
@@ -431,7 +427,8 @@ def _of_transformers(path: Path) -> Model:
     tables = [one for one in whole.modules() if isinstance(one, nn.Embedding) and one is not words]
     limits = any(learned <= one.num_embeddings <= learned + 2 for one in tables)  # some leave two out
     decoder = whole.get_decoder()
-    towers = [whole.get_encoder(), decoder] if both else [decoder if _has_blocks(decoder) else whole]
+    has_blocks = any(isinstance(one, nn.ModuleList) and len(one) for one in decoder.modules())
+    towers = [whole.get_encoder(), decoder] if both else [decoder if has_blocks else whole]
     count = len(next(iter(block_lists(towers[-1]).values())))
     make = build if count == whole_layers else lambda _: build(None)  # it runs blocks several times
     made = _of_lists(path.stem, whole, make, loss_of_both if both else logits_loss, towers)

@@ -121,14 +121,12 @@ class Setup:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        for name in (*_AXES, "ranks", "stages", "micro_batch", "accumulation", "expert_load"):
-            if getattr(self, name) < 1:
-                raise ShardingError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in (*_AXES, "ranks", "stages", "micro_batch", "accumulation", "expert_load", "sequence"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ShardingError(f"{name} must be at least 1, got {value}")
         for name in ("ranks", "sequence", "micro_batch", "accumulation"):
             if (getattr(self, name) or 0) > MOST:
                 raise ShardingError(f"{name} must be at most {MOST:,}, got {getattr(self, name):,}")
-        if self.sequence is not None and self.sequence < 1:
-            raise ShardingError(f"sequence must be at least 1, got {self.sequence}")
         if self.expert_load > self.experts:
             raise ShardingError(
                 f"expert_load={self.expert_load:g} must be at most experts={self.experts}: one rank's experts"
