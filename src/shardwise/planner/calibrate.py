@@ -69,7 +69,7 @@ def calibrate(*, like: Hardware | None = None, sizes: Sizes | None = None, name:
         bandwidth = like.memory_bytes_per_s if like else max(copied, summed)
         made = Hardware(
             name=name or _device_name(device),
-            source=_source(device, like),
+            source=_source(like),
             memory_bytes=_memory_bytes(device),
             peak_flops={_name(one): of[0] / efficiency for one, of in rates.items()},
             memory_bytes_per_s=bandwidth,
@@ -103,10 +103,9 @@ def to_toml(hardware: Hardware) -> str:
 def _group() -> Iterator[torch.device]:
     """Join the ranks that a launcher started, or only this process; yields the rank's device."""
     kind = torch.accelerator.current_accelerator(check_available=True)
-    device = (
-        torch.device("cpu") if kind is None else torch.device(kind.type, int(os.environ.get("LOCAL_RANK", 0)))
-    )
+    device = torch.device("cpu")
     if kind is not None:
+        device = torch.device(kind.type, int(os.environ.get("LOCAL_RANK", 0)))
         torch.accelerator.set_device_index(device)
     begins = "RANK" in os.environ and not dist.is_initialized()
     if begins:
@@ -121,14 +120,15 @@ def _group() -> Iterator[torch.device]:
 # ---------------------------------------------------------------- one device
 
 
-def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the median seconds of one call, after warm-up."""
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int, *, ends: bool = True) -> float:
+    """Return the median seconds of one call, after warm-up; without `ends`, those to issue its work."""
     taken = []
     for turn in range(repeats + 2):
         _wait(device)
         begin = time.perf_counter()
         run()
-        _wait(device)
+        if ends:
+            _wait(device)
         if turn > 1:
             taken.append(time.perf_counter() - begin)
     return statistics.median(taken)
@@ -184,15 +184,7 @@ def _host_seconds(device: torch.device) -> float:
             one.add_(1.0)
         return one
 
-    for _ in range(2):
-        run()
-    taken = []
-    for _ in range(5):
-        _wait(device)
-        begin = time.perf_counter()
-        run()  # without waiting for the device
-        taken.append((time.perf_counter() - begin) / calls)
-    return statistics.median(taken)
+    return _seconds(run, device, 5, ends=False) / calls
 
 
 # ---------------------------------------------------------------- links
@@ -263,7 +255,7 @@ def _context_bytes(device: torch.device) -> int:
     return max(0, int(total - free - torch.cuda.memory_reserved(device)))
 
 
-def _source(device: torch.device, like: Hardware | None) -> str:
+def _source(like: Hardware | None) -> str:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     local = _local_ranks()
     text = f"Measured by shardwise calibrate on {ranks} ranks ({local} a host), torch {torch.__version__}"
