@@ -107,8 +107,9 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         make_smaller_shards(data, reshard)
         lines = _lines(setup)
         of_experts = data
-        if setup.experts > 1:
-            mesh = _expert_mesh(setup)
+        if setup.experts > 1:  # beside the ranks that hold the same ones
+            axes = setup.axes | {"shard": setup.axes["shard"] // setup.experts, EXPERTS: setup.experts}
+            mesh = mesh_of(torch.arange(setup.ranks), axes)
             of_experts, lines[EXPERTS] = mesh[tuple(setup.axes)], mesh[EXPERTS]
         if tensor is not None:
             lines[TENSOR_PARALLEL] = tensor
@@ -131,7 +132,12 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
             loss.__enter__()
             stack.callback(loss.__exit__, None, None, None)  # as it forgets to where something raised
         if setup.ulysses > 1:
-            model = _over_sequences(model, module, lines[ULYSSES])
+            if model.cut_sequences is None:
+                raise ShardingError(
+                    f"{model.name} does not say how its sequences are cut: give a shardwise.planner.Model"
+                    " with cut_sequences, or plan with ulysses=1"
+                )
+            model = replace(model, loss=model.cut_sequences(module, lines[ULYSSES]))
         apart: list[nn.Module] = []
         if setup.experts > 1:
             hf: Any = importlib.import_module("shardwise.hf")
@@ -187,21 +193,6 @@ def _lines(setup: Setup) -> dict[str, DeviceMesh]:
     strides = {PIPELINE: setup.ranks // setup.pipeline, ULYSSES: setup.experts}
     cut = [(lane, size) for lane, size in sizes.items() if size > 1]
     return {lane: mesh_of(strides[lane] * torch.arange(size), {lane: size}) for lane, size in cut}
-
-
-def _expert_mesh(setup: Setup) -> DeviceMesh:
-    """Return the mesh of experts, and of ranks that hold the same experts."""
-    axes = setup.axes | {"shard": setup.axes["shard"] // setup.experts, EXPERTS: setup.experts}
-    return mesh_of(torch.arange(setup.ranks), axes)
-
-
-def _over_sequences(model: Model, module: nn.Module, mesh: DeviceMesh) -> Model:
-    if model.cut_sequences is None:
-        raise ShardingError(
-            f"{model.name} does not say how its sequences are cut: give a shardwise.planner.Model with"
-            " cut_sequences, or plan with ulysses=1"
-        )
-    return replace(model, loss=model.cut_sequences(module, mesh))
 
 
 def _start(
