@@ -283,11 +283,10 @@ class _Known:
         tight = not self.plans[best].fits or (best.checkpointing, best.micro_batch) == ("full", 1)
         degrees = [n for n in (2, 4, 8) if best.axes["shard"] % n == 0 and best.tensor == 1]
         asked = best.pipeline * best.ulysses * best.experts > 1
-        for degree, axis in itertools.product([] if asked else degrees, ("experts", "ulysses", "pipeline")):
+        axes = ("experts", "ulysses", "pipeline") if tight else ("experts",)
+        for degree, axis in itertools.product([] if asked else degrees, axes):
             shared = 1 if axis == "experts" else degree
             change: dict[str, Any] = {axis: degree, "accumulation": best.accumulation * shared}
-            if axis != "experts" and not tight:
-                continue
             try:
                 setup = changed(best, change)
                 self.plans[setup] = plan(self.model, setup, hardware=self.device)
@@ -371,10 +370,8 @@ class _Known:
     def _plan(self, setup: Setup, *, alone: bool = False) -> None:
         """Plan the setup and its other micro-batches."""
         if setup.pipeline > 1:
-            self.plans[setup] = plan(self.model, setup, hardware=self.device)
             self.recordings += 4
-            self.estimates.pop(setup, None)
-            self._put_near(setup)
+            self._add(plan(self.model, setup, hardware=self.device))
             return
         mine = _but_micro_batches(setup)
         left = [setup] if alone else [one for one in self.space if _but_micro_batches(one) == mine]
@@ -383,11 +380,12 @@ class _Known:
             together = [one for one in left if min(3, one.accumulation) == first]
             left = [one for one in left if one not in together]
             for one, recording in zip(together, self._recordings(together), strict=True):
-                self.plans[one] = plan_of(recording, self.model, one, self.device, whole=self.whole)
-                self.estimates.pop(one, None)
-                self._put_near(one)
+                self._add(plan_of(recording, self.model, one, self.device, whole=self.whole))
 
-    def _put_near(self, planned: Setup) -> None:
+    def _add(self, made: Plan) -> None:
+        planned = made.setup
+        self.plans[planned] = made
+        self.estimates.pop(planned, None)
         for setup in self.space:
             far = _distance(setup, planned)
             if setup not in self.nearest or far < self.nearest[setup][0]:
