@@ -22,10 +22,10 @@ def python(model: str | Model | Factory, setup: Setup) -> str:
     """Return the source of `build(model)`, which shards the model and returns its optimizer, on each rank."""
     asked, setup = resolve(model, setup)
     body = list(_build(chunked(asked) if setup.loss == "chunked" else asked, setup))
-    return "\n".join([*_imports(setup, "\n".join(body)), "", "", *body, ""])
+    return "\n".join([*_imports("\n".join(body)), "", "", *body, ""])
 
 
-def _imports(setup: Setup, body: str) -> Iterator[str]:
+def _imports(body: str) -> Iterator[str]:
     yield "import torch"
     yield from ["import shardwise"] * ("shardwise." in body)
     called = set(re.findall(r"(\w+)\(", body))
@@ -38,9 +38,7 @@ def _imports(setup: Setup, body: str) -> Iterator[str]:
     names += [one for one in ("hf", "optim") if re.search(rf"(?<![.\w]){one}\.", body)]
     yield f"from shardwise import {', '.join(names)}"
     for home, known in _HOMES.items():
-        if helpers := sorted(
-            called & known | {one for one in ("with_positions",) if one in known and one in body}
-        ):
+        if helpers := sorted(known.intersection(re.findall(r"\w+", body))):
             yield f"from {home} import {', '.join(helpers)}"
 
 

@@ -432,10 +432,9 @@ def _of_transformers(path: Path) -> Model:
     count = len(next(iter(block_lists(towers[-1]).values())))
     make = build if count == whole_layers else lambda _: build(None)  # it runs blocks several times
     made = _of_lists(path.stem, whole, make, loss_of_both if both else logits_loss, towers)
-    name, said = type(whole).__name__, tuple[str, ...]()
-    if named or not trained:
-        said = (f"It is planned as a {name}",) if kind != next(iter(_KINDS)) else ()
-    else:
+    name = type(whole).__name__
+    said: tuple[str, ...] = () if kind == next(iter(_KINDS)) else (f"It is planned as a {name}",)
+    if trained and not named:
         said = (f"It is planned as a {name}, not as the {trained} that its architectures name",)
     if attention not in ("eager", "sdpa"):
         said += (f"Its attn_implementation, {attention}, is planned as sdpa",)

@@ -70,8 +70,7 @@ class _Watcher:
         self.names: dict[int, int | str] = {}  # of groups: their block's number, or their module's name
 
     def layer(self, state: FSDPState) -> int | None:
-        layers = [self.recorder.layer_of.get(id(ref())) for ref in state.modules]
-        return layers[0]
+        return self.recorder.layer_of.get(id(state.modules[0]()))
 
     def pre_forward(self, original: Method, state: FSDPState, *args: Any) -> Any:
         layer = self.layer(state)
