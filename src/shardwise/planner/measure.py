@@ -66,8 +66,7 @@ class GroupSent:
 def groups(recording: Recording, accumulation: int) -> list[GroupSent]:
     """List the last step's groups, in order of first appearance; equal blocks are one entry."""
     gathers: dict[int | str, Counter[tuple[int, int, int]]] = {}
-    reductions: Counter[int | str] = Counter()
-    wire_bytes: Counter[int | str] = Counter()
+    reductions, wire_bytes = Counter[int | str](), Counter[int | str]()
     for _, event, times in last_step(recording, accumulation):
         if isinstance(event, Send):
             one = event.collective

@@ -280,13 +280,12 @@ def changed(setup: Setup, changes: dict[str, Any]) -> Setup:
             f"setup must be a shardwise.planner.Setup, got a {type(setup).__name__}: give Setup(ranks=8), or"
             " its fields by name, ranks=8"
         )
-    known = {one.name for one in fields(setup)}
-    _check_names(Setup, sorted(changes.keys() - known))
+    _check_names(Setup, changes)
     return replace(setup, **changes)
 
 
-def _check_names(kind: type, unknown: list[str]) -> None:
-    if unknown:
+def _check_names(kind: type, given: dict[str, Any]) -> None:
+    if unknown := sorted(given.keys() - _hints(kind).keys()):
         known = ", ".join(_hints(kind))
         raise ShardingError(f"{kind.__name__} has no field {', '.join(unknown)}: its fields are {known}")
 
@@ -356,11 +355,10 @@ def _made(kind: Any, value: Any) -> Any:
 def _dataclass(kind: Any, value: Any) -> Any:
     if not isinstance(value, dict):
         raise ShardingError(f"{kind.__name__} is read from a JSON object of its fields, got {value!r}")
-    hints = _hints(kind)
-    _check_names(kind, sorted(value.keys() - hints.keys()))
+    _check_names(kind, value)
     needed = [one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
     if missing := [name for name in needed if name not in value]:
         raise ShardingError(f"{kind.__name__} needs {', '.join(missing)}, which the JSON does not have")
-    made = kind(**{name: _made(hints[name], one) for name, one in value.items()})
+    made = kind(**{name: _made(_hints(kind)[name], one) for name, one in value.items()})
     _check_types(made)
     return made

@@ -82,8 +82,7 @@ def shard(module: nn.Module, model: Model, setup: Setup, mesh: DeviceMesh) -> No
         for block in blocks[1::2] if setup.checkpointing == "alternate" else blocks:
             recompute(block, selective=setup.checkpointing == "selective")
     options = options_of(setup, mesh)
-    units = [*blocks, *(model.ends(module) if setup.ends_apart else [])]
-    for unit in units:
+    for unit in [*blocks, *(model.ends(module) if setup.ends_apart else [])]:
         fully_shard(unit, **options)
     fully_shard(module, **options | {"reshard_after_forward": None})
 
