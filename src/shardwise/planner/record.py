@@ -229,19 +229,31 @@ def _step(
 ) -> None:
     for optimizer in optimizers:
         optimizer.zero_grad()
+    syncs: Callable[[bool], None] | None = getattr(module, "set_requires_gradient_sync", None)
+    for forward, micro in order(setup, model.at.number):
+        if forward:
+            recorder.go(step=step, micro=micro, phase="forward", layer=None, after=False)
+            if pipe is not None:
+                pipe.forward(micro, tokens.narrow(0, micro * setup.micro_batch, setup.micro_batch))
+            else:
+                if setup.reduce_once and syncs is not None:
+                    syncs(micro == setup.accumulation - 1)
+                with holding(setup.loop_holds) as held:
+                    loss = model.loss(module, tokens, tokens)
+            recorder.end_forward()
+            continue
+        recorder.go(step=step, micro=micro, phase="backward", layer=None, after=model.at.last)
+        if pipe is not None:
+            pipe.backward(micro)
+        else:
+            loss.backward()
+            del loss, held
+        recorder.own([p.grad for p in module.parameters()], GRADIENTS)
     if pipe is not None:
-        _schedule(recorder, module, tokens, step, setup, pipe)
-    for micro in range(setup.accumulation if pipe is None else 0):
-        recorder.go(step=step, micro=micro, phase="forward", layer=None, after=False)
-        syncs: Callable[[bool], None] | None = getattr(module, "set_requires_gradient_sync", None)
-        if setup.reduce_once and syncs is not None:
-            syncs(micro == setup.accumulation - 1)
-        with holding(setup.loop_holds) as held:
-            loss = model.loss(module, tokens, tokens)
-        recorder.end_forward()
-        recorder.go(phase="backward", layer=None, after=True)
-        loss.backward()
-        del loss, held
+        recorder.go(phase="end of backward", layer=None, after=False)
+        pipe.reduce()
+        recorder.by_layer(None)
+        pipe.average()
         recorder.own([p.grad for p in module.parameters()], GRADIENTS)
     recorder.go(micro=0, phase="optimizer", layer=None, after=False)
     if setup.clip_norm:
@@ -249,22 +261,3 @@ def _step(
     for optimizer in optimizers:
         optimizer.step()
     recorder.by_layer(None)
-
-
-def _schedule(
-    recorder: Recorder, module: nn.Module, tokens: Tensor, step: int, setup: Setup, pipe: Pipe
-) -> None:
-    for forward, micro in order(setup, pipe.at.number):
-        if forward:
-            recorder.go(step=step, micro=micro, phase="forward", layer=None, after=False)
-            pipe.forward(micro, tokens.narrow(0, micro * setup.micro_batch, setup.micro_batch))
-            recorder.end_forward()
-        else:
-            recorder.go(step=step, micro=micro, phase="backward", layer=None, after=pipe.at.last)
-            pipe.backward(micro)
-            recorder.own([p.grad for p in module.parameters()], GRADIENTS)
-    recorder.go(phase="end of backward", layer=None, after=False)
-    pipe.reduce()
-    recorder.by_layer(None)
-    pipe.average()
-    recorder.own([p.grad for p in module.parameters()], GRADIENTS)
