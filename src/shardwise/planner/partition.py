@@ -7,8 +7,10 @@ between them, and what the second recomputes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from functorch.compile import (  # type: ignore[import-untyped]
@@ -25,15 +27,12 @@ from shardwise.planner.recorder import Recorder
 def partitioned(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
     """Return `function` as its forward and backward graphs, which are all that the recorder sees of it."""
 
+    seen = functools.partial(mock.patch.multiple, recorder)
+
     def graph(made: Any, inputs: Any) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            looks_away, recorder.looks_away = recorder.looks_away, False
-            recorder.in_graphs += 1
-            try:
+            with seen(looks_away=False, in_graphs=True):
                 return made(*args)
-            finally:
-                recorder.looks_away = looks_away
-                recorder.in_graphs -= 1
 
         boxed: Callable[..., Any] = make_boxed_func(call)  # else AOTAutograd warns
         return boxed
@@ -47,11 +46,8 @@ def partitioned(function: Callable[..., Any], recorder: Recorder) -> Callable[..
     )
 
     def call(*args: Any) -> Any:
-        recorder.looks_away = True
-        try:
+        with seen(looks_away=True):
             return both(*args)
-        finally:
-            recorder.looks_away = False
 
     return call
 

@@ -83,7 +83,8 @@ class Recorder(Storages):
         self._strides: dict[str, int] = {}  # of groups, by name
         self.looks_away = False  # while only shapes are computed
         self.touches: Touches | None = {} if touches else None  # what a compiler would see
-        self.in_library = self.in_graphs = 0  # running calls of the library, or of a compiler's graphs
+        self.in_library = 0  # running calls of the library
+        self.in_graphs = False  # a compiler's
         self.operators = Counter[tuple[int, int]]()  # of the model's own, by step and micro-batch
         self.segments = [Segment(Place(0, 0, "start", None))]
         self.blocks = blocks
