@@ -144,13 +144,10 @@ class Setup:
             raise ShardingError(
                 "async_tensor needs compiled blocks and tensor parallelism: give compile=True and tensor > 1"
             )
-        if self.loop_holds == "logits" and self.loss == "chunked":
+        if self.loss == "chunked" and (self.compile_loss or self.loop_holds == "logits"):
+            what = "loop_holds='logits'" if self.loop_holds == "logits" else "compile_loss"
             raise ShardingError(
-                "loop_holds='logits' needs whole logits, but loss='chunked' never has them: give loss='whole'"
-            )
-        if self.compile_loss and self.loss == "chunked":
-            raise ShardingError(
-                "compile_loss needs whole logits, but loss='chunked' never has them: give loss='whole'"
+                f"{what} needs whole logits, but loss='chunked' never has them: give loss='whole'"
             )
         if self.compile_loss and self.tensor > 1:
             raise ShardingError(
@@ -230,12 +227,9 @@ def _check_dimensions(setup: Setup) -> None:
             f"schedule={setup.schedule!r} with stages={setup.stages}: Interleaved1F1B needs more than one"
             " stage on each rank, other schedules exactly one"
         )
-    if setup.schedule == "GPipe" and setup.pipeline == 1:
-        raise ShardingError(
-            "schedule='GPipe' needs a pipeline: give pipeline (--pipeline) of more than 1 rank"
-        )
-    if setup.stages > 1 and setup.pipeline == 1:
-        raise ShardingError("stages > 1 needs a pipeline: give pipeline (--pipeline) of more than 1 rank")
+    if setup.pipeline == 1 and (setup.schedule == "GPipe" or setup.stages > 1):
+        what = "stages > 1" if setup.stages > 1 else "schedule='GPipe'"
+        raise ShardingError(f"{what} needs a pipeline: give pipeline (--pipeline) of more than 1 rank")
     if setup.length % setup.ulysses:
         raise ShardingError(
             f"ulysses={setup.ulysses} does not divide sequence={setup.length}: choose one of its divisors"
