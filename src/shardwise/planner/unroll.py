@@ -146,9 +146,8 @@ def _grown(event: Event, growth: Any, times: int) -> Event:
     if isinstance(event, Allocate):
         event.memory.nbytes += growth * times
     elif isinstance(event, Send):
-        return event._replace(
-            collective=replace(event.collective, bytes=event.collective.bytes + growth * times)
-        )
+        call = event.collective
+        return event._replace(collective=replace(call, bytes=call.bytes + growth * times))
     return event
 
 
