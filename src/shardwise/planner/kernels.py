@@ -63,11 +63,10 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: fl
     return F.layer_norm(x, shape, weight, None, eps or 1e-6)
 
 
-def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+def _dropout(x: Tensor, p: float, train: bool) -> Any:
     """Compute dropout in one kernel, as on CUDA, which keeps one byte per element."""
     if not train or not 0 < p < 1:
-        made: Tensor = torch.ops.aten.dropout.default.decompose(x, p, train)
-        return made
+        return torch.ops.aten.dropout.default.decompose(x, p, train)
     return torch.native_dropout(x, p, True)[0]
 
 
@@ -81,34 +80,24 @@ def _attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
+) -> Any:
     """Compute attention as on CUDA: in one kernel, also with dropout, a learned mask or wider values.
 
     The CPU has no such kernels, and would hold all scores in memory.
     """
     alike = query.ndim == 4 and (enable_gqa or query.shape[:2] == key.shape[:2])
-    one_kernel = alike and query.dtype != torch.float64 and any(enabled() for enabled in _ENABLED)
+    cuda: Any = torch.backends.cuda
+    enabled = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
+    one_kernel = alike and query.dtype != torch.float64 and enabled
     learned = attn_mask is not None and attn_mask.requires_grad
     usual = query.shape[-1] == value.shape[-1] and not learned
-    found: Tensor
     if not one_kernel or usual or query.shape[1] != key.shape[1]:
-        found = torch.ops.aten.scaled_dot_product_attention.default.decompose(
-            *(query, key, value, attn_mask, 0.0 if one_kernel else dropout_p, is_causal),
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
-        return found
+        args = (query, key, value, attn_mask, 0.0 if one_kernel else dropout_p, is_causal)
+        attention = torch.ops.aten.scaled_dot_product_attention.default
+        return attention.decompose(*args, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -math.inf)
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     learns = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
-    found = _compat.efficient_attention(query, key, value, attn_mask, learns, 0.0, is_causal, scale=scale)[0]
-    return found
-
-
-_ENABLED: tuple[Callable[[], bool], ...] = (
-    torch.backends.cuda.flash_sdp_enabled,
-    torch.backends.cuda.mem_efficient_sdp_enabled,
-    torch.backends.cuda.cudnn_sdp_enabled,
-)
+    return _compat.efficient_attention(query, key, value, attn_mask, learns, 0.0, is_causal, scale=scale)[0]

@@ -29,13 +29,12 @@ def partitioned(function: Callable[..., Any], recorder: Recorder) -> Callable[..
 
     seen = functools.partial(mock.patch.multiple, recorder)
 
-    def graph(made: Any, inputs: Any) -> Callable[..., Any]:
+    def graph(made: Any, inputs: Any) -> Any:
         def call(*args: Any) -> Any:
             with seen(looks_away=False, in_graphs=True):
                 return made(*args)
 
-        boxed: Callable[..., Any] = make_boxed_func(call)  # else AOTAutograd warns
-        return boxed
+        return make_boxed_func(call)  # else AOTAutograd warns
 
     both: Any = aot_function(
         function,

@@ -11,7 +11,7 @@ import ast
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ class _Kernel(torch.autograd.Function):
         made = _linear_attention(given, str([*kept, *work.forward, *own]), work.flops)
         if work.projections:
             made += _projections(made, str([work.result]), work.projections)
-        fresh, result = iter(made), cast(Tensor, made[-1])
+        fresh, result = iter(made), made[-1]
         ctx.save_for_backward(
             *(result if x is work.result else next(fresh) if isinstance(x, tuple) else x for x in work.saved)
         )
@@ -110,9 +110,8 @@ class _Kernel(torch.autograd.Function):
         return None, *(None if one is None else next(made) for one in wanted)
 
 
-def _applied(work: _Work, *inputs: Tensor | None) -> Tensor:
-    found: Tensor = _Kernel.apply(work, *inputs)  # type: ignore[no-untyped-call]
-    return found
+def _applied(work: _Work, *inputs: Tensor | None) -> Any:
+    return _Kernel.apply(work, *inputs)  # type: ignore[no-untyped-call]
 
 
 def _rows(*tensors: Tensor | None) -> Iterator[Any]:
@@ -123,7 +122,7 @@ def _rows(*tensors: Tensor | None) -> Iterator[Any]:
 
 def _convolution(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **_: Any
-) -> Tensor:
+) -> Any:
     """Stand for causal-conv1d's: `hidden_states` are (batch, channels, tokens), in any order."""
     work = _Work(_like(hidden_states), [hidden_states, weight, bias])
     return _applied(work, hidden_states, weight, bias)
@@ -169,7 +168,7 @@ def _mamba(
     D: Tensor | None = None,
     delta_bias: Tensor | None = None,
     **_: Any,
-) -> Tensor:
+) -> Any:
     """Stand for mamba-ssm's block of Mamba: convolution, scan and the projections around it.
 
     Backward computes the convolution and the steps' sizes again.
@@ -251,7 +250,7 @@ def _mamba2(
     headdim: int | None = None,
     ngroups: int = 1,
     **_: Any,
-) -> Tensor:
+) -> Any:
     """Stand for mamba-ssm's block of Mamba 2: convolution, scan, norm, gate and the projection after it.
 
     Backward computes the convolution and the normed result again.
