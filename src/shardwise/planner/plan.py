@@ -379,21 +379,20 @@ def _where(error: Exception) -> str:
 
 def sized(nbytes: int) -> str:
     """Format bytes in the unit that fits them."""
-    unit = _unit(nbytes)
-    return f"{nbytes / _UNITS[unit]:.2f} {unit}"
+    name, unit = _unit(nbytes)
+    return f"{nbytes / unit:.2f} {name}"
 
 
-def _unit(nbytes: int) -> str:
-    """Return the largest unit of which `nbytes` is at least a tenth."""
-    return next((name for name, size in _UNITS.items() if nbytes >= size / 10), "KiB")
+def _unit(nbytes: int) -> tuple[str, int]:
+    """Return the largest unit of which `nbytes` is at least a tenth, and its bytes."""
+    return next((item for item in _UNITS.items() if nbytes >= item[1] / 10), ("KiB", 2**10))
 
 
 def _lines(made: Plan) -> Iterator[str]:
     setup, peak = made.setup, made.peak
     axes = {"pipeline": setup.pipeline, "sequences": setup.ulysses, "experts": setup.experts}
     axes["tensor parallel"] = setup.tensor
-    name = _unit(peak.alive_bytes)
-    unit = _UNITS[name]
+    name, unit = _unit(peak.alive_bytes)
     yield (
         f"{made.model}: {made.parameters:,} parameters, {made.layers} blocks, over {setup.ranks:,} ranks"
         f" ({setup.layout}{f', {setup.replicas} replicas' if setup.replicas > 1 else ''}"
