@@ -370,8 +370,8 @@ class _Known:
     def _plan(self, setup: Setup, *, alone: bool = False) -> None:
         """Plan the setup and its other micro-batches."""
         if setup.pipeline > 1:
-            self.recordings += 4
             self._add(plan(self.model, setup, hardware=self.device))
+            self.recordings += 4
             return
         mine = _but_micro_batches(setup)
         left = [setup] if alone else [one for one in self.space if _but_micro_batches(one) == mine]
