@@ -272,7 +272,7 @@ def pipelined(recordings: list[Recording], setup: Setup, device: Hardware) -> Ti
 
     Ranks between the two recorded ones send in both directions.
     """
-    slowest, step = None, 0.0
+    found = []
     hop = Collective("send", _handed_bytes(recordings[0]), None, setup.pipeline)
     sends = send_seconds(hop, device, stride=setup.ranks // setup.pipeline)
     more = sends * (setup.pipeline > 2)
@@ -281,10 +281,8 @@ def pipelined(recordings: list[Recording], setup: Setup, device: Hardware) -> Ti
         times, longer = (time_of(recording, device, n) for n in (count, max(count, 3) + 1))
         steady = (longer.step - time_of(recording, device, max(count, 3)).step) + more
         whole = times.step + count * more + (setup.pipeline - 1) / setup.stages * steady
-        if whole > step:
-            slowest, step = times, whole
-    assert slowest is not None
-    return replace(slowest, step=step)
+        found.append(replace(times, step=whole))
+    return max(found, key=lambda times: times.step)
 
 
 def lines(stages: list[StageFigures], setup: Setup, planned: int) -> Iterator[str]:
