@@ -224,13 +224,8 @@ def _chunk_scan(
     meanwhile, flops = _chunks(x.shape, B.shape[2], B.shape[3], chunk_size)
     steps, _sizes, states, _products = meanwhile
     result = _like(x)
-    work = _Work(
-        result,
-        [result, x, dt, steps, A, B, C, D, dt_bias],
-        meanwhile[1:],
-        [*meanwhile, states, states],
-        flops,
-    )
+    saved = [result, x, dt, steps, A, B, C, D, dt_bias]
+    work = _Work(result, saved, meanwhile[1:], [*meanwhile, states, states], flops)
     found = _applied(work, x, dt, A, B, C, D, dt_bias)
     last = (batch, heads, head, B.shape[-1])
     return (found, x.new_empty(last, dtype=_FLOAT)) if return_final_states else found
