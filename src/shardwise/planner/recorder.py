@@ -155,17 +155,16 @@ class Recorder(Storages):
     def _write_frees(self) -> None:
         """Write frees: as each block's own if many blocks free together, else maybe as an operator's."""
         frees, self._frees = self._frees, []
-        many = len({layer for layer, _ in frees}) > 1
+        if len({layer for layer, _ in frees}) > 1:
+            self.go(layer=None, after=True)
+            for layer, event in frees:
+                self.by_layer(layer)
+                self.segments[-1].events.append(event)
+            self.go(layer=None, after=True)
+            return
         if len(frees) == 1 and self.place.layer == self.last and frees[0][0] not in (None, self.last):
             self.go(layer=None, after=True)  # memory used by an operator on all blocks
-        if many:
-            self.go(layer=None, after=True)
-        for layer, event in frees:
-            if many:
-                self.by_layer(layer)
-            self.segments[-1].events.append(event)
-        if many:
-            self.go(layer=None, after=True)
+        self.segments[-1].events += [event for _, event in frees]
 
     # What
 
