@@ -69,17 +69,12 @@ class Recorder(Storages):
     """Records events while it is entered."""
 
     def __init__(
-        self,
-        blocks: list[nn.Module],
-        lanes: dict[str, str] | None = None,
-        *,
-        touches: bool = False,
-        record_streams: bool = False,
+        self, blocks: list[nn.Module], lanes: dict[str, str], *, touches: bool, record_streams: bool
     ) -> None:
         super().__init__()
         self.record_streams = record_streams
         self._used: dict[int, Mark] = {}  # by life: the end of the last collective that uses it
-        self.lanes = lanes or {}  # by name of groups for whose collectives computation waits at once
+        self.lanes = lanes  # by name of groups for whose collectives computation waits at once
         self._strides: dict[str, int] = {}  # of groups, by name
         self.looks_away = False  # while only shapes are computed
         self.touches: Touches | None = {} if touches else None  # what a compiler would see
