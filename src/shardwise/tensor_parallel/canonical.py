@@ -24,7 +24,7 @@ from torch.export import ExportedProgram
 
 from shardwise import _compat
 from shardwise.tensor_parallel.heads import order_of
-from shardwise.tensor_parallel.nodes import args_of, op_of
+from shardwise.tensor_parallel.nodes import args_of, is_impure, op_of
 from shardwise.tensor_parallel.placement import groups, hint, same_size
 
 aten: Any = torch.ops.aten
@@ -62,9 +62,7 @@ def canonical(program: ExportedProgram) -> fx.Graph:
         for user in list(node.users) if _is_late(node) else ():
             with graph.inserting_before(user):
                 user.replace_input_with(node, graph.node_copy(node))
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not _has_effects(node):
-            graph.erase_node(node)
+    graph.eliminate_dead_code(is_impure)
     return graph
 
 
@@ -74,11 +72,6 @@ def _is_late(node: fx.Node) -> bool:
     while op_of(source) in ("detach", "alias"):
         source = source.args[0]
     return _transposed(node) is not None or (source is not node and op_of(source).endswith("log_softmax"))
-
-
-def _has_effects(node: fx.Node) -> bool:
-    schema = _compat.schema(node.target)
-    return schema is None or schema.is_mutable or "assert" in schema.name or "_c10d" in schema.name
 
 
 def _normalize(graph: fx.Graph, node: fx.Node) -> None:

@@ -23,6 +23,7 @@ from torch.export.graph_signature import ConstantArgument, ExportGraphSignature
 from shardwise import _compat
 from shardwise.errors import ShardingError
 from shardwise.tensor_parallel.device import as_is, here_for
+from shardwise.tensor_parallel.nodes import is_impure
 from shardwise.tensor_parallel.partition import Partition
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split, local_shape
 from shardwise.tensor_parallel.styles import Plan
@@ -130,7 +131,7 @@ def program_of(
     `gathers` are those that nothing asked for, as JSON, for the record. Tensors of `sharing` are shared.
     """
     graph = partition.graph
-    graph.eliminate_dead_code(_is_impure)
+    graph.eliminate_dead_code(is_impure)
     _name_sources(graph)
     state, constants = _shards(program, partition, sharing)
     module = fx.GraphModule(program.graph_module, graph)
@@ -191,13 +192,6 @@ def _argument(known: Any, value: Any) -> Any:
     if isinstance(value, fx.Node):
         return replace(known, name=value.name)
     return known if isinstance(known, ConstantArgument) else ConstantArgument(name="", value=value)
-
-
-def _is_impure(node: fx.Node) -> bool:
-    if node.op in ("placeholder", "output"):
-        return True
-    schema = _compat.schema(node.target)
-    return schema is not None and bool(schema.is_mutable or "assert" in schema.name)
 
 
 # ------------------------------------------------------------ the record
