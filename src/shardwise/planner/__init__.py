@@ -14,63 +14,9 @@ from __future__ import annotations
 
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import lazy_loader  # type: ignore[import-untyped]
-
-if TYPE_CHECKING:
-    from shardwise.planner.advice import advise
-    from shardwise.planner.calibrate import calibrate, to_toml
-    from shardwise.planner.code import python
-    from shardwise.planner.devices import Hardware, hardware_of
-    from shardwise.planner.found import Point, Search
-    from shardwise.planner.models import Model
-    from shardwise.planner.page import page, trace
-    from shardwise.planner.picture import picture
-    from shardwise.planner.plan import Plan, plan
-    from shardwise.planner.search import search
-    from shardwise.planner.setup import Setup, from_json, to_json
-    from shardwise.planner.sharding import recompute
-    from shardwise.planner.tensor import with_positions
-
-__all__ = [
-    "Hardware",
-    "Model",
-    "Plan",
-    "Point",
-    "Search",
-    "Setup",
-    "advise",
-    "calibrate",
-    "from_json",
-    "hardware_of",
-    "page",
-    "picture",
-    "plan",
-    "python",
-    "recompute",
-    "search",
-    "to_json",
-    "to_toml",
-    "trace",
-    "with_positions",
-]
-
-_HOMES = {
-    "advice": ("advise",),
-    "calibrate": ("calibrate", "to_toml"),
-    "code": ("python",),
-    "devices": ("Hardware", "hardware_of"),
-    "found": ("Point", "Search"),
-    "models": ("Model",),
-    "page": ("page", "trace"),
-    "picture": ("picture",),
-    "plan": ("Plan", "plan"),
-    "search": ("search",),
-    "setup": ("Setup", "from_json", "to_json"),
-    "sharding": ("recompute",),
-    "tensor": ("with_positions",),
-}
+import lazy_loader
 
 
 class _Package(types.ModuleType):
@@ -83,4 +29,4 @@ class _Package(types.ModuleType):
 
 sys.modules[__name__].__class__ = _Package
 
-__getattr__, __dir__, _ = lazy_loader.attach(__name__, submod_attrs=_HOMES)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -59,18 +60,18 @@ def calibrate(*, like: Hardware | None = None, sizes: Sizes | None = None, name:
     with _group() as device:
         sizes = sizes or (SMALL if device.type == "cpu" else Sizes())
         main = torch.float32 if device.type == "cpu" else torch.bfloat16
-        rates, halves = {}, {}
-        for dtype in [torch.float32, torch.bfloat16, torch.float16][: 2 if device.type == "cpu" else 3]:
-            rates[dtype], halves[dtype] = _matmuls(device, dtype, sizes)
-        peak = (like.peak_flops[_name(main)] if like else None) or rates[main].best
-        efficiency = rates[main].asymptote / peak
+        dtypes = [torch.float32, torch.bfloat16, torch.float16][: 2 if device.type == "cpu" else 3]
+        rates = {dtype: _matmuls(device, dtype, sizes) for dtype in dtypes}
+        rate, best, half = rates[main]
+        peak = (like.peak_flops[_name(main)] if like else None) or best
+        efficiency = rate / peak
         copied, summed = _memory(device, sizes)
         bandwidth = like.memory_bytes_per_s if like else max(copied, summed)
         made = Hardware(
             name=name or _device_name(device),
-            source=_source(device, like),
+            source=_source(like),
             memory_bytes=_memory_bytes(device),
-            peak_flops={_name(one): rate.asymptote / efficiency for one, rate in rates.items()},
+            peak_flops={_name(one): of[0] / efficiency for one, of in rates.items()},
             memory_bytes_per_s=bandwidth,
             devices_per_host=_local_ranks(),
             host_link_bytes_per_s=like.host_link_bytes_per_s if like else bandwidth,
@@ -78,7 +79,7 @@ def calibrate(*, like: Hardware | None = None, sizes: Sizes | None = None, name:
             host_latency_s=like.host_latency_s if like else 0.0,
             network_latency_s=like.network_latency_s if like else 0.0,
             matmul_efficiency=efficiency,
-            matmul_half_flops=halves[main],
+            matmul_half_flops=half,
             attention_efficiency=_attention(device, main, sizes) / peak,
             bandwidth_efficiency=min(1.0, summed / bandwidth),
             host_seconds=_host_seconds(device),
@@ -102,10 +103,9 @@ def to_toml(hardware: Hardware) -> str:
 def _group() -> Iterator[torch.device]:
     """Join the ranks that a launcher started, or only this process; yields the rank's device."""
     kind = torch.accelerator.current_accelerator(check_available=True)
-    device = (
-        torch.device("cpu") if kind is None else torch.device(kind.type, int(os.environ.get("LOCAL_RANK", 0)))
-    )
+    device = torch.device("cpu")
     if kind is not None:
+        device = torch.device(kind.type, int(os.environ.get("LOCAL_RANK", 0)))
         torch.accelerator.set_device_index(device)
     begins = "RANK" in os.environ and not dist.is_initialized()
     if begins:
@@ -120,14 +120,15 @@ def _group() -> Iterator[torch.device]:
 # ---------------------------------------------------------------- one device
 
 
-def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the median seconds of one call, after warm-up."""
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int, *, ends: bool = True) -> float:
+    """Return the median seconds of one call, after warm-up; without `ends`, those to issue its work."""
     taken = []
     for turn in range(repeats + 2):
         _wait(device)
         begin = time.perf_counter()
         run()
-        _wait(device)
+        if ends:
+            _wait(device)
         if turn > 1:
             taken.append(time.perf_counter() - begin)
     return statistics.median(taken)
@@ -138,21 +139,16 @@ def _wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-@dataclass(frozen=True)
-class _Rate:
-    asymptote: float
-    best: float
-
-
-def _matmuls(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> tuple[_Rate, float]:
+def _matmuls(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> tuple[float, float, float]:
+    """Return the operations a second of a large matmul and of the best; operations at half the first."""
     flops, seconds = [], []
     for width in sizes.matmuls:
         a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
         flops.append(2.0 * width**3)
-        seconds.append(_seconds(lambda a=a, b=b: a @ b, device, sizes.repeats))  # type: ignore[misc]
+        seconds.append(_seconds(partial(torch.matmul, a, b), device, sizes.repeats))
     latency, per_flop = line(flops, seconds)
     best = max(f / s for f, s in zip(flops, seconds, strict=True))
-    return _Rate(1 / per_flop, max(best, 1 / per_flop)), latency / per_flop
+    return 1 / per_flop, max(best, 1 / per_flop), latency / per_flop
 
 
 def line(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
@@ -176,30 +172,18 @@ def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
     """Measure the operations a second of attention, none left out for being masked."""
     heads, width = 8, 64 if device.type == "cpu" else 128
     q = torch.randn(1, heads, sizes.tokens, width, device=device).to(dtype)
-
-    def run() -> object:
-        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
-
+    run = partial(F.scaled_dot_product_attention, q, q, q, is_causal=True)
     return 4 * heads * sizes.tokens**2 * width / _seconds(run, device, sizes.repeats)
 
 
 def _host_seconds(device: torch.device) -> float:
     one, calls = torch.zeros(8, device=device), 200
 
-    def run() -> object:
+    def run() -> None:
         for _ in range(calls):
             one.add_(1.0)
-        return one
 
-    for _ in range(2):
-        run()
-    taken = []
-    for _ in range(5):
-        _wait(device)
-        begin = time.perf_counter()
-        run()  # without waiting for the device
-        taken.append((time.perf_counter() - begin) / calls)
-    return statistics.median(taken)
+    return _seconds(run, device, 5, ends=False) / calls
 
 
 # ---------------------------------------------------------------- links
@@ -221,11 +205,8 @@ def _links(hardware: Hardware, device: torch.device, sizes: Sizes) -> Hardware:
         count = world // local
         hops = min(count - 1, 2 * math.ceil(math.log2(count)))
         inside = (local - 1) * hardware.host_latency_s
-        hardware = replace(
-            hardware,
-            network_latency_s=max(0.0, latency - inside) / hops,
-            network_bytes_per_s=1 / per_byte,
-        )
+        per_hop = max(0.0, latency - inside) / hops
+        hardware = replace(hardware, network_latency_s=per_hop, network_bytes_per_s=1 / per_byte)
     return hardware
 
 
@@ -236,13 +217,8 @@ def _collectives(group: dist.ProcessGroup, device: torch.device, sizes: Sizes) -
     for nbytes in sizes.sent_bytes:
         part = torch.zeros(max(1, nbytes // 4 // ranks), device=device)
         whole = torch.zeros(part.numel() * ranks, device=device)
-
-        def gather(whole: torch.Tensor = whole, part: torch.Tensor = part) -> object:
-            return all_gather_single(whole, part, group, async_op=False)
-
-        def reduce(whole: torch.Tensor = whole) -> object:
-            return dist.all_reduce(whole, group=group)
-
+        gather = partial(all_gather_single, whole, part, group, async_op=False)
+        reduce = partial(dist.all_reduce, whole, group=group)
         for kind, run in (("all_gather", gather), ("all_reduce", reduce)):
             dist.barrier(group)
             amounts.append(float(sent_bytes(kind, whole.nbytes, ranks=ranks)))
@@ -278,7 +254,7 @@ def _context_bytes(device: torch.device) -> int:
     return max(0, int(total - free - torch.cuda.memory_reserved(device)))
 
 
-def _source(device: torch.device, like: Hardware | None) -> str:
+def _source(like: Hardware | None) -> str:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     local = _local_ranks()
     text = f"Measured by shardwise calibrate on {ranks} ranks ({local} a host), torch {torch.__version__}"

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 from torch.distributed import device_mesh, pipelining, tensor
 from torch.distributed.tensor import parallel
 
@@ -22,10 +23,10 @@ def python(model: str | Model | Factory, setup: Setup) -> str:
     """Return the source of `build(model)`, which shards the model and returns its optimizer, on each rank."""
     asked, setup = resolve(model, setup)
     body = list(_build(chunked(asked) if setup.loss == "chunked" else asked, setup))
-    return "\n".join([*_imports(setup, "\n".join(body)), "", "", *body, ""])
+    return "\n".join([*_imports("\n".join(body)), "", "", *body, ""])
 
 
-def _imports(setup: Setup, body: str) -> Iterator[str]:
+def _imports(body: str) -> Iterator[str]:
     yield "import torch"
     yield from ["import shardwise"] * ("shardwise." in body)
     called = set(re.findall(r"(\w+)\(", body))
@@ -38,9 +39,7 @@ def _imports(setup: Setup, body: str) -> Iterator[str]:
     names += [one for one in ("hf", "optim") if re.search(rf"(?<![.\w]){one}\.", body)]
     yield f"from shardwise import {', '.join(names)}"
     for home, known in _HOMES.items():
-        if helpers := sorted(
-            called & known | {one for one in ("with_positions",) if one in known and one in body}
-        ):
+        if helpers := sorted(known.intersection(re.findall(r"\w+", body))):
             yield f"from {home} import {', '.join(helpers)}"
 
 
@@ -118,14 +117,18 @@ def _meshes(setup: Setup) -> Iterator[str]:
 
 def _shards(model: Model, setup: Setup) -> Iterator[str]:
     """Yield the lines that shard the model, or each of a rank's stages."""
-    blocks, ends, converted = _parts(model, setup)
-    if converted:
+    with torch.device("meta"):
+        module = model.build(2)
+    blocks, ends = _parts(model, module)
+    if other_dtypes(module, setup.stored_dtype):
         yield f"    model.{CASTS[setup.stored_dtype]}()"
     if setup.tensor > 1:
         axis = "tp" if _has_dimensions(setup) else "tensor"
-        yield from _tensor_parallel(model, setup, f'whole["{axis}"]')
-    if setup.ulysses > 1:
-        yield from _over_sequences(model)
+        yield from _tensor_parallel(module, model.name, setup, f'whole["{axis}"]')
+    if setup.ulysses > 1 and isinstance(module, Decoder):
+        yield '    model.cut_sequences(SequenceCut(whole["sp"]))  # takes cut(tokens); the loss by cut.mean'
+    elif setup.ulysses > 1:
+        yield '    hf.cut_sequences(model, whole["sp"])  # takes whole sequences, with labels'
     if setup.experts > 1:
         yield '    for experts in hf.cut_experts(model, whole["ep"]):'
         yield '        over = options | {"mesh": expert_mesh(whole)}'
@@ -163,20 +166,9 @@ def _has_dimensions(setup: Setup) -> bool:
     return setup.pipeline * setup.ulysses * setup.experts > 1
 
 
-def _over_sequences(model: Model) -> Iterator[str]:
-    with torch.device("meta"):
-        module = model.build(1)
-    if isinstance(module, Decoder):
-        yield '    model.cut_sequences(SequenceCut(whole["sp"]))  # takes cut(tokens); the loss by cut.mean'
-    else:
-        yield '    hf.cut_sequences(model, whole["sp"])  # takes whole sequences, with labels'
-
-
-def _tensor_parallel(model: Model, setup: Setup, axis: str) -> Iterator[str]:
-    with torch.device("meta"):
-        module = model.build(2)
-    words = words_of(module, model.name, setup)
-    check_divided(model.name, sizes_of(module, model.name), setup.tensor)
+def _tensor_parallel(module: nn.Module, name: str, setup: Setup, axis: str) -> Iterator[str]:
+    words = words_of(module, name, setup)
+    check_divided(name, sizes_of(module, name), setup.tensor)
     yield "    styles = {"
     yield from (f'        "{name}": {STYLES[word]},' for name, word in words.items() if word not in UNCUT)
     yield "    }"
@@ -196,17 +188,14 @@ def _tensor_parallel(model: Model, setup: Setup, axis: str) -> Iterator[str]:
         yield "    # the loss, with its backward, is for torch.distributed.tensor.parallel.loss_parallel()"
 
 
-def _parts(model: Model, setup: Setup) -> tuple[str, list[str], bool]:
-    """Return code for the blocks, names of the modules at the ends, and whether parameters are converted."""
-    with torch.device("meta"):
-        module = model.build(2)
+def _parts(model: Model, module: nn.Module) -> tuple[str, list[str]]:
+    """Return code for the blocks, and names of the modules at the ends."""
     names = {id(one): name for name, one in module.named_modules()}
     blocks = [names[id(block)] for block in model.blocks(module)]
     parents = list(dict.fromkeys(name.rpartition(".")[0] for name in blocks))
     ends = [names[id(end)] for end in model.ends(module)]
-    converted = bool(other_dtypes(module, setup.stored_dtype))
     if all(name.rpartition(".")[2].isdecimal() for name in blocks):
         lists = [f"model.{name}" for name in parents]
-        return lists[0] if len(lists) == 1 else f"[*{', *'.join(lists)}]", ends, converted
+        return lists[0] if len(lists) == 1 else f"[*{', *'.join(lists)}]", ends
     pattern = blocks[0].replace("0", "{i}")
-    return f'[model.get_submodule(f"{pattern}") for i in range({model.layers})]', ends, converted
+    return f'[model.get_submodule(f"{pattern}") for i in range({model.layers})]', ends

@@ -72,7 +72,7 @@ class _Compiler:
         self._find_uses(events)
         self.never: set[int] = set()  # memory that is not made
         self.early: dict[int, list[Event]] = {}  # frees, by the event that they now come after
-        self.moved: set[int] = set()
+        self.moved: set[int] = set()  # memory whose free is not where it was, including that of `never`
         for event in events:
             if isinstance(event, Free):
                 self._place_free(event)
@@ -116,6 +116,7 @@ class _Compiler:
         last = self.last.get(memory)
         if last is None or self.kernel.get(self.maker[memory], -1) == self.kernel.get(last):
             self.never.add(memory)
+            self.moved.add(memory)
         elif self.touches[last].own and last != self.maker[memory]:
             self.early.setdefault(last, []).append(event)
             self.moved.add(memory)
@@ -123,11 +124,8 @@ class _Compiler:
     def rewritten(self, segment: Segment) -> Iterator[Event]:
         together: list[Compute] = []
         for event in segment.events:
-            if isinstance(event, Allocate):
-                if id(event.memory) not in self.never:
-                    yield event
-            elif isinstance(event, Free):
-                if id(event.memory) not in self.never | self.moved:
+            if isinstance(event, (Allocate, Free)):
+                if id(event.memory) not in (self.never if isinstance(event, Allocate) else self.moved):
                     yield event
             elif isinstance(event, Compute) and id(event) in self.kernel:
                 together += [event] if id(event) in self.live else []

@@ -53,25 +53,15 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
         return int(sdpa_flop_count(*(one.shape for one in args[:3])))
     if name == f"{_CPU_ATTENTION}_backward":  # (gradient, query, key, value, ...): five matmuls for two
         return int(sdpa_flop_count(*(one.shape for one in args[1:4]))) * 5 // 2
-    if name == "aten::_grouped_mm":
-        return _grouped(*args[:2])
-    if name == "aten::convolution_backward":
-        return _convolution_backward(*args)
+    if name == "aten::_grouped_mm":  # a side without a group dim is split between groups
+        a, b = args[:2]
+        groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
+        return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
+    if name == "aten::convolution_backward":  # torch's own formula leaves groups out for one gradient
+        gradient, x, weight = (list(one.shape) for one in args[:3])
+        return int(conv_flop_count(x, weight, gradient, transposed=args[7])) * int(sum(args[10][:2]))
     formula = flop_registry.get(func.overloadpacket)
     return int(formula(*args, **kwargs, out_val=result)) if formula else 0
-
-
-def _grouped(a: Tensor, b: Tensor) -> int:
-    """Count operations of grouped matmuls; a side without a group dim is split between groups."""
-    groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
-    return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
-
-
-def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> int:
-    """Count forward's operations for each factor's gradient: torch's counter leaves groups out for one."""
-    transposed, wanted = rest[4], rest[7]
-    shapes = list(x.shape), list(weight.shape), list(gradient.shape)
-    return int(conv_flop_count(*shapes, transposed=transposed)) * int(sum(wanted[:2]))
 
 
 def tensors_of(value: Any) -> list[Tensor]:

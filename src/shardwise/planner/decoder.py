@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 from typing import Any
 
@@ -70,13 +71,9 @@ def _mixed(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # (batch, 
         k, v = (one.transpose(1, 2).repeat_interleave(repeat, dim=2).transpose(1, 2) for one in (k, v))
     if shape.dropout is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return _attention(q, k, v, dropout=shape.dropout)
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float) -> Tensor:
-    """Compute attention in several kernels, as before it was one; softmax includes scale and mask."""
+    # In several kernels, as before it was one; softmax includes scale and mask.
     weights = torch.softmax(q @ k.mT, dim=-1)
-    return F.dropout(weights, dropout) @ v
+    return F.dropout(weights, shape.dropout) @ v
 
 
 def _rotated(x: Tensor, angles: Tensor) -> Tensor:  # (batch, length, heads, head width); angles complex
@@ -120,11 +117,6 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.shape = shape
-        absent = [] if shape.gated else ["blocks.*.ffn.gate"]
-        absent += [] if shape.norm_heads else ["blocks.*.attention.norm_q", "blocks.*.attention.norm_k"]
-        absent += ["position"] if shape.rotary or not first else []
-        absent += ([] if first else ["embedding"]) + ([] if last else ["head.out"])
-        self.tensor_plan = {name: word for name, word in _CUT.items() if name not in absent}
         self.auto_tensor_plan = "torchtitan" if shape.rotary else "transformers"
         self.embedding = nn.Embedding(shape.vocabulary, shape.width) if first else None
         self.position = None if shape.rotary or not first else nn.Embedding(positions, shape.width)
@@ -134,6 +126,8 @@ class Decoder(nn.Module):
         self.cut: SequenceCut | None = None
         if shape.tied and self.embedding is not None and self.head is not None:
             self.head.out.weight = self.embedding.weight
+        names = [name for name, _ in self.named_modules()]
+        self.tensor_plan = {name: word for name, word in _CUT.items() if fnmatch.filter(names, name)}
         angles = torch.ones(positions, 1, shape.head_width // 2, dtype=torch.complex64)
         self.register_buffer("angles", angles if shape.rotary else None, persistent=False)
 

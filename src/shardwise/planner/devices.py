@@ -13,14 +13,7 @@ from shardwise.errors import ShardingError
 
 SLOWEST = 1e6  # per second
 LEAST_EFFICIENCY = 1e-6
-_MAY_BE_ZERO = (
-    "host_latency_s",
-    "network_latency_s",
-    "matmul_half_flops",
-    "host_seconds",
-    "context_bytes",
-    "attention_half",
-)
+_MAY_BE_ZERO = ("latency_s", "_half", "_half_flops", "host_seconds", "context_bytes")  # ends of names
 
 
 @dataclass(frozen=True)
@@ -117,7 +110,7 @@ def hardware_of(name: str) -> Hardware:
         )
     numbers = {key: value for key, value in vars(made).items() if key not in ("name", "source", "peak_flops")}
     for key, value in (numbers | {f"peak_flops.{key}": one for key, one in made.peak_flops.items()}).items():
-        _check_number(f"{name}: {key}", value, may_be_zero=key in _MAY_BE_ZERO)
+        _check_number(f"{name}: {key}", value, may_be_zero=key.endswith(_MAY_BE_ZERO))
         _check_unit(name, key, value)
         most = 2 if key == "attention_efficiency" else 1
         if key.endswith("_efficiency") and not LEAST_EFFICIENCY <= value <= most:

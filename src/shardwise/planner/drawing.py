@@ -62,12 +62,8 @@ def levels(made: Plan) -> Iterator[tuple[int, str]]:
 
 def ticks(top: int) -> list[int]:
     """Return four to eight round numbers of GiB up to `top`."""
-    step = next(
-        one * 10.0**power
-        for power in range(-6, 6)
-        for one in (1, 2, 5)
-        if top / GIB / (one * 10.0**power) < 8
-    )
+    steps = (one * 10.0**power for power in range(-6, 6) for one in (1, 2, 5))
+    step = next(one for one in steps if top / GIB / one < 8)
     return [round(i * step * GIB) for i in range(1, int(top / GIB / step) + 1)]
 
 

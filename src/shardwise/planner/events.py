@@ -8,13 +8,8 @@ from typing import NamedTuple
 from shardwise.comm.count import Collective
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
-GATHERED, ACTIVATIONS, LOGITS, STAGING, TEMPORARY = (
-    "gathered",
-    "activations",
-    "logits and loss",
-    "staging",
-    "temporary",
-)
+GATHERED, ACTIVATIONS, LOGITS = "gathered", "activations", "logits and loss"
+STAGING, TEMPORARY = "staging", "temporary"
 CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, LOGITS, STAGING, TEMPORARY)
 COMPUTATION = "computation"
 TENSOR_PARALLEL, ULYSSES, EXPERTS, PIPELINE = "tensor parallel", "sequences", "experts", "pipeline"

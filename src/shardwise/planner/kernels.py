@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -20,33 +20,34 @@ from shardwise.planner.scans import FUNCTIONS
 from shardwise.planner.setup import Setup
 
 
-@dataclass
-class Ran:
-    """Functions of transformers that ran: as their kernels do, or by reference code that has none."""
-
-    as_kernels: set[str] = field(default_factory=set)
-    by_reference: set[str] = field(default_factory=set)
-
-
 @contextmanager
-def kernels(setup: Setup) -> Iterator[Ran]:
-    """Make models compute on fake tensors as they would on the setup's device."""
-    ran = Ran()
+def kernels(setup: Setup) -> Iterator[tuple[set[str], set[str]]]:
+    """Make models compute on fake tensors as they would on the setup's device.
+
+    Yields functions of transformers that run: as their kernels do, and by reference code that has none.
+    """
+    as_kernels, by_reference = set[str](), set[str]()
     with ExitStack() as stack:
-        stack.enter_context(_listening(ran.by_reference))
+        warn: Any = getattr(logging.Logger, "warning_once", None)  # transformers reports the second by it
+
+        def listen(logger: logging.Logger, message: Any, *args: Any, **kwargs: Any) -> None:
+            if "reference PyTorch implementation" in str(message):
+                by_reference.add(str(message).split("`")[1])
+            else:
+                warn(logger, message, *args, **kwargs)
+
+        if warn is not None:
+            stack.enter_context(mock.patch.object(logging.Logger, "warning_once", listen))
         if setup.device == "cuda":
             own: dict[str, Any] = {"scaled_dot_product_attention": _attention, "dropout": _dropout}
             own |= {"rms_norm": _rms_norm} if setup.fused_norms else {}
             stack.enter_context(_compat.operators_on_cpu(own))
-            for module, name in _of_transformers():
-                named = _named(*FUNCTIONS[name], ran.as_kernels)
-                stack.enter_context(mock.patch.object(module, name, named))
-        yield ran
-
-
-def _of_transformers() -> list[tuple[Any, str]]:
-    modules = [one for name, one in sys.modules.items() if name.startswith("transformers.models.")]
-    return [(one, name) for one in modules for name in FUNCTIONS.keys() & vars(one).keys()]
+            modules = [one for path, one in sys.modules.items() if path.startswith("transformers.models.")]
+            for module, name in itertools.product(modules, FUNCTIONS):
+                if name in vars(module):
+                    named = _named(*FUNCTIONS[name], as_kernels)
+                    stack.enter_context(mock.patch.object(module, name, named))
+        yield as_kernels, by_reference
 
 
 def _named(name: str, kernel: Callable[..., Any], names: set[str]) -> Callable[..., Any]:
@@ -57,34 +58,15 @@ def _named(name: str, kernel: Callable[..., Any], names: set[str]) -> Callable[.
     return call
 
 
-@contextmanager
-def _listening(found: set[str]) -> Iterator[None]:
-    """Collect functions that transformers computes by reference code, for lack of installed kernels."""
-    warn: Any = getattr(logging.Logger, "warning_once", None)  # transformers reports it by this method
-    if warn is None:
-        yield
-        return
-
-    def listen(logger: logging.Logger, message: Any, *args: Any, **kwargs: Any) -> None:
-        if "reference PyTorch implementation" in str(message):
-            found.add(str(message).split("`")[1])
-        else:
-            warn(logger, message, *args, **kwargs)
-
-    with mock.patch.object(logging.Logger, "warning_once", listen):
-        yield
-
-
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """Compute RMSNorm in one kernel, as on CUDA, by LayerNorm's, which keeps one more number per token."""
     return F.layer_norm(x, shape, weight, None, eps or 1e-6)
 
 
-def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+def _dropout(x: Tensor, p: float, train: bool) -> Any:
     """Compute dropout in one kernel, as on CUDA, which keeps one byte per element."""
     if not train or not 0 < p < 1:
-        made: Tensor = torch.ops.aten.dropout.default.decompose(x, p, train)
-        return made
+        return torch.ops.aten.dropout.default.decompose(x, p, train)
     return torch.native_dropout(x, p, True)[0]
 
 
@@ -98,34 +80,24 @@ def _attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
+) -> Any:
     """Compute attention as on CUDA: in one kernel, also with dropout, a learned mask or wider values.
 
     The CPU has no such kernels, and would hold all scores in memory.
     """
     alike = query.ndim == 4 and (enable_gqa or query.shape[:2] == key.shape[:2])
-    one_kernel = alike and query.dtype != torch.float64 and any(enabled() for enabled in _ENABLED)
+    cuda: Any = torch.backends.cuda
+    enabled = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
+    one_kernel = alike and query.dtype != torch.float64 and enabled
     learned = attn_mask is not None and attn_mask.requires_grad
     usual = query.shape[-1] == value.shape[-1] and not learned
-    found: Tensor
     if not one_kernel or usual or query.shape[1] != key.shape[1]:
-        found = torch.ops.aten.scaled_dot_product_attention.default.decompose(
-            *(query, key, value, attn_mask, 0.0 if one_kernel else dropout_p, is_causal),
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
-        return found
+        args = (query, key, value, attn_mask, 0.0 if one_kernel else dropout_p, is_causal)
+        attention = torch.ops.aten.scaled_dot_product_attention.default
+        return attention.decompose(*args, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -math.inf)
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     learns = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
-    found = _compat.efficient_attention(query, key, value, attn_mask, learns, 0.0, is_causal, scale=scale)[0]
-    return found
-
-
-_ENABLED: tuple[Callable[[], bool], ...] = (
-    torch.backends.cuda.flash_sdp_enabled,
-    torch.backends.cuda.mem_efficient_sdp_enabled,
-    torch.backends.cuda.cudnn_sdp_enabled,
-)
+    return _compat.efficient_attention(query, key, value, attn_mask, learns, 0.0, is_causal, scale=scale)[0]

@@ -24,6 +24,22 @@ def freed_late(recording: Recording, hardware: Hardware) -> Recording:
     """
     host, ends = 0.0, dict[str, float]()  # the host's time; the end of the last command of each stream
     marks = dict[Mark, float]()
+
+    def end_of(event: Compute | Send | Record | Wait | Free) -> float:
+        """Return when the device finishes a command that the host issues now."""
+        if isinstance(event, Free):
+            assert event.mark is not None
+            return marks[event.mark]
+        end = ends.get(event.stream, 0.0)
+        if isinstance(event, Record):
+            marks[event.mark] = end
+        elif isinstance(event, Wait):
+            end = max(end, marks.get(event.mark, 0.0))
+        else:
+            end = max(end, host) + seconds_of(event, hardware)
+        ends[event.stream] = end
+        return end
+
     queue, waiting = deque[float](maxlen=QUEUED), deque[tuple[float, Free]]()
     segments = [Segment(segment.place) for segment in recording.segments]
     for segment, late in zip(recording.segments, segments, strict=True):
@@ -34,32 +50,10 @@ def freed_late(recording: Recording, hardware: Hardware) -> Recording:
             elif not isinstance(event, Free) or event.mark is not None:
                 host = max(host, queue[0]) if len(queue) == queue.maxlen else host
                 host += hardware.host_seconds if isinstance(event, Compute | Send) else 0.0
-                queue.append(_end(event, host, ends, marks, hardware))
+                queue.append(end_of(event))
                 if isinstance(event, Free) and (waiting or queue[-1] > host):
                     waiting.append((queue[-1], event))
                     continue
             late.events.append(event)
     segments[-1].events += [free for _, free in waiting]
     return replace(recording, segments=segments)
-
-
-def _end(
-    event: Compute | Send | Record | Wait | Free,
-    host: float,
-    ends: dict[str, float],
-    marks: dict[Mark, float],
-    hardware: Hardware,
-) -> float:
-    """Return when the device finishes a command that the host issues now."""
-    if isinstance(event, Free):
-        assert event.mark is not None
-        return marks[event.mark]
-    end = ends.get(event.stream, 0.0)
-    if isinstance(event, Record):
-        marks[event.mark] = end
-    elif isinstance(event, Wait):
-        end = max(end, marks.get(event.mark, 0.0))
-    else:
-        end = max(end, host) + seconds_of(event, hardware)
-    ends[event.stream] = end
-    return end

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.planner.allocator import Allocator, Piece
-from shardwise.planner.events import Allocate, Compute, Event, Free, Memory, Place, Recording, Send
+from shardwise.planner.events import Allocate, Compute, Event, Free, Place, Recording, Send
 
 _MULTIPLIES = re.compile(r"mm\b|mm_|matmul|conv|attention|linear|lstm|gru")
 NEAR = 0.2  # of a device's memory: more than twice the memory error
@@ -66,8 +66,7 @@ class GroupSent:
 def groups(recording: Recording, accumulation: int) -> list[GroupSent]:
     """List the last step's groups, in order of first appearance; equal blocks are one entry."""
     gathers: dict[int | str, Counter[tuple[int, int, int]]] = {}
-    reductions: Counter[int | str] = Counter()
-    wire_bytes: Counter[int | str] = Counter()
+    reductions, wire_bytes = Counter[int | str](), Counter[int | str]()
     for _, event, times in last_step(recording, accumulation):
         if isinstance(event, Send):
             one = event.collective
@@ -110,12 +109,10 @@ def moments(recording: Recording) -> list[Moment]:
         now, most = sum(alive.values()), -1
         highest: dict[str, int] = {}
         for event in [None, *segment.events]:
-            if isinstance(event, Allocate):
-                alive[event.memory.category] += event.memory.nbytes
-                now += event.memory.nbytes
-            elif isinstance(event, Free):
-                alive[event.memory.category] -= event.memory.nbytes
-                now -= event.memory.nbytes
+            if isinstance(event, (Allocate, Free)):
+                change = event.memory.nbytes if isinstance(event, Allocate) else -event.memory.nbytes
+                alive[event.memory.category] += change
+                now += change
             if now > most:
                 most, highest = now, dict(alive)
         if segment.place.step == last:
@@ -131,7 +128,7 @@ def allocated(recording: Recording, *, expandable: bool, limit: int | None = Non
     for segment in recording.segments:
         for event in segment.events:
             if isinstance(event, Allocate):
-                memory: Memory = event.memory
+                memory = event.memory
                 pieces[id(memory)] = allocator.allocate(memory.nbytes, memory.stream)
             elif isinstance(event, Free):
                 allocator.free(pieces.pop(id(event.memory)))

@@ -14,10 +14,11 @@ import logging
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -195,21 +196,16 @@ def chunked(model: Model) -> Model:
     return replace(model, build=build, loss=loss)
 
 
-@contextmanager
-def no_packed_sequences() -> Iterator[None]:
+def no_packed_sequences() -> AbstractContextManager[Any]:
     """Make transformers' models treat each row of tokens as one sequence, instead of reading values for that.
 
     Fake tensors have no values, and a model that cannot read them builds full masks.
     """
-    masks: Any = sys.modules.get("transformers.masking_utils")
+    masks = sys.modules.get("transformers.masking_utils")
     if masks is None:
-        yield
-        return
-    kept, masks.find_packed_sequence_indices = masks.find_packed_sequence_indices, lambda position_ids: None
-    try:
-        yield
-    finally:
-        masks.find_packed_sequence_indices = kept
+        return nullcontext()
+    found: Any = lambda position_ids: None  # noqa: E731  # a mock would keep its argument
+    return mock.patch.object(masks, "find_packed_sequence_indices", found)
 
 
 @contextmanager
@@ -229,15 +225,9 @@ def exits_told() -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def quiet_fakes() -> Iterator[None]:
+def quiet_fakes() -> AbstractContextManager[Any]:
     """Keep errors of operators on fake tensors from being logged as well."""
-    logger = logging.getLogger(FakeTensorMode.__module__)
-    was, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = was
+    return mock.patch.object(logging.getLogger(FakeTensorMode.__module__), "disabled", True)
 
 
 def block_lists(module: nn.Module) -> dict[str, nn.ModuleList]:
@@ -261,13 +251,7 @@ def block_lists(module: nn.Module) -> dict[str, nn.ModuleList]:
 def of_shape(name: str, shape: Shape, sequence: int) -> Model:
     """Return the built-in model of this shape."""
 
-    def build(layers: int) -> nn.Module:
-        return Decoder(shape, layers=layers, positions=sequence)
-
-    def ends(module: nn.Module) -> list[nn.Module]:
-        return cast(Decoder, module).ends()
-
-    def stage(layers: int, first: bool, last: bool) -> nn.Module:
+    def make(layers: int, first: bool = True, last: bool = True) -> nn.Module:
         return Decoder(shape, layers=layers, positions=sequence, first=first, last=last)
 
     def cut_sequences(module: nn.Module, mesh: DeviceMesh) -> Loss:
@@ -279,11 +263,15 @@ def of_shape(name: str, shape: Shape, sequence: int) -> Model:
 
         return loss
 
-    def blocks(module: nn.Module) -> list[nn.Module]:
-        return list(cast(Decoder, module).blocks)
-
     return Model(
-        name, shape.layers, build, blocks, ends, logits_loss, stage=stage, cut_sequences=cut_sequences
+        name,
+        shape.layers,
+        make,
+        blocks=lambda module: list(cast(Decoder, module).blocks),
+        ends=lambda module: cast(Decoder, module).ends(),
+        loss=logits_loss,
+        stage=make,
+        cut_sequences=cut_sequences,
     )
 
 
@@ -364,10 +352,6 @@ def _of_lists(
     return Model(name, count, build, blocks, lambda _: [], loss, (assumed,) if others else ())
 
 
-def _has_blocks(module: nn.Module) -> bool:
-    return any(isinstance(one, nn.ModuleList) and len(one) for one in module.modules())
-
-
 # The model class for a config that names no architecture: an encoder with its decoder, or a masked language
 # model if it is no decoder, if transformers has that; else the first of these.
 _KINDS = {
@@ -443,14 +427,14 @@ def _of_transformers(path: Path) -> Model:
     tables = [one for one in whole.modules() if isinstance(one, nn.Embedding) and one is not words]
     limits = any(learned <= one.num_embeddings <= learned + 2 for one in tables)  # some leave two out
     decoder = whole.get_decoder()
-    towers = [whole.get_encoder(), decoder] if both else [decoder if _has_blocks(decoder) else whole]
+    has_blocks = any(isinstance(one, nn.ModuleList) and len(one) for one in decoder.modules())
+    towers = [whole.get_encoder(), decoder] if both else [decoder if has_blocks else whole]
     count = len(next(iter(block_lists(towers[-1]).values())))
     make = build if count == whole_layers else lambda _: build(None)  # it runs blocks several times
     made = _of_lists(path.stem, whole, make, loss_of_both if both else logits_loss, towers)
-    name, said = type(whole).__name__, tuple[str, ...]()
-    if named or not trained:
-        said = (f"It is planned as a {name}",) if kind != next(iter(_KINDS)) else ()
-    else:
+    name = type(whole).__name__
+    said: tuple[str, ...] = () if kind == next(iter(_KINDS)) else (f"It is planned as a {name}",)
+    if trained and not named:
         said = (f"It is planned as a {name}, not as the {trained} that its architectures name",)
     if attention not in ("eager", "sdpa"):
         said += (f"Its attn_implementation, {attention}, is planned as sdpa",)

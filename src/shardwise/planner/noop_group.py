@@ -42,18 +42,13 @@ COLLECTIVES = {
     "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced_",
     "all_to_all_single": "alltoall_base_",
     "alltoall_base": "alltoall_base_",
-    "allgather": "allgather_",
-    "allreduce": "allreduce_",
-    "allreduce_coalesced": "allreduce_coalesced_",
-    "alltoall": "alltoall_",
     "barrier": "barrier",
-    "broadcast": "broadcast_",
-    "gather": "gather_",
-    "recv": "recv_",
-    "reduce": "reduce_",
-    "reduce_scatter": "reduce_scatter_",
-    "scatter": "scatter_",
     "send": "send",
+    **{
+        name: f"{name}_"
+        for name in ("allgather", "allreduce", "allreduce_coalesced", "alltoall", "broadcast", "gather")
+        + ("recv", "reduce", "reduce_scatter", "scatter")
+    },
 }
 
 

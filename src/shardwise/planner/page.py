@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -68,11 +69,11 @@ def trace(made: Plan) -> str:
     Raises:
         ShardingError: a plan without hardware has no times.
     """
+    numbers = {stream: number for number, stream in enumerate(drawing.streams(made))}
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": stream}}
-        for number, stream in enumerate(drawing.streams(made))
+        for stream, number in numbers.items()
     ]
-    numbers = {stream: number for number, stream in enumerate(drawing.streams(made))}
     events += [
         {
             "ph": "X",
@@ -127,12 +128,9 @@ def _memory(made: Plan) -> Iterator[Box]:
 
 
 def _phases(made: Plan) -> Iterator[Mark]:
-    before = ""
-    for window in drawing.windows(made):
-        phase = window.moment.phase
-        if phase != before and phase in ("forward", "backward", "optimizer"):
-            yield Mark(_x(window.begin, made), phase)
-        before = phase
+    for phase, found in itertools.groupby(drawing.windows(made), lambda window: window.moment.phase):
+        if phase in ("forward", "backward", "optimizer"):
+            yield Mark(_x(next(found).begin, made), phase)
 
 
 def _lanes(made: Plan) -> Iterator[Box]:
@@ -144,11 +142,9 @@ def _lanes(made: Plan) -> Iterator[Box]:
             f"{span.stream}: {name_of_place(span.phase, span.layer)}, {span.begin * 1e3:.2f} to"
             f" {span.end * 1e3:.2f} ms, busy {span.busy * 1e3:.2f} ms"
         )
-        y = TOP + LANE * streams.index(span.stream)
-        width = max((span.end - span.begin) * scale, 0.4)
-        yield Box(
-            LEFT + span.begin * scale, y, width, LANE - 8, drawing.colour_of(span).replace(" ", "-"), text
-        )
+        x, y = LEFT + span.begin * scale, TOP + LANE * streams.index(span.stream)
+        width, kind = max((span.end - span.begin) * scale, 0.4), drawing.colour_of(span).replace(" ", "-")
+        yield Box(x, y, width, LANE - 8, kind, text)
 
 
 def _warnings(made: Plan) -> Iterator[str]:

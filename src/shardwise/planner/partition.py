@@ -7,8 +7,10 @@ between them, and what the second recomputes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from functorch.compile import (  # type: ignore[import-untyped]
@@ -25,18 +27,14 @@ from shardwise.planner.recorder import Recorder
 def partitioned(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
     """Return `function` as its forward and backward graphs, which are all that the recorder sees of it."""
 
-    def graph(made: Any, inputs: Any) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            looks_away, recorder.looks_away = recorder.looks_away, False
-            recorder.in_graphs += 1
-            try:
-                return made(*args)
-            finally:
-                recorder.looks_away = looks_away
-                recorder.in_graphs -= 1
+    seen = functools.partial(mock.patch.multiple, recorder)
 
-        boxed: Callable[..., Any] = make_boxed_func(call)  # else AOTAutograd warns
-        return boxed
+    def graph(made: Any, inputs: Any) -> Any:
+        def call(*args: Any) -> Any:
+            with seen(looks_away=False, in_graphs=True):
+                return made(*args)
+
+        return make_boxed_func(call)  # else AOTAutograd warns
 
     both: Any = aot_function(
         function,
@@ -47,11 +45,8 @@ def partitioned(function: Callable[..., Any], recorder: Recorder) -> Callable[..
     )
 
     def call(*args: Any) -> Any:
-        recorder.looks_away = True
-        try:
+        with seen(looks_away=True):
             return both(*args)
-        finally:
-            recorder.looks_away = False
 
     return call
 

@@ -7,19 +7,11 @@ from typing import Any
 
 from shardwise.errors import from_extra
 from shardwise.planner import drawing
-from shardwise.planner.events import EXPERTS, LANES, PIPELINE, TENSOR_PARALLEL, ULYSSES
+from shardwise.planner.events import CATEGORIES, EXPERTS, LANES, PIPELINE, TENSOR_PARALLEL, ULYSSES
 from shardwise.planner.plan import GIB, Plan
 
-COLOURS = {
-    "parameters": "#2563c9",
-    "gradients": "#7ba7ea",
-    "optimizer": "#0f7b5f",
-    "gathered": "#e0a526",
-    "activations": "#8f6fc4",
-    "logits and loss": "#c2548b",
-    "staging": "#6b7f99",
-    "temporary": "#b9c0c9",
-}
+_SHADES = ("#2563c9", "#7ba7ea", "#0f7b5f", "#e0a526", "#8f6fc4", "#c2548b", "#6b7f99", "#b9c0c9")
+COLOURS = dict(zip(CATEGORIES, _SHADES, strict=True))
 PHASES = {"forward": "#2b8ca3", "backward": "#c46a32", "optimizer": "#7d5fb0"}
 PHASES |= {TENSOR_PARALLEL: "#b8872b", ULYSSES: "#a03d6b", EXPERTS: "#4d7a2f", PIPELINE: "#3d5a80"}
 OTHER, RULE = "#6b7f99", "#b3261e"

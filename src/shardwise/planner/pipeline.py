@@ -153,10 +153,7 @@ class Pipe:
 
     def backward(self, micro: int) -> None:
         output, x, between = self.cache.pop(micro)
-        module = cast(FSDPModule, self.module)
-        module.set_is_last_backward(False)
-        module.set_reshard_after_backward(False)
-        module.set_requires_gradient_sync(False)
+        self._end_backward(False)
         if not BUFFERS_STAY:
             self.held.pop("output", None)
         if self.at.last:
@@ -174,12 +171,15 @@ class Pipe:
             self.held["sent"], x.grad = x.grad, None
             self._send(self.held["sent"])
 
+    def _end_backward(self, whole: bool) -> None:
+        module = cast(FSDPModule, self.module)
+        module.set_is_last_backward(whole)
+        module.set_reshard_after_backward(whole)
+        module.set_requires_gradient_sync(whole)
+
     def reduce(self) -> None:
         """Reduce the gradients of all micro-batches."""
-        module = cast(FSDPModule, self.module)
-        module.set_is_last_backward(True)
-        module.set_reshard_after_backward(True)
-        module.set_requires_gradient_sync(True)
+        self._end_backward(True)
         found = state_of(self.module)
         assert found is not None
         StateOfStage(found)._root_post_backward_final_callback()
@@ -272,7 +272,7 @@ def pipelined(recordings: list[Recording], setup: Setup, device: Hardware) -> Ti
 
     Ranks between the two recorded ones send in both directions.
     """
-    slowest, step = None, 0.0
+    found = []
     hop = Collective("send", _handed_bytes(recordings[0]), None, setup.pipeline)
     sends = send_seconds(hop, device, stride=setup.ranks // setup.pipeline)
     more = sends * (setup.pipeline > 2)
@@ -281,10 +281,8 @@ def pipelined(recordings: list[Recording], setup: Setup, device: Hardware) -> Ti
         times, longer = (time_of(recording, device, n) for n in (count, max(count, 3) + 1))
         steady = (longer.step - time_of(recording, device, max(count, 3)).step) + more
         whole = times.step + count * more + (setup.pipeline - 1) / setup.stages * steady
-        if whole > step:
-            slowest, step = times, whole
-    assert slowest is not None
-    return replace(slowest, step=step)
+        found.append(replace(times, step=whole))
+    return max(found, key=lambda times: times.step)
 
 
 def lines(stages: list[StageFigures], setup: Setup, planned: int) -> Iterator[str]:

@@ -33,23 +33,7 @@ SURE = 0.9
 _UNITS = {"GiB": GIB, "MiB": 2**20, "KiB": 2**10}
 _ASSUMED = "{} has no formula of its operations: none are counted, and it takes the time of its bytes"
 
-_OF_TENSOR_PLAN = (
-    "The likely cause is how tensor={} cuts it, by its tensor_plan or the plan that it brings: a module that"
-    " this leaves out gets inputs of another size. With tensor=1 it is planned uncut"
-)
 _NEEDS = "A plan needs shapes that follow from shapes, and a registered fake kernel for each operator"
-_TOO_LONG = (
-    "With sequence={} it runs, with {} it does not: plan a shorter sequence, or a model that takes longer"
-    " ones"
-)
-_IN_FLOAT32 = (
-    "With param_dtype='float32' it runs, with '{}' it does not: see whether the module itself runs in that"
-    " dtype, or plan it with param_dtype='float32', in Python"
-)
-_AT_NO_LENGTH = (
-    "With sequence={} it does not run either: see whether the module itself takes tokens of shape {}; if it"
-    " does, a plan needs shapes that follow from shapes, and a registered fake kernel for each operator"
-)
 _AS_KERNELS = (
     "{} are planned as the kernels of mamba-ssm, causal-conv1d and flash-linear-attention, which"
     " transformers calls where they are installed: without them it takes much more memory and time"
@@ -347,23 +331,38 @@ def explain(error: NotRun, model: Model, setup: Setup) -> NoReturn:
 
     If the model does not run without tensor parallelism either, raises the error of that run.
     """
-    raised = error.__cause__
+    raise NotRun(error.why, _advice(error.__cause__, model, setup)) from error.__cause__
+
+
+def _advice(raised: BaseException | None, model: Model, setup: Setup) -> str:
     if setup.tensor > 1:
         recording_of(model, replace(setup, tensor=1))
-        raise NotRun(error.why, _OF_TENSOR_PLAN.format(setup.tensor)) from raised
-    lengths = [setup.length // times for times in (2, 4, 8, 16, 32) if setup.length >= 2 * times]
-    cannot_stand_in = type(raised).__module__ == FakeTensorMode.__module__
-    if cannot_stand_in:
-        raise error
+        return (
+            f"The likely cause is how tensor={setup.tensor} cuts it, by its tensor_plan or the plan that it"
+            " brings: a module that this leaves out gets inputs of another size. With tensor=1 it is planned"
+            " uncut"
+        )
+    if type(raised).__module__ == FakeTensorMode.__module__:  # which cannot stand in for it
+        return _NEEDS
     if setup.param_dtype != "float32" and _runs(model, replace(setup, param_dtype="float32")):
-        raise NotRun(error.why, _IN_FLOAT32.format(setup.param_dtype)) from raised
-    if not lengths:
-        raise error
+        return (
+            f"With param_dtype='float32' it runs, with '{setup.param_dtype}' it does not: see whether the"
+            " module itself runs in that dtype, or plan it with param_dtype='float32', in Python"
+        )
+    lengths = [setup.length // times for times in (2, 4, 8, 16, 32) if setup.length >= 2 * times]
     for length in lengths:  # not of 1: a size of 1 fits any other
         if _runs(model, replace(setup, sequence=length)):
-            raise NotRun(error.why, _TOO_LONG.format(length, setup.length)) from raised
-    tokens = setup.micro_batch, setup.length
-    raise NotRun(error.why, _AT_NO_LENGTH.format(lengths[-1], tokens)) from raised
+            return (
+                f"With sequence={length} it runs, with {setup.length} it does not: plan a shorter sequence,"
+                " or a model that takes longer ones"
+            )
+    if not lengths:
+        return _NEEDS
+    return (
+        f"With sequence={lengths[-1]} it does not run either: see whether the module itself takes tokens of"
+        f" shape {(setup.micro_batch, setup.length)}; if it does, a plan needs shapes that follow from"
+        " shapes, and a registered fake kernel for each operator"
+    )
 
 
 def _where(error: Exception) -> str:
@@ -378,37 +377,26 @@ def _where(error: Exception) -> str:
     return f", in '{names.get(id(modules[-1]), '')}' ({kind.__name__})"
 
 
-def _origin(hardware: Hardware | None) -> str:
-    measured = hardware is not None and hardware.source.startswith("Measured")
-    return "were measured" if measured else "are assumed"
-
-
 def sized(nbytes: int) -> str:
     """Format bytes in the unit that fits them."""
-    unit = _unit(nbytes)
-    return f"{nbytes / _UNITS[unit]:.2f} {unit}"
+    name, unit = _unit(nbytes)
+    return f"{nbytes / unit:.2f} {name}"
 
 
-def _unit(nbytes: int) -> str:
-    """Return the largest unit of which `nbytes` is at least a tenth."""
-    return next((name for name, size in _UNITS.items() if nbytes >= size / 10), "KiB")
-
-
-def _axes(setup: Setup) -> Iterator[tuple[str, int]]:
-    yield "pipeline", setup.pipeline
-    yield "sequences", setup.ulysses
-    yield "experts", setup.experts
-    yield "tensor parallel", setup.tensor
+def _unit(nbytes: int) -> tuple[str, int]:
+    """Return the largest unit of which `nbytes` is at least a tenth, and its bytes."""
+    return next((item for item in _UNITS.items() if nbytes >= item[1] / 10), ("KiB", 2**10))
 
 
 def _lines(made: Plan) -> Iterator[str]:
     setup, peak = made.setup, made.peak
-    name = _unit(peak.alive_bytes)
-    unit = _UNITS[name]
+    axes = {"pipeline": setup.pipeline, "sequences": setup.ulysses, "experts": setup.experts}
+    axes["tensor parallel"] = setup.tensor
+    name, unit = _unit(peak.alive_bytes)
     yield (
         f"{made.model}: {made.parameters:,} parameters, {made.layers} blocks, over {setup.ranks:,} ranks"
         f" ({setup.layout}{f', {setup.replicas} replicas' if setup.replicas > 1 else ''}"
-        f"{''.join(f', {axis} over {size}' for axis, size in _axes(setup) if size > 1)}), checkpointing"
+        f"{''.join(f', {axis} over {size}' for axis, size in axes.items() if size > 1)}), checkpointing"
         f" {setup.checkpointing}{', compiled' * setup.compile}{', float8' * setup.float8}"
         f"{' by rows' * (setup.float8_scales == 'row')}{', NVFP4' * setup.nvfp4}, {setup.optimizer},"
         f" {setup.accumulation} x {setup.micro_batch} x"
@@ -441,10 +429,12 @@ def _lines(made: Plan) -> Iterator[str]:
         f" attention is not halved), {made.computed_flops:.3g} computed"
     )
     if made.times is not None:
+        measured = made.hardware is not None and made.hardware.source.startswith("Measured")
+        origin = "were measured" if measured else "are assumed"
         yield (
             f"Step: {made.times.step:.3f} s ({made.times.exposed:.3f} s of it communication that"
             f" computation waits for); {made.tokens_per_s:,.0f} tokens/s a device; MFU {made.mfu:.1%}."
-            f" By a model of the hardware, whose efficiencies {_origin(made.hardware)}"
+            f" By a model of the hardware, whose efficiencies {origin}"
         )
         for words in host_bound(made.times):
             yield f"Host-bound: {words}"

@@ -107,15 +107,15 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         make_smaller_shards(data, reshard)
         lines = _lines(setup)
         of_experts = data
-        if setup.experts > 1:
-            mesh = _expert_mesh(setup)
+        if setup.experts > 1:  # beside the ranks that hold the same ones
+            axes = setup.axes | {"shard": setup.axes["shard"] // setup.experts, EXPERTS: setup.experts}
+            mesh = mesh_of(torch.arange(setup.ranks), axes)
             of_experts, lines[EXPERTS] = mesh[tuple(setup.axes)], mesh[EXPERTS]
         if tensor is not None:
             lines[TENSOR_PARALLEL] = tensor
         lanes = {str(mesh.get_group().group_name): lane for lane, mesh in lines.items()}
-        if (
-            gc.get_freeze_count() < _FROZEN_BY_PYTHON
-        ):  # else the caller froze more, which `unfreeze` would undo
+        # A caller may have frozen more, which `unfreeze` would undo.
+        if gc.get_freeze_count() < _FROZEN_BY_PYTHON:
             gc.freeze()  # so that collections skip existing objects
             stack.callback(gc.unfreeze)
         stack.enter_context(FastFakeTensorMode(allow_non_fake_inputs=True))
@@ -132,7 +132,12 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
             loss.__enter__()
             stack.callback(loss.__exit__, None, None, None)  # as it forgets to where something raised
         if setup.ulysses > 1:
-            model = _over_sequences(model, module, lines[ULYSSES])
+            if model.cut_sequences is None:
+                raise ShardingError(
+                    f"{model.name} does not say how its sequences are cut: give a shardwise.planner.Model"
+                    " with cut_sequences, or plan with ulysses=1"
+                )
+            model = replace(model, loss=model.cut_sequences(module, lines[ULYSSES]))
         apart: list[nn.Module] = []
         if setup.experts > 1:
             hf: Any = importlib.import_module("shardwise.hf")
@@ -178,7 +183,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         if recorder.touches is not None:
             segments = compiled(segments, recorder.touches, narrow=setup.narrow)
         whole = tensor is not None and setup.loss == "whole" and not cuts(module, setup)[1]
-        named = tuple(sorted(ran.as_kernels)), tuple(sorted(ran.by_reference))
+        named = [tuple(sorted(names)) for names in ran]
         return Recording(layers, segments, parameters, in_block, gathered, converted, whole, *named)
 
 
@@ -186,26 +191,8 @@ def _lines(setup: Setup) -> dict[str, DeviceMesh]:
     """Return rank 0's meshes of its pipeline and of the ranks that share its sequences."""
     sizes = {PIPELINE: setup.pipeline, ULYSSES: setup.ulysses}
     strides = {PIPELINE: setup.ranks // setup.pipeline, ULYSSES: setup.experts}
-    return {
-        lane: mesh_of(strides[lane] * torch.arange(size), {lane: size})
-        for lane, size in sizes.items()
-        if size > 1
-    }
-
-
-def _expert_mesh(setup: Setup) -> DeviceMesh:
-    """Return the mesh of experts, and of ranks that hold the same experts."""
-    axes = setup.axes | {"shard": setup.axes["shard"] // setup.experts, EXPERTS: setup.experts}
-    return mesh_of(torch.arange(setup.ranks), axes)
-
-
-def _over_sequences(model: Model, module: nn.Module, mesh: DeviceMesh) -> Model:
-    if model.cut_sequences is None:
-        raise ShardingError(
-            f"{model.name} does not say how its sequences are cut: give a shardwise.planner.Model with"
-            " cut_sequences, or plan with ulysses=1"
-        )
-    return replace(model, loss=model.cut_sequences(module, mesh))
+    cut = [(lane, size) for lane, size in sizes.items() if size > 1]
+    return {lane: mesh_of(strides[lane] * torch.arange(size), {lane: size}) for lane, size in cut}
 
 
 def _start(
@@ -242,19 +229,31 @@ def _step(
 ) -> None:
     for optimizer in optimizers:
         optimizer.zero_grad()
+    syncs: Callable[[bool], None] | None = getattr(module, "set_requires_gradient_sync", None)
+    for forward, micro in order(setup, model.at.number):
+        if forward:
+            recorder.go(step=step, micro=micro, phase="forward", layer=None, after=False)
+            if pipe is not None:
+                pipe.forward(micro, tokens.narrow(0, micro * setup.micro_batch, setup.micro_batch))
+            else:
+                if setup.reduce_once and syncs is not None:
+                    syncs(micro == setup.accumulation - 1)
+                with holding(setup.loop_holds) as held:
+                    loss = model.loss(module, tokens, tokens)
+            recorder.end_forward()
+            continue
+        recorder.go(step=step, micro=micro, phase="backward", layer=None, after=model.at.last)
+        if pipe is not None:
+            pipe.backward(micro)
+        else:
+            loss.backward()
+            del loss, held
+        recorder.own([p.grad for p in module.parameters()], GRADIENTS)
     if pipe is not None:
-        _schedule(recorder, module, tokens, step, setup, pipe)
-    for micro in range(setup.accumulation if pipe is None else 0):
-        recorder.go(step=step, micro=micro, phase="forward", layer=None, after=False)
-        syncs: Callable[[bool], None] | None = getattr(module, "set_requires_gradient_sync", None)
-        if setup.reduce_once and syncs is not None:
-            syncs(micro == setup.accumulation - 1)
-        with holding(setup.loop_holds) as held:
-            loss = model.loss(module, tokens, tokens)
-        recorder.end_forward()
-        recorder.go(phase="backward", layer=None, after=True)
-        loss.backward()
-        del loss, held
+        recorder.go(phase="end of backward", layer=None, after=False)
+        pipe.reduce()
+        recorder.by_layer(None)
+        pipe.average()
         recorder.own([p.grad for p in module.parameters()], GRADIENTS)
     recorder.go(micro=0, phase="optimizer", layer=None, after=False)
     if setup.clip_norm:
@@ -262,22 +261,3 @@ def _step(
     for optimizer in optimizers:
         optimizer.step()
     recorder.by_layer(None)
-
-
-def _schedule(
-    recorder: Recorder, module: nn.Module, tokens: Tensor, step: int, setup: Setup, pipe: Pipe
-) -> None:
-    for forward, micro in order(setup, pipe.at.number):
-        if forward:
-            recorder.go(step=step, micro=micro, phase="forward", layer=None, after=False)
-            pipe.forward(micro, tokens.narrow(0, micro * setup.micro_batch, setup.micro_batch))
-            recorder.end_forward()
-        else:
-            recorder.go(step=step, micro=micro, phase="backward", layer=None, after=pipe.at.last)
-            pipe.backward(micro)
-            recorder.own([p.grad for p in module.parameters()], GRADIENTS)
-    recorder.go(phase="end of backward", layer=None, after=False)
-    pipe.reduce()
-    recorder.by_layer(None)
-    pipe.average()
-    recorder.own([p.grad for p in module.parameters()], GRADIENTS)

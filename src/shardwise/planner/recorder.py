@@ -69,21 +69,17 @@ class Recorder(Storages):
     """Records events while it is entered."""
 
     def __init__(
-        self,
-        blocks: list[nn.Module],
-        lanes: dict[str, str] | None = None,
-        *,
-        touches: bool = False,
-        record_streams: bool = False,
+        self, blocks: list[nn.Module], lanes: dict[str, str], *, touches: bool, record_streams: bool
     ) -> None:
         super().__init__()
         self.record_streams = record_streams
         self._used: dict[int, Mark] = {}  # by life: the end of the last collective that uses it
-        self.lanes = lanes or {}  # by name of groups for whose collectives computation waits at once
+        self.lanes = lanes  # by name of groups for whose collectives computation waits at once
         self._strides: dict[str, int] = {}  # of groups, by name
         self.looks_away = False  # while only shapes are computed
         self.touches: Touches | None = {} if touches else None  # what a compiler would see
-        self.in_library = self.in_graphs = 0  # running calls of the library, or of a compiler's graphs
+        self.in_library = 0  # running calls of the library
+        self.in_graphs = False  # a compiler's
         self.operators = Counter[tuple[int, int]]()  # of the model's own, by step and micro-batch
         self.segments = [Segment(Place(0, 0, "start", None))]
         self.blocks = blocks
@@ -154,17 +150,16 @@ class Recorder(Storages):
     def _write_frees(self) -> None:
         """Write frees: as each block's own if many blocks free together, else maybe as an operator's."""
         frees, self._frees = self._frees, []
-        many = len({layer for layer, _ in frees}) > 1
+        if len({layer for layer, _ in frees}) > 1:
+            self.go(layer=None, after=True)
+            for layer, event in frees:
+                self.by_layer(layer)
+                self.segments[-1].events.append(event)
+            self.go(layer=None, after=True)
+            return
         if len(frees) == 1 and self.place.layer == self.last and frees[0][0] not in (None, self.last):
             self.go(layer=None, after=True)  # memory used by an operator on all blocks
-        if many:
-            self.go(layer=None, after=True)
-        for layer, event in frees:
-            if many:
-                self.by_layer(layer)
-            self.segments[-1].events.append(event)
-        if many:
-            self.go(layer=None, after=True)
+        self.segments[-1].events += [event for _, event in frees]
 
     # What
 
@@ -398,10 +393,8 @@ class Recorder(Storages):
     def finish(self) -> list[Segment]:
         """Return what was recorded, with final categories."""
         self.by_layer(None)
-        for key, made in self._of.items():
-            for memory in made:
-                if key in self._freed:
-                    memory.category = GATHERED
+        for memory in itertools.chain.from_iterable(self._of.get(key, ()) for key in self._freed):
+            memory.category = GATHERED
         lasting = {id(memory) for memory in self._now.values()}
         for memory in self._staged:
             if memory.category in (TEMPORARY, ACTIVATIONS) and id(memory) not in lasting:

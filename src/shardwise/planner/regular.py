@@ -104,9 +104,7 @@ class _Watch(EagerDispatchMode):
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.order: list[int] = []
-        self.inside: list[list[Any]] = [[] for _ in blocks]
-        self.after: list[list[Any]] = [[] for _ in blocks]
-        self.backward: list[list[Any]] = [[] for _ in blocks]
+        self.inside, self.after, self.backward = ([list[Any]() for _ in blocks] for _ in range(3))
         self.in_backward = False
         self._now: list[Any] | None = None
         for number, block in enumerate(blocks):

@@ -11,7 +11,7 @@ import ast
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,26 +37,24 @@ def _like(tensor: Tensor, dtype: torch.dtype | None = None) -> _New:
     return _new(tensor.shape, dtype or tensor.dtype, order)
 
 
-@torch.library.custom_op("shardwise::linear_attention", mutates_args=())
-def _linear_attention(reads: list[Tensor], makes: str, flops: int) -> list[Tensor]:
-    """Read tensors and make others, as a kernel would, on fake tensors; `makes` is a list as text."""
-    return [
-        reads[0].new_empty_strided(size, stride, dtype=getattr(torch, dtype))
-        for size, stride, dtype in ast.literal_eval(makes)
-    ]
+def _operator(name: str) -> Callable[..., list[Tensor]]:
+    """Make an operator that reads tensors and makes others, on fake tensors; `makes` is a list as text."""
 
+    def run(reads: list[Tensor], makes: str, flops: int) -> list[Tensor]:
+        return [
+            reads[0].new_empty_strided(size, stride, dtype=getattr(torch, dtype))
+            for size, stride, dtype in ast.literal_eval(makes)
+        ]
 
-@torch.library.custom_op("shardwise::projections", mutates_args=())
-def _projections(reads: list[Tensor], makes: str, flops: int) -> list[Tensor]:
-    """Read tensors and make others, as the matmuls inside a kernel's function would."""
-    made: list[Tensor] = _linear_attention(reads, makes, flops)
+    made = torch.library.custom_op(f"shardwise::{name}", run, mutates_args=())
+    made.register_fake(run)
+    packet = getattr(torch.ops.shardwise, name)
+    register_flop_formula(packet, get_raw=True)(lambda reads, makes, flops, **_: flops)
     return made
 
 
-for _one in (_linear_attention, _projections):
-    _one.register_fake(_linear_attention._init_fn)
-for _packet in (torch.ops.shardwise.linear_attention, torch.ops.shardwise.projections):
-    register_flop_formula(_packet, get_raw=True)(lambda reads, makes, flops, **_: flops)
+_linear_attention = _operator("linear_attention")  # as a kernel would
+_projections = _operator("projections")  # as the matmuls inside a kernel's function would
 
 
 @dataclass
@@ -89,7 +87,7 @@ class _Kernel(torch.autograd.Function):
         made = _linear_attention(given, str([*kept, *work.forward, *own]), work.flops)
         if work.projections:
             made += _projections(made, str([work.result]), work.projections)
-        fresh, result = iter(made), cast(Tensor, made[-1])
+        fresh, result = iter(made), made[-1]
         ctx.save_for_backward(
             *(result if x is work.result else next(fresh) if isinstance(x, tuple) else x for x in work.saved)
         )
@@ -112,9 +110,8 @@ class _Kernel(torch.autograd.Function):
         return None, *(None if one is None else next(made) for one in wanted)
 
 
-def _applied(work: _Work, *inputs: Tensor | None) -> Tensor:
-    found: Tensor = _Kernel.apply(work, *inputs)  # type: ignore[no-untyped-call]
-    return found
+def _applied(work: _Work, *inputs: Tensor | None) -> Any:
+    return _Kernel.apply(work, *inputs)  # type: ignore[no-untyped-call]
 
 
 def _rows(*tensors: Tensor | None) -> Iterator[Any]:
@@ -125,7 +122,7 @@ def _rows(*tensors: Tensor | None) -> Iterator[Any]:
 
 def _convolution(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **_: Any
-) -> Tensor:
+) -> Any:
     """Stand for causal-conv1d's: `hidden_states` are (batch, channels, tokens), in any order."""
     work = _Work(_like(hidden_states), [hidden_states, weight, bias])
     return _applied(work, hidden_states, weight, bias)
@@ -171,7 +168,7 @@ def _mamba(
     D: Tensor | None = None,
     delta_bias: Tensor | None = None,
     **_: Any,
-) -> Tensor:
+) -> Any:
     """Stand for mamba-ssm's block of Mamba: convolution, scan and the projections around it.
 
     Backward computes the convolution and the steps' sizes again.
@@ -227,13 +224,8 @@ def _chunk_scan(
     meanwhile, flops = _chunks(x.shape, B.shape[2], B.shape[3], chunk_size)
     steps, _sizes, states, _products = meanwhile
     result = _like(x)
-    work = _Work(
-        result,
-        [result, x, dt, steps, A, B, C, D, dt_bias],
-        meanwhile[1:],
-        [*meanwhile, states, states],
-        flops,
-    )
+    saved = [result, x, dt, steps, A, B, C, D, dt_bias]
+    work = _Work(result, saved, meanwhile[1:], [*meanwhile, states, states], flops)
     found = _applied(work, x, dt, A, B, C, D, dt_bias)
     last = (batch, heads, head, B.shape[-1])
     return (found, x.new_empty(last, dtype=_FLOAT)) if return_final_states else found
@@ -253,7 +245,7 @@ def _mamba2(
     headdim: int | None = None,
     ngroups: int = 1,
     **_: Any,
-) -> Tensor:
+) -> Any:
     """Stand for mamba-ssm's block of Mamba 2: convolution, scan, norm, gate and the projection after it.
 
     Backward computes the convolution and the normed result again.

@@ -141,17 +141,12 @@ def _cuts(setup: Setup, device: Hardware, tensor: int) -> Iterator[dict[str, Any
         cut = ranks // replicas
         kept: list[bool | int | None] = [None, setup.pipeline > 1]  # None: the opposite of the bool
         kept += [host] if tensor == 1 and host < cut and cut % host == 0 else []
-        mesh: dict[str, Any] = {"tensor": tensor, "replicas": replicas}
-        yield from (mesh | _as("interleaved", None, one) for one in kept)
+        ways: list[tuple[Any, ...]] = [("interleaved", None, one) for one in kept]
         strategies = [None] if replicas == 1 else [None, "hierarchical_fsdp"]
-        for strategy in strategies:
-            yield from (mesh | _as("contiguous", strategy, one) for one in kept)
-        if replicas == 1:
-            yield from (mesh | _as("contiguous", one, None) for one in ("zero2", "ddp"))
-
-
-def _as(layout: str, strategy: str | None, reshard: bool | int | None) -> dict[str, Any]:
-    return {"layout": layout, "strategy": strategy, "reshard_after_forward": reshard}
+        ways += [("contiguous", *way) for way in itertools.product(strategies, kept)]
+        ways += [("contiguous", one, None) for one in ("zero2", "ddp") if replicas == 1]
+        names = ("tensor", "replicas", "layout", "strategy", "reshard_after_forward")
+        yield from (dict(zip(names, (tensor, replicas, *way), strict=True)) for way in ways)
 
 
 # ---------------------------------------------------------------- memory and messages of each cut
@@ -266,9 +261,9 @@ class _Known:
         for setup in self.space:
             if setup not in self.plans and setup == self._base(setup):
                 self._plan(setup)
-        for setup in self._layouts():
-            if setup in self.space:
-                self._try(setup)
+        other: Any = {"interleaved": "contiguous", "contiguous": "interleaved"}[self.asked.layout]
+        if (setup := replace(self.asked, layout=other, strategy=None)) in self.space:
+            self._try(setup)
         for degree in sorted({setup.tensor for setup in self.space} - {self.asked.tensor}):
             others = [setup for setup in self.space if setup.tensor == degree]
             try:
@@ -283,16 +278,15 @@ class _Known:
 
         Little means nothing, or only a single sequence with every block recomputed.
         """
-        exact = {setup: _figures(plan) for setup, plan in self.plans.items()}
-        best = min(self._fitting(exact), key=lambda setup: exact[setup])
+        exact = self._exact()
+        best = min(self._fitting(exact), key=exact.__getitem__)
         tight = not self.plans[best].fits or (best.checkpointing, best.micro_batch) == ("full", 1)
         degrees = [n for n in (2, 4, 8) if best.axes["shard"] % n == 0 and best.tensor == 1]
         asked = best.pipeline * best.ulysses * best.experts > 1
-        for degree, axis in itertools.product([] if asked else degrees, ("experts", "ulysses", "pipeline")):
+        axes = ("experts", "ulysses", "pipeline") if tight else ("experts",)
+        for degree, axis in itertools.product([] if asked else degrees, axes):
             shared = 1 if axis == "experts" else degree
             change: dict[str, Any] = {axis: degree, "accumulation": best.accumulation * shared}
-            if axis != "experts" and not tight:
-                continue
             try:
                 setup = changed(best, change)
                 self.plans[setup] = plan(self.model, setup, hardware=self.device)
@@ -300,10 +294,6 @@ class _Known:
                 continue
             self.space.append(setup)
             self.recordings += 4 if axis == "pipeline" else 2
-
-    def _layouts(self) -> list[Setup]:
-        other: Any = {"interleaved": "contiguous", "contiguous": "interleaved"}[self.asked.layout]
-        return [replace(self.asked, layout=other, strategy=None)]
 
     def _next(self) -> Setup | None:
         """Return a setting that looks better than all plans.
@@ -313,10 +303,9 @@ class _Known:
         for setup in self.space:
             if setup not in self.plans and setup not in self.estimates:
                 self.estimates[setup] = self._estimate(setup)
-        figures = self.estimates
-        exact = {setup: _figures(plan) for setup, plan in self.plans.items()}
+        figures, exact = self.estimates, self._exact()
         fitting = self._fitting(figures | exact)
-        for setup in sorted(figures, key=lambda one: figures[one]):
+        for setup in sorted(figures, key=figures.__getitem__):
             if setup in fitting and not any(
                 figures[setup][0] >= FASTER * time and figures[setup][1] >= SMALLER * nbytes
                 for one, (time, nbytes) in exact.items()
@@ -327,7 +316,7 @@ class _Known:
         return None
 
     def points(self) -> list[Point]:
-        exact = {setup: _figures(plan) for setup, plan in self.plans.items()}
+        exact = self._exact()
         mine = _front(self._fitting({s: exact[s] for s in exact if precision(s) == precision(self.asked)}))
         if not any(self.plans[setup].fits for setup in mine):
             mine = mine[-1:]
@@ -340,6 +329,9 @@ class _Known:
             if not any(FASTER * exact[one][0] <= time and SMALLER * exact[one][1] <= nbytes for one in mine):
                 found.append(Point(self.plans[setup], gain(exact, mine, setup)))
         return found
+
+    def _exact(self) -> Figures:
+        return {setup: _figures(plan) for setup, plan in self.plans.items()}
 
     def _fitting(self, figures: Figures) -> Figures:
         return {setup: one for setup, one in figures.items() if one[1] <= self.device.usable_bytes} or figures
@@ -378,10 +370,8 @@ class _Known:
     def _plan(self, setup: Setup, *, alone: bool = False) -> None:
         """Plan the setup and its other micro-batches."""
         if setup.pipeline > 1:
-            self.plans[setup] = plan(self.model, setup, hardware=self.device)
+            self._add(plan(self.model, setup, hardware=self.device))
             self.recordings += 4
-            self.estimates.pop(setup, None)
-            self._put_near(setup)
             return
         mine = _but_micro_batches(setup)
         left = [setup] if alone else [one for one in self.space if _but_micro_batches(one) == mine]
@@ -390,11 +380,12 @@ class _Known:
             together = [one for one in left if min(3, one.accumulation) == first]
             left = [one for one in left if one not in together]
             for one, recording in zip(together, self._recordings(together), strict=True):
-                self.plans[one] = plan_of(recording, self.model, one, self.device, whole=self.whole)
-                self.estimates.pop(one, None)
-                self._put_near(one)
+                self._add(plan_of(recording, self.model, one, self.device, whole=self.whole))
 
-    def _put_near(self, planned: Setup) -> None:
+    def _add(self, made: Plan) -> None:
+        planned = made.setup
+        self.plans[planned] = made
+        self.estimates.pop(planned, None)
         for setup in self.space:
             far = _distance(setup, planned)
             if setup not in self.nearest or far < self.nearest[setup][0]:
@@ -449,7 +440,7 @@ def _larger(made: list[Recording], setups: list[Setup], number: int) -> Recordin
 def _front(figures: Figures) -> list[Setup]:
     """Return the settings that are fastest for their memory, fastest first."""
     found: list[Setup] = []
-    for setup in sorted(figures, key=lambda one: figures[one]):
+    for setup in sorted(figures, key=figures.__getitem__):
         if not found or figures[setup][1] < SMALLER * figures[found[-1]][1]:
             found.append(setup)
     return found

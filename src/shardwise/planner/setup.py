@@ -121,14 +121,12 @@ class Setup:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        for name in (*_AXES, "ranks", "stages", "micro_batch", "accumulation", "expert_load"):
-            if getattr(self, name) < 1:
-                raise ShardingError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in (*_AXES, "ranks", "stages", "micro_batch", "accumulation", "expert_load", "sequence"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ShardingError(f"{name} must be at least 1, got {value}")
         for name in ("ranks", "sequence", "micro_batch", "accumulation"):
             if (getattr(self, name) or 0) > MOST:
                 raise ShardingError(f"{name} must be at most {MOST:,}, got {getattr(self, name):,}")
-        if self.sequence is not None and self.sequence < 1:
-            raise ShardingError(f"sequence must be at least 1, got {self.sequence}")
         if self.expert_load > self.experts:
             raise ShardingError(
                 f"expert_load={self.expert_load:g} must be at most experts={self.experts}: one rank's experts"
@@ -146,13 +144,10 @@ class Setup:
             raise ShardingError(
                 "async_tensor needs compiled blocks and tensor parallelism: give compile=True and tensor > 1"
             )
-        if self.loop_holds == "logits" and self.loss == "chunked":
+        if self.loss == "chunked" and (self.compile_loss or self.loop_holds == "logits"):
+            what = "loop_holds='logits'" if self.loop_holds == "logits" else "compile_loss"
             raise ShardingError(
-                "loop_holds='logits' needs whole logits, but loss='chunked' never has them: give loss='whole'"
-            )
-        if self.compile_loss and self.loss == "chunked":
-            raise ShardingError(
-                "compile_loss needs whole logits, but loss='chunked' never has them: give loss='whole'"
+                f"{what} needs whole logits, but loss='chunked' never has them: give loss='whole'"
             )
         if self.compile_loss and self.tensor > 1:
             raise ShardingError(
@@ -232,12 +227,9 @@ def _check_dimensions(setup: Setup) -> None:
             f"schedule={setup.schedule!r} with stages={setup.stages}: Interleaved1F1B needs more than one"
             " stage on each rank, other schedules exactly one"
         )
-    if setup.schedule == "GPipe" and setup.pipeline == 1:
-        raise ShardingError(
-            "schedule='GPipe' needs a pipeline: give pipeline (--pipeline) of more than 1 rank"
-        )
-    if setup.stages > 1 and setup.pipeline == 1:
-        raise ShardingError("stages > 1 needs a pipeline: give pipeline (--pipeline) of more than 1 rank")
+    if setup.pipeline == 1 and (setup.schedule == "GPipe" or setup.stages > 1):
+        what = "stages > 1" if setup.stages > 1 else "schedule='GPipe'"
+        raise ShardingError(f"{what} needs a pipeline: give pipeline (--pipeline) of more than 1 rank")
     if setup.length % setup.ulysses:
         raise ShardingError(
             f"ulysses={setup.ulysses} does not divide sequence={setup.length}: choose one of its divisors"
@@ -282,13 +274,12 @@ def changed(setup: Setup, changes: dict[str, Any]) -> Setup:
             f"setup must be a shardwise.planner.Setup, got a {type(setup).__name__}: give Setup(ranks=8), or"
             " its fields by name, ranks=8"
         )
-    known = {one.name for one in fields(setup)}
-    _check_names(Setup, sorted(changes.keys() - known))
+    _check_names(Setup, changes)
     return replace(setup, **changes)
 
 
-def _check_names(kind: type, unknown: list[str]) -> None:
-    if unknown:
+def _check_names(kind: type, given: dict[str, Any]) -> None:
+    if unknown := sorted(given.keys() - _hints(kind).keys()):
         known = ", ".join(_hints(kind))
         raise ShardingError(f"{kind.__name__} has no field {', '.join(unknown)}: its fields are {known}")
 
@@ -358,11 +349,10 @@ def _made(kind: Any, value: Any) -> Any:
 def _dataclass(kind: Any, value: Any) -> Any:
     if not isinstance(value, dict):
         raise ShardingError(f"{kind.__name__} is read from a JSON object of its fields, got {value!r}")
-    hints = _hints(kind)
-    _check_names(kind, sorted(value.keys() - hints.keys()))
+    _check_names(kind, value)
     needed = [one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
     if missing := [name for name in needed if name not in value]:
         raise ShardingError(f"{kind.__name__} needs {', '.join(missing)}, which the JSON does not have")
-    made = kind(**{name: _made(hints[name], one) for name, one in value.items()})
+    made = kind(**{name: _made(_hints(kind)[name], one) for name, one in value.items()})
     _check_types(made)
     return made

@@ -82,8 +82,7 @@ def shard(module: nn.Module, model: Model, setup: Setup, mesh: DeviceMesh) -> No
         for block in blocks[1::2] if setup.checkpointing == "alternate" else blocks:
             recompute(block, selective=setup.checkpointing == "selective")
     options = options_of(setup, mesh)
-    units = [*blocks, *(model.ends(module) if setup.ends_apart else [])]
-    for unit in units:
+    for unit in [*blocks, *(model.ends(module) if setup.ends_apart else [])]:
         fully_shard(unit, **options)
     fully_shard(module, **options | {"reshard_after_forward": None})
 
@@ -93,16 +92,18 @@ def shard_experts(module: nn.Module, setup: Setup, mesh: DeviceMesh) -> None:
     fully_shard(module, **options_of(setup, mesh)).set_gradient_divide_factor(setup.ranks)
 
 
-def options_of(setup: Setup, mesh: DeviceMesh | None = None) -> dict[str, Any]:
+def options_of(setup: Setup, mesh: DeviceMesh) -> dict[str, Any]:
     """Return the arguments of `fully_shard`."""
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, setup.param_dtype), reduce_dtype=getattr(torch, setup.reduce_dtype)
     )
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "layout": setup.layout}
-    options["reshard_after_forward"] = setup.reshard
-    if setup.strategy is not None:
-        options["strategy"] = setup.strategy
-    return options
+    return {
+        "mesh": mesh,
+        "mp_policy": policy,
+        "layout": setup.layout,
+        "strategy": setup.strategy,
+        "reshard_after_forward": setup.reshard,
+    }
 
 
 def recompute(block: nn.Module, *, selective: bool) -> None:

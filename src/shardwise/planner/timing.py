@@ -119,9 +119,8 @@ def time_of(recording: Recording, hardware: Hardware, accumulation: int, *, piec
             elif event.stream == COMPUTATION and isinstance(event, Compute) and event.flops:
                 end = tensor.multiplied(begin, takes)
             clocks[event.stream] = end
-            known = spans.get(
-                (event.stream, place), Span(event.stream, place.phase, place.layer, begin, 0, 0)
-            )
+            new = Span(event.stream, place.phase, place.layer, begin, 0, 0)
+            known = spans.get((event.stream, place), new)
             busy, issued = known.busy + takes, known.host + issues
             spans[event.stream, place] = replace(known, end=end, busy=busy, host=issued)
         elif isinstance(event, Record):
@@ -139,8 +138,11 @@ def time_of(recording: Recording, hardware: Hardware, accumulation: int, *, piec
 
 def host_bound(times: Times) -> Iterator[str]:
     """Yield phases of groups that take the host longer to issue than the device to run, with both times."""
+    groups: dict[tuple[str, int | None], list[Span]] = {}
+    for span in times.spans:
+        groups.setdefault((span.phase, span.layer), []).append(span)
     found: dict[tuple[str, bool], list[tuple[float, float]]] = {}
-    for (phase, layer), of in _by_group(times).items():
+    for (phase, layer), of in groups.items():
         host, busy = sum(span.host for span in of), max(span.busy for span in of)
         if host > busy and phase in ("forward", "backward"):
             found.setdefault((phase, layer is None), []).append((host, busy))
@@ -148,13 +150,6 @@ def host_bound(times: Times) -> Iterator[str]:
         host, busy = (sum(times) / len(both) for times in zip(*both, strict=True))
         what = "the first and last modules" if around else f"{len(both)} blocks"
         yield f"{phase} of {what}: the host takes {1e3 * host:.2f} ms to issue {1e3 * busy:.2f} ms of work"
-
-
-def _by_group(times: Times) -> dict[tuple[str, int | None], list[Span]]:
-    groups: dict[tuple[str, int | None], list[Span]] = {}
-    for span in times.spans:
-        groups.setdefault((span.phase, span.layer), []).append(span)
-    return groups
 
 
 def seconds_of(event: Compute | Send, hardware: Hardware) -> float:
@@ -170,9 +165,8 @@ def compute_seconds(event: Compute, hardware: Hardware) -> float:
         return seconds
     peak = hardware.peak_flops.get(event.dtype, min(hardware.peak_flops.values()))
     if "attention" in event.name:
-        efficiency = hardware.attention_efficiency / (
-            1 + hardware.attention_half * event.nbytes / event.flops
-        )
+        shorter = 1 + hardware.attention_half * event.nbytes / event.flops
+        efficiency = hardware.attention_efficiency / shorter
     else:
         efficiency = hardware.matmul_efficiency * event.flops / (event.flops + hardware.matmul_half_flops)
     return max(seconds, event.flops / (peak * efficiency))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from shardwise.planner.events import (
@@ -56,17 +56,6 @@ class Pattern(NamedTuple):
     period: int = 1
 
 
-@dataclass
-class _Loop:
-    """Consecutive segments: one for each block, up or down; or a single one that does not repeat."""
-
-    segments: list[Segment]
-
-    @property
-    def repeats(self) -> bool:
-        return len(self.segments) > 1
-
-
 def unroll(small: Recording, large: Recording, layers: int, *, instead: Recording | None = None) -> Recording:
     """Return the recording of the same model with `layers` blocks.
 
@@ -84,8 +73,8 @@ def unroll(small: Recording, large: Recording, layers: int, *, instead: Recordin
     growths: dict[int, list[Any]] = {}
     window = _window(small, large)
     for one, other in zip(loops, more, strict=True):
-        theirs = {segment.place.layer: segment for segment in other.segments}
-        for segment in one.segments:
+        theirs = {segment.place.layer: segment for segment in other}
+        for segment in one:
             layer = segment.place.layer
             if layer is not None and layer >= window.stop:
                 layer += len(window)
@@ -93,7 +82,7 @@ def unroll(small: Recording, large: Recording, layers: int, *, instead: Recordin
                 raise NotRegular(f"{segment.place}: something else with {large.layers} blocks")
             pairs = zip(segment.events, theirs[layer].events, strict=True)
             growths[id(segment)] = [_growth(mine, its) for mine, its in pairs]
-    made = _unrolled(small, loops, growths, large)
+    made = _unrolled(small, loops, growths, large, large.layers)
     for mine, theirs in zip(_words(made), _words(large), strict=False):
         if mine != theirs:
             place = (mine if theirs == "the end" else theirs)[0]
@@ -118,14 +107,15 @@ def _window(small: Recording, large: Recording) -> range:
     return range(begin, begin + period)
 
 
-def _loops(recording: Recording) -> Iterator[_Loop]:
+def _loops(recording: Recording) -> Iterator[list[Segment]]:
+    """Yield consecutive segments: one for each block, up or down; or a single one that does not repeat."""
     run: list[Segment] = []
     for segment in [*recording.segments, None]:
         if run and (segment is None or not _follows(run, segment)):
             if len(run) == recording.layers:
-                yield _Loop(run)
+                yield run
             else:
-                yield from (_Loop([one]) for one in run)
+                yield from ([one] for one in run)
             run = []
         if segment is not None:
             run.append(segment)
@@ -156,9 +146,8 @@ def _grown(event: Event, growth: Any, times: int) -> Event:
     if isinstance(event, Allocate):
         event.memory.nbytes += growth * times
     elif isinstance(event, Send):
-        return event._replace(
-            collective=replace(event.collective, bytes=event.collective.bytes + growth * times)
-        )
+        call = event.collective
+        return event._replace(collective=replace(call, bytes=call.bytes + growth * times))
     return event
 
 
@@ -196,27 +185,22 @@ def grown(small: Recording, large: Recording, times: int) -> Recording:
 
 
 def _unrolled(
-    small: Recording,
-    loops: list[_Loop],
-    growths: dict[int, list[Any]],
-    large: Recording,
-    layers: int | None = None,
+    small: Recording, loops: list[list[Segment]], growths: dict[int, list[Any]], large: Recording, layers: int
 ) -> Recording:
     window = _window(small, large)
-    layers = layers or large.layers
     times, rest = divmod(layers - small.layers, len(window))
     assert not rest, (small.layers, large.layers, layers)
     copier = _Copier(window, times, _births(loops), growths)
     segments = []
     for number, loop in enumerate(loops):
-        if not loop.repeats:
-            segments.append(copier.copy_single(loop, number))
+        if len(loop) == 1:
+            segments.append(copier.copy_single(loop[0], number))
             continue
-        ordered = sorted(loop.segments, key=lambda segment: segment.place.layer or 0)
+        ordered = sorted(loop, key=lambda segment: segment.place.layer or 0)
         copies = list(zip(ordered[: window.stop], range(window.stop), strict=True))
         copies += [(ordered[i], i + n * len(window)) for n in range(1, times + 1) for i in window]
         copies += [(ordered[i], i + copier.more) for i in range(window.stop, small.layers)]
-        if loop.segments[0] is not ordered[0]:
+        if loop[0] is not ordered[0]:
             copies.reverse()
         segments += [copier.copy(segment, number, layer) for segment, layer in copies]
     parameters = small.parameters + times * (large.parameters - small.parameters)
@@ -225,10 +209,10 @@ def _unrolled(
     return replace(small, layers=layers, segments=segments, parameters=parameters, gathered_parameters=each)
 
 
-def _births(loops: list[_Loop]) -> dict[int, Birth]:
+def _births(loops: list[list[Segment]]) -> dict[int, Birth]:
     births: dict[int, Birth] = {}
     for number, loop in enumerate(loops):
-        for segment in loop.segments:
+        for segment in loop:
             for kind in (Allocate, Record):
                 new = [event for event in segment.events if isinstance(event, kind)]
                 births |= {id(one[0]): (number, segment.place.layer, kind, i) for i, one in enumerate(new)}
@@ -245,8 +229,7 @@ class _Copier:
         self.more = times * len(window)
         self.made: dict[Birth, Any] = {}
 
-    def copy_single(self, loop: _Loop, number: int) -> Segment:
-        (segment,) = loop.segments
+    def copy_single(self, segment: Segment, number: int) -> Segment:
         layer = segment.place.layer
         return self.copy(segment, number, None if layer is None else layer + self._shift(layer))
 

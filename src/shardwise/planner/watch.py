@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -31,26 +33,22 @@ def watching(recorder: Recorder, streams: bool) -> Iterator[None]:
         streams: give the library streams, as an accelerator has them.
     """
     watcher = _Watcher(recorder)
-    watched: list[tuple[Any, str, Callable[[Method], Method]]] = [
-        (FSDPState, "pre_forward", watcher.pre_forward),
-        (FSDPState, "post_forward", watcher.post_forward),
-        (FSDPState, "pre_backward", watcher.pre_backward),
-        (FSDPState, "post_backward", lambda original: original),
-        (FSDPState, "reduce", watcher.reduce),
-        (FSDPState, "end_of_backward", watcher.end_of_backward),
-        (ParamGroup, "reshard", watcher.reshard),
-        (ParamGroup, "unshard", watcher.unshard),
-        (adamw8bit, "_initial_state", watcher.initial_state),
-    ]
-    originals = [(kind, name, getattr(kind, name)) for kind, name, _ in watched]
-    for kind, name, wrap in watched:
-        setattr(kind, name, _inside(recorder, wrap(getattr(kind, name))))
-    try:
-        with hearing(recorder, streams):
-            yield
-    finally:
-        for kind, name, original in originals:
-            setattr(kind, name, original)
+    with ExitStack() as stack:
+        for kind, name, around in (
+            (FSDPState, "pre_forward", watcher.pre_forward),
+            (FSDPState, "post_forward", watcher.post_forward),
+            (FSDPState, "pre_backward", watcher.pre_backward),
+            (FSDPState, "post_backward", operator.call),
+            (FSDPState, "reduce", watcher.reduce),
+            (FSDPState, "end_of_backward", watcher.end_of_backward),
+            (ParamGroup, "reshard", watcher.reshard),
+            (ParamGroup, "unshard", watcher.unshard),
+            (adamw8bit, "_initial_state", watcher.initial_state),
+        ):
+            method = _inside(recorder, partial(around, getattr(kind, name)))
+            stack.enter_context(mock.patch.object(kind, name, method))
+        stack.enter_context(hearing(recorder, streams))
+        yield
 
 
 def _inside(recorder: Recorder, method: Method) -> Method:
@@ -65,91 +63,68 @@ def _inside(recorder: Recorder, method: Method) -> Method:
 
 
 class _Watcher:
+    """Each method but `layer` is called instead of a method of the library, which is its first argument."""
+
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.names: dict[int, int | str] = {}  # of groups: their block's number, or their module's name
 
     def layer(self, state: FSDPState) -> int | None:
-        layers = [self.recorder.layer_of.get(id(ref())) for ref in state.modules]
-        return layers[0]
+        return self.recorder.layer_of.get(id(state.modules[0]()))
 
-    def pre_forward(self, original: Method) -> Method:
-        def pre_forward(state: FSDPState, *args: Any) -> Any:
-            layer = self.layer(state)
-            for group in state.groups:
-                if layer is not None:
-                    self.names[id(group)] = layer
-            if self.recorder.place.phase == "forward" and layer is not None:
+    def pre_forward(self, original: Method, state: FSDPState, *args: Any) -> Any:
+        layer = self.layer(state)
+        if layer is not None:
+            self.names |= {id(group): layer for group in state.groups}
+            if self.recorder.place.phase == "forward":
                 self.recorder.go(layer=layer, after=False)  # blocks may run again
-            return original(state, *args)
+        return original(state, *args)
 
-        return pre_forward
+    def post_forward(self, original: Method, state: FSDPState, *args: Any) -> Any:
+        result = original(state, *args)
+        if self.recorder.place.phase == "forward" and self.layer(state) == self.recorder.last:
+            self.recorder.go(layer=None, after=True)
+        return result
 
-    def post_forward(self, original: Method) -> Method:
-        def post_forward(state: FSDPState, *args: Any) -> Any:
-            result = original(state, *args)
-            if self.recorder.place.phase == "forward" and self.layer(state) == self.recorder.last:
-                self.recorder.go(layer=None, after=True)
-            return result
+    def pre_backward(
+        self, original: Method, state: FSDPState, ending: Sequence[tuple[FSDPState, Any]], grad: Any
+    ) -> Any:
+        for one, _ in ending:  # still in its own block
+            one.post_backward()
+        recorder, layer = self.recorder, self.layer(state)
+        # If a root returns its last block's output, this is the block's backward.
+        of_last = layer is None and bool(state.below) and recorder.place.layer == recorder.last
+        if not of_last and (layer is not None or recorder.place.layer is not None):
+            recorder.go(layer=layer, after=False)
+        return original(state, (), grad)
 
-        return post_forward
+    def end_of_backward(self, original: Method, state: FSDPState) -> None:
+        self.recorder.go(phase="end of backward", layer=None, after=False)
+        original(state)
 
-    def pre_backward(self, original: Method) -> Method:
-        def pre_backward(state: FSDPState, ending: Sequence[tuple[FSDPState, Any]], grad: Any) -> Any:
-            for one, _ in ending:  # still in its own block
-                one.post_backward()
-            recorder, layer = self.recorder, self.layer(state)
-            # If a root returns its last block's output, this is the block's backward.
-            of_last = layer is None and bool(state.below) and recorder.place.layer == recorder.last
-            if not of_last and (layer is not None or recorder.place.layer is not None):
-                recorder.go(layer=layer, after=False)
-            return original(state, (), grad)
+    def reshard(self, original: Method, group: ParamGroup) -> None:
+        if self.recorder.place.phase == "end of backward":
+            layer = self.names.get(id(group))
+            self.recorder.by_layer(layer if isinstance(layer, int) else None)
+        original(group)
 
-        return pre_backward
+    def reduce(self, original: Method, state: FSDPState, *args: Any, **kwargs: Any) -> Any:
+        if state.groups:
+            self.recorder.group = self.names.get(id(state.groups[0]), state.groups[0].name)
+        with self.recorder.in_block(self.layer(state)):
+            return original(state, *args, **kwargs)
 
-    def end_of_backward(self, original: Method) -> Method:
-        def end_of_backward(state: FSDPState) -> None:
-            self.recorder.go(phase="end of backward", layer=None, after=False)
-            original(state)
+    def initial_state(self, original: Method, param: Tensor, **options: Any) -> Any:
+        """Make state that counts for its parameter's block."""
+        layer = self.recorder.owner_of([_compat.local_of(param)])
+        self.recorder.by_layer(layer)
+        made = original(param, **options)
+        self.recorder.by_layer(layer)
+        return made
 
-        return end_of_backward
-
-    def reshard(self, original: Method) -> Method:
-        def reshard(group: ParamGroup) -> None:
-            if self.recorder.place.phase == "end of backward":
-                layer = self.names.get(id(group))
-                self.recorder.by_layer(layer if isinstance(layer, int) else None)
-            original(group)
-
-        return reshard
-
-    def reduce(self, original: Method) -> Method:
-        def reduce(state: FSDPState, *args: Any, **kwargs: Any) -> Any:
-            if state.groups:
-                self.recorder.group = self.names.get(id(state.groups[0]), state.groups[0].name)
-            with self.recorder.in_block(self.layer(state)):
-                return original(state, *args, **kwargs)
-
-        return reduce
-
-    def initial_state(self, original: Method) -> Method:
-        """Wrap the code that makes state, so that state counts for its parameter's block."""
-
-        def initial_state(param: Tensor, **options: Any) -> Any:
-            layer = self.recorder.owner_of([_compat.local_of(param)])
-            self.recorder.by_layer(layer)
-            made = original(param, **options)
-            self.recorder.by_layer(layer)
-            return made
-
-        return initial_state
-
-    def unshard(self, original: Method) -> Method:
-        def unshard(group: ParamGroup, **kwargs: Any) -> None:
-            self.recorder.group = self.names.get(id(group), group.name)
-            original(group, **kwargs)
-
-        return unshard
+    def unshard(self, original: Method, group: ParamGroup, **kwargs: Any) -> None:
+        self.recorder.group = self.names.get(id(group), group.name)
+        original(group, **kwargs)
 
 
 class Stream:

@@ -24,11 +24,13 @@ def move_program(program: ExportedProgram, device_type: str) -> None:
         other = isinstance(value, Tensor) and _compat.is_fake(value) and not _is_on(value.device, wanted)
         return _fake_on(value, wanted) if other else value
 
+    def renamed(argument: Any) -> Any:
+        return wanted if isinstance(argument, torch.device) else argument
+
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             if node.op == "call_function":
-                node.args = map_aggregate(node.args, lambda x: _renamed(x, wanted))
-                node.kwargs = map_aggregate(node.kwargs, lambda x: _renamed(x, wanted))
+                node.args, node.kwargs = map_aggregate((node.args, node.kwargs), renamed)
             if "val" in node.meta:
                 node.meta["val"] = map_aggregate(node.meta["val"], moved)
     program.graph_module.recompile()
@@ -83,10 +85,6 @@ def _fake_on(tensor: Any, device: torch.device) -> Tensor:
     shape, dtype, trained = tensor.shape, tensor.dtype, tensor.requires_grad
     strided = torch.empty_strided(shape, tensor.stride(), dtype=dtype, device="meta", requires_grad=trained)
     return _compat.FakeTensor(tensor.fake_mode, strided, device)
-
-
-def _renamed(argument: Any, wanted: torch.device) -> Any:
-    return wanted if isinstance(argument, torch.device) else argument
 
 
 def _is_on(device: torch.device, wanted: torch.device) -> bool:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.export import ExportedProgram
 
 from shardwise.graph.nodes import kind_of
@@ -126,7 +125,11 @@ def explain(program: ExportedProgram) -> Explanation:
         record["world_size"],
         record["group"],
         tuple(rows),
-        tuple(_collectives(program.graph)),
+        tuple(
+            CollectiveRow(kind, _bytes(node.meta.get("val")), (calls_of(node) or [""])[-1], node.name)
+            for node in program.graph.nodes
+            if (kind := kind_of(node)) is not None
+        ),
         tuple(GatherRow(**each) for each in record.get("gathers", ())),
     )
 
@@ -136,16 +139,9 @@ def counts(program: ExportedProgram) -> dict[str, int]:
     return dict(Counter(kind for node in program.graph.nodes if (kind := kind_of(node)) is not None))
 
 
-def _collectives(graph: fx.Graph) -> Iterator[CollectiveRow]:
-    for node in graph.nodes:
-        kind = kind_of(node)
-        if kind is None:
-            continue
-        value = node.meta.get("val")
-        sizes = list(value.shape) if isinstance(value, Tensor) else []
-        known = isinstance(value, Tensor) and all(isinstance(size, int) for size in sizes)
-        size = math.prod(sizes) * value.element_size() if known else None
-        yield CollectiveRow(kind, size, (calls_of(node) or [""])[-1], node.name)
+def _bytes(value: Any) -> int | None:
+    known = isinstance(value, Tensor) and all(isinstance(size, int) for size in value.shape)
+    return value.nbytes if known else None
 
 
 def _text(placement: Any, rank: int) -> str:

@@ -30,7 +30,7 @@ from shardwise.graph.nodes import kind_of
 from shardwise.tensor_parallel.heads import column_ranges
 from shardwise.tensor_parallel.nodes import args_of, name_of, nbytes, op_of, several
 from shardwise.tensor_parallel.partition import Parameter, Partition, Value
-from shardwise.tensor_parallel.placement import REPLICATE, Partial, Placement, Split, hint, local_shape
+from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Placement, Split, hint, local_shape
 from shardwise.tensor_parallel.program import Whole, at_first_use, build, output, outputs
 from shardwise.tensor_parallel.state import fake_mode_of
 
@@ -57,7 +57,7 @@ class Use:
     Attributes:
         before: states of its inputs.
         after: the same inputs' states afterwards, and the result's.
-        collectives: kind, and bytes that each rank sends.
+        collectives: kind, and bytes that each rank sends: the minimum that the collective needs.
         flops: of rank 0, which has the largest share.
         placed: for each input that is a parameter first used here: its place, and the bytes by rank.
     """
@@ -283,7 +283,8 @@ class _Exploration:
         ]
         calls = [node for node in p.graph.nodes if node.op == "call_function"]
         kinds = [(kind, node) for node in calls if (kind := kind_of(node)) is not None]
-        sent = tuple((kind, _sent(node, kind, self.ranks)) for kind, node in kinds)
+        whole = [(kind, nbytes(node if kind == GATHER else args_of(node)[0])) for kind, node in kinds]
+        sent = tuple((kind, sent_bytes(kind, size, ranks=self.ranks)) for kind, size in whole)
         return Use(before, after, sent, sum(map(_flops, calls)), tuple(placed))
 
 
@@ -299,19 +300,14 @@ def _state_of(p: Partition, x: fx.Node) -> tuple[State, _Local]:
     """Return the state in which the partition leaves `x`, and rank 0's value in it."""
     value, parameter = p.values[x], p.parameters.get(x)
     placement = value.placement if parameter is None else parameter.placement
-    sent = {
+    sent = {  # where moving it needs communication
         target: made.meta["val"]
         for (source, target), made in p._moved.items()
-        if source is x and _was_sent(placement, target)
+        if source is x and (placement == PARTIAL or (isinstance(placement, Split) and target == REPLICATE))
     }
     style = None if parameter is None else parameter.style
     local = value.node.meta.get("val") if isinstance(value.node, fx.Node) else value.node
     return State(placement, frozenset(sent), style), _Local(local, sent)
-
-
-def _was_sent(source: Any, target: Placement) -> bool:
-    """Return whether moving a value from `source` to `target` needs communication."""
-    return isinstance(source, Partial) or (isinstance(source, Split) and target == REPLICATE)
 
 
 def _metadata(x: fx.Node) -> Any:
@@ -332,11 +328,6 @@ def _share(parameter: fx.Node, placement: Placement, rank: int) -> int:
     """Return the bytes of a parameter that a rank holds."""
     shape: list[int] = local_shape(placement, _sizes(parameter), rank)
     return math.prod(shape) * int(parameter.meta["val"].element_size())
-
-
-def _sent(node: fx.Node, kind: str, ranks: int) -> int:
-    """Return the bytes that each rank sends: the minimum that the collective needs."""
-    return sent_bytes(kind, nbytes(node if kind == GATHER else args_of(node)[0]), ranks=ranks)
 
 
 def _flops(node: fx.Node) -> int:

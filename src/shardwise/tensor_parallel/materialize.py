@@ -81,7 +81,8 @@ def materialize(
                 made[name] = made[tied_to]
                 continue
             before = _store(program, name)[name]
-            names = [name, *_sharers(record, name)]
+            others = ((x, {x, each["tied"]}) for x, each in record["parameters"].items() if x != name)
+            names = [name, *(other for other, tensors in others if (tied_to or name) in tensors)]
             found = chain(map(given, names), (source(asked[each]) for each in names))
             read = next(filter(None, found), None)
             if read is None:
@@ -117,15 +118,6 @@ def _refuse(checkpoint: Any, missing: list[str], wrong: list[str]) -> None:
 def _store(program: ExportedProgram, name: str) -> dict[str, Any]:
     found: dict[str, Any] = program.state_dict if name in program.state_dict else program.constants
     return found
-
-
-def _sharers(record: dict[str, Any], name: str) -> list[str]:
-    first = record["parameters"][name]["tied"] or name
-    return [
-        other
-        for other, entry in record["parameters"].items()
-        if other != name and first in (other, entry["tied"])
-    ]
 
 
 # ------------------------------------------------------------ reading

@@ -163,10 +163,6 @@ def cache_bytes(program: ExportedProgram) -> int:
 # ------------------------------------------------------------ what is exported
 
 
-def _changes(rope_type: str) -> bool:
-    return "dynamic" in rope_type or rope_type == "longrope"
-
-
 @contextmanager
 def _fixed_frequencies(model: nn.Module, longest: int) -> Iterator[None]:
     """Fix rotary frequencies for `longest` tokens, if the model would choose them at each call.
@@ -180,7 +176,8 @@ def _fixed_frequencies(model: nn.Module, longest: int) -> Iterator[None]:
         for name, module in model.named_modules():
             kinds = getattr(module, "rope_type", None)
             by_layer = kinds if isinstance(kinds, dict) else {"": kinds}
-            chosen = {key: kind for key, kind in by_layer.items() if kind and _changes(kind)}
+            named = {key: kind for key, kind in by_layer.items() if kind}
+            chosen = {key: kind for key, kind in named.items() if "dynamic" in kind or kind == "longrope"}
             for key, kind in chosen.items():
                 asked = module.config.rope_parameters
                 asked = asked[key] if key else asked

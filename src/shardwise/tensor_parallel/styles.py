@@ -63,15 +63,12 @@ class RowwiseParallel(_Parallel):
     """
 
 
+@dataclass(eq=False, kw_only=True)
 class SequenceParallel:
     """The module's parameters stay whole; its outputs are cut along `sequence_dim`, which must be static."""
 
-    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = True) -> None:
-        self.sequence_dim = sequence_dim
-        self.use_local_output = use_local_output
-
-    def __repr__(self) -> str:
-        return f"SequenceParallel(sequence_dim={self.sequence_dim})"
+    sequence_dim: int = 1
+    use_local_output: bool = field(default=True, repr=False)
 
 
 class Replicate:
@@ -150,25 +147,27 @@ def plan_of(
                 for module in _matching_modules(asked, parameters, modules):
                     moved[place].setdefault(module, []).append((asked, layout))
             continue
+        by_tensor = callable(entry) and not inspect.isclass(entry) and not _kind(entry)
         for name in _matching(asked, parameters):
-            found = _style_for(entry, name, parameters[name], asked)
-            if found is not None:
-                styles.setdefault(name, []).append((asked, found))
+            found = entry(name, parameters[name]) if by_tensor else entry
+            if found is not None or not by_tensor:
+                style = style_of(found, asked=f"{asked} ({name})" if by_tensor else asked)
+                styles.setdefault(name, []).append((asked, style))
     for name, claims in styles.items():
         asked, style = _decide(name, claims)
         if style.kind != REPLICATED:
             plan.styles[name] = style.kind
         if style.outputs is not None:
             moved["outputs"].setdefault(name.rpartition(".")[0], []).append((asked, style.outputs))
-    plan.inputs = {module: _decide(module, claims)[1] for module, claims in moved["inputs"].items()}
-    plan.outputs = {module: _decide(module, claims)[1] for module, claims in moved["outputs"].items()}
+    plan.inputs, plan.outputs = (
+        {module: _decide(module, claims)[1] for module, claims in each.items()} for each in moved.values()
+    )
     _check_dims(plan, parameters)
     return plan
 
 
-_Claims = dict[
-    str, list[tuple[str, Any]]
-]  # by parameter or module: the entries that match it, and what each asks for
+# by parameter or module: the entries that match it, and what each asks for
+_Claims = dict[str, list[tuple[str, Any]]]
 
 
 def _decide(name: str, claims: list[tuple[str, Any]]) -> tuple[str, Any]:
@@ -278,13 +277,6 @@ def _layout(layout: Any, *, asked: str) -> Layout:
         f"the strategy for {asked!r} has the layout {layout!r}; expected Replicate() or Shard(dim) from"
         " torch.distributed.tensor"
     )
-
-
-def _style_for(entry: Any, name: str, tensor: Tensor, asked: str) -> Style | None:
-    if callable(entry) and not inspect.isclass(entry) and not _kind(entry):
-        found = entry(name, tensor)
-        return None if found is None else style_of(found, asked=f"{asked} ({name})")
-    return style_of(entry, asked=asked)
 
 
 def _matching(asked: str, names: Collection[str]) -> list[str]:

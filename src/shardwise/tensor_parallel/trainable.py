@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.export import ExportedProgram
 
 from shardwise.errors import ShardingError, here
+from shardwise.layout.placement import EvenShard
 from shardwise.tensor_parallel.package import bind
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split, normal
 from shardwise.tensor_parallel.state import placement_from_json, record_of
@@ -64,12 +65,9 @@ def trainable(program: ExportedProgram, mesh: DeviceMesh) -> fx.GraphModule:
 def _as_dtensor(placement: Placement, shape: torch.Size, name: str) -> Shard | Replicate:
     if not isinstance(placement, Split):
         return Replicate()
-    count = shape[placement.dim]
-    step = -(-count // len(placement.ranges))
-    chunks = [
-        (min(rank * step, count), min((rank + 1) * step, count)) for rank in range(len(placement.ranges))
-    ]
-    for rank, (held, chunk) in enumerate(zip(placement.ranges, chunks, strict=True)):
+    for rank, held in enumerate(placement.ranges):
+        box = EvenShard(placement.dim).box(shape, rank=rank, ranks=len(placement.ranges))
+        chunk = box.offsets[placement.dim], box.ends[placement.dim]
         if held != normal([chunk]):
             raise ShardingError(
                 f"{here()}: rank {rank} holds {list(held)} of dim {placement.dim} of {name}, {tuple(shape)},"

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, export, fx, nn
+from torch import export, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 
@@ -275,7 +275,8 @@ def enter(plan: Plan, graph: fx.Graph, signature: ExportGraphSignature) -> Moves
             if layout == REPLICATED:  # users that need it whole gather it themselves
                 continue
             entering = dict.fromkeys(x for node in own for x in node.all_input_nodes if x not in own)
-            given = [x for x in entering if _is_activation(x, signature)]
+            made = [x for x in entering if x.op == "call_function" or x.target in signature.user_inputs]
+            given = [x for x in made if is_tensor(x) and x.meta["val"].is_floating_point()]
             if len(given) != 1:
                 raise ShardingError(
                     f"cannot move the input of {module}: it takes {len(given)} tensors"
@@ -312,13 +313,6 @@ def _calls(graph: fx.Graph, module: str, what: str) -> list[list[fx.Node]]:
             " called, or a pass dropped nn_module_stack); remove its layouts"
         )
     return list(calls.values())
-
-
-def _is_activation(node: fx.Node, signature: ExportGraphSignature) -> bool:
-    """Return whether `node` is a floating-point tensor that is computed or given by the caller."""
-    value = node.meta.get("val")
-    made = node.op == "call_function" or str(node.target) in signature.user_inputs
-    return made and isinstance(value, Tensor) and value.is_floating_point()
 
 
 def move(p: Partition, node: fx.Node, module: str, layout: Layout) -> None:
