@@ -214,7 +214,8 @@ def _start(
         recorder.by_layer(None)
         recorder.owner = None
         recorder.see(pipe.received + pipe.gradients)
-        recorder.own(pipe.received + pipe.gradients, ACTIVATIONS)
+        for tensors in pipe.received + pipe.gradients:
+            recorder.own(tensors, ACTIVATIONS)
 
 
 def _step(

@@ -154,7 +154,7 @@ def _as_linear(node: fx.Node, name: str) -> _Call | None:
     while name == "bmm" and op_of(right) in ("view", "expand", "reshape", "unsqueeze"):
         right = right.args[0]
     weight = _transposed(right)
-    if weight is None or not all(map(_is_vector, bias)):
+    if weight is None or not all(isinstance(b, fx.Node) and b.meta["val"].ndim == 1 for b in bias):
         return None
     return aten.linear.default, (x, weight, *bias)
 
@@ -222,5 +222,3 @@ def _transposed(node: Any) -> fx.Node | None:
     return source if is_matrix and len(node.meta["val"].shape) == 2 else None
 
 
-def _is_vector(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.meta["val"].ndim == 1

@@ -148,7 +148,7 @@ class _Pass:
         """Return the whole value `x` for own operations, of which `user` is the first."""
         if x in self.shared:
             return self.shared[x]
-        source = _seen_as(x)
+        source: Any = x.args[0] if _compat.is_operator(x.target) and op_of(x) in _VIEWS else None
         if source in self.flows:
             here = self._replicated(source, user)
             with self.p.graph.inserting_before(user):
@@ -206,11 +206,6 @@ class _Pass:
     def _note(self, made: fx.Node, node: fx.Node) -> None:
         self.flows.add(made)
         name_source(made, node)
-
-
-def _seen_as(node: fx.Node) -> Any:
-    """Return the value that `node` is another view of."""
-    return node.args[0] if _compat.is_operator(node.target) and op_of(node) in _VIEWS else None
 
 
 def _is_value(node: Any) -> bool:
