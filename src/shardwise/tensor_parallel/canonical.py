@@ -220,5 +220,3 @@ def _transposed(node: Any) -> fx.Node | None:
     fused = source.args[0].args[0] if source.target is operator.getitem else source
     is_matrix = fused.op == "placeholder" and source.meta["val"].ndim == 2
     return source if is_matrix and len(node.meta["val"].shape) == 2 else None
-
-
