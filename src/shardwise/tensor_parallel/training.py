@@ -16,7 +16,6 @@ as running statistics, so these reads use a copy.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, fx
@@ -226,13 +225,11 @@ def _is_everywhere(p: Partition, node: fx.Node, at: Split) -> bool:
 
 def _repeated(at: Split, rank: int) -> tuple[list[int], int]:
     """Return `pieces` and `total` of `operators.repeated` for the elements that several ranks have."""
-    edges = sorted({edge for held in at.ranges for interval in held for edge in interval})
     pieces: list[int] = []
     total = 0
-    for begin, end in pairwise(edges):
-        holders = [any(b <= begin and end <= e for b, e in held) for held in at.ranges]
-        if sum(holders) > 1:
-            if holders[rank]:
+    for begin, end, holders in at.holders():
+        if len(holders) > 1:
+            if rank in holders:
                 pieces += (at.on_rank(rank, begin), end - begin, total)
             total += end - begin
     return pieces, total
