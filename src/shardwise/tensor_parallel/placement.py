@@ -83,10 +83,12 @@ class Split:
 
     def once(self) -> Split:
         """Return every element on the first of the ranks that have it."""
+        if self.disjoint:
+            return self
         ranges: list[list[Interval]] = [[] for _ in self.ranges]
         for begin, end, ranks in self.holders():
             ranges[ranks[0]].append((begin, end))
-        return self if self.disjoint else Split(self.dim, tuple(map(normal, ranges)))
+        return Split(self.dim, tuple(map(normal, ranges)))
 
     def holders(self) -> Iterator[tuple[int, int, list[int]]]:
         """Yield intervals of which the same ranks hold every element, in order, and these ranks."""
