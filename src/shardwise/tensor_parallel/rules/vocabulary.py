@@ -307,23 +307,16 @@ def loss_weights(weight: Tensor | None, index: Tensor, skipped: Tensor, dtype: t
 
 @aten_rule("embedding")
 def embedding(p: Partition, node: fx.Node) -> None:
-    weight, ids, *rest = args_of(node)
+    weight, ids, padding, by_count, sparse = arguments_of(node).values()
     parameter = p.parameters.get(weight)
     cut = None if parameter is None else parameter.placement
     if parameter is not None and parameter.style is not None and not isinstance(cut, Split):
         cut = p.evenly(weight, int(parameter.style == "column"))
     if not isinstance(cut, Split):
         return p.follow(node, {ids: range(len(p.shape(ids)))})
-    if cut.dim == 0:
-        return _by_rows(p, node, cut, *rest)
-    return p.locally(node, {weight: cut}, cut.on(len(p.shape(node)) - 1))
-
-
-def _by_rows(
-    p: Partition, node: fx.Node, cut: Split, padding: Any = -1, by_count: Any = False, sparse: Any = False
-) -> None:
-    """Look up, on each rank, the ids whose rows it has; other ids give zeros."""
-    weight, ids = args_of(node)[:2]
+    if cut.dim == 1:
+        return p.locally(node, {weight: cut}, cut.on(len(p.shape(node)) - 1))
+    # look up, on each rank, the ids whose rows it has; other ids give zeros
     own = among_own(p, weight, cut)
     # an extra row of zeros for ids of other ranks: if this rank has no row, or uses of rows are counted
     more = int(not own.count or by_count)
