@@ -84,10 +84,12 @@ class _Pass:
             if isinstance(value.node, fx.Node) and not isinstance(value.placement, tuple)
         }
         self.cut = {
-            p.values[parameter.node].node: parameter.placement
+            p.values[parameter.node].node: at
             for parameter in p.parameters.values()
-            if isinstance(parameter.placement, Split)
-            and not _is_everywhere(p, parameter.node, parameter.placement)
+            if isinstance(at := parameter.placement, Split)
+            and any(
+                held != ((0, p.shape(parameter.node)[at.dim]),) for held in at.ranges
+            )  # not all everywhere
         }
         self.buffers = {
             spec.arg.name: spec.target
@@ -216,11 +218,6 @@ def _has_gradient(node: Any) -> bool:
     """Return whether `node` has a value of a dtype that can have gradients."""
     values = several(node.meta.get("val")) if isinstance(node, fx.Node) else ()
     return any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
-
-
-def _is_everywhere(p: Partition, node: fx.Node, at: Split) -> bool:
-    """Return whether every rank has all of a parameter that is cut."""
-    return all(held == ((0, p.shape(node)[at.dim]),) for held in at.ranges)
 
 
 def _repeated(at: Split, rank: int) -> tuple[list[int], int]:
