@@ -110,7 +110,8 @@ class _Pass:
                 self._call(node)
         for node in inputs:
             if self.buffers.get(node.name) in self.written and self._is_saved(node):
-                self._copied(node, nodes[len(inputs)])
+                # the program writes to it at its end, before backward: its readers get a copy
+                self._after(node, nodes[len(inputs)], ops.unwritten.default)
 
     def is_cut(self, node: fx.Node) -> bool:
         """Return whether `node` gives an own value, whatever its inputs are."""
@@ -196,13 +197,6 @@ class _Pass:
     def _is_saved(self, buffer: fx.Node) -> bool:
         """Return whether backward may need the value that an operation read from `buffer` or a view of it."""
         return any(user in self.flows or (is_view(user) and self._is_saved(user)) for user in buffer.users)
-
-    def _copied(self, buffer: fx.Node, before: fx.Node) -> None:
-        """Copy `buffer` for its readers: the program writes to it at its end, before backward."""
-        with self.p.graph.inserting_before(before):
-            made = self.p.emit(ops.unwritten.default, buffer)
-        name_source(made, buffer)
-        buffer.replace_all_uses_with(made, lambda user: user is not made)
 
     def _note(self, made: fx.Node, node: fx.Node) -> None:
         self.flows.add(made)
