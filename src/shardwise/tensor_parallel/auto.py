@@ -299,9 +299,7 @@ def _flow(costs: list[float], rows: list[_Row], space: Space, prices: Prices) ->
     left: dict[fx.Node, dict[State, list[int]]] = {}  # value, state: the variables that leave it so
     for index, group in enumerate(space.decisions):
         for value, by_style in group.states:
-            of_value = left.setdefault(value, {})
-            for style, state in enumerate(by_style):
-                of_value.setdefault(state, []).append(index * len(STYLES) + style)
+            left[value] = _by_state(range(index * len(STYLES), (index + 1) * len(STYLES)), by_style)
     for step in space.steps:
         variables = range(len(costs), len(costs) + len(step.uses))
         costs += [prices.of(use) for use in step.uses]
