@@ -87,9 +87,7 @@ class _Pass:
             p.values[parameter.node].node: at
             for parameter in p.parameters.values()
             if isinstance(at := parameter.placement, Split)
-            and any(
-                held != ((0, p.shape(parameter.node)[at.dim]),) for held in at.ranges
-            )  # not all everywhere
+            and set(at.ranges) != {((0, p.shape(parameter.node)[at.dim]),)}  # some rank lacks some of it
         }
         self.buffers = {
             spec.arg.name: spec.target
