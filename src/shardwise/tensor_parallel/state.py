@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -169,12 +170,10 @@ def _examples(value: Any, device: torch.device) -> Any:
 def _name_sources(graph: fx.Graph) -> None:
     """Attribute nodes that move a value to the module that made it."""
     for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        for name in ("nn_module_stack", "stack_trace"):
-            before = next((x.meta[name] for x in node.all_input_nodes if name in x.meta), None)
-            if before is not None:
-                node.meta.setdefault(name, before)
+        before = node.all_input_nodes if node.op == "call_function" else ()
+        for name, x in product(("nn_module_stack", "stack_trace"), before):
+            if name in x.meta:
+                node.meta.setdefault(name, x.meta[name])
 
 
 def _signature(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSignature:
