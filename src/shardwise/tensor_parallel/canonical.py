@@ -80,27 +80,25 @@ def _normalize(graph: fx.Graph, node: fx.Node) -> None:
         graph.erase_node(node)
         return
     _positional(node)
-    if name == "copy":
-        _as_copied(graph, node)
-        return
     x = node.args[0] if node.args else None
-    if name in _NOTHING and isinstance(x, fx.Node) and _same_shape(node, x):
-        node.replace_all_uses_with(x)
-        graph.erase_node(node)
-        return
-    found = _as_linear(node, name) or _as_matmul(node, name) or _as_logarithm(graph, node, name)
-    found = found or _as_heads(graph, node)
-    if found is None:
-        return
-    with graph.inserting_before(node):
-        made = graph.call_function(*found)
-    made.meta = dict(node.meta)
+    if name == "copy":
+        made = _as_copied(graph, node)
+    elif name in _NOTHING and isinstance(x, fx.Node) and _same_shape(node, x):
+        made = x
+    else:
+        found = _as_linear(node, name) or _as_matmul(node, name) or _as_logarithm(graph, node, name)
+        found = found or _as_heads(graph, node)
+        if found is None:
+            return
+        with graph.inserting_before(node):
+            made = graph.call_function(*found)
+        made.meta = dict(node.meta)
     node.replace_all_uses_with(made)
     graph.erase_node(node)
 
 
-def _as_copied(graph: fx.Graph, node: fx.Node) -> None:
-    """Make users of `copy(x, y)` use y."""
+def _as_copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Return y, in the dtype and shape of `copy(x, y)`."""
     x, y, *_ = node.args
     assert isinstance(x, fx.Node)
     assert isinstance(y, fx.Node)
@@ -113,8 +111,7 @@ def _as_copied(graph: fx.Graph, node: fx.Node) -> None:
         if not _same_shape(node, made):
             made = graph.call_function(aten.expand_as.default, (made, x))
             made.meta = dict(node.meta)
-    node.replace_all_uses_with(made)
-    graph.erase_node(node)
+    return made
 
 
 def _positional(node: fx.Node) -> None:
