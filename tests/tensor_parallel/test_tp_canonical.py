@@ -28,7 +28,7 @@ def test_a_copy_into_another_dtype_or_shape_is_converted_and_no_other(
     module, x = Copies(shape, dtype), torch.randn(3)
     made = export(module, (x,)).run_decompositions({}).graph_module
     (copy,) = [node for node in made.graph.nodes if node.target is torch.ops.aten.copy.default]
-    _as_copied(made.graph, copy)
+    copy.replace_all_uses_with(_as_copied(made.graph, copy))
     made.recompile()
     torch.testing.assert_close(made(x)[0], module(x))
     added = {node.target for node in made.graph.nodes if node.op == "call_function"}

@@ -236,35 +236,26 @@ class _Solved:
     gap: float
 
 
-class _Program:
-    """An integer program being built: variables with costs, and sparse rows of constraints."""
+_Row = tuple[Mapping[int, float], float, float]  # a constraint: factors of variables; bounds of their sum
 
-    def __init__(self, costs: list[float]) -> None:
-        self.costs = costs
-        self.entries: list[tuple[int, int, float]] = []
-        self.lower: list[float] = []
-        self.upper: list[float] = []
 
-    def add(self, entries: Mapping[int, float], lower: float, upper: float) -> None:
-        self.entries += [(len(self.lower), column, value) for column, value in entries.items()]
-        self.lower.append(lower)
-        self.upper.append(upper)
-
-    def solved(self, objective: Any, *, integers: int, upper: Any) -> Any:
-        """Minimise `objective`; the first `integers` variables are integers, all between 0 and `upper`."""
-        optimize, sparse = (
-            from_extra("tp", f"scipy.{name}", what="choosing tensor-parallel styles")
-            for name in ("optimize", "sparse")
-        )
-        row, column, value = zip(*self.entries, strict=True)
-        matrix = sparse.coo_array((value, (row, column)), shape=(len(self.lower), len(self.costs))).tocsr()
-        return optimize.milp(
-            objective,
-            integrality=np.arange(len(objective)) < integers,
-            bounds=optimize.Bounds(0, upper),
-            constraints=optimize.LinearConstraint(matrix, np.array(self.lower), np.array(self.upper)),
-            options={"mip_rel_gap": 0.0},
-        )
+def _minimum(objective: Any, rows: Sequence[_Row], *, integers: int, upper: Any) -> Any:
+    """Minimise `objective`; the first `integers` variables are integers, all between 0 and `upper`."""
+    optimize, sparse = (
+        from_extra("tp", f"scipy.{name}", what="choosing tensor-parallel styles")
+        for name in ("optimize", "sparse")
+    )
+    factors, lowest, highest = zip(*rows, strict=True)
+    entries = ((value, row, column) for row, each in enumerate(factors) for column, value in each.items())
+    value, *places = zip(*entries, strict=True)
+    matrix = sparse.coo_array((value, tuple(places)), shape=(len(rows), len(objective))).tocsr()
+    return optimize.milp(
+        objective,
+        integrality=np.arange(len(objective)) < integers,
+        bounds=optimize.Bounds(0, upper),
+        constraints=optimize.LinearConstraint(matrix, np.array(lowest), np.array(highest)),
+        options={"mip_rel_gap": 0.0},
+    )
 
 
 def _solve(
@@ -274,21 +265,22 @@ def _solve(
     started = time.perf_counter()
     count = len(STYLES)
     integers = count * len(space.decisions)
-    program = _Program([0.0] * integers)
-    for index in range(len(space.decisions)):
-        program.add({index * count + style: 1.0 for style in range(count)}, 1, 1)
-    held = _flow(program, space, prices)
+    costs = [0.0] * integers
+    rows: list[_Row] = [
+        (dict.fromkeys(range(first, first + count), 1.0), 1, 1) for first in range(0, integers, count)
+    ]
+    held = _flow(costs, rows, space, prices)
     if budget is not None:
         for rank in range(space.ranks):
             bytes_of_uses = {u: float(each[rank]) for u, each in held.items()}
-            program.add(bytes_of_uses, -np.inf, budget - space.always_held)
-    objective = np.array(program.costs)
+            rows.append((bytes_of_uses, -np.inf, budget - space.always_held))
+    objective = np.array(costs)
     objective *= _SCALE / (objective.max() or 1.0)
     objective[:integers] += _PREFERENCE / max(1, integers) * (np.arange(integers) % count)
-    upper = np.ones(len(program.costs))
+    upper = np.ones(len(costs))
     for index, style in (forced or {}).items():
         upper[[index * count + s for s, name in enumerate(STYLES) if name != style]] = 0
-    found = program.solved(objective, integers=integers, upper=upper)
+    found = _minimum(objective, rows, integers=integers, upper=upper)
     if found.x is None:
         return None
     chosen = found.x[:integers].reshape(-1, count).argmax(1)
@@ -298,8 +290,8 @@ def _solve(
     return _Solved(tuple(STYLES[s] for s in chosen), uses, time.perf_counter() - started, gap)
 
 
-def _flow(program: _Program, space: Space, prices: Prices) -> dict[int, tuple[int, ...]]:
-    """Add a variable for each use of each step; values are taken in the states in which they were left.
+def _flow(costs: list[float], rows: list[_Row], space: Space, prices: Prices) -> dict[int, tuple[int, ...]]:
+    """Add the cost of each use of each step; values are taken in the states in which they were left.
 
     Returns, for each variable, the bytes that ranks hold because of it.
     """
@@ -307,21 +299,19 @@ def _flow(program: _Program, space: Space, prices: Prices) -> dict[int, tuple[in
     left: dict[fx.Node, dict[State, list[int]]] = {}  # value, state: the variables that leave it so
     for index, group in enumerate(space.decisions):
         for value, by_style in group.states:
-            of_value = left.setdefault(value, {})
-            for style, state in enumerate(by_style):
-                of_value.setdefault(state, []).append(index * len(STYLES) + style)
+            left[value] = _by_state(range(index * len(STYLES), (index + 1) * len(STYLES)), by_style)
     for step in space.steps:
-        variables = range(len(program.costs), len(program.costs) + len(step.uses))
-        program.costs += [prices.of(use) for use in step.uses]
+        variables = range(len(costs), len(costs) + len(step.uses))
+        costs += [prices.of(use) for use in step.uses]
         held.update((u, use.held) for u, use in zip(variables, step.uses, strict=True) if use.held)
         several = [place for place, value in enumerate(step.inputs) if value in left]
         if not several:  # inputs come in one state each
-            program.add(dict.fromkeys(variables, 1.0), 1, 1)
+            rows.append((dict.fromkeys(variables, 1.0), 1, 1))
         for place in several:
             meets = _by_state(variables, [use.before[place] for use in step.uses])
             for state, leaving in left[step.inputs[place]].items():
                 row = dict.fromkeys(leaving, 1.0) | dict.fromkeys(meets.get(state, ()), -1.0)
-                program.add(row, 0, 0)
+                rows.append((row, 0, 0))
         for place, value in enumerate(step.leaves):
             after = _by_state(variables, [use.after[place] for use in step.uses])
             left.pop(value, None)

@@ -24,7 +24,7 @@ from torch.export import ExportedProgram
 
 from shardwise import _compat
 from shardwise.tensor_parallel.heads import order_of
-from shardwise.tensor_parallel.nodes import args_of, op_of
+from shardwise.tensor_parallel.nodes import args_of, is_impure, op_of
 from shardwise.tensor_parallel.placement import groups, hint, same_size
 
 aten: Any = torch.ops.aten
@@ -62,9 +62,7 @@ def canonical(program: ExportedProgram) -> fx.Graph:
         for user in list(node.users) if _is_late(node) else ():
             with graph.inserting_before(user):
                 user.replace_input_with(node, graph.node_copy(node))
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not _has_effects(node):
-            graph.erase_node(node)
+    graph.eliminate_dead_code(is_impure)
     return graph
 
 
@@ -76,38 +74,31 @@ def _is_late(node: fx.Node) -> bool:
     return _transposed(node) is not None or (source is not node and op_of(source).endswith("log_softmax"))
 
 
-def _has_effects(node: fx.Node) -> bool:
-    schema = _compat.schema(node.target)
-    return schema is None or schema.is_mutable or "assert" in schema.name or "_c10d" in schema.name
-
-
 def _normalize(graph: fx.Graph, node: fx.Node) -> None:
     name = op_of(node)
     if name in _DROPPED:
         graph.erase_node(node)
         return
     _positional(node)
-    if name == "copy":
-        _as_copied(graph, node)
-        return
     x = node.args[0] if node.args else None
-    if name in _NOTHING and isinstance(x, fx.Node) and _same_shape(node, x):
-        node.replace_all_uses_with(x)
-        graph.erase_node(node)
-        return
-    found = _as_linear(node, name) or _as_matmul(node, name) or _as_logarithm(graph, node, name)
-    found = found or _as_heads(graph, node)
-    if found is None:
-        return
-    with graph.inserting_before(node):
-        made = graph.call_function(*found)
-    made.meta = dict(node.meta)
+    if name == "copy":
+        made = _as_copied(graph, node)
+    elif name in _NOTHING and isinstance(x, fx.Node) and _same_shape(node, x):
+        made = x
+    else:
+        found = _as_linear(node, name) or _as_matmul(node, name) or _as_logarithm(graph, node, name)
+        found = found or _as_heads(graph, node)
+        if found is None:
+            return
+        with graph.inserting_before(node):
+            made = graph.call_function(*found)
+        made.meta = dict(node.meta)
     node.replace_all_uses_with(made)
     graph.erase_node(node)
 
 
-def _as_copied(graph: fx.Graph, node: fx.Node) -> None:
-    """Make users of `copy(x, y)` use y."""
+def _as_copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Return y, in the dtype and shape of `copy(x, y)`."""
     x, y, *_ = node.args
     assert isinstance(x, fx.Node)
     assert isinstance(y, fx.Node)
@@ -120,8 +111,7 @@ def _as_copied(graph: fx.Graph, node: fx.Node) -> None:
         if not _same_shape(node, made):
             made = graph.call_function(aten.expand_as.default, (made, x))
             made.meta = dict(node.meta)
-    node.replace_all_uses_with(made)
-    graph.erase_node(node)
+    return made
 
 
 def _positional(node: fx.Node) -> None:
@@ -227,5 +217,3 @@ def _transposed(node: Any) -> fx.Node | None:
     fused = source.args[0].args[0] if source.target is operator.getitem else source
     is_matrix = fused.op == "placeholder" and source.meta["val"].ndim == 2
     return source if is_matrix and len(node.meta["val"].shape) == 2 else None
-
-

@@ -117,11 +117,12 @@ class Space:
 
     def strategies(self, styles: Sequence[str]) -> dict[str, str]:
         """Return the style by parameter, for all parameters to be cut."""
-        found = {}
-        for group, style in zip(self.decisions, styles, strict=True):
-            if style != STYLES[0]:
-                found.update(dict.fromkeys((*group.names, *group.vectors), style))
-        return found
+        return {
+            name: style
+            for group, style in zip(self.decisions, styles, strict=True)
+            for name in (*group.names, *group.vectors)
+            if style != STYLES[0]
+        }
 
     def held(self, uses: Sequence[Use], names: Sequence[str] | None = None) -> tuple[int, ...]:
         """Return bytes by rank of the parameters `names`, or of all and the buffers, given steps' uses."""

@@ -39,6 +39,14 @@ def is_tensor(x: Any) -> bool:
     return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), Tensor)
 
 
+def is_impure(node: fx.Node) -> bool:
+    """Return whether `node` must stay in its graph even if nothing uses it."""
+    if node.op in ("placeholder", "output"):
+        return True
+    schema = _compat.schema(node.target)
+    return schema is not None and bool(schema.is_mutable or "assert" in schema.name)
+
+
 def nbytes(node: fx.Node) -> int:
     """Return the bytes of a node's tensor; unknown sizes count as at export."""
     value: Any = node.meta["val"]

@@ -40,62 +40,6 @@ def _sum(x: Tensor, group: str) -> Tensor:
     return total
 
 
-@torch.library.custom_op("shardwise::replicated", mutates_args=())
-def replicated(x: Tensor, group: str) -> Tensor:
-    """Return a copy of `x`, which is equal on every rank; its gradient is the sum of the ranks' gradients."""
-    return x.clone()
-
-
-@torch.library.custom_op("shardwise::repeated", mutates_args=())
-def repeated(x: Tensor, dim: int, pieces: Sequence[int], total: int, group: str) -> Tensor:
-    """Return a copy of `x`; gradients of elements that several ranks hold are summed over these ranks.
-
-    Args:
-        x: this rank's part of a parameter that is cut along `dim`.
-        pieces: for each interval of the dim that other ranks also hold: its begin, its size, and its begin
-            among all elements that several ranks hold.
-        total: number of elements of the dim that several ranks hold.
-        group: the ranks.
-    """
-    return x.clone()
-
-
-@torch.library.custom_op("shardwise::once", mutates_args=())
-def once(x: Tensor, rank: int) -> Tensor:
-    """Return a copy of `x`; rank 0 passes the gradient on, the others pass zeros."""
-    return x.clone()
-
-
-@torch.library.custom_op("shardwise::summed", mutates_args=())
-def summed(term: Tensor, total: Tensor) -> Tensor:
-    """Return a copy of `total`, the sum of all ranks' `term`."""
-    return total.clone()
-
-
-@torch.library.custom_op("shardwise::gathered", mutates_args=())
-def gathered(part: Tensor, whole: Tensor, rank: int) -> Tensor:
-    """Return a copy of `whole`, the concatenation along dim 0 of all ranks' `part`, all of one size."""
-    return whole.clone()
-
-
-@torch.library.custom_op("shardwise::scattered", mutates_args=())
-def scattered(term: Tensor, share: Tensor, ranks: int, group: str) -> Tensor:
-    """Return a copy of `share`: this rank's part, of `ranks` along dim 0, of the sum of all `term`s."""
-    return share.clone()
-
-
-@torch.library.custom_op("shardwise::unwritten", mutates_args=())
-def unwritten(x: Tensor) -> Tensor:
-    """Return a copy of `x`; for a plain clone, torch.compile would save the original, which is written to."""
-    return x.clone()
-
-
-@torch.library.custom_op("shardwise::untrainable", mutates_args=())
-def untrainable(x: Tensor) -> Tensor:
-    """Return a copy of `x` without a gradient: backward raises ShardingError."""
-    return x.clone()
-
-
 @torch.library.custom_op("shardwise::refused", mutates_args=())
 def refused(gradient: Tensor) -> Tensor:
     """Raise ShardingError; an operator, so that it raises when it runs and not when it is traced."""
@@ -106,8 +50,11 @@ def refused(gradient: Tensor) -> Tensor:
     )
 
 
-def _add_backward(op: Any, backward: Callable[..., Tensor], *, copies: int = 0) -> None:
-    """Register `backward` for `op`, which copies its input at `copies`; only the first input has a gradient.
+refused.register_fake(torch.empty_like)
+
+
+def _copy(schema: str, backward: Callable[..., Tensor], *, copies: int = 0) -> Any:
+    """Return an operator that copies its input at `copies`; only its first input has a gradient.
 
     `backward` gets the result's gradient, the first input's shape, and the inputs that are not tensors.
     """
@@ -116,10 +63,16 @@ def _add_backward(op: Any, backward: Callable[..., Tensor], *, copies: int = 0) 
         ctx.known = inputs[0].shape, *(x for x in inputs[1:] if not isinstance(x, Tensor))
         ctx.others = (None,) * (len(inputs) - 1)
 
+    def copied(*inputs: Any) -> Any:
+        return inputs[copies].clone()
+
+    name, bracket, rest = schema.partition("(")
+    op = torch.library.custom_op(f"shardwise::{name}", copied, mutates_args=(), schema=bracket + rest)
     op.register_fake(lambda *inputs: torch.empty_like(inputs[copies]))
     op.register_autograd(
         lambda ctx, gradient: (backward(gradient, *ctx.known), *ctx.others), setup_context=keep
     )
+    return op
 
 
 def _sum_shared(
@@ -147,14 +100,29 @@ def _all_parts(gradient: Tensor, shape: torch.Size, ranks: int, group: str) -> T
     return parts
 
 
-_add_backward(replicated, lambda gradient, _, group: _sum(gradient, group))
-_add_backward(repeated, _sum_shared)
-_add_backward(once, lambda gradient, _, rank: gradient if rank == 0 else torch.zeros_like(gradient))
-_add_backward(unwritten, lambda gradient, _: gradient)
-_add_backward(untrainable, lambda gradient, _: refused(gradient))
-_add_backward(summed, lambda gradient, _: gradient, copies=1)
-_add_backward(gathered, lambda gradient, own, rank: gradient.narrow(0, rank * own[0], own[0]), copies=1)
-_add_backward(scattered, _all_parts, copies=1)
-refused.register_fake(torch.empty_like)
+replicated = _copy(
+    "replicated(Tensor x, str group) -> Tensor", lambda gradient, _, group: _sum(gradient, group)
+)
+# pieces: of each interval of the dim that other ranks also hold, its begin, its size, and its begin among all
+# the `total` elements that several ranks hold
+repeated = _copy(
+    "repeated(Tensor x, SymInt dim, SymInt[] pieces, SymInt total, str group) -> Tensor", _sum_shared
+)
+once = _copy(
+    "once(Tensor x, SymInt rank) -> Tensor",
+    lambda gradient, _, rank: gradient if rank == 0 else torch.zeros_like(gradient),
+)
+summed = _copy("summed(Tensor term, Tensor total) -> Tensor", lambda gradient, _: gradient, copies=1)
+gathered = _copy(
+    "gathered(Tensor part, Tensor whole, SymInt rank) -> Tensor",
+    lambda gradient, own, rank: gradient.narrow(0, rank * own[0], own[0]),
+    copies=1,
+)
+scattered = _copy(
+    "scattered(Tensor term, Tensor share, SymInt ranks, str group) -> Tensor", _all_parts, copies=1
+)
+# for a plain clone, torch.compile would save the original, which is written to
+unwritten = _copy("unwritten(Tensor x) -> Tensor", lambda gradient, _: gradient)
+untrainable = _copy("untrainable(Tensor x) -> Tensor", lambda gradient, _: refused(gradient))
 
 ops: Any = torch.ops.shardwise  # as graphs call them: `ops.replicated.default`

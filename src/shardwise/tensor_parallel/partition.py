@@ -69,14 +69,6 @@ class Parameter:
     placement: Placement | None = None
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """A value that is cut, gathered because `user` takes it whole."""
-
-    value: fx.Node
-    user: fx.Node
-
-
 @dataclass
 class Partition:
     """The program of `rank` of `ranks`, being built."""
@@ -90,7 +82,7 @@ class Partition:
     values: dict[fx.Node, Value] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     building: fx.Node | None = None  # the operation whose rule runs; None when the plan moves a value
-    gathers: list[Gathered] = field(default_factory=list)  # by operations
+    gathers: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)  # cut values; who takes them whole
     later: dict[fx.Node, Any] = field(default_factory=dict)  # `rules.vocabulary` finishes it when first taken
     row_sums: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of gradients, along the dim they are cut
     _moved: dict[tuple[fx.Node, Placement], fx.Node] = field(default_factory=dict)
@@ -232,8 +224,9 @@ class Partition:
         if node in self.later:
             self.later.pop(node).finish()
         parameter = self.parameters.get(node)
-        if parameter is not None and parameter.placement is None:
-            self._place(parameter, placement)
+        if parameter is not None and parameter.placement is None:  # cut as its first user wants it
+            stays = isinstance(placement, Partial) or parameter.style is None
+            self.hold(parameter, REPLICATE if stays else placement)
         value = self.values[node]
         if value.placement == placement:
             return value.node
@@ -263,12 +256,6 @@ class Partition:
 
     # ------------------------------------------------------------ moving
 
-    def _place(self, parameter: Parameter, placement: Placement) -> None:
-        """Cut a parameter as its first user wants it."""
-        if isinstance(placement, Partial) or (parameter.style is None and placement != REPLICATE):
-            placement = REPLICATE
-        self.hold(parameter, placement)
-
     def hold(self, parameter: Parameter, placement: Placement) -> None:
         """Put a parameter at `placement`."""
         parameter.placement = placement
@@ -297,7 +284,7 @@ class Partition:
                 return self.inside(whole, source, target)
             if not self.is_gathered(node):
                 self._moved[node, REPLICATE] = self.all_gather(whole, source)
-                self.gathers += [] if user is None else [Gathered(node, user)]
+                self.gathers += [] if user is None else [(node, user)]
             whole = self._moved[node, REPLICATE]
         return self.cut(whole, target) if isinstance(target, Split) else whole
 

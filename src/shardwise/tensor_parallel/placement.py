@@ -11,7 +11,7 @@ projection; key heads that several ranks share; ranks that hold nothing::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -85,13 +85,18 @@ class Split:
         """Return every element on the first of the ranks that have it."""
         if self.disjoint:
             return self
-        taken: list[Interval] = []
-        ranges = []
-        for held in self.ranges:
-            own = [piece for interval in held for piece in _without(interval, taken)]
-            ranges.append(normal(own))
-            taken += own
-        return Split(self.dim, tuple(ranges))
+        ranges: list[list[Interval]] = [[] for _ in self.ranges]
+        for begin, end, ranks in self.holders():
+            ranges[ranks[0]].append((begin, end))
+        return Split(self.dim, tuple(map(normal, ranges)))
+
+    def holders(self) -> Iterator[tuple[int, int, list[int]]]:
+        """Yield intervals of which the same ranks hold every element, in order, and these ranks."""
+        edges = sorted({edge for held in self.ranges for interval in held for edge in interval})
+        for begin, end in pairwise(edges):
+            ranks = [r for r, held in enumerate(self.ranges) if any(b <= begin < e for b, e in held)]
+            if ranks:
+                yield begin, end, ranks
 
     def inside(self, other: Split) -> bool:
         """Return whether every rank that holds `other` holds all of this."""
@@ -134,17 +139,6 @@ def normal(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
         elif begin < end:
             joined.append((begin, end))
     return tuple(joined)
-
-
-def _without(interval: Interval, taken: Sequence[Interval]) -> list[Interval]:
-    """Return the parts of `interval` outside of all of `taken`."""
-    begin, end = interval
-    found = []
-    for b, e in sorted(taken):
-        if begin < min(b, end):
-            found.append((begin, min(b, end)))
-        begin = max(begin, e)
-    return [*found, (begin, end)] if begin < end else found
 
 
 def regroup(at: Split, old: Sequence[Any], new: Sequence[Any]) -> Split | None:

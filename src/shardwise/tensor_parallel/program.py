@@ -181,8 +181,7 @@ def build(p: Partition, node: fx.Node, *, strict: bool = False) -> None:
 
 def _replicate(p: Partition, node: fx.Node, *, strict: bool) -> None:
     """Run an operation without a rule on whole inputs."""
-    cut = [x for x in node.all_input_nodes if x in p.values and p.values[x].placement != REPLICATE]
-    cut = [x for x in cut if is_tensor(x)]
+    cut = [x for x in node.all_input_nodes if is_tensor(x) and p.placement(x) != REPLICATE]
     if cut:
         what = f"{name_of(node)} ({node.name}, {line_of(node)}) has no tensor-parallel rule"
         size = sum(map(nbytes, cut))

@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 from unittest import mock
 
@@ -112,21 +113,17 @@ def cut_steps(
         strategies: by names within the model.
         fill: gives the prefill's weights values if the model has none, for example by `materialize`.
     """
-
-    def cut(program: ExportedProgram, plan: Any, sharing: ExportedProgram | None) -> ExportedProgram:
-        return tensor_parallel_transformation(
-            program, rank, world_size, device_type, plan, group_name=group_name, sharing=sharing
-        )
-
+    cut = partial(tensor_parallel_transformation, group_name=group_name)
+    asked = rank, world_size, device_type
     if not isinstance(strategies, str):
         strategies = {f"model.{name}": style for name, style in strategies.items()}
-    prefill = cut(whole[0], strategies, None)
+    prefill = cut(whole[0], *asked, strategies)
     fill(prefill)
     if isinstance(strategies, str):
         strategies = record_of(prefill)["strategies"]
         if rank == 0:
             warnings.warn(choice(prefill), stacklevel=2)
-    return prefill, cut(whole[1], strategies, prefill)
+    return prefill, cut(whole[1], *asked, strategies, sharing=prefill)
 
 
 def choice(program: ExportedProgram) -> str:

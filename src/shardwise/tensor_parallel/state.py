@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.export.graph_signature import ConstantArgument, ExportGraphSignature
 from shardwise import _compat
 from shardwise.errors import ShardingError
 from shardwise.tensor_parallel.device import as_is, here_for
+from shardwise.tensor_parallel.nodes import is_impure
 from shardwise.tensor_parallel.partition import Partition
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split, local_shape
 from shardwise.tensor_parallel.styles import Plan
@@ -130,7 +132,7 @@ def program_of(
     `gathers` are those that nothing asked for, as JSON, for the record. Tensors of `sharing` are shared.
     """
     graph = partition.graph
-    graph.eliminate_dead_code(_is_impure)
+    graph.eliminate_dead_code(is_impure)
     _name_sources(graph)
     state, constants = _shards(program, partition, sharing)
     module = fx.GraphModule(program.graph_module, graph)
@@ -168,12 +170,10 @@ def _examples(value: Any, device: torch.device) -> Any:
 def _name_sources(graph: fx.Graph) -> None:
     """Attribute nodes that move a value to the module that made it."""
     for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        for name in ("nn_module_stack", "stack_trace"):
-            before = next((x.meta[name] for x in node.all_input_nodes if name in x.meta), None)
-            if before is not None:
-                node.meta.setdefault(name, before)
+        before = node.all_input_nodes if node.op == "call_function" else ()
+        for name, x in product(("nn_module_stack", "stack_trace"), before):
+            if name in x.meta:
+                node.meta.setdefault(name, x.meta[name])
 
 
 def _signature(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSignature:
@@ -191,13 +191,6 @@ def _argument(known: Any, value: Any) -> Any:
     if isinstance(value, fx.Node):
         return replace(known, name=value.name)
     return known if isinstance(known, ConstantArgument) else ConstantArgument(name="", value=value)
-
-
-def _is_impure(node: fx.Node) -> bool:
-    if node.op in ("placeholder", "output"):
-        return True
-    schema = _compat.schema(node.target)
-    return schema is not None and bool(schema.is_mutable or "assert" in schema.name)
 
 
 # ------------------------------------------------------------ the record

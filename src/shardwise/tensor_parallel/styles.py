@@ -19,7 +19,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -279,30 +279,22 @@ def _layout(layout: Any, *, asked: str) -> Layout:
     )
 
 
-def _matching(asked: str, names: Iterable[str]) -> list[str]:
+def _matching(asked: str, names: Collection[str]) -> list[str]:
     """Return the parameters that `asked` matches: by name, by their module's name, or as a pattern."""
-    known = list(names)
-    matching = [
-        name
-        for name in known
-        if asked in (name, module := name.rpartition(".")[0])
-        or fnmatch.fnmatchcase(module, asked)
-        or fnmatch.fnmatchcase(name, asked)
-    ]
-    return matching or _no_match(asked, known)
-
-
-def _matching_modules(asked: str, names: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """Return the modules that `asked` matches, including those that only contain modules."""
-    known = dict.fromkeys(
-        ".".join(parts[:depth])
-        for name in names
-        for parts in [name.split(".")]
-        for depth in range(len(parts))
-    )
-    known.update(dict.fromkeys(modules))
-    matching = [module for module in known if module == asked or fnmatch.fnmatchcase(module, asked)]
+    matching = [name for name in names if _fits(asked, name) or _fits(asked, name.rpartition(".")[0])]
     return matching or _no_match(asked, list(names))
+
+
+def _matching_modules(asked: str, names: Collection[str], modules: Iterable[str]) -> list[str]:
+    """Return the modules that `asked` matches, including those that only contain modules."""
+    split = [name.split(".") for name in names]
+    within = (".".join(parts[:depth]) for parts in split for depth in range(len(parts)))
+    matching = [module for module in dict.fromkeys([*within, *modules]) if _fits(asked, module)]
+    return matching or _no_match(asked, list(names))
+
+
+def _fits(asked: str, name: str) -> bool:
+    return name == asked or fnmatch.fnmatchcase(name, asked)
 
 
 def _no_match(asked: str, names: list[str]) -> list[str]:

@@ -16,7 +16,6 @@ as running statistics, so these reads use a copy.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, fx
@@ -85,10 +84,10 @@ class _Pass:
             if isinstance(value.node, fx.Node) and not isinstance(value.placement, tuple)
         }
         self.cut = {
-            p.values[parameter.node].node: parameter.placement
+            p.values[parameter.node].node: at
             for parameter in p.parameters.values()
-            if isinstance(parameter.placement, Split)
-            and not _is_everywhere(p, parameter.node, parameter.placement)
+            if isinstance(at := parameter.placement, Split)
+            and set(at.ranges) != {((0, p.shape(parameter.node)[at.dim]),)}  # some rank lacks some of it
         }
         self.buffers = {
             spec.arg.name: spec.target
@@ -109,7 +108,8 @@ class _Pass:
                 self._call(node)
         for node in inputs:
             if self.buffers.get(node.name) in self.written and self._is_saved(node):
-                self._copied(node, nodes[len(inputs)])
+                # the program writes to it at its end, before backward: its readers get a copy
+                self._after(node, nodes[len(inputs)], ops.unwritten.default)
 
     def is_cut(self, node: fx.Node) -> bool:
         """Return whether `node` gives an own value, whatever its inputs are."""
@@ -196,13 +196,6 @@ class _Pass:
         """Return whether backward may need the value that an operation read from `buffer` or a view of it."""
         return any(user in self.flows or (is_view(user) and self._is_saved(user)) for user in buffer.users)
 
-    def _copied(self, buffer: fx.Node, before: fx.Node) -> None:
-        """Copy `buffer` for its readers: the program writes to it at its end, before backward."""
-        with self.p.graph.inserting_before(before):
-            made = self.p.emit(ops.unwritten.default, buffer)
-        name_source(made, buffer)
-        buffer.replace_all_uses_with(made, lambda user: user is not made)
-
     def _note(self, made: fx.Node, node: fx.Node) -> None:
         self.flows.add(made)
         name_source(made, node)
@@ -219,20 +212,13 @@ def _has_gradient(node: Any) -> bool:
     return any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
 
 
-def _is_everywhere(p: Partition, node: fx.Node, at: Split) -> bool:
-    """Return whether every rank has all of a parameter that is cut."""
-    return all(held == ((0, p.shape(node)[at.dim]),) for held in at.ranges)
-
-
 def _repeated(at: Split, rank: int) -> tuple[list[int], int]:
     """Return `pieces` and `total` of `operators.repeated` for the elements that several ranks have."""
-    edges = sorted({edge for held in at.ranges for interval in held for edge in interval})
     pieces: list[int] = []
     total = 0
-    for begin, end in pairwise(edges):
-        holders = [any(b <= begin and end <= e for b, e in held) for held in at.ranges]
-        if sum(holders) > 1:
-            if holders[rank]:
+    for begin, end, holders in at.holders():
+        if len(holders) > 1:
+            if rank in holders:
                 pieces += (at.on_rank(rank, begin), end - begin, total)
             total += end - begin
     return pieces, total

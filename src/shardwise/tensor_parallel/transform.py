@@ -23,7 +23,7 @@ from shardwise.tensor_parallel import training as gradients
 from shardwise.tensor_parallel.auto import best
 from shardwise.tensor_parallel.exploring import explore
 from shardwise.tensor_parallel.nodes import calls_of, is_tensor, line_of, modules_of, name_of, nbytes
-from shardwise.tensor_parallel.partition import Gathered, Partition, Value, aten
+from shardwise.tensor_parallel.partition import Partition, Value, aten
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split, even
 from shardwise.tensor_parallel.program import Whole, at_first_use, build, output, outputs, read
 from shardwise.tensor_parallel.styles import REPLICATED, Layout, Plan, plan_of
@@ -92,7 +92,7 @@ def tensor_parallel_transformation(
     asked: dict[fx.Node, str | None] = {}
     for name, node in whole.named.items():
         asked[node] = asked.get(node) or plan.styles.get(name)
-    unasked = [_described(partition, x) for x in partition.gathers if not _is_asked(x, asked)]
+    unasked = [_described(partition, *x) for x in partition.gathers if not _is_asked(*x, asked)]
     _report(partition, whole, asked, unasked, strict=strict)
     signature = whole.program.graph_signature
     if training:
@@ -204,22 +204,21 @@ def _build_all(p: Partition, plan: Plan, whole: Whole, *, strict: bool) -> None:
 # ------------------------------------------------------------ warnings
 
 
-def _is_asked(found: Gathered, asked: Mapping[fx.Node, str | None]) -> bool:
+def _is_asked(value: fx.Node, user: fx.Node, asked: Mapping[fx.Node, str | None]) -> bool:
     """Return whether a style asks for the gather: a weight's style places the input of its operation."""
-    inputs = found.user.all_input_nodes
+    inputs = user.all_input_nodes
     weights = [*inputs, *(x.args[0] for x in inputs if x not in asked and x.args)]
     styled = any(asked.get(x) is not None for x in weights if isinstance(x, fx.Node))
-    return styled and found.value not in asked
+    return styled and value not in asked
 
 
-def _described(p: Partition, found: Gathered) -> dict[str, Any]:
+def _described(p: Partition, value: fx.Node, user: fx.Node) -> dict[str, Any]:
     """Return a gather that nothing asked for, as the program's record has it."""
-    value = found.value
     return {
-        "op": name_of(found.user),
-        "node": found.user.name,
-        "module": (modules_of(found.user) or [""])[-1],
-        "source": line_of(found.user),
+        "op": name_of(user),
+        "node": user.name,
+        "module": (modules_of(user) or [""])[-1],
+        "source": line_of(user),
         "value": p.parameters[value].name if value in p.parameters else value.name,
         "bytes": nbytes(value),
     }

@@ -38,7 +38,7 @@ def nll_backward(p: Partition, node: fx.Node) -> None:
     at, dim = p.placement(x), class_dim(p, x)
     if not isinstance(at, Split) or not by_intervals(at, dim):
         return p.repeat(node)
-    own, dtype = among_own(p, at, p.shape(x)[dim]), node.meta["val"].dtype
+    own, dtype = among_own(p, x, at), node.meta["val"].dtype
 
     def rows(grad: Tensor, target: Tensor, weight: Tensor | None, total: Tensor) -> Tensor:
         index = target.unsqueeze(dim)

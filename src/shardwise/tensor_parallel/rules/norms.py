@@ -20,20 +20,17 @@ _NAMED = (
     *("topk", "kthvalue", "roll", "diff", "index_select"),
 )
 _LAST = {
-    1: ("max_pool1d", "avg_pool1d", "adaptive_avg_pool1d"),
-    2: (
-        *("tril", "triu", "max_pool2d", "max_pool2d_with_indices", "avg_pool2d", "adaptive_avg_pool2d"),
-        *("_adaptive_avg_pool2d", "adaptive_max_pool2d"),
-        *("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d"),
-    ),
-    3: ("max_pool3d", "avg_pool3d"),
+    **dict.fromkeys(("max_pool1d", "avg_pool1d", "adaptive_avg_pool1d"), 1),
+    **dict.fromkeys(("tril", "triu", "max_pool2d", "max_pool2d_with_indices", "avg_pool2d"), 2),
+    **dict.fromkeys(("adaptive_avg_pool2d", "_adaptive_avg_pool2d", "adaptive_max_pool2d"), 2),
+    **dict.fromkeys(("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d"), 2),
+    **dict.fromkeys(("max_pool3d", "avg_pool3d"), 3),
 }
-_LAST_OF = {name: count for count, names in _LAST.items() for name in names}
 _SHAPES = ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")  # as many as in their shape
 _PADS = ("constant_pad_nd", "pad")  # the padding has two numbers for each
 
 
-@by_dims(*_NAMED, *_LAST_OF, *_SHAPES, *_PADS)
+@by_dims(*_NAMED, *_LAST, *_SHAPES, *_PADS)
 def along(p: Partition, node: fx.Node) -> Dims:
     """Cut operations along some dims, which must be whole."""
     args, op = args_of(node), op_of(node)
@@ -41,7 +38,7 @@ def along(p: Partition, node: fx.Node) -> Dims:
     if op in _NAMED:
         whole = _dims(given.get("dim", given.get("dims")), ndim)
     else:
-        count = _LAST_OF.get(op) or len(args[1]) // (2 if op in _PADS else 1)
+        count = _LAST.get(op) or len(args[1]) // (2 if op in _PADS else 1)
         whole = set(range(ndim - count, ndim))
     return {args[0]: [None if d in whole else d for d in range(ndim)]}
 

@@ -185,10 +185,10 @@ def gather(p: Partition, node: fx.Node) -> None:
     at, ndim = p.cut_of(*tensors), len(p.shape(x))
     if at is not None and p.placement(x) == at and is_chosen(p, node, at.dim):
         if op == "gather" and by_rows(p, x, at.dim):
-            return choose(p, node)
+            return choose(p, node, at)
         single = str(node.target) == "aten.scatter.value" and p.shape(chosen)[at.dim] == 1
         if single and by_intervals(at, at.dim):
-            return placed(p, node)
+            return placed(p, node, at)
     if not is_tensor(chosen) or not isinstance(dim, int) or any(len(p.shape(t)) != ndim for t in tensors):
         return p.repeat(node)
     same = [len({p.hints(t)[d] for t in tensors}) == 1 and d != dim % ndim for d in range(ndim)]

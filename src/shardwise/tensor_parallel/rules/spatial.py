@@ -28,19 +28,16 @@ def convolution(p: Partition, node: fx.Node) -> None:
     out_dim, in_dim = (1, 0) if transposed else (0, 1)
     if style == "column":
         cut = p.evenly(weight, out_dim)
-        local = None if bias is None else p.take(bias, cut.on(0))
-        here = p.take(weight, cut)
-        if cut.size(p.rank) == 0:
-            here, local = _one_of_zeros(p, here, out_dim), local and _one_of_zeros(p, local, 0)
+        local = None if bias is None else _at_least_one(p, p.take(bias, cut.on(0)), 0)
+        here = _at_least_one(p, p.take(weight, cut), out_dim)
         made = p.emit(node.target, p.take(x), here, local, *more, groups)
         if cut.size(p.rank) == 0:
             made = p.emit(aten.slice.Tensor, made, channel, 0, 0)
         return p.keep(node, made, cut.on(channel))
     if style == "row":
         cut = (at or p.evenly(x, channel)).on(in_dim)
-        part, here = p.take(x, cut.on(channel)), p.take(weight, cut)
-        if cut.size(p.rank) == 0:
-            part, here = _one_of_zeros(p, part, channel), _one_of_zeros(p, here, in_dim)
+        part = _at_least_one(p, p.take(x, cut.on(channel)), channel)
+        here = _at_least_one(p, p.take(weight, cut), in_dim)
         made = p.emit(node.target, part, here, None, *more, groups)
         if bias is None:
             return p.keep(node, made, PARTIAL)
@@ -49,8 +46,10 @@ def convolution(p: Partition, node: fx.Node) -> None:
     return p.repeat(node)
 
 
-def _one_of_zeros(p: Partition, here: fx.Node, dim: int) -> fx.Node:
+def _at_least_one(p: Partition, here: fx.Node, dim: int) -> fx.Node:
     """Pad an input without channels to one channel of zeros, as torch needs at least one."""
+    if here.meta["val"].shape[dim]:
+        return here
     padding = [0] * (2 * here.meta["val"].ndim)
     padding[-2 * dim - 1] = 1
     return p.emit(aten.constant_pad_nd.default, here, padding, 0)

@@ -36,22 +36,23 @@ NONE, MEAN = 0, 1  # reductions
 def softmax(p: Partition, node: fx.Node) -> None:
     x, dim, *_ = args_of(node)
     dim %= max(1, len(p.shape(x)))
-    if not by_rows(p, x, dim):
+    at = by_rows(p, x, dim)
+    if at is None:
         return p.follow(node, {x: [None if d == dim else d for d in range(len(p.shape(x)))]})
-    rows = Rows.of(p, x, node)
+    rows = Rows.of(p, x, node, at)
     if op_of(node).endswith("log_softmax"):
         p.later[node] = rows
-        return p.keep(node, rows.here, rows.at)
+        return p.keep(node, rows.here, at)
     powers = p.run(torch.exp, rows.here)
     total = p.all_reduce(p.run(lambda x: x.sum(dim, True), powers))
     dtype = node.meta["val"].dtype
-    return p.keep(node, p.run(lambda x, total: (x / total).to(dtype), powers, total), rows.at)
+    return p.keep(node, p.run(lambda x, total: (x / total).to(dtype), powers, total), at)
 
 
-def by_rows(p: Partition, x: Any, dim: int) -> bool:
-    """Return whether each rank has one interval of `dim` of `x`, and `x` has not been gathered yet."""
-    at = p.placement(x)
-    return isinstance(at, Split) and by_intervals(at, dim) and not p.is_gathered(x)
+def by_rows(p: Partition, x: Any, dim: int) -> Split | None:
+    """Return the cut of `x` if each rank has one interval of `dim`, and `x` has not been gathered yet."""
+    at = p.cut_of(x)
+    return None if at is None or not by_intervals(at, dim) or p.is_gathered(x) else at
 
 
 def by_intervals(at: Split, dim: int) -> bool:
@@ -75,10 +76,8 @@ class Rows:
     logarithm: fx.Node | None = None
 
     @staticmethod
-    def of(p: Partition, x: fx.Node, node: fx.Node) -> Rows:
-        at, dtype = p.cut_of(x), several(node.meta["val"])[0].dtype
-        assert at is not None
-        dim, some = at.dim, at.size(p.rank)
+    def of(p: Partition, x: fx.Node, node: fx.Node, at: Split) -> Rows:
+        dim, some, dtype = at.dim, at.size(p.rank), several(node.meta["val"])[0].dtype
         dtype = torch.float32 if dtype in _HALF else dtype
 
         def maxima(here: Tensor) -> Tensor:
@@ -123,12 +122,10 @@ def is_chosen(p: Partition, node: fx.Node, dim: int) -> bool:
     return same_sizes and int(along) % len(p.shape(x)) == dim
 
 
-def choose(p: Partition, node: fx.Node) -> None:
+def choose(p: Partition, node: fx.Node, at: Split) -> None:
     """Cut x.gather(dim, index) along the cut dim: each rank has the terms whose elements it has."""
     x, _, index = args_of(node)[:3]
-    rows, at = waiting(p, x), p.cut_of(x)
-    assert at is not None
-    chosen = among_own(p, at, p.shape(x)[at.dim]).chosen
+    rows, chosen = waiting(p, x), among_own(p, x, at).chosen
     if rows is None:
         return p.keep(node, p.run(chosen, p.take(x, at), p.take(index)), PARTIAL)
     dtype = node.meta["val"].dtype
@@ -142,12 +139,10 @@ def waiting(p: Partition, x: fx.Node) -> Rows | None:
     return rows if rows is not None and rows.logarithm is None else None
 
 
-def placed(p: Partition, node: fx.Node) -> None:
+def placed(p: Partition, node: fx.Node, at: Split) -> None:
     """Cut x.scatter(dim, index, value) of one value a row: the rank that has the place writes it."""
     x, _, index, value = args_of(node)
-    at = p.cut_of(x)
-    assert at is not None
-    own = among_own(p, at, p.shape(x)[at.dim])
+    own = among_own(p, x, at)
 
     def scattered(here: Tensor, index: Tensor) -> Tensor:
         if not own.count:
@@ -188,10 +183,10 @@ class Own:
         return here.gather(self.dim, local).masked_fill(elsewhere, 0)
 
 
-def among_own(p: Partition, at: Split, size: Any) -> Own:
-    """Return this rank's elements of a dim of `size`, cut into one interval for each rank."""
+def among_own(p: Partition, x: fx.Node, at: Split) -> Own:
+    """Return this rank's elements of the cut dim of `x`, of which each rank has one interval."""
     begin, end = (*at.ranges[p.rank], (0, 0))[0]
-    return Own(at.dim, begin, end - begin, size)
+    return Own(at.dim, begin, end - begin, p.shape(x)[at.dim])
 
 
 # ------------------------------------------------------------ losses
@@ -207,10 +202,11 @@ def cross_entropy(p: Partition, node: fx.Node) -> None:
     dim, value = class_dim(p, x), node.meta["val"]
     by_probability = target.meta["val"].is_floating_point()
     fits = by_probability or len(p.shape(target)) == len(p.shape(x)) - 1
-    if not fits or not isinstance(smoothing, (int, float)) or not by_rows(p, x, dim):
+    at = by_rows(p, x, dim)
+    if not fits or not isinstance(smoothing, (int, float)) or at is None:
         return p.repeat(node)
-    rows, classes = Rows.of(p, x, node), p.shape(x)[dim]
-    own_weight = None if weight is None else p.take(weight, rows.at.on(0))
+    rows, classes = Rows.of(p, x, node, at), p.shape(x)[dim]
+    own_weight = None if weight is None else p.take(weight, at.on(0))
 
     def weighted(here: Tensor, weight: Tensor | None) -> Tensor:
         return here if weight is None else here * weight.view(with_dim([1] * here.ndim, dim, -1))
@@ -233,12 +229,12 @@ def cross_entropy(p: Partition, node: fx.Node) -> None:
         return reduced(loss, target, weight, dim, reduction, ignored, added)[0].to(value.dtype)
 
     if by_probability:
-        terms = p.run(of_probabilities, rows.here, p.take(target, rows.at), own_weight)
+        terms = p.run(of_probabilities, rows.here, p.take(target, at), own_weight)
         logarithm, products, sums = rows.sums(*terms)
         made = p.run(of_sums, logarithm, products, sums)
     else:
         index = p.take(target)
-        terms = [p.run(_picked(p, x, rows.at, ignored), rows.here, index)]
+        terms = [p.run(_picked(p, x, at, ignored), rows.here, index)]
         if smoothing:
             terms.append(p.run(lambda x, w: weighted(x, w).sum(dim, True), rows.here, own_weight))
         logarithm, picked, *every = rows.sums(*terms)
@@ -251,10 +247,10 @@ def nll(p: Partition, node: fx.Node) -> None:
     """Compute the loss of log-probabilities; it is cross-entropy if a log-softmax waits."""
     x, target, weight, reduction, ignored = arguments_of(node).values()
     dim, values = class_dim(p, x), several(node.meta["val"])
-    if len(p.shape(target)) != len(p.shape(x)) - 1 or not by_rows(p, x, dim):
+    at = by_rows(p, x, dim)
+    if len(p.shape(target)) != len(p.shape(x)) - 1 or at is None:
         return p.repeat(node)
-    rows, at, index = waiting(p, x), p.cut_of(x), p.take(target)
-    assert at is not None
+    rows, index = waiting(p, x), p.take(target)
     picked = p.run(_picked(p, x, at, ignored), p.take(x, at) if rows is None else rows.here, index)
     if rows is None:
         loss = p.run(torch.neg, p.all_reduce(picked))
@@ -272,7 +268,7 @@ def nll(p: Partition, node: fx.Node) -> None:
 
 def _picked(p: Partition, x: fx.Node, at: Split, ignored: int) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function of this rank's terms: the elements at targets, in rows cut by `at`."""
-    own = among_own(p, at, p.shape(x)[at.dim])
+    own = among_own(p, x, at)
 
     def picked(here: Tensor, target: Tensor) -> Tensor:
         index = target.to(torch.int64).unsqueeze(at.dim)
@@ -311,24 +307,17 @@ def loss_weights(weight: Tensor | None, index: Tensor, skipped: Tensor, dtype: t
 
 @aten_rule("embedding")
 def embedding(p: Partition, node: fx.Node) -> None:
-    weight, ids, *rest = args_of(node)
+    weight, ids, padding, by_count, sparse = arguments_of(node).values()
     parameter = p.parameters.get(weight)
     cut = None if parameter is None else parameter.placement
     if parameter is not None and parameter.style is not None and not isinstance(cut, Split):
         cut = p.evenly(weight, int(parameter.style == "column"))
     if not isinstance(cut, Split):
         return p.follow(node, {ids: range(len(p.shape(ids)))})
-    if cut.dim == 0:
-        return _by_rows(p, node, cut, *rest)
-    return p.locally(node, {weight: cut}, cut.on(len(p.shape(node)) - 1))
-
-
-def _by_rows(
-    p: Partition, node: fx.Node, cut: Split, padding: Any = -1, by_count: Any = False, sparse: Any = False
-) -> None:
-    """Look up, on each rank, the ids whose rows it has; other ids give zeros."""
-    weight, ids = args_of(node)[:2]
-    own = among_own(p, cut, p.shape(weight)[0])
+    if cut.dim == 1:
+        return p.locally(node, {weight: cut}, cut.on(len(p.shape(node)) - 1))
+    # look up, on each rank, the ids whose rows it has; other ids give zeros
+    own = among_own(p, weight, cut)
     # an extra row of zeros for ids of other ranks: if this rank has no row, or uses of rows are counted
     more = int(not own.count or by_count)
     own_padding = padding - own.begin if own.begin <= padding < own.begin + own.count else -1
