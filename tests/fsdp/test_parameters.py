@@ -166,3 +166,28 @@ def test_sharded_parameters_may_be_frozen_while_unsharded_ones_are_registered(la
         assert (bias.grad is not None) == trains
         assert weight.grad is not None
         net.zero_grad()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_blocks_left_in_smaller_shards_may_be_frozen(layout: Any, evaluates: bool) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    for block in net:
+        fully_shard(block, layout=layout, reshard_after_forward=2)
+    fully_shard(net, layout=layout)
+    first, x = list(net[0].parameters()), torch.ones(2, 4)
+    for trains in (True, False, True, False):  # a frozen first block has no backward, but is prefetched for it
+        if evaluates:
+            with torch.no_grad():
+                net(x)
+        else:
+            net(x)
+        net[0].requires_grad_(trains)
+        net(x).sum().backward()
+        assert [param.grad is not None for param in first] == [trains] * 2
+        assert all(param.grad is not None for param in net[1].parameters())
+        assert [param.requires_grad for param in net[0].parameters()] == [trains] * 2
+        net.zero_grad()
+        for param in first:
+            param.grad = None

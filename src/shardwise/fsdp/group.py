@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -206,8 +206,7 @@ class ParamGroup(ABC):
         wanted = torch.device("cpu") if self.offload.on_host else self.device
         for param in self.params:
             param.follow_replacement()
-            found = param.local.device
-            if found.type == "meta":
+            if (found := param.local.device).type == "meta":
                 raise ShardingError(
                     f"{here()}: '{param.name}' is still on the meta device; call to_empty(device=...) on the"
                     " model and initialise its parameters before the first forward"
@@ -255,25 +254,21 @@ class ParamGroup(ABC):
 
     def join_orders(self) -> Sequence[Order]:
         """Find the orders in which the group's collectives are compared from now on."""
-        orders: list[Order] = []
-        for group in self.info.process_groups:
-            order = order_of(group)
-            if order is not None:
-                orders.append(order)
-                if self.post_forward_mesh is not None and self.post_forward_mesh is not self.info:
-                    order.groups.add(self.post_forward_mesh.shard_process_group)  # a rank may wait there
-                if self.settings.reduce_scatter_group is not None:
-                    order.groups.add(self.settings.reduce_scatter_group)
-        self.orders = orders
-        return orders
+        self.orders = [order for group in self.info.process_groups if (order := order_of(group)) is not None]
+        for order in self.orders:
+            if self.post_forward_mesh is not None and self.post_forward_mesh is not self.info:
+                order.groups.add(self.post_forward_mesh.shard_process_group)  # a rank may wait there
+            if self.settings.reduce_scatter_group is not None:
+                order.groups.add(self.settings.reduce_scatter_group)
+        return self.orders
 
     def announce_gather(self) -> None:
         """Announce an all-gather before it starts; see `comm.order`."""
         if self.gather_event is None:
             sizes = ", ".join([f"{s.unsharded_numel} {s.gather_dtype}" for s in self.layout.segments])
             trained = [f"trained: {p.name}" for p in self.params if p.sharded.requires_grad]
-            what = f"gather '{self.name or 'the root'}'"
-            self.gather_event = event_for("\n".join([what, f"{sizes} from {self.ranks} ranks", *trained]))
+            lines = f"gather '{self.name or 'the root'}'", f"{sizes} from {self.ranks} ranks", *trained
+            self.gather_event = event_for("\n".join(lines))
         self.announce(self.gather_event)
 
     def announce(self, what: Event) -> None:
@@ -334,10 +329,9 @@ class ParamGroup(ABC):
         self._placed = [param.local for param in params]
 
     def _lie_in_buffers(self, params: Sequence[ShardedParam]) -> bool:
-        if self._placed is None or len(self._placed) != len(params):
+        replaced = self._has_unsharded and any(param.unsharded is None for param in self.params)
+        if replaced or self._placed is None or len(self._placed) != len(params):
             return False
-        if self._has_unsharded and any(param.unsharded is None for param in self.params):
-            return False  # one was replaced
         return all(param.local is mine for param, mine in zip(params, self._placed, strict=True))
 
     def _shard_memory(self, segment: Gathered, device: torch.device) -> Tensor:
@@ -423,6 +417,8 @@ class ParamGroup(ABC):
         """Give the unsharded parameters the `requires_grad` of sharded ones that changed. Local."""
         with _compat.plain_attributes():
             for param in self.params:
+                if self.form is Form.POST_FORWARD:
+                    param.follow_smaller()
                 unsharded, trains = param.unsharded, param.sharded.requires_grad
                 if unsharded is not None and trains is not param.trainable:
                     unsharded.requires_grad_(trains)
@@ -431,8 +427,7 @@ class ParamGroup(ABC):
 
     def _list_forms(self) -> list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]]:
         for param in self.params:
-            assert param.unsharded is not None
-            self.forms += [(where, name, param.sharded, param.unsharded) for where, name in param.owners]
+            self.forms += [(*owner, param.sharded, cast(Any, param.unsharded)) for owner in param.owners]
         return self.forms
 
     def reshard(self) -> None:
@@ -440,6 +435,8 @@ class ParamGroup(ABC):
         if self.form is _SHARDED:
             return
         whole = self.form is _UNSHARDED
+        if not whole:
+            self.follow_changes()
         for param in self.params if whole else ():
             if param.unsharded is not None and param.unsharded.requires_grad is not param.trainable:
                 param.follow_unsharded()
@@ -448,8 +445,11 @@ class ParamGroup(ABC):
             # What a user put there stays: the next gather checks it.
             if not whole or (name in parameters and parameters[name] is unsharded):
                 parameters[name] = sharded
+        if whole:
+            self._free_unsharded()
+        elif self.gather is not None:  # it reads smaller shards, for a backward that did not come
+            self.abandon_gather()
         self.smaller_shards = ()
-        self._free_unsharded()
         self.form = _SHARDED
 
     def _free_unsharded(self) -> None:

@@ -85,14 +85,12 @@ class ShardedParam(ABC):
         info: DataParallelMeshInfo,
         policy: MixedPrecisionPolicy,
     ) -> None:
-        self.name = name
-        self.owners = owners
+        self.name, self.owners = name, owners
         self.module = weakref.ref(module)  # passed to hooks for the all-gather
-        self.info = info
-        self.policy = policy
+        self.info, self.policy = info, policy
         self.chosen_grad_dtype = _compat.chosen_grad_dtype(param)
         self.trainable = param.requires_grad  # of both forms, unless the user changed one since
-        self.is_packed = False
+        self.is_packed = self.accumulates = False  # the latter: the next gradients are not reduced
         if isinstance(param, ShardedRows):
             raise ShardingError(
                 f"{here()}: '{name}' is sharded by rows already ({param.piece.placements}). Apply fully_shard"
@@ -101,9 +99,7 @@ class ShardedParam(ABC):
         # Tensor-parallel form of the unsharded parameter, None for plain tensors.
         self.tp_spec = _compat.spec_of(param) if isinstance(param, DTensor) else None
         self.whole = param.detach() if self.tp_spec is None else _compat.local_tensor(param).detach()
-        self.global_shape = self.shape = param.shape
-        if self.tp_spec is not None:
-            self.shape = self.whole.shape
+        self.global_shape, self.shape = param.shape, self.whole.shape
         if not self.whole.is_contiguous():
             raise ShardingError(
                 f"{here()}: '{self.name}' of shape {tuple(self.shape)} has strides {self.whole.stride()};"
@@ -115,8 +111,7 @@ class ShardedParam(ABC):
                 f" but '{self.name}' is a plain tensor; distribute the module first"
             )
         self.unsharded: nn.Parameter | None = None
-        self.smaller: weakref.ref[nn.Parameter] | None = None
-        self.accumulates = False  # the next gradients are not reduced
+        self.smaller: Callable[[], nn.Parameter | None] = type(None)  # a weak reference, once there is one
         # The sum of earlier backwards, where FSDP2 keeps it separate from the leaf's gradient.
         self.accumulated: Tensor | None = None
 
@@ -144,7 +139,7 @@ class ShardedParam(ABC):
         Args:
             smaller: the right form is a piece over a smaller mesh.
         """
-        piece = None if self.smaller is None else self.smaller()
+        piece = self.smaller()
         form = piece if smaller and piece is not None else self.sharded
         sharded, unsharded = self.sharded, self.unsharded
         for owner in self.owners:
@@ -158,6 +153,12 @@ class ShardedParam(ABC):
         """Register this rank's piece over a smaller mesh."""
         self.smaller = weakref.ref(piece)
         self.register(piece)  # only modules keep it, and only until the next gather
+
+    def follow_smaller(self) -> None:
+        """Copy to the sharded form the `requires_grad` that the user set on a piece over a smaller mesh."""
+        piece = self.smaller()
+        if piece is not None and piece.requires_grad is not self.trainable:
+            self.sharded.requires_grad_(piece.requires_grad)
 
     @abstractmethod
     def part_of(self, shard: Tensor) -> Tensor:
