@@ -99,7 +99,9 @@ class ShardedParam(ABC):
         # Tensor-parallel form of the unsharded parameter, None for plain tensors.
         self.tp_spec = _compat.spec_of(param) if isinstance(param, DTensor) else None
         self.whole = param.detach() if self.tp_spec is None else _compat.local_tensor(param).detach()
-        self.global_shape, self.shape = param.shape, self.whole.shape
+        self.global_shape = self.shape = param.shape
+        if self.tp_spec is not None:
+            self.shape = self.whole.shape
         if not self.whole.is_contiguous():
             raise ShardingError(
                 f"{here()}: '{self.name}' of shape {tuple(self.shape)} has strides {self.whole.stride()};"
@@ -141,11 +143,9 @@ class ShardedParam(ABC):
         """
         piece = self.smaller()
         form = piece if smaller and piece is not None else self.sharded
-        sharded, unsharded = self.sharded, self.unsharded
         for owner in self.owners:
             found = owner.parameters.get(owner.name)
-            ours = found is sharded or found is unsharded or found is piece
-            if found is None or not ours:
+            if found is None or all(found is not one for one in (self.sharded, self.unsharded, piece)):
                 raise self.replaced_by(found)
             owner.parameters[owner.name] = form  # functional_call put back another form
 
