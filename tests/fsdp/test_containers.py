@@ -131,3 +131,40 @@ def test_keys_keep_the_order_in_which_blocks_write_them(compiled: bool) -> None:
 
     notes = (torch.compile(run, backend="eager") if compiled else run)(torch.ones(2, 6, requires_grad=True))
     assert [*notes] == ["kept", "new", "last"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("precise", [False, True])
+def test_a_container_stays_one_however_often_it_is_given_or_returned(layout: Any, precise: bool) -> None:
+    class Twice(nn.Linear):
+        def forward(self, x: Tensor, one: list[Tensor], more: dict[str, Any]) -> Any:
+            x = super().forward(x).tanh()
+            one.append(x.mean())
+            more["same"].append(x.sum())
+            return x, {"one": one, "more": (more,)}
+
+    def loss(blocks: list[Any], x: Tensor) -> Tensor:
+        one: list[Tensor] = [x.mean()]
+        more: dict[str, Any] = {"same": one}
+        given = one, more
+        for block in blocks:
+            x, out = block(x, given[0], more=given[1])
+            assert out["one"] is one
+            assert out["more"][0] is more
+            assert more["same"] is one
+            given = out["one"], out["more"][0]
+        return sum(note.float() for note in one) + x.float().sum()
+
+    policy = MixedPrecisionPolicy(None if precise else torch.bfloat16, torch.float32)
+    torch.manual_seed(0)
+    whole = [Twice(6, 6) for _ in range(3)]
+    blocks = [fully_shard(copy.deepcopy(one), layout=layout, mp_policy=policy) for one in whole]
+    x = torch.randn(2, 6, requires_grad=True)
+    expected, found = loss(whole, x), loss(blocks, x)
+    expected.backward()
+    found.backward()
+    near: dict[str, float] = {} if precise else {"rtol": 5e-2, "atol": 5e-2}  # bf16 keeps 8 bits
+    torch.testing.assert_close(found, expected, **near)
+    torch.testing.assert_close(blocks[0].weight.grad.full_tensor(), whole[0].weight.grad, **near)
+

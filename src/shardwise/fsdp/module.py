@@ -26,7 +26,7 @@ from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.settings import ModuleSettings, states_of
 from shardwise.fsdp.shard_report import ShardReport
 from shardwise.fsdp.state import FSDPState
-from shardwise.fsdp.tensors import Rebuilt, hand_back
+from shardwise.fsdp.tensors import Rebuilt, hand_back, with_given
 
 _COMPILED = "_shardwise_compiled"
 
@@ -277,8 +277,9 @@ def _code_for(method: str, cls: type, is_list: bool, parameters: tuple[Any, ...]
 
 
 @_compat.runs_eagerly
-def _hand_back(rebuilt: Rebuilt) -> None:
+def _hand_back(rebuilt: Rebuilt, output: Any) -> Any:
     hand_back(rebuilt)
+    return with_given(output, rebuilt)
 
 
 @_compat.only_inlined
@@ -287,19 +288,18 @@ def _run(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args:
     try:
         try:
             args, kwargs = state.pre_forward(module, args, kwargs)
-            if not state.rebuilt:
-                output = forward(*args, **kwargs)
-            else:
-                rebuilt, state.rebuilt = state.rebuilt, []
-                output = forward(*args, **kwargs)
-                _hand_back(rebuilt)
+            rebuilt = state.rebuilt
+            if rebuilt:
+                state.rebuilt = []
+            output = forward(*args, **kwargs)
         except BaseException:
             state.rebuilt = []
             # `pre_forward` may have raised before it counted this call.
             if state.running > running:
                 state.abandon_forward()
             raise
-        return state.post_forward(module, output)
+        output = state.post_forward(module, output)
+        return _hand_back(rebuilt, output) if rebuilt else output
     except Exception as error:
         state.report_failure(error)
         raise

@@ -284,8 +284,10 @@ class ModuleState:
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self.input_dtype is None:
             return args, kwargs
-        args = cast(args, self.input_dtype, self.rebuilt)
-        return args, cast(kwargs, self.input_dtype, self.rebuilt) if kwargs else kwargs
+        if not kwargs:
+            return cast(args, self.input_dtype, self.rebuilt), kwargs
+        both: tuple[Any, Any] = cast((args, kwargs), self.input_dtype, self.rebuilt)
+        return both
 
     def cast_output(self, output: Any) -> Any:
         dtype = self.policy.output_dtype

@@ -28,24 +28,35 @@ _SCALARS = (type(None), bool, int, float, str)
 Rebuilt = list[tuple[Any, Any, Any]]
 
 
-def map_tensors(fn: Callable[[Tensor], Tensor], value: Any, rebuilt: Rebuilt | None = None) -> Any:
+def map_tensors(
+    fn: Callable[[Tensor], Tensor],
+    value: Any,
+    rebuilt: Rebuilt | None = None,
+    known: dict[int, Any] | None = None,
+) -> Any:
     """Return `value` with every tensor replaced by `fn(tensor)`; the same object if nothing changed.
 
     Args:
         rebuilt: filled with lists, dicts and dataclasses that were rebuilt, for `hand_back`.
+        known: what became of containers by id, for those that are met again; made here if None.
     """
     if isinstance(value, Tensor):
         return fn(value)
     kind = type(value)
     if kind in _SCALARS:
         return value
-    made: Any
+    inside = known is not None and not torch.compiler.is_dynamo_compiling()
+    if known is None:
+        known = {}
+    elif inside and id(value) in known:
+        return known[id(value)]
+    made = value
     contents: Any
     if isinstance(value, dict):
-        contents = {key: map_tensors(fn, item, rebuilt) for key, item in value.items()}
+        contents = {key: map_tensors(fn, item, rebuilt, known) for key, item in value.items()}
         if _unchanged(contents.values(), value.values()):
-            return value
-        if kind is dict:
+            pass
+        elif kind is dict:
             made = dict(contents)
         elif dataclasses.is_dataclass(value):  # of transformers, whose fields are its items
             made = kind(**contents)
@@ -55,28 +66,29 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any, rebuilt: Rebuilt | N
             for key, item in contents.items():
                 made[key] = item
     elif isinstance(value, (list, tuple, set, frozenset)):
-        contents = [map_tensors(fn, item, rebuilt) for item in value]
+        contents = [map_tensors(fn, item, rebuilt, known) for item in value]
         if _unchanged(contents, value):
-            return value
-        if not isinstance(value, list):
-            return kind(*contents) if hasattr(value, "_fields") else kind(contents)
-        if kind is list:  # which tracers make
+            pass
+        elif not isinstance(value, list):
+            made = kind(*contents) if hasattr(value, "_fields") else kind(contents)
+        elif kind is list:  # which tracers make
             made = list(contents)
         else:
             made = copy.copy(value)
             made[:] = contents
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         were = _fields_of(value)
-        contents = {name: map_tensors(fn, item, rebuilt) for name, item in were.items()}
-        if _unchanged(contents.values(), were.values()):
-            return value
-        made = copy.copy(value)
-        for name, item in contents.items():
-            object.__setattr__(made, name, item)
+        contents = {name: map_tensors(fn, item, rebuilt, known) for name, item in were.items()}
+        if not _unchanged(contents.values(), were.values()):
+            made = copy.copy(value)
+            for name, item in contents.items():
+                object.__setattr__(made, name, item)
     else:
         return value
-    if rebuilt is not None:
+    if rebuilt is not None and made is not value and not isinstance(value, (tuple, set, frozenset)):
         rebuilt.append((value, made, contents))
+    if inside:
+        known[id(value)] = made
     return made
 
 
@@ -103,6 +115,29 @@ def hand_back(rebuilt: Rebuilt) -> None:
                 value[key] = item
             else:
                 setattr(value, key, item)
+
+
+def with_given(value: Any, rebuilt: Rebuilt) -> Any:
+    """Return a forward's output with the containers that its caller gave in place of rebuilt ones."""
+    given = {id(made): container for container, made, _ in rebuilt}
+
+    def of(one: Any) -> Any:
+        if id(one) in given:
+            while id(one) in given:  # rebuilt more than once: cast, then hooked
+                one = given[id(one)]
+            return one
+        if isinstance(one, tuple):
+            items = [of(item) for item in one]
+            if all(map(is_, items, one)):
+                return one
+            return type(one)(*items) if hasattr(one, "_fields") else type(one)(items)
+        if isinstance(one, (list, dict)):  # in place: the forward may have kept it
+            for key, item in list(enumerate(one) if isinstance(one, list) else one.items()):
+                if (new := of(item)) is not item:
+                    one[key] = new
+        return one
+
+    return of(value)
 
 
 def _unchanged(items: Iterable[Any], value: Iterable[Any]) -> bool:
