@@ -127,29 +127,16 @@ def _find(module: str, name: str) -> Any:
         return found if name == "Size" or isinstance(found, torch.dtype) else None
     if module.split(".")[0] == "pathlib" and name.endswith("Path"):
         return PurePath
-    if (module, name) == _LAYOUT_BY_NAME:
-        return {str(torch.strided): torch.strided}.__getitem__
-    for known in (dcp_metadata, dcp_filesystem):
-        found = getattr(known, name, None)
-        if module == known.__name__ == getattr(found, "__module__", None) and _is_known(found):
-            return found
-    return None
+    return _KNOWN.get((module, name))
 
 
-def _is_known(found: Any) -> bool:
-    return isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
-
-
-def _pickled_layout() -> tuple[str, str]:
-    """Return the module and name of the function that torch's pickles of a layout call."""
-    function: Any = copyreg.dispatch_table[torch.layout](torch.strided)[0]
-    return function.__module__, function.__name__
-
-
-_LAYOUT_BY_NAME = _pickled_layout()
-_RECORDS = tuple(
-    found
+_KNOWN: dict[tuple[str, str], Any] = {
+    (known.__name__, name): found
     for known in (dcp_metadata, dcp_filesystem)
-    for found in vars(known).values()
-    if isinstance(found, type) and found.__module__ == known.__name__ and dataclasses.is_dataclass(found)
-)
+    for name, found in vars(known).items()
+    if isinstance(found, type) and found.__module__ == known.__name__
+    if dataclasses.is_dataclass(found) or issubclass(found, enum.Enum)
+}
+_RECORDS: tuple[Any, ...] = tuple(filter(dataclasses.is_dataclass, _KNOWN.values()))
+_by_name: Any = copyreg.dispatch_table[torch.layout](torch.strided)[0]  # what pickles of a layout call
+_KNOWN[_by_name.__module__, _by_name.__name__] = {str(torch.strided): torch.strided}.__getitem__
