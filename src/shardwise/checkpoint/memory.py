@@ -238,7 +238,11 @@ class HostMemory:
         needed = [[INDEX, MANIFEST] if rank == host else [] for rank, host in enumerate(self._hosts)]
         self._carry(folder, messages(needed, there=copy.files, hosts=self._hosts))
         found: list[Whole] = []
-        if not _sound(what, lambda: found.append(open_checkpoint(folder, _check_index))):
+
+        def look() -> None:
+            found.append(open_checkpoint(folder, lambda _, files: whole_file(folder, INDEX, files[INDEX])))
+
+        if not _sound(what, look):
             return None
         wanted = together(what, lambda: files_for(found[0], state))
         self._carry(folder, messages(wanted, there=copy.files, hosts=self._hosts))
@@ -330,18 +334,10 @@ def _complete(listed: Sequence[Mapping[str, Any]]) -> Iterator[_Copy]:
             yield _Copy(newest[key][0], key, folders, files)
 
 
-def _check_index(folder: Path, files: Mapping[str, dict[str, Any]]) -> None:
-    whole_file(folder, INDEX, files[INDEX])
-
-
 def _sound(what: str, look: Callable[[], object]) -> bool:
     """Return whether no rank finds damage; damage causes a warning. Collective."""
-
-    def looked() -> None:
-        look()
-
     try:
-        together(what, looked)
+        together(what, look)
     except CheckpointError as error:
         warnings.warn(f"{error}\nContinuing from an older copy, if there is one", stacklevel=4)
         return False
