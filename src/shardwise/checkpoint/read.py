@@ -33,7 +33,7 @@ from shardwise.checkpoint.commit import check_count, find, manifest_of, rank_and
 from shardwise.checkpoint.index import Index, read_index
 from shardwise.checkpoint.state import Flat, Leaf, check_dense, describe, flatten, from_json
 from shardwise.checkpoint.stored import Stored, locate
-from shardwise.comm.agree import merge_or_raise, raise_all, together
+from shardwise.comm.agree import each_its_own, merge_or_raise, raise_all, together
 from shardwise.errors import CheckpointError
 from shardwise.files.manifest import MANIFEST, digest, inside, regular, whole_file
 from shardwise.files.stores import Location, location
@@ -131,16 +131,15 @@ def _newest_whole(folders: Sequence[str]) -> Whole:
     """Return the first of `folders` that is whole. Collective."""
     damaged: list[str] = []
     for folder in folders:
-        found: list[Whole] = []
         try:
             at = location(folder)
-            together(f"loading {at}", lambda: found.append(open_checkpoint(at, _check_files)))  # noqa: B023
+            found = each_its_own(f"loading {at}", lambda: open_checkpoint(at, _check_files))  # noqa: B023
         except CheckpointError as error:
             damaged.append(str(error))
             continue
         for problem in damaged:
             warnings.warn(f"{problem}\nContinuing from {folder} instead", stacklevel=3)
-        return found[0]
+        return found
     raise CheckpointError("\n".join(damaged))
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.commit import rank_and_size
 from shardwise.checkpoint.state import as_bytes, check_dense
-from shardwise.comm.agree import fingerprint, merge_or_raise, together
+from shardwise.comm.agree import each_its_own, fingerprint, merge_or_raise, together
 from shardwise.errors import CheckpointError
 from shardwise.files.stores import on_disk, sync
 from shardwise.files.tensors import DTYPES, NAMES, StoredTensor, TensorFiles
@@ -71,7 +71,7 @@ def save_slices(
             ranks that disagree, a full disk.
     """
     what = f"save_slices to {path}"
-    path = Path(together(what, lambda: str(on_disk(path)))[rank_and_size()[0]])
+    path = each_its_own(what, lambda: on_disk(path))
     own: dict[str, ShardedTensor | Tensor] = {}
 
     def tell() -> dict[str, Any]:
@@ -82,16 +82,15 @@ def save_slices(
     by_rank = together(what, tell)
     known = merge_or_raise(what, by_rank, {"call": _FIX, "tensors": _FIX})["tensors"]
     rank, _ = rank_and_size()
-    plan: list[_Plan] = []
 
-    def check() -> None:
+    def check() -> _Plan:
         _check_holders(own, by_rank)
-        plan.append(_planned(known, by_rank, metadata))
+        return _planned(known, by_rank, metadata)
 
-    together(what, check)
-    staging = Path(together(what, lambda: _create(path, plan[0]) if rank == 0 else "")[0])
+    plan = each_its_own(what, check)
+    staging = Path(together(what, lambda: _create(path, plan) if rank == 0 else "")[0])
     try:
-        together(what, lambda: _write(staging, own, plan[0].places, rank))
+        together(what, lambda: _write(staging, own, plan.places, rank))
         together(what, lambda: _publish(staging, path) if rank == 0 else None)
     except CheckpointError:
         if rank == 0:

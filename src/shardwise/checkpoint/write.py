@@ -34,7 +34,7 @@ from shardwise.checkpoint.commit import (
 from shardwise.checkpoint.part import Part, staged, write_index, write_part, write_values
 from shardwise.checkpoint.plan import Chunk, Held, Plan, plan
 from shardwise.checkpoint.state import Flat, Leaf, as_bytes, describe, flatten, to_json
-from shardwise.comm.agree import merge_or_raise, together
+from shardwise.comm.agree import each_its_own, merge_or_raise, together
 from shardwise.errors import CheckpointError
 from shardwise.files.lock import lock, unlock
 from shardwise.files.stores import Location, StorePath, location, write_whole
@@ -91,9 +91,8 @@ def save_async(
     """
     wait_for_saving()
     job = prepare_save("save_async of", path, state, step=step, keep=keep, keep_every=keep_every)
-    copies: list[tuple[Chunk, Tensor | bytes]] = []
     with job.cleaning():
-        together(job.what, lambda: copies.extend((chunk, staged(tensor)) for chunk, tensor in job.mine()))
+        copies = each_its_own(job.what, lambda: [(chunk, staged(tensor)) for chunk, tensor in job.mine()])
     return Saving(job.what, job.staging, copies, job.commit)
 
 
