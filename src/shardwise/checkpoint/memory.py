@@ -70,7 +70,6 @@ class _Copy(NamedTuple):
     """A copy that the hosts have together."""
 
     step: int
-    digest: str  # of its manifest
     folders: dict[int, str]  # by host
     files: dict[int, dict[str, int]]  # names and bytes, by host
 
@@ -331,7 +330,7 @@ def _complete(listed: Sequence[Mapping[str, Any]]) -> Iterator[_Copy]:
         names = next(iter(on.values()))["names"]
         if {*names} <= {name for each in files.values() for name in each}:
             folders = {host: entry["folder"] for host, entry in on.items()}
-            yield _Copy(newest[key][0], key, folders, files)
+            yield _Copy(newest[key][0], folders, files)
 
 
 def _sound(what: str, look: Callable[[], object]) -> bool:
