@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import WriteItem
 
 from shardwise.checkpoint.state import check_dense
 from shardwise.errors import CheckpointError, ShardingError
@@ -43,26 +42,22 @@ class Held:
     """The chunks that this rank holds of `tensors`."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
-        self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._planner.set_up_planner(dict(tensors))
-        self._items: dict[tuple[str, tuple[int, ...]], WriteItem] = {}
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(tensors))
+        self._tensors: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self.chunks: list[Chunk] = []
-        for item in self._planner.create_local_plan().items:
-            data = item.tensor_data
+        for item in planner.create_local_plan().items:
+            name, data = item.index.fqn, item.tensor_data
             assert data is not None
             chunk, dtype = data.chunk, str(data.properties.dtype).removeprefix("torch.")
-            self._items[item.index.fqn, tuple(chunk.offsets)] = item
-            self.chunks.append(
-                [item.index.fqn, list(chunk.offsets), list(chunk.sizes), list(data.size), dtype]
-            )
-            check_dense(item.index.fqn, self._planner.lookup_object(item.index))
+            self.chunks.append([name, list(chunk.offsets), list(chunk.sizes), list(data.size), dtype])
+            tensor = self._tensors[name, tuple(chunk.offsets)] = planner.lookup_object(item.index)
+            check_dense(name, tensor)
 
     def tensor(self, chunk: Chunk) -> Tensor:
         """Return the tensor of one of the chunks, without a copy."""
         name, offsets = chunk[:2]
-        found = self._planner.lookup_object(self._items[name, tuple(offsets)].index).detach()
-        plain: Tensor = found.resolve_conj().resolve_neg()
-        return plain
+        return self._tensors[name, tuple(offsets)].detach().resolve_conj().resolve_neg()
 
 
 def plan(held: Sequence[Sequence[Chunk]]) -> Plan:
