@@ -208,17 +208,17 @@ def places(old: Sequence[int | None]) -> list[int]:
     Args:
         old: the rank that each member had, in order of arrival; None for a new one.
     """
-    size, found, taken = len(old), dict[int, int](), set[int]()
+    size, found = len(old), dict[int, int]()
     for number, rank in enumerate(old):
-        if rank is not None and rank < size and rank not in taken:
+        if rank is not None and rank < size and rank not in found.values():
             found[number] = rank
-            taken.add(rank)
-    free = iter(sorted({*range(size)} - taken))
+    free = sorted({*range(size)}.difference(found.values()))
     rest = sorted(
         (each for each in range(size) if each not in found),
         key=lambda each: (old[each] is None, old[each] or 0),
     )
-    return [rank for _, rank in sorted({**found, **{each: next(free) for each in rest}}.items())]
+    found.update(zip(rest, free, strict=True))
+    return [found[number] for number in range(size)]
 
 
 def _beat(store: Store, key: str, ended: threading.Event) -> None:
