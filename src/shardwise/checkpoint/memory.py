@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -46,7 +46,7 @@ from shardwise.checkpoint.part import Part, write_part
 from shardwise.checkpoint.plan import Plan, bytes_of
 from shardwise.checkpoint.read import Whole, files_for, fill, open_checkpoint
 from shardwise.checkpoint.write import Job, prepare_save
-from shardwise.comm.agree import merge_or_raise, together
+from shardwise.comm.agree import each_its_own, merge_or_raise, together
 from shardwise.comm.watch import announced, group_of_all
 from shardwise.errors import CheckpointError
 from shardwise.files.manifest import MANIFEST, digest, whole_file
@@ -55,6 +55,7 @@ from shardwise.files.stores import on_disk
 _TAG = 0x7B100000
 _CHUNK_BYTES = 4096  # the most that a chunk in a file takes besides its numbers
 _WHAT = "copying to memory"
+_T = TypeVar("_T")
 
 
 class Message(NamedTuple):
@@ -236,19 +237,18 @@ class HostMemory:
         folder = Path(copy.folders.get(self._host) or made[self._host])
         needed = [[INDEX, MANIFEST] if rank == host else [] for rank, host in enumerate(self._hosts)]
         self._carry(folder, messages(needed, there=copy.files, hosts=self._hosts))
-        found: list[Whole] = []
 
-        def look() -> None:
-            found.append(open_checkpoint(folder, lambda _, files: whole_file(folder, INDEX, files[INDEX])))
+        def look() -> Whole:
+            return open_checkpoint(folder, lambda _, files: whole_file(folder, INDEX, files[INDEX]))
 
-        if not _sound(what, look):
+        whole = _if_sound(what, look)
+        if whole is None:
             return None
-        wanted = together(what, lambda: files_for(found[0], state))
+        wanted = together(what, lambda: files_for(whole, state))
         self._carry(folder, messages(wanted, there=copy.files, hosts=self._hosts))
-        files = found[0].manifest["files"]
-        read = wanted[self._rank]
-        sound = _sound(what, lambda: all(whole_file(folder, name, files[name]) for name in read))
-        return found[0] if sound else None
+        files, read = whole.manifest["files"], wanted[self._rank]
+        sound = _if_sound(what, lambda: all(whole_file(folder, name, files[name]) for name in read))
+        return whole if sound else None
 
     # Both
 
@@ -285,12 +285,10 @@ def neighbours(hosts: Sequence[int]) -> list[int | None]:
     ranks = {host: [rank for rank, each in enumerate(hosts) if each == host] for host in hosts}
     if len(ranks) == 1:
         return [None] * len(hosts)
-    following = dict(zip(ranks, [*list(ranks)[1:], next(iter(ranks))], strict=True))
-    found: list[int | None] = []
-    for rank, host in enumerate(hosts):
-        there = ranks[following[host]]
-        found.append(there[ranks[host].index(rank) % len(there)])
-    return found
+    by_host = list(ranks.values())
+    following = dict(zip(ranks, [*by_host[1:], by_host[0]], strict=True))
+    at = [ranks[host].index(rank) for rank, host in enumerate(hosts)]
+    return [following[host][i % len(following[host])] for host, i in zip(hosts, at, strict=True)]
 
 
 def messages(
@@ -333,14 +331,13 @@ def _complete(listed: Sequence[Mapping[str, Any]]) -> Iterator[_Copy]:
             yield _Copy(newest[key][0], folders, files)
 
 
-def _sound(what: str, look: Callable[[], object]) -> bool:
-    """Return whether no rank finds damage; damage causes a warning. Collective."""
+def _if_sound(what: str, look: Callable[[], _T]) -> _T | None:
+    """Return what `look` finds unless a rank finds damage, which causes a warning. Collective."""
     try:
-        together(what, look)
+        return each_its_own(what, look)
     except CheckpointError as error:
         warnings.warn(f"{error}\nContinuing from an older copy, if there is one", stacklevel=4)
-        return False
-    return True
+        return None
 
 
 def _reserve(folder: Path, received: Sequence[Message]) -> None:
