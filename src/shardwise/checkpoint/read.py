@@ -202,11 +202,8 @@ def _stateless(
     They had no gradient yet, which a new optimizer, whose state lists all, cannot know. Returns none if the
     saved optimizer had no state at all.
     """
-    saved: set[str] = set()
-    for name in (*manifest["tensors"], *manifest["values"]):
-        while name.startswith(begin):
-            saved.add(name)
-            name = name.rpartition(".")[0]
+    known = [name for name in (*manifest["tensors"], *manifest["values"]) if name.startswith(begin)]
+    saved = {each for name in known for each in (name, *_parents(name))}
     if not saved:
         return []
     return [name for name, own in state.items() if own and name in params and f"{begin}{name}" not in saved]
