@@ -277,12 +277,11 @@ def _publish(staging: Path, path: Path) -> None:
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes that every copy supports
-_Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 @torch.no_grad()
 def load_slices(
-    path_or_paths: _Paths,
+    path_or_paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     name: str,
     sharding_spec: ShardingSpec,
     *,
@@ -308,9 +307,10 @@ def load_slices(
     group = group_or_default(process_group)
     what = f"load_slices of {name}"
     made: list[ShardedTensor] = []
+    paths = [path_or_paths] if isinstance(path_or_paths, (str, os.PathLike)) else path_or_paths
 
     def read() -> list[Any]:
-        made.append(_read(_paths(path_or_paths), name, sharding_spec, dtype=dtype, group=group))
+        made.append(_read([*map(on_disk, paths)], name, sharding_spec, dtype=dtype, group=group))
         metadata = made[0].metadata()
         return [list(metadata.size), str(metadata.tensor_properties.dtype), fingerprint(describe(metadata))]
 
@@ -353,11 +353,6 @@ def _copied(stored: StoredTensor, box: Box) -> Tensor:
         return torch.empty(box.sizes, dtype=stored.dtype)
     bits = stored.read(box.offsets, box.ends).view(_BITS[stored.dtype.itemsize])
     return bits.clone(memory_format=torch.contiguous_format).view(stored.dtype)
-
-
-def _paths(path_or_paths: _Paths) -> list[Path]:
-    paths = [path_or_paths] if isinstance(path_or_paths, (str, os.PathLike)) else path_or_paths
-    return [*map(on_disk, paths)]
 
 
 def _not_there(name: str, paths: Sequence[Path], known: list[str]) -> str:
