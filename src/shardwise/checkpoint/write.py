@@ -33,7 +33,7 @@ from shardwise.checkpoint.commit import (
 )
 from shardwise.checkpoint.part import Part, staged, write_index, write_part, write_values
 from shardwise.checkpoint.plan import Chunk, Held, Plan, plan
-from shardwise.checkpoint.state import Flat, Leaf, as_bytes, describe, flatten, to_json
+from shardwise.checkpoint.state import Flat, as_bytes, describe, flatten, to_json
 from shardwise.comm.agree import each_its_own, merge_or_raise, together
 from shardwise.errors import CheckpointError
 from shardwise.files.lock import lock, unlock
@@ -246,12 +246,12 @@ def _described(flat: Flat, *, compare: bool) -> dict[str, Any]:
         },
         "lists": flat.lists,
         "per_rank": flat.per_rank,
-        "contents": {n: _content(leaf) for n, leaf in tensors.items() if compare and leaf.is_plain},
+        "contents": {
+            name: f"a plain tensor of numbers {xxhash.xxh3_128_hexdigest(as_bytes(leaf.value))}"
+            for name, leaf in tensors.items()
+            if compare and leaf.is_plain
+        },
     }
-
-
-def _content(leaf: Leaf) -> str:
-    return f"a plain tensor of numbers {xxhash.xxh3_128_hexdigest(as_bytes(leaf.value))}"
 
 
 _FIX = "Give the same on every rank"
