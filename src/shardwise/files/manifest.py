@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -144,7 +145,10 @@ def check_types(file: Location, manifest: Any, types: Types) -> None:
     if not isinstance(manifest, dict):
         raise CheckpointError(f"{file}: expected a JSON object, found {manifest!r:.100}")
     for key, (fits, what) in types.items():
-        if key not in manifest or not _fits(fits, manifest[key]):
+        good = False
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            good = key in manifest and fits(manifest[key])
+        if not good:
             value = manifest.get(key, "nothing")
             raise CheckpointError(f"{file}: expected {key!r} to be {what}, found {value!r:.100}")
 
@@ -160,10 +164,3 @@ def all_in(kind: Any, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
         return isinstance(found, kind) and all(map(fits, found.values() if kind is dict else found))
 
     return fit
-
-
-def _fits(fits: Callable[[Any], bool], value: Any) -> bool:
-    try:
-        return fits(value)
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return False
