@@ -163,9 +163,9 @@ class HostMemory:
     def _check_room(self, plan: Plan) -> None:
         if self._limit is None:
             return
-        kept = [rank for rank, keeper in enumerate(neighbours(self._hosts)) if self._is_here(keeper)]
-        own = [rank for rank in range(len(self._hosts)) if self._is_here(rank)]
-        chunks = [chunk for rank in {*own, *kept} for chunk in plan.of(rank)]
+        here = {rank for rank, host in enumerate(self._hosts) if host == self._host}
+        kept = {rank for rank, keeper in enumerate(neighbours(self._hosts)) if keeper in here}
+        chunks = [chunk for rank in here | kept for chunk in plan.of(rank)]
         there = sum(
             file.stat().st_size for *_, folder in checkpoints(self._path) for file in folder.iterdir()
         )
@@ -175,9 +175,6 @@ class HostMemory:
                 f"{self._path}: with a copy this host would use {needed} bytes of memory, more than"
                 f" limit_bytes={self._limit}; raise limit_bytes, or spread the state over more ranks"
             )
-
-    def _is_here(self, rank: int | None) -> bool:
-        return rank is not None and self._hosts[rank] == self._host
 
     def _send(self, job: Job, parts: list[Part]) -> None:
         """Send the parts of a copy to other hosts and publish it. Runs in a thread."""
