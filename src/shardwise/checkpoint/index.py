@@ -77,11 +77,8 @@ def _checked(folder: Location, found: Any, tensors: Mapping[str, Any], files: Ma
         raise CheckpointError(f"{differing[0]} is in only one of index and manifest")
     entries: dict[str, Any] = {}
     places: dict[tuple[str, tuple[int, ...]], Place] = {}
-    stored = {
-        (key.fqn, _numbers(key.offset)): place
-        for key, place in found.storage_data.items()
-        if key.fqn in known
-    }
+    items = found.storage_data.items()
+    stored = {(key.fqn, _numbers(key.offset)): place for key, place in items if key.fqn in known}
     for name, expected in tensors.items():
         entry: Any = known[name]
         shape = _numbers(entry.size)
