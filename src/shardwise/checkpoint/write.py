@@ -32,7 +32,7 @@ from shardwise.checkpoint.commit import (
     tidy,
 )
 from shardwise.checkpoint.part import Part, staged, write_index, write_part, write_values
-from shardwise.checkpoint.plan import Chunk, Held, Plan, plan
+from shardwise.checkpoint.plan import Chunk, Held, Plan, held_of, plan
 from shardwise.checkpoint.state import Flat, as_bytes, describe, flatten, to_json
 from shardwise.comm.agree import each_its_own, merge_or_raise, together
 from shardwise.errors import CheckpointError
@@ -113,7 +113,8 @@ class Job:
     def mine(self) -> Iterator[tuple[Chunk, Tensor]]:
         """Yield the chunks that this rank writes, one by one."""
         for chunk in self.plan.of(rank_and_size()[0]):
-            yield chunk, self.held.tensor(chunk)
+            _, tensor = self.held[chunk[0], tuple(chunk[1])]
+            yield chunk, tensor.detach().resolve_conj().resolve_neg()
 
     def index(self, parts: list[Part]) -> dict[str, Any]:
         """Write the index of all ranks' parts; return its digest, by name. One rank calls it."""
@@ -177,10 +178,11 @@ def prepare_save(
             check_count(name, value, 1, optional=True)
         flat = flatten(state, rank=rank, ranks=size)
         tensors = {name: leaf.value for name, leaf in flat.leaves.items() if leaf.is_tensor}
-        own.append(Held(tensors))
+        own.append(held_of(tensors))
         call: dict[str, Any] = {"step": step, "keep": keep, "keep_every": keep_every}
         call |= {"path": os.fspath(path)} if hosts is None else {}
-        return {"call": call, "chunks": own[0].chunks, **_described(flat, compare=size > 1)}
+        chunks = [chunk for chunk, _ in own[0].values()]
+        return {"call": call, "chunks": chunks, **_described(flat, compare=size > 1)}
 
     by_rank = together(what, tell)
     contents = _agreed(what, by_rank)
