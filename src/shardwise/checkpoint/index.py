@@ -16,14 +16,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.checkpoint.filesystem as dcp_filesystem
 import torch.distributed.checkpoint.metadata as dcp_metadata
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
+from shardwise.checkpoint.plan import Chunk, metadata_of
 from shardwise.checkpoint.records import read_records
 from shardwise.errors import CheckpointError, ShardingError
 from shardwise.files.manifest import inside, regular
@@ -75,7 +70,7 @@ def _checked(folder: Location, found: Any, tensors: Mapping[str, Any], files: Ma
     known = {name: entry for name, entry in known.items() if not isinstance(entry, BytesStorageMetadata)}
     if differing := sorted(set(known) ^ set(tensors), key=str):
         raise CheckpointError(f"{differing[0]} is in only one of index and manifest")
-    entries: dict[str, Any] = {}
+    chunks: list[Chunk] = []
     places: dict[tuple[str, tuple[int, ...]], Place] = {}
     items = found.storage_data.items()
     stored = {(key.fqn, _numbers(key.offset)): place for key, place in items if key.fqn in known}
@@ -90,13 +85,10 @@ def _checked(folder: Location, found: Any, tensors: Mapping[str, Any], files: Ma
             cover(boxes, shape)
         except ShardingError as error:
             raise CheckpointError(f"{name}: {error}") from error
-        chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
-        entries[name] = TensorStorageMetadata(
-            TensorProperties(dtype=getattr(torch, dtype)), torch.Size(shape), chunks
-        )
         for box in boxes:
+            chunks.append([name, box.offsets, box.sizes, shape, dtype])
             places[name, box.offsets] = _place(folder, stored[name, box.offsets], files)
-    return Index(Metadata(entries), places)
+    return Index(metadata_of(chunks), places)
 
 
 def _place(folder: Location, stored: Any, files: Mapping[str, Any]) -> Place:
