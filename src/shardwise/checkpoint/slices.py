@@ -90,7 +90,7 @@ def save_slices(
     plan = each_its_own(what, check)
     staging = Path(together(what, lambda: _create(path, plan) if rank == 0 else "")[0])
     try:
-        together(what, lambda: _write(staging, own, plan.places, rank))
+        together(what, lambda: _write(staging, own, plan, rank))
         together(what, lambda: _publish(staging, path) if rank == 0 else None)
     except CheckpointError:
         if rank == 0:
@@ -156,7 +156,7 @@ def _check_holders(own: Mapping[str, ShardedTensor | Tensor], by_rank: Sequence[
 
 @dataclass(frozen=True)
 class _Place:
-    begin: int  # in bytes from the file's beginning
+    begin: int  # in bytes from the header's end
     shape: tuple[int, ...]
     writer: int  # the rank that writes a tensor that is not sharded
 
@@ -173,16 +173,17 @@ class _Plan:
 def _planned(
     known: Mapping[str, list[Any]], by_rank: Sequence[dict[str, Any]], metadata: Mapping[str, str] | None
 ) -> _Plan:
-    savers = {name: [rank for rank, each in enumerate(by_rank) if name in each["tensors"]] for name in known}
     names = sorted(known, key=lambda name: (-DTYPES[known[name][0]].itemsize, name))
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    begins, begin = {}, 0
-    for name in names:
+    places, begin = dict[str, _Place](), 0
+    for number, name in enumerate(names):
         dtype, shape, _ = known[name]
+        savers = [rank for rank, each in enumerate(by_rank) if name in each["tensors"]]
         end = begin + math.prod(shape) * DTYPES[dtype].itemsize
         counted = [*shape[:-1], 2 * shape[-1]] if dtype == "F4" else shape
         entries[name] = {"dtype": dtype, "shape": counted, "data_offsets": [begin, end]}
-        begins[name], begin = begin, end
+        places[name] = _Place(begin, tuple(shape), savers[number % len(savers)])
+        begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _MOST_HEADER:
@@ -190,10 +191,6 @@ def _planned(
             f"a header of {len(text)} bytes; readers accept {_MOST_HEADER}. Save several files"
         )
     header = len(text).to_bytes(8, "little") + text
-    places = {
-        name: _Place(len(header) + begins[name], tuple(known[name][1]), savers[name][i % len(savers[name])])
-        for i, name in enumerate(names)
-    }
     return _Plan(header, len(header) + begin, places)
 
 
@@ -226,40 +223,35 @@ def _reserve(descriptor: int, size: int) -> None:
 
 
 @torch.no_grad()
-def _write(
-    staging: Path,
-    own: Mapping[str, ShardedTensor | Tensor],
-    places: Mapping[str, _Place],
-    rank: int,
-) -> None:
+def _write(staging: Path, own: Mapping[str, ShardedTensor | Tensor], plan: _Plan, rank: int) -> None:
     """Write this rank's boxes; they are on disk when this returns."""
     descriptor = os.open(staging, os.O_WRONLY)
     try:
         for name, tensor in own.items():
-            place = places[name]
             if isinstance(tensor, ShardedTensor):
                 for box, shard in zip(tensor.boxes, tensor.tensors, strict=True):
-                    _write_box(descriptor, place, box, shard)
-            elif place.writer == rank:
-                _write_box(descriptor, place, Box.whole(tensor.shape), tensor)
+                    _write_box(descriptor, plan, name, box, shard)
+            elif plan.places[name].writer == rank:
+                _write_box(descriptor, plan, name, Box.whole(tensor.shape), tensor)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _write_box(descriptor: int, place: _Place, box: Box, tensor: Tensor) -> None:
+def _write_box(descriptor: int, plan: _Plan, name: str, box: Box, tensor: Tensor) -> None:
     """Write the elements of `box`, in as few runs as the file allows."""
     if box.is_empty:
         return
-    itemsize = tensor.element_size()
+    itemsize, shape = tensor.element_size(), plan.places[name].shape
     content = as_bytes(tensor)
-    strides = [math.prod(place.shape[dim + 1 :]) * itemsize for dim in range(len(place.shape))]
-    whole_from = len(place.shape)  # the box has dims from here on whole
-    while whole_from and box.sizes[whole_from - 1] == place.shape[whole_from - 1]:
+    strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
+    whole_from = len(shape)  # the box has dims from here on whole
+    while whole_from and box.sizes[whole_from - 1] == shape[whole_from - 1]:
         whole_from -= 1
     outer = max(0, whole_from - 1)
     run = math.prod(box.sizes[outer:]) * itemsize
-    first = place.begin + sum(o * stride for o, stride in zip(box.offsets, strides, strict=True))
+    first = len(plan.header) + plan.places[name].begin
+    first += sum(o * stride for o, stride in zip(box.offsets, strides, strict=True))
     for number, index in enumerate(itertools.product(*map(range, box.sizes[:outer]))):
         at = first + sum(i * stride for i, stride in zip(index, strides, strict=False))
         _write_at(descriptor, content[number * run : (number + 1) * run], at)
