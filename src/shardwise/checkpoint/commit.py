@@ -189,7 +189,7 @@ def manifest_of(folder: Location) -> dict[str, Any]:
     per_rank                     [name] of `PerRank` entries
     """
     try:
-        return read_manifest(folder, format=_READ, types=_TYPES)
+        return read_manifest(folder, formats=_READ, types=_TYPES)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. Load another step, or use another release") from error
 

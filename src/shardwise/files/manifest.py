@@ -75,7 +75,7 @@ def write_manifest(folder: Location, manifest: Mapping[str, Any]) -> None:
     write_whole(folder / MANIFEST, text.encode())
 
 
-def read_manifest(folder: Location, *, format: int | str | tuple[int, ...], types: Types) -> dict[str, Any]:
+def read_manifest(folder: Location, *, formats: tuple[int | str, ...], types: Types) -> dict[str, Any]:
     """Return the manifest of `folder`, which must have one of the given formats, without its own digest.
 
     Raises:
@@ -83,8 +83,7 @@ def read_manifest(folder: Location, *, format: int | str | tuple[int, ...], type
     """
     file = inside(folder, MANIFEST)
     manifest: dict[str, Any] = read_json(file)
-    known = format if isinstance(format, tuple) else (format,)
-    check_types(file, manifest, {"format": (lambda found: found in known, " or ".join(map(repr, known)))})
+    check_types(file, manifest, {"format": (formats.__contains__, " or ".join(map(repr, formats)))})
     expected = manifest.pop("sha256", None)
     if _own_digest(manifest) != expected:
         raise CheckpointError(f"{file}: its content does not match its own sha256")
