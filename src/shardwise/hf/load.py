@@ -385,9 +385,8 @@ def _copies(
 @contextmanager
 def _untied(tied: list[tuple[nn.Module, str]]) -> Iterator[None]:
     """Prevent tied parameters from being initialised twice."""
-    placed = []
+    placed = [(owner, last, getattr(owner, last)) for owner, last in tied]
     for owner, last in tied:
-        placed.append((owner, last, getattr(owner, last)))
         stand_in: Any = nn.Parameter(torch.empty(0))
         stand_in._is_hf_initialized = True
         setattr(owner, last, stand_in)
