@@ -22,7 +22,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
@@ -156,7 +156,7 @@ def _check_holders(own: Mapping[str, ShardedTensor | Tensor], by_rank: Sequence[
 
 @dataclass(frozen=True)
 class _Place:
-    begin: int  # in bytes from the header's end
+    begin: int  # in bytes from the file's beginning
     shape: tuple[int, ...]
     writer: int  # the rank that writes a tensor that is not sharded
 
@@ -191,7 +191,8 @@ def _planned(
             f"a header of {len(text)} bytes; readers accept {_MOST_HEADER}. Save several files"
         )
     header = len(text).to_bytes(8, "little") + text
-    return _Plan(header, len(header) + begin, places)
+    placed = {name: replace(place, begin=len(header) + place.begin) for name, place in places.items()}
+    return _Plan(header, len(header) + begin, placed)
 
 
 def _create(path: Path, plan: _Plan) -> str:
@@ -228,21 +229,22 @@ def _write(staging: Path, own: Mapping[str, ShardedTensor | Tensor], plan: _Plan
     descriptor = os.open(staging, os.O_WRONLY)
     try:
         for name, tensor in own.items():
+            place = plan.places[name]
             if isinstance(tensor, ShardedTensor):
                 for box, shard in zip(tensor.boxes, tensor.tensors, strict=True):
-                    _write_box(descriptor, plan, name, box, shard)
-            elif plan.places[name].writer == rank:
-                _write_box(descriptor, plan, name, Box.whole(tensor.shape), tensor)
+                    _write_box(descriptor, place, box, shard)
+            elif place.writer == rank:
+                _write_box(descriptor, place, Box.whole(tensor.shape), tensor)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _write_box(descriptor: int, plan: _Plan, name: str, box: Box, tensor: Tensor) -> None:
+def _write_box(descriptor: int, place: _Place, box: Box, tensor: Tensor) -> None:
     """Write the elements of `box`, in as few runs as the file allows."""
     if box.is_empty:
         return
-    itemsize, shape = tensor.element_size(), plan.places[name].shape
+    itemsize, shape = tensor.element_size(), place.shape
     content = as_bytes(tensor)
     strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
     whole_from = len(shape)  # the box has dims from here on whole
@@ -250,8 +252,7 @@ def _write_box(descriptor: int, plan: _Plan, name: str, box: Box, tensor: Tensor
         whole_from -= 1
     outer = max(0, whole_from - 1)
     run = math.prod(box.sizes[outer:]) * itemsize
-    first = len(plan.header) + plan.places[name].begin
-    first += sum(o * stride for o, stride in zip(box.offsets, strides, strict=True))
+    first = place.begin + sum(o * stride for o, stride in zip(box.offsets, strides, strict=True))
     for number, index in enumerate(itertools.product(*map(range, box.sizes[:outer]))):
         at = first + sum(i * stride for i, stride in zip(index, strides, strict=False))
         _write_at(descriptor, content[number * run : (number + 1) * run], at)
