@@ -144,9 +144,9 @@ class Saving:
         look = _LOOK if isinstance(self._staging, Path) else _LOOK_IN_STORE
         while len(parts) < self._size:
             there = {file.name for file in self._staging.iterdir()}
-            for rank in [rank for rank in range(self._size) if _PART.format(rank) in there]:
-                if rank not in parts:
-                    parts[rank] = json.loads((self._staging / _PART.format(rank)).read_text())
+            for rank in range(self._size):
+                if rank not in parts and (name := _PART.format(rank)) in there:
+                    parts[rank] = json.loads((self._staging / name).read_text())
             failed = [rank for rank in range(self._size) if _FAILED.format(rank) in there]
             late = time.monotonic() - started > self._patience and len(parts) < self._size
             if failed or late or self._given_up.is_set():

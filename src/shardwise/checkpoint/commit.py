@@ -149,25 +149,23 @@ def discard(staging: Location) -> None:
 
 
 def tidy(path: Location, keep: int | None, keep_every: int | None, *, written: Location) -> None:
-    """Call `prune` after a save; errors only warn, since the save is complete."""
+    """Remove older versions of a step, and all checkpoints that `save` does not keep. One rank calls it.
+
+    Errors only warn, since the save is complete.
+    """
     try:
-        prune(path, keep, keep_every, written=written)
+        newest = {step: folder for step, _, folder in checkpoints(path)}
+        kept = [newest[step] for step in sorted(newest)][-keep if keep else 0 :]
+        kept += [folder for step, folder in newest.items() if keep_every and step % keep_every == 0]
+        for _, _, folder in checkpoints(path):
+            if folder not in kept and folder != written:
+                remove(folder)
     except Exception as error:  # whatever a store raises
         warnings.warn(
             f"{written} is complete, but older checkpoints could not be removed"
             f" ({type(error).__name__}: {error}); the next save tries again",
             stacklevel=2,
         )
-
-
-def prune(path: Location, keep: int | None, keep_every: int | None, *, written: Location) -> None:
-    """Remove older versions of a step, and all checkpoints that `save` does not keep. One rank calls it."""
-    newest = {step: folder for step, _, folder in checkpoints(path)}
-    kept = [newest[step] for step in sorted(newest)][-keep if keep else 0 :]
-    kept += [folder for step, folder in newest.items() if keep_every and step % keep_every == 0]
-    for _, _, folder in checkpoints(path):
-        if folder not in kept and folder != written:
-            remove(folder)
 
 
 def remove(folder: Location) -> None:
@@ -191,7 +189,7 @@ def manifest_of(folder: Location) -> dict[str, Any]:
     per_rank                     [name] of `PerRank` entries
     """
     try:
-        return read_manifest(folder, format=_READ, types=_TYPES)
+        return read_manifest(folder, formats=_READ, types=_TYPES)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. Load another step, or use another release") from error
 

@@ -16,14 +16,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.checkpoint.filesystem as dcp_filesystem
 import torch.distributed.checkpoint.metadata as dcp_metadata
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
+from shardwise.checkpoint.plan import Chunk, metadata_of
 from shardwise.checkpoint.records import read_records
 from shardwise.errors import CheckpointError, ShardingError
 from shardwise.files.manifest import inside, regular
@@ -75,13 +70,10 @@ def _checked(folder: Location, found: Any, tensors: Mapping[str, Any], files: Ma
     known = {name: entry for name, entry in known.items() if not isinstance(entry, BytesStorageMetadata)}
     if differing := sorted(set(known) ^ set(tensors), key=str):
         raise CheckpointError(f"{differing[0]} is in only one of index and manifest")
-    entries: dict[str, Any] = {}
+    chunks: list[Chunk] = []
     places: dict[tuple[str, tuple[int, ...]], Place] = {}
-    stored = {
-        (key.fqn, _numbers(key.offset)): place
-        for key, place in found.storage_data.items()
-        if key.fqn in known
-    }
+    items = found.storage_data.items()
+    stored = {(key.fqn, _numbers(key.offset)): place for key, place in items if key.fqn in known}
     for name, expected in tensors.items():
         entry: Any = known[name]
         shape = _numbers(entry.size)
@@ -93,13 +85,10 @@ def _checked(folder: Location, found: Any, tensors: Mapping[str, Any], files: Ma
             cover(boxes, shape)
         except ShardingError as error:
             raise CheckpointError(f"{name}: {error}") from error
-        chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
-        entries[name] = TensorStorageMetadata(
-            TensorProperties(dtype=getattr(torch, dtype)), torch.Size(shape), chunks
-        )
         for box in boxes:
+            chunks.append([name, box.offsets, box.sizes, shape, dtype])
             places[name, box.offsets] = _place(folder, stored[name, box.offsets], files)
-    return Index(Metadata(entries), places)
+    return Index(metadata_of(chunks), places)
 
 
 def _place(folder: Location, stored: Any, files: Mapping[str, Any]) -> Place:
@@ -127,29 +116,16 @@ def _find(module: str, name: str) -> Any:
         return found if name == "Size" or isinstance(found, torch.dtype) else None
     if module.split(".")[0] == "pathlib" and name.endswith("Path"):
         return PurePath
-    if (module, name) == _LAYOUT_BY_NAME:
-        return {str(torch.strided): torch.strided}.__getitem__
-    for known in (dcp_metadata, dcp_filesystem):
-        found = getattr(known, name, None)
-        if module == known.__name__ == getattr(found, "__module__", None) and _is_known(found):
-            return found
-    return None
+    return _KNOWN.get((module, name))
 
 
-def _is_known(found: Any) -> bool:
-    return isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
-
-
-def _pickled_layout() -> tuple[str, str]:
-    """Return the module and name of the function that torch's pickles of a layout call."""
-    function: Any = copyreg.dispatch_table[torch.layout](torch.strided)[0]
-    return function.__module__, function.__name__
-
-
-_LAYOUT_BY_NAME = _pickled_layout()
-_RECORDS = tuple(
-    found
+_KNOWN: dict[tuple[str, str], Any] = {
+    (known.__name__, name): found
     for known in (dcp_metadata, dcp_filesystem)
-    for found in vars(known).values()
-    if isinstance(found, type) and found.__module__ == known.__name__ and dataclasses.is_dataclass(found)
-)
+    for name, found in vars(known).items()
+    if isinstance(found, type) and found.__module__ == known.__name__
+    if dataclasses.is_dataclass(found) or issubclass(found, enum.Enum)
+}
+_RECORDS: tuple[Any, ...] = tuple(filter(dataclasses.is_dataclass, _KNOWN.values()))
+_by_name: Any = copyreg.dispatch_table[torch.layout](torch.strided)[0]  # what pickles of a layout call
+_KNOWN[_by_name.__module__, _by_name.__name__] = {str(torch.strided): torch.strided}.__getitem__

@@ -255,7 +255,8 @@ class LivingRanks(Generic[_T]):
         else:
             self._resume(training)
         if self._random:
-            _set_random_state(self._random)
+            for each, random in zip(_generators(), self._random, strict=True):
+                each.set_rng_state(random)
         self._training, self._taken = training, taken
 
 
@@ -270,12 +271,9 @@ def _is_loss(error: RuntimeError) -> bool:
     )
 
 
+def _generators() -> list[Any]:
+    return [torch, torch.get_device_module()] if torch.accelerator.is_available() else [torch]
+
+
 def _random_state() -> list[torch.Tensor]:
-    devices = [torch.get_device_module()] if torch.accelerator.is_available() else []
-    return [each.get_rng_state() for each in (torch, *devices)]
-
-
-def _set_random_state(states: Sequence[torch.Tensor]) -> None:
-    devices = [torch.get_device_module()] if torch.accelerator.is_available() else []
-    for each, state in zip((torch, *devices), states, strict=True):
-        each.set_rng_state(state)
+    return [each.get_rng_state() for each in _generators()]

@@ -208,17 +208,17 @@ def places(old: Sequence[int | None]) -> list[int]:
     Args:
         old: the rank that each member had, in order of arrival; None for a new one.
     """
-    size, found, taken = len(old), dict[int, int](), set[int]()
+    size, found = len(old), dict[int, int]()
     for number, rank in enumerate(old):
-        if rank is not None and rank < size and rank not in taken:
+        if rank is not None and rank < size and rank not in found.values():
             found[number] = rank
-            taken.add(rank)
-    free = iter(sorted({*range(size)} - taken))
+    free = sorted({*range(size)}.difference(found.values()))
     rest = sorted(
         (each for each in range(size) if each not in found),
         key=lambda each: (old[each] is None, old[each] or 0),
     )
-    return [rank for _, rank in sorted({**found, **{each: next(free) for each in rest}}.items())]
+    found.update(zip(rest, free, strict=True))
+    return [found[number] for number in range(size)]
 
 
 def _beat(store: Store, key: str, ended: threading.Event) -> None:
@@ -249,6 +249,11 @@ class _Pulses:
         return [key for key, (_, at) in self._seen.items() if now - at > _SILENT_S]
 
 
+def _passed_on(name: str) -> Any:
+    """Return a method that calls the one of this name of the store itself."""
+    return lambda watched, *args: getattr(watched._store, name)(*args)
+
+
 class _Watched(Store):
     """A store whose `wait` ends if the round has failed."""
 
@@ -271,28 +276,10 @@ class _Watched(Store):
         self.wait([key])
         return self._store.get(key)
 
-    def set(self, key: str, value: Any) -> None:
-        self._store.set(key, value)
-
-    def add(self, key: str, value: int) -> int:
-        return self._store.add(key, value)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
-
-    def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
-        return self._store.compare_set(key, expected_value, desired_value)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._store.multi_get(keys)
-
-    def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(key)
-
-    deleteKey = delete_key  # noqa: N815 - what torch calls
-
-    def has_extended_api(self) -> bool:
-        return bool(self._store.has_extended_api())  # type: ignore[attr-defined]
+    set, add, check = _passed_on("set"), _passed_on("add"), _passed_on("check")
+    compare_set, multi_get = _passed_on("compare_set"), _passed_on("multi_get")
+    deleteKey = delete_key = _passed_on("delete_key")  # noqa: N815 - what torch calls
+    has_extended_api = _passed_on("has_extended_api")
 
 
 _all: WeakSet[Meeting] = WeakSet()

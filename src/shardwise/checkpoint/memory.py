@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -46,7 +46,7 @@ from shardwise.checkpoint.part import Part, write_part
 from shardwise.checkpoint.plan import Plan, bytes_of
 from shardwise.checkpoint.read import Whole, files_for, fill, open_checkpoint
 from shardwise.checkpoint.write import Job, prepare_save
-from shardwise.comm.agree import merge_or_raise, together
+from shardwise.comm.agree import each_its_own, merge_or_raise, together
 from shardwise.comm.watch import announced, group_of_all
 from shardwise.errors import CheckpointError
 from shardwise.files.manifest import MANIFEST, digest, whole_file
@@ -55,6 +55,7 @@ from shardwise.files.stores import on_disk
 _TAG = 0x7B100000
 _CHUNK_BYTES = 4096  # the most that a chunk in a file takes besides its numbers
 _WHAT = "copying to memory"
+_T = TypeVar("_T")
 
 
 class Message(NamedTuple):
@@ -70,7 +71,6 @@ class _Copy(NamedTuple):
     """A copy that the hosts have together."""
 
     step: int
-    digest: str  # of its manifest
     folders: dict[int, str]  # by host
     files: dict[int, dict[str, int]]  # names and bytes, by host
 
@@ -163,9 +163,9 @@ class HostMemory:
     def _check_room(self, plan: Plan) -> None:
         if self._limit is None:
             return
-        kept = [rank for rank, keeper in enumerate(neighbours(self._hosts)) if self._is_here(keeper)]
-        own = [rank for rank in range(len(self._hosts)) if self._is_here(rank)]
-        chunks = [chunk for rank in {*own, *kept} for chunk in plan.of(rank)]
+        here = {rank for rank, host in enumerate(self._hosts) if host == self._host}
+        kept = {rank for rank, keeper in enumerate(neighbours(self._hosts)) if keeper in here}
+        chunks = [chunk for rank in here | kept for chunk in plan.of(rank)]
         there = sum(
             file.stat().st_size for *_, folder in checkpoints(self._path) for file in folder.iterdir()
         )
@@ -175,9 +175,6 @@ class HostMemory:
                 f"{self._path}: with a copy this host would use {needed} bytes of memory, more than"
                 f" limit_bytes={self._limit}; raise limit_bytes, or spread the state over more ranks"
             )
-
-    def _is_here(self, rank: int | None) -> bool:
-        return rank is not None and self._hosts[rank] == self._host
 
     def _send(self, job: Job, parts: list[Part]) -> None:
         """Send the parts of a copy to other hosts and publish it. Runs in a thread."""
@@ -237,15 +234,18 @@ class HostMemory:
         folder = Path(copy.folders.get(self._host) or made[self._host])
         needed = [[INDEX, MANIFEST] if rank == host else [] for rank, host in enumerate(self._hosts)]
         self._carry(folder, messages(needed, there=copy.files, hosts=self._hosts))
-        found: list[Whole] = []
-        if not _sound(what, lambda: found.append(open_checkpoint(folder, _check_index))):
+
+        def look() -> Whole:
+            return open_checkpoint(folder, lambda _, files: whole_file(folder, INDEX, files[INDEX]))
+
+        whole = _if_sound(what, look)
+        if whole is None:
             return None
-        wanted = together(what, lambda: files_for(found[0], state))
+        wanted = together(what, lambda: files_for(whole, state))
         self._carry(folder, messages(wanted, there=copy.files, hosts=self._hosts))
-        files = found[0].manifest["files"]
-        read = wanted[self._rank]
-        sound = _sound(what, lambda: all(whole_file(folder, name, files[name]) for name in read))
-        return found[0] if sound else None
+        files, read = whole.manifest["files"], wanted[self._rank]
+        sound = _if_sound(what, lambda: all(whole_file(folder, name, files[name]) for name in read))
+        return whole if sound else None
 
     # Both
 
@@ -282,12 +282,10 @@ def neighbours(hosts: Sequence[int]) -> list[int | None]:
     ranks = {host: [rank for rank, each in enumerate(hosts) if each == host] for host in hosts}
     if len(ranks) == 1:
         return [None] * len(hosts)
-    following = dict(zip(ranks, [*list(ranks)[1:], next(iter(ranks))], strict=True))
-    found: list[int | None] = []
-    for rank, host in enumerate(hosts):
-        there = ranks[following[host]]
-        found.append(there[ranks[host].index(rank) % len(there)])
-    return found
+    by_host = list(ranks.values())
+    following = dict(zip(ranks, [*by_host[1:], by_host[0]], strict=True))
+    at = [ranks[host].index(rank) for rank, host in enumerate(hosts)]
+    return [following[host][i % len(following[host])] for host, i in zip(hosts, at, strict=True)]
 
 
 def messages(
@@ -327,25 +325,16 @@ def _complete(listed: Sequence[Mapping[str, Any]]) -> Iterator[_Copy]:
         names = next(iter(on.values()))["names"]
         if {*names} <= {name for each in files.values() for name in each}:
             folders = {host: entry["folder"] for host, entry in on.items()}
-            yield _Copy(newest[key][0], key, folders, files)
+            yield _Copy(newest[key][0], folders, files)
 
 
-def _check_index(folder: Path, files: Mapping[str, dict[str, Any]]) -> None:
-    whole_file(folder, INDEX, files[INDEX])
-
-
-def _sound(what: str, look: Callable[[], object]) -> bool:
-    """Return whether no rank finds damage; damage causes a warning. Collective."""
-
-    def looked() -> None:
-        look()
-
+def _if_sound(what: str, look: Callable[[], _T]) -> _T | None:
+    """Return what `look` finds unless a rank finds damage, which causes a warning. Collective."""
     try:
-        together(what, looked)
+        return each_its_own(what, look)
     except CheckpointError as error:
         warnings.warn(f"{error}\nContinuing from an older copy, if there is one", stacklevel=4)
-        return False
-    return True
+        return None
 
 
 def _reserve(folder: Path, received: Sequence[Message]) -> None:

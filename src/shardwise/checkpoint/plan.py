@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import WriteItem
 
 from shardwise.checkpoint.state import check_dense
 from shardwise.errors import CheckpointError, ShardingError
 from shardwise.layout import Box, cover
 
 Chunk = list[Any]  # as JSON: name, offsets, sizes, the tensor's sizes, dtype
+Held = dict[tuple[str, tuple[int, ...]], tuple[Chunk, Tensor]]  # by name and offsets
 
 
 @dataclass(frozen=True)
@@ -39,30 +39,19 @@ class Plan:
         return [chunk for chunk, writer in zip(self.chunks, self.writers, strict=True) if writer == rank]
 
 
-class Held:
-    """The chunks that this rank holds of `tensors`."""
-
-    def __init__(self, tensors: Mapping[str, Any]) -> None:
-        self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._planner.set_up_planner(dict(tensors))
-        self._items: dict[tuple[str, tuple[int, ...]], WriteItem] = {}
-        self.chunks: list[Chunk] = []
-        for item in self._planner.create_local_plan().items:
-            data = item.tensor_data
-            assert data is not None
-            chunk, dtype = data.chunk, str(data.properties.dtype).removeprefix("torch.")
-            self._items[item.index.fqn, tuple(chunk.offsets)] = item
-            self.chunks.append(
-                [item.index.fqn, list(chunk.offsets), list(chunk.sizes), list(data.size), dtype]
-            )
-            check_dense(item.index.fqn, self._planner.lookup_object(item.index))
-
-    def tensor(self, chunk: Chunk) -> Tensor:
-        """Return the tensor of one of the chunks, without a copy."""
-        name, offsets = chunk[:2]
-        found = self._planner.lookup_object(self._items[name, tuple(offsets)].index).detach()
-        plain: Tensor = found.resolve_conj().resolve_neg()
-        return plain
+def held_of(tensors: Mapping[str, Any]) -> Held:
+    """Return the chunks that this rank holds of `tensors`, with their tensors, which are no copies."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors))
+    held: Held = {}
+    for item in planner.create_local_plan().items:
+        name, data = item.index.fqn, item.tensor_data
+        assert data is not None
+        box, dtype = data.chunk, str(data.properties.dtype).removeprefix("torch.")
+        chunk = [name, list(box.offsets), list(box.sizes), list(data.size), dtype]
+        held[name, tuple(box.offsets)] = chunk, planner.lookup_object(item.index)
+        check_dense(name, held[name, tuple(box.offsets)][1])
+    return held
 
 
 def plan(held: Sequence[Sequence[Chunk]]) -> Plan:

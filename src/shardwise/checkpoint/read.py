@@ -13,12 +13,13 @@ read. The manifest's digests guard against damage; they do not show who wrote th
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from io import BufferedReader
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from shardwise.checkpoint.commit import check_count, find, manifest_of, rank_and
 from shardwise.checkpoint.index import Index, read_index
 from shardwise.checkpoint.state import Flat, Leaf, check_dense, describe, flatten, from_json
 from shardwise.checkpoint.stored import Stored, locate
-from shardwise.comm.agree import merge_or_raise, raise_all, together
+from shardwise.comm.agree import each_its_own, merge_or_raise, raise_all, together
 from shardwise.errors import CheckpointError
 from shardwise.files.manifest import MANIFEST, digest, inside, regular, whole_file
 from shardwise.files.stores import Location, location
@@ -74,16 +75,18 @@ def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | Non
 def fill(whole: Whole, state: dict[str, Any]) -> int:
     """Load a checkpoint whose files are whole into `state`; return its step. Collective; raises as `load`."""
     what = f"loading {whole.folder}"
-    checked: list[_Checked] = []
+    checked: list[tuple[Flat, list[_Read]]] = []
 
     def check() -> tuple[str, list[str]]:
-        checked.append(_check(whole, state))
-        return whole.digest, [*checked[0].flat.leaves, *checked[0].flat.lists]
+        flat, tensors = _fitting(whole.manifest, state)
+        checked.append((flat, _reads(tensors, whole.index)))
+        return whole.digest, [*flat.leaves, *flat.lists]
 
     by_rank = together(what, check)
     raise_all(what, _differences(by_rank, whole.manifest))
+    half = f"{what}: the state is half written, load again; reading"
     with torch.no_grad():
-        together(f"{what}: the state is half written, load again; reading", checked[0].write)
+        together(half, lambda: _write(*checked[0], whole.manifest["values"]))
     return int(whole.manifest["step"])
 
 
@@ -112,46 +115,35 @@ class Whole:
     index: Index
 
 
-@dataclass(frozen=True)
-class _Checked:
-    """A checkpoint from which this rank's state can be filled."""
-
-    manifest: dict[str, Any]
-    flat: Flat
-    reads: list[_Read]
-
-    def write(self) -> None:
-        with ExitStack() as stack:
-            opened: dict[Location, BufferedReader] = {}
-            for read in self.reads:
-                if read.file not in opened:
-                    opened[read.file] = stack.enter_context(read.file.open("rb"))
-                read.stored.read(opened[read.file], read.offsets, read.target)
-        for name, leaf in self.flat.leaves.items():
-            if not leaf.is_tensor:
-                leaf.put(from_json(self.manifest["values"][name]))
-        for leaf in self.flat.absent:
-            del leaf.container[leaf.key]
+def _write(flat: Flat, reads: list[_Read], values: Mapping[str, Any]) -> None:
+    for path, those in itertools.groupby(reads, key=lambda read: read.file):
+        with path.open("rb") as file:
+            for read in those:
+                read.stored.read(file, read.offsets, read.target)
+    for name, leaf in flat.leaves.items():
+        if not leaf.is_tensor:
+            leaf.put(from_json(values[name]))
+    for leaf in flat.absent:
+        del leaf.container[leaf.key]
 
 
 def _newest_whole(folders: Sequence[str]) -> Whole:
     """Return the first of `folders` that is whole. Collective."""
     damaged: list[str] = []
     for folder in folders:
-        found: list[Whole] = []
         try:
             at = location(folder)
-            together(f"loading {at}", lambda: found.append(open_checkpoint(at, _check_files)))  # noqa: B023
+            found = each_its_own(f"loading {at}", lambda: open_checkpoint(at, _check_files))  # noqa: B023
         except CheckpointError as error:
             damaged.append(str(error))
             continue
         for problem in damaged:
             warnings.warn(f"{problem}\nContinuing from {folder} instead", stacklevel=3)
-        return found[0]
+        return found
     raise CheckpointError("\n".join(damaged))
 
 
-def open_checkpoint(folder: Location, check: Callable[[Any, Mapping[str, dict[str, Any]]], None]) -> Whole:
+def open_checkpoint(folder: Location, check: Callable[[Any, Mapping[str, dict[str, Any]]], object]) -> Whole:
     """Read a checkpoint's manifest and index, after `check` has passed its files. Local."""
     manifest = manifest_of(folder)
     own = digest(folder / MANIFEST)["sha256"]
@@ -165,11 +157,6 @@ def files_for(whole: Whole, state: dict[str, Any]) -> list[str]:
     items = create_default_local_load_plan(tensors, whole.index.metadata).items
     keys = [(item.storage_index.fqn, tuple(item.storage_index.offset or ())) for item in items]
     return sorted({whole.index.places[key].file.name for key in keys})
-
-
-def _check(whole: Whole, state: dict[str, Any]) -> _Checked:
-    flat, tensors = _fitting(whole.manifest, state)
-    return _Checked(whole.manifest, flat, _reads(tensors, whole.index))
 
 
 def _fitting(manifest: Mapping[str, Any], state: dict[str, Any]) -> tuple[Flat, dict[str, Any]]:
@@ -215,11 +202,8 @@ def _stateless(
     They had no gradient yet, which a new optimizer, whose state lists all, cannot know. Returns none if the
     saved optimizer had no state at all.
     """
-    saved: set[str] = set()
-    for name in (*manifest["tensors"], *manifest["values"]):
-        while name.startswith(begin):
-            saved.add(name)
-            name = name.rpartition(".")[0]
+    known = [name for name in (*manifest["tensors"], *manifest["values"]) if name.startswith(begin)]
+    saved = {each for name in known for each in (name, *_parents(name))}
     if not saved:
         return []
     return [name for name, own in state.items() if own and name in params and f"{begin}{name}" not in saved]
@@ -334,7 +318,7 @@ def _reads(tensors: dict[str, Any], index: Index) -> list[_Read]:
     planner.set_up_planner(tensors, index.metadata)
     found: list[_Read] = []
     with ExitStack() as stack:
-        opened: dict[Location, BufferedReader] = {}
+        opened = cache(lambda file: stack.enter_context(regular(file).open("rb")))
         located: dict[MetadataIndex, Stored] = {}
         for item in create_default_local_load_plan(tensors, index.metadata).items:
             key = item.storage_index
@@ -343,10 +327,8 @@ def _reads(tensors: dict[str, Any], index: Index) -> list[_Read]:
             target = planner.resolve_tensor(item).detach()
             check_dense(name, target)
             try:
-                if place.file not in opened:
-                    opened[place.file] = stack.enter_context(regular(place.file).open("rb"))
                 if key not in located:
-                    located[key] = locate(opened[place.file], place.begin, place.length)
+                    located[key] = locate(opened(place.file), place.begin, place.length)
                     _check_stored(located[key], index, key)
                 _check_target(target, located[key], item)
             except CheckpointError as error:

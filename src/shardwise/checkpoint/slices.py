@@ -22,7 +22,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.commit import rank_and_size
 from shardwise.checkpoint.state import as_bytes, check_dense
-from shardwise.comm.agree import fingerprint, merge_or_raise, together
+from shardwise.comm.agree import each_its_own, fingerprint, merge_or_raise, together
 from shardwise.errors import CheckpointError
 from shardwise.files.stores import on_disk, sync
 from shardwise.files.tensors import DTYPES, NAMES, StoredTensor, TensorFiles
@@ -71,7 +71,7 @@ def save_slices(
             ranks that disagree, a full disk.
     """
     what = f"save_slices to {path}"
-    path = Path(together(what, lambda: str(on_disk(path)))[rank_and_size()[0]])
+    path = each_its_own(what, lambda: on_disk(path))
     own: dict[str, ShardedTensor | Tensor] = {}
 
     def tell() -> dict[str, Any]:
@@ -82,16 +82,15 @@ def save_slices(
     by_rank = together(what, tell)
     known = merge_or_raise(what, by_rank, {"call": _FIX, "tensors": _FIX})["tensors"]
     rank, _ = rank_and_size()
-    plan: list[_Plan] = []
 
-    def check() -> None:
+    def check() -> _Plan:
         _check_holders(own, by_rank)
-        plan.append(_planned(known, by_rank, metadata))
+        return _planned(known, by_rank, metadata)
 
-    together(what, check)
-    staging = Path(together(what, lambda: _create(path, plan[0]) if rank == 0 else "")[0])
+    plan = each_its_own(what, check)
+    staging = Path(together(what, lambda: _create(path, plan) if rank == 0 else "")[0])
     try:
-        together(what, lambda: _write(staging, own, plan[0].places, rank))
+        together(what, lambda: _write(staging, own, plan, rank))
         together(what, lambda: _publish(staging, path) if rank == 0 else None)
     except CheckpointError:
         if rank == 0:
@@ -174,16 +173,17 @@ class _Plan:
 def _planned(
     known: Mapping[str, list[Any]], by_rank: Sequence[dict[str, Any]], metadata: Mapping[str, str] | None
 ) -> _Plan:
-    savers = {name: [rank for rank, each in enumerate(by_rank) if name in each["tensors"]] for name in known}
     names = sorted(known, key=lambda name: (-DTYPES[known[name][0]].itemsize, name))
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    begins, begin = {}, 0
-    for name in names:
+    places, begin = dict[str, _Place](), 0
+    for number, name in enumerate(names):
         dtype, shape, _ = known[name]
+        savers = [rank for rank, each in enumerate(by_rank) if name in each["tensors"]]
         end = begin + math.prod(shape) * DTYPES[dtype].itemsize
         counted = [*shape[:-1], 2 * shape[-1]] if dtype == "F4" else shape
         entries[name] = {"dtype": dtype, "shape": counted, "data_offsets": [begin, end]}
-        begins[name], begin = begin, end
+        places[name] = _Place(begin, tuple(shape), savers[number % len(savers)])
+        begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _MOST_HEADER:
@@ -191,11 +191,8 @@ def _planned(
             f"a header of {len(text)} bytes; readers accept {_MOST_HEADER}. Save several files"
         )
     header = len(text).to_bytes(8, "little") + text
-    places = {
-        name: _Place(len(header) + begins[name], tuple(known[name][1]), savers[name][i % len(savers[name])])
-        for i, name in enumerate(names)
-    }
-    return _Plan(header, len(header) + begin, places)
+    placed = {name: replace(place, begin=len(header) + place.begin) for name, place in places.items()}
+    return _Plan(header, len(header) + begin, placed)
 
 
 def _create(path: Path, plan: _Plan) -> str:
@@ -227,17 +224,12 @@ def _reserve(descriptor: int, size: int) -> None:
 
 
 @torch.no_grad()
-def _write(
-    staging: Path,
-    own: Mapping[str, ShardedTensor | Tensor],
-    places: Mapping[str, _Place],
-    rank: int,
-) -> None:
+def _write(staging: Path, own: Mapping[str, ShardedTensor | Tensor], plan: _Plan, rank: int) -> None:
     """Write this rank's boxes; they are on disk when this returns."""
     descriptor = os.open(staging, os.O_WRONLY)
     try:
         for name, tensor in own.items():
-            place = places[name]
+            place = plan.places[name]
             if isinstance(tensor, ShardedTensor):
                 for box, shard in zip(tensor.boxes, tensor.tensors, strict=True):
                     _write_box(descriptor, place, box, shard)
@@ -252,11 +244,11 @@ def _write_box(descriptor: int, place: _Place, box: Box, tensor: Tensor) -> None
     """Write the elements of `box`, in as few runs as the file allows."""
     if box.is_empty:
         return
-    itemsize = tensor.element_size()
+    itemsize, shape = tensor.element_size(), place.shape
     content = as_bytes(tensor)
-    strides = [math.prod(place.shape[dim + 1 :]) * itemsize for dim in range(len(place.shape))]
-    whole_from = len(place.shape)  # the box has dims from here on whole
-    while whole_from and box.sizes[whole_from - 1] == place.shape[whole_from - 1]:
+    strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
+    whole_from = len(shape)  # the box has dims from here on whole
+    while whole_from and box.sizes[whole_from - 1] == shape[whole_from - 1]:
         whole_from -= 1
     outer = max(0, whole_from - 1)
     run = math.prod(box.sizes[outer:]) * itemsize
@@ -278,12 +270,11 @@ def _publish(staging: Path, path: Path) -> None:
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes that every copy supports
-_Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 @torch.no_grad()
 def load_slices(
-    path_or_paths: _Paths,
+    path_or_paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     name: str,
     sharding_spec: ShardingSpec,
     *,
@@ -309,9 +300,10 @@ def load_slices(
     group = group_or_default(process_group)
     what = f"load_slices of {name}"
     made: list[ShardedTensor] = []
+    paths = [path_or_paths] if isinstance(path_or_paths, (str, os.PathLike)) else path_or_paths
 
     def read() -> list[Any]:
-        made.append(_read(_paths(path_or_paths), name, sharding_spec, dtype=dtype, group=group))
+        made.append(_read([*map(on_disk, paths)], name, sharding_spec, dtype=dtype, group=group))
         metadata = made[0].metadata()
         return [list(metadata.size), str(metadata.tensor_properties.dtype), fingerprint(describe(metadata))]
 
@@ -354,11 +346,6 @@ def _copied(stored: StoredTensor, box: Box) -> Tensor:
         return torch.empty(box.sizes, dtype=stored.dtype)
     bits = stored.read(box.offsets, box.ends).view(_BITS[stored.dtype.itemsize])
     return bits.clone(memory_format=torch.contiguous_format).view(stored.dtype)
-
-
-def _paths(path_or_paths: _Paths) -> list[Path]:
-    paths = [path_or_paths] if isinstance(path_or_paths, (str, os.PathLike)) else path_or_paths
-    return [*map(on_disk, paths)]
 
 
 def _not_there(name: str, paths: Sequence[Path], known: list[str]) -> str:

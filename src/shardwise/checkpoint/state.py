@@ -85,9 +85,8 @@ class Flat:
     per_rank: list[str] = field(default_factory=list)
     optional: list[str] = field(default_factory=list)  # a subset of `per_rank`
     absent: list[Leaf] = field(default_factory=list)  # entries that loading removes
-    optimizers: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # their states, by the prefix of names
+    # states of optimizers, by the prefix of names
+    optimizers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def leave_out(self, begin: str) -> None:
         """Remove every entry whose name begins with `begin`."""
@@ -162,10 +161,7 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
     elif tensor.is_meta or isinstance(tensor, _compat.FakeTensor):
         what, fix = "tensor without numbers", "give it memory (to_empty), or leave it out"
     elif tensor.is_nested:
-        what, fix = (
-            "nested tensor",
-            "give what it is made of: its values() and offsets(), or unbind() it",
-        )
+        what, fix = "nested tensor", "give what it is made of: its values() and offsets(), or unbind() it"
     elif tensor.layout != torch.strided:
         what, fix = f"tensor of {tensor.layout}", "give its values() and indices, or to_dense() of it"
     elif tensor.is_quantized:
@@ -173,10 +169,7 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
     elif not _compat.is_plain(type(tensor.detach())):
         what, fix = type(tensor.detach()).__name__, "give the plain tensors that it is made of"
     elif tensor.numel() and not tensor.untyped_storage().nbytes():
-        what, fix = (
-            "tensor whose memory is freed",
-            "give sharded parameters, outside of a pass",
-        )
+        what, fix = "tensor whose memory is freed", "give sharded parameters, outside of a pass"
     else:
         return
     raise CheckpointError(f"{name}: expected a plain dense tensor with numbers, found a {what}; {fix}")

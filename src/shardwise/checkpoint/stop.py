@@ -82,19 +82,15 @@ class StopSignals:
             CheckpointError: on all ranks, if a save in flight has failed.
             RankMismatchError: a rank has ended, or did not come in time.
         """
-        if self._group is None:
-            self._answer, failed = self._noted, failed_here()
-        else:
-            self._answer, failed = self._arrived()
+        self._answer, failed = (self._noted, failed_here()) if self._group is None else self._arrived()
         if failed:
             wait_for_saving()
-        if self._group is None:
-            return self._answer != 0
-        flag = torch.tensor([self._noted, int(failed_here())])
-        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        assert work is not None
-        self._pending = work, flag
-        return self._answer != 0
+        if self._group is not None:
+            flag = torch.tensor([self._noted, int(failed_here())])
+            work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            assert work is not None
+            self._pending = work, flag
+        return bool(self)
 
     def _arrived(self) -> tuple[int, bool]:
         """Return any rank's signal, and whether any knew of a failed save, as of the previous `asked`."""

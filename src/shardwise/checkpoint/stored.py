@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.records import read_records
 from shardwise.errors import CheckpointError
+from shardwise.files.stores import Ranges
 
 _LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of the extra field that follow it
 _STORAGES = {
@@ -88,7 +89,11 @@ def locate(file: io.BufferedReader, begin: int, length: int) -> Stored:
 
 
 def _locate(file: io.BufferedReader, begin: int, length: int) -> Stored:
-    with zipfile.ZipFile(_Part(file, begin, length)) as archive:
+    def fetch(first: int, last: int) -> bytes:  # an archive cannot read beyond its part of the file
+        file.seek(begin + first)
+        return file.read(last - first)
+
+    with zipfile.ZipFile(Ranges(length, fetch)) as archive:
         entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         for info in entries.values():
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
@@ -185,33 +190,3 @@ def _find(module: str, name: str) -> Any:
         ("collections", "OrderedDict"): tuple,
     }
     return known.get((module, name))
-
-
-class _Part(io.RawIOBase):
-    """A range of a file as a file object, so that an archive cannot read beyond it."""
-
-    def __init__(self, file: io.BufferedReader, begin: int, length: int) -> None:
-        self._file, self._begin, self._length, self._at = file, begin, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise ValueError(f"seek to {base + offset}")
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._length - self._at)
-        self._file.seek(self._begin + self._at)
-        found = self._file.read(left if size is None or size < 0 else min(size, left))
-        self._at += len(found)
-        return found

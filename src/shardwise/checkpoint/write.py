@@ -32,9 +32,9 @@ from shardwise.checkpoint.commit import (
     tidy,
 )
 from shardwise.checkpoint.part import Part, staged, write_index, write_part, write_values
-from shardwise.checkpoint.plan import Chunk, Held, Plan, plan
-from shardwise.checkpoint.state import Flat, Leaf, as_bytes, describe, flatten, to_json
-from shardwise.comm.agree import merge_or_raise, together
+from shardwise.checkpoint.plan import Chunk, Held, Plan, held_of, plan
+from shardwise.checkpoint.state import Flat, as_bytes, describe, flatten, to_json
+from shardwise.comm.agree import each_its_own, merge_or_raise, together
 from shardwise.errors import CheckpointError
 from shardwise.files.lock import lock, unlock
 from shardwise.files.stores import Location, StorePath, location, write_whole
@@ -91,9 +91,8 @@ def save_async(
     """
     wait_for_saving()
     job = prepare_save("save_async of", path, state, step=step, keep=keep, keep_every=keep_every)
-    copies: list[tuple[Chunk, Tensor | bytes]] = []
     with job.cleaning():
-        together(job.what, lambda: copies.extend((chunk, staged(tensor)) for chunk, tensor in job.mine()))
+        copies = each_its_own(job.what, lambda: [(chunk, staged(tensor)) for chunk, tensor in job.mine()])
     return Saving(job.what, job.staging, copies, job.commit)
 
 
@@ -114,7 +113,8 @@ class Job:
     def mine(self) -> Iterator[tuple[Chunk, Tensor]]:
         """Yield the chunks that this rank writes, one by one."""
         for chunk in self.plan.of(rank_and_size()[0]):
-            yield chunk, self.held.tensor(chunk)
+            _, tensor = self.held[chunk[0], tuple(chunk[1])]
+            yield chunk, tensor.detach().resolve_conj().resolve_neg()
 
     def index(self, parts: list[Part]) -> dict[str, Any]:
         """Write the index of all ranks' parts; return its digest, by name. One rank calls it."""
@@ -178,10 +178,11 @@ def prepare_save(
             check_count(name, value, 1, optional=True)
         flat = flatten(state, rank=rank, ranks=size)
         tensors = {name: leaf.value for name, leaf in flat.leaves.items() if leaf.is_tensor}
-        own.append(Held(tensors))
+        own.append(held_of(tensors))
         call: dict[str, Any] = {"step": step, "keep": keep, "keep_every": keep_every}
         call |= {"path": os.fspath(path)} if hosts is None else {}
-        return {"call": call, "chunks": own[0].chunks, **_described(flat, compare=size > 1)}
+        chunks = [chunk for chunk, _ in own[0].values()]
+        return {"call": call, "chunks": chunks, **_described(flat, compare=size > 1)}
 
     by_rank = together(what, tell)
     contents = _agreed(what, by_rank)
@@ -247,12 +248,12 @@ def _described(flat: Flat, *, compare: bool) -> dict[str, Any]:
         },
         "lists": flat.lists,
         "per_rank": flat.per_rank,
-        "contents": {n: _content(leaf) for n, leaf in tensors.items() if compare and leaf.is_plain},
+        "contents": {
+            name: f"a plain tensor of numbers {xxhash.xxh3_128_hexdigest(as_bytes(leaf.value))}"
+            for name, leaf in tensors.items()
+            if compare and leaf.is_plain
+        },
     }
-
-
-def _content(leaf: Leaf) -> str:
-    return f"a plain tensor of numbers {xxhash.xxh3_128_hexdigest(as_bytes(leaf.value))}"
 
 
 _FIX = "Give the same on every rank"

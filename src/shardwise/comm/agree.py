@@ -3,6 +3,7 @@
     agree             check that all describe the same thing: 8 bytes to each rank, texts only on a difference
     Agreement         an agreement that is posted before other work and completed after it
     together          run an action that may fail on one rank; a failure on any rank raises on all
+    each_its_own      the same, for results that stay on their rank
     merge_or_raise    merge what ranks described by name; local
     gather_text       gather every rank's text
 
@@ -217,6 +218,13 @@ def together(
         what, {rank: found for rank, (_, found) in zip(ranks, every, strict=True)}, kind=kind, cause=own
     )
     return [result for result, _ in every]
+
+
+def each_its_own(what: str, action: Callable[[], _T]) -> _T:
+    """Run `action` on all ranks, as `together` does; return this rank's result, whatever its type."""
+    made: list[_T] = []
+    together(what, lambda: made.append(action()))
+    return made.pop()
 
 
 def raise_all(

@@ -44,7 +44,8 @@ def lock(folder: Path) -> None:
         except OSError:
             break
         os.close(opened)  # its holder has since removed the file
-    me = {"host": socket.gethostname(), "process": os.getpid(), "since": _now()}
+    since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    me = {"host": socket.gethostname(), "process": os.getpid(), "since": since}
     os.truncate(opened, 0)
     os.pwrite(opened, json.dumps(me).encode(), 0)
     _held[folder] = opened
@@ -69,7 +70,3 @@ def _holder(opened: int) -> str:
         f"process {said.get('process', '?')} on host {said.get('host', '?')} has been saving there since"
         f" {said.get('since', '?')}. Use a separate folder for each run, or wait until that process is done"
     )
-
-
-def _now() -> str:
-    return datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")

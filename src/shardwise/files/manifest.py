@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -74,7 +75,7 @@ def write_manifest(folder: Location, manifest: Mapping[str, Any]) -> None:
     write_whole(folder / MANIFEST, text.encode())
 
 
-def read_manifest(folder: Location, *, format: int | str | tuple[int, ...], types: Types) -> dict[str, Any]:
+def read_manifest(folder: Location, *, formats: tuple[int | str, ...], types: Types) -> dict[str, Any]:
     """Return the manifest of `folder`, which must have one of the given formats, without its own digest.
 
     Raises:
@@ -82,8 +83,7 @@ def read_manifest(folder: Location, *, format: int | str | tuple[int, ...], type
     """
     file = inside(folder, MANIFEST)
     manifest: dict[str, Any] = read_json(file)
-    known = format if isinstance(format, tuple) else (format,)
-    check_types(file, manifest, {"format": (lambda found: found in known, " or ".join(map(repr, known)))})
+    check_types(file, manifest, {"format": (formats.__contains__, " or ".join(map(repr, formats)))})
     expected = manifest.pop("sha256", None)
     if _own_digest(manifest) != expected:
         raise CheckpointError(f"{file}: its content does not match its own sha256")
@@ -144,7 +144,10 @@ def check_types(file: Location, manifest: Any, types: Types) -> None:
     if not isinstance(manifest, dict):
         raise CheckpointError(f"{file}: expected a JSON object, found {manifest!r:.100}")
     for key, (fits, what) in types.items():
-        if key not in manifest or not _fits(fits, manifest[key]):
+        good = False
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            good = key in manifest and fits(manifest[key])
+        if not good:
             value = manifest.get(key, "nothing")
             raise CheckpointError(f"{file}: expected {key!r} to be {what}, found {value!r:.100}")
 
@@ -160,10 +163,3 @@ def all_in(kind: Any, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
         return isinstance(found, kind) and all(map(fits, found.values() if kind is dict else found))
 
     return fit
-
-
-def _fits(fits: Callable[[Any], bool], value: Any) -> bool:
-    try:
-        return fits(value)
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return False

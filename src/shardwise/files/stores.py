@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -73,7 +73,10 @@ class StorePath:
     def open(self, mode: str = "rb") -> Any:
         """Open a stream: `rb` requests only the ranges read; `wb` creates the object when closed."""
         if mode == "rb":
-            return io.BufferedReader(_Ranges(self), _SMALL_BYTES)
+            path, system = str(self.path), self.system
+            size = int(system.size(path))
+            found = Ranges(size, lambda at, end: system.cat_file(path, start=at, end=end), str(self))
+            return io.BufferedReader(found, _SMALL_BYTES)
         return self.system.open(str(self.path), mode)
 
     def unlink(self) -> None:
@@ -164,13 +167,11 @@ def remove_folder(folder: Location) -> None:
             folder.system.rm(str(folder.path), recursive=True)
 
 
-class _Ranges(io.RawIOBase):
-    """A stream from an object in a store; each read is one request for that many bytes."""
+class Ranges(io.RawIOBase):
+    """A stream of `size` bytes, of which `fetch(begin, end)` returns a range; a read is one call of it."""
 
-    def __init__(self, file: StorePath) -> None:
-        self.name = str(file)
-        self._path, self._system, self._at = str(file.path), file.system, 0
-        self._size = int(self._system.size(self._path))
+    def __init__(self, size: int, fetch: Callable[[int, int], bytes], name: str = "") -> None:
+        self.name, self._size, self._fetch, self._at = name, size, fetch, 0
 
     def readable(self) -> bool:
         return True
@@ -179,18 +180,24 @@ class _Ranges(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        if at < 0:
+            raise ValueError(f"seek to {at}")
+        self._at = at
+        return at
 
     def tell(self) -> int:
         return self._at
 
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        count = left if size is None or size < 0 else min(size, left)
+        found = self._fetch(self._at, self._at + count) if count else b""
+        self._at += len(found)
+        return found
+
     def readinto(self, buffer: Any) -> int:
         room = memoryview(buffer).cast("B")
-        end = min(self._at + len(room), self._size)
-        if end <= self._at:
-            return 0
-        found = self._system.cat_file(self._path, start=self._at, end=end)
+        found = self.read(len(room))
         room[: len(found)] = found
-        self._at += len(found)
         return len(found)

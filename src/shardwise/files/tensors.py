@@ -7,7 +7,6 @@ Files are opened when needed. An index or a folder cannot cause files outside it
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -79,7 +78,7 @@ class TensorFiles:
 
     def __init__(self, paths: Iterable[str | os.PathLike[str]]) -> None:
         self.known: dict[str, Path] = {}
-        self._listed = itertools.chain.from_iterable(_tensor_files(on_disk(path)) for path in paths)
+        self._listed = self._list(paths)
         self._opened: dict[Path, Any] = {}
         self._stack = ExitStack()
 
@@ -89,12 +88,15 @@ class TensorFiles:
     def __exit__(self, *raised: object) -> None:
         self._stack.close()
 
+    def _list(self, paths: Iterable[str | os.PathLike[str]]) -> Iterator[str]:
+        for path in paths:
+            for name, file in _tensor_files(on_disk(path)):
+                self.known.setdefault(name, file)
+                yield name
+
     def names(self) -> list[str]:
         """List all tensors' names. Raises CheckpointError as `find` does."""
-        for listed, path in self._listed:
-            for each in listed:
-                self.known.setdefault(each, path)
-        return list(self.known)
+        return list(dict.fromkeys((*self.known, *self._listed)))
 
     def find(self, name: str) -> StoredTensor | None:
         """Return the tensor `name`; None if no file has it.
@@ -103,12 +105,8 @@ class TensorFiles:
             CheckpointError: a missing file or folder, a damaged file or index, a file outside the folder, or
                 a dtype that torch does not have.
         """
-        while name not in self.known:
-            listed = next(self._listed, None)
-            if listed is None:
-                return None
-            for each in listed[0]:
-                self.known.setdefault(each, listed[1])
+        if name not in self.known and name not in self._listed:  # lists as far as needed
+            return None
         path = self.known[name]
         if path not in self._opened:
             self._opened[path] = self._stack.enter_context(_open(path))
@@ -128,7 +126,7 @@ def _stored(path: Path, file: Any, name: str) -> StoredTensor:
     return StoredTensor(tuple(shape), dtype, found)
 
 
-def _tensor_files(path: Path) -> Iterator[tuple[list[str], Path]]:
+def _tensor_files(path: Path) -> Iterator[tuple[str, Path]]:
     """Yield names of tensors and their files, which may be missing; a file may come several times."""
     if path.is_dir():
         indexes = sorted(path.glob("*.safetensors.index.json"))
@@ -148,7 +146,7 @@ def _tensor_files(path: Path) -> Iterator[tuple[list[str], Path]]:
     else:
         with _open(path) as opened:
             names = list(opened.keys())
-        yield names, path
+        yield from ((name, path) for name in names)
 
 
 def _open(file: Path) -> Any:
@@ -164,7 +162,7 @@ def _open(file: Path) -> Any:
         ) from error
 
 
-def _of_index(path: Path) -> Iterator[tuple[list[str], Path]]:
+def _of_index(path: Path) -> Iterator[tuple[str, Path]]:
     try:
         named = list(read_json(path)["weight_map"].items())
     except (KeyError, TypeError, AttributeError) as error:
@@ -173,4 +171,4 @@ def _of_index(path: Path) -> Iterator[tuple[list[str], Path]]:
     for name, file_name in named:
         if not isinstance(file_name, str) or file_name not in files:
             files[file_name] = inside(path.parent, file_name)
-        yield [name], files[file_name]
+        yield name, files[file_name]

@@ -77,9 +77,8 @@ def _unmergeable(base: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str
         adapted = getattr(layer, "base_layer", None)
         if not hasattr(layer, _UNLOAD) and (adapted is None or not callable(getattr(layer, "merge", None))):
             wrong[name] = f"({type(layer).__name__}), which PEFT cannot merge"
-        elif adapted is not None and not hasattr(
-            layer, "token_indices"
-        ):  # such rows are set in every module that has them
+        # A layer with `token_indices` sets such rows in every module that has them.
+        elif adapted is not None and not hasattr(layer, "token_indices"):
             own = owners_of(adapted)
             if any(everywhere[param] > count for param, count in own.items()):
                 wrong[name] = (

@@ -64,16 +64,13 @@ class Piece:
 
     def turned(self, values: Tensor) -> Tensor:
         """Return a view of the source's values with the tensor's dims."""
-        order = [source_dim for dim in range(len(self.box.sizes)) for source_dim in self._from(dim)]
+        order = [at for _, at in sorted((dim, at) for at, dim in enumerate(self.dims) if dim is not None)]
         dropped = [source_dim for source_dim, dim in enumerate(self.dims) if dim is None]
         turned = values.permute(*dropped, *order)[(0,) * len(dropped)]
         for dim in range(len(self.box.sizes)):
             if dim not in self.dims:
                 turned = turned.unsqueeze(dim)
         return turned
-
-    def _from(self, dim: int) -> list[int]:
-        return [source_dim for source_dim, found in enumerate(self.dims) if found == dim]
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,15 +248,11 @@ def _split(found: Tensor, size: int | Sequence[int], dim: int = 0) -> list[list[
     sizes = [min(size, length - b) for b in range(0, length, size)] if isinstance(size, int) else size
     parts = []
     for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
-        whole = Box.whole(found.shape)
-        box = Box(_put(whole.offsets, dim, end - size), _put(whole.sizes, dim, size))
+        offsets = tuple(end - size if d == dim else 0 for d in range(found.ndim))
+        box = Box(offsets, tuple(size if d == dim else n for d, n in enumerate(found.shape)))
         within = [part for piece in _pieces(found) if (part := piece.within(box)) is not None]
         parts.append([_shifted(part, dim, size - end) for part in within])
     return parts
-
-
-def _put(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
-    return (*values[:at], value, *values[at + 1 :])
 
 
 def _unbind(found: Tensor, dim: int = 0) -> list[list[Piece]]:

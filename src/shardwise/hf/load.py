@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import _compat
-from shardwise.comm.agree import agree, fingerprint, together
+from shardwise.comm.agree import agree, each_its_own, fingerprint, together
 from shardwise.errors import CheckpointError, ShardingError, from_extra, here
 from shardwise.files.manifest import inside
 from shardwise.files.stores import on_disk
@@ -106,17 +106,10 @@ def load(
     group = group_or_default(None)
     agree(f"{what} as {model_class}, dtype {dtype}, strict {strict}", group=group, what="what to load")
     with TensorFiles(_weights(what, path_or_config)) as files:
-        made: list[Any] = []
-
-        def make() -> None:
-            made.append(skeleton_of(path_or_config, model_class, dtype, strict, files))
-
-        together(what, make)
-        skeleton = made.pop()
+        skeleton = each_its_own(what, lambda: skeleton_of(path_or_config, model_class, dtype, strict, files))
         _claim_values(skeleton)
         tied = [_place(skeleton, name) for name in skeleton.all_tied_weights_keys]  # adapters move modules
-        together(what, lambda: made.append(skeleton if adapt is None else adapt(skeleton)))
-        model = made.pop()
+        model = each_its_own(what, lambda: skeleton if adapt is None else adapt(skeleton))
         values = take_values(model)
         _shard(model, skeleton._no_split_modules or (), options)
         model.__dict__["_shardwise_host_memory"] = _memory_for(model, values)
@@ -138,19 +131,18 @@ def _weights(what: str, found: Any) -> list[Path]:
     if not isinstance(found, (str, os.PathLike)):
         return []
 
-    def look() -> None:
+    def look() -> list[Path]:
         folder = on_disk(found)
         files = [inside(folder, name) for name in ("model.safetensors", "model.safetensors.index.json")]
-        there.extend(file for file in files if file.is_file())
+        there = [file for file in files if file.is_file()]
         if not there:
             raise CheckpointError(
                 f"{folder}: expected a folder with model.safetensors or model.safetensors.index.json and"
                 " config.json, as save_pretrained writes it; pickled weights are not read, convert them"
             )
+        return there[:1]
 
-    there: list[Path] = []
-    together(what, look)
-    return there[:1]
+    return each_its_own(what, look)
 
 
 def skeleton_of(found: Any, model_class: Any, dtype: Any, strict: bool, files: TensorFiles) -> Any:
@@ -393,9 +385,8 @@ def _copies(
 @contextmanager
 def _untied(tied: list[tuple[nn.Module, str]]) -> Iterator[None]:
     """Prevent tied parameters from being initialised twice."""
-    placed = []
+    placed = [(owner, last, getattr(owner, last)) for owner, last in tied]
     for owner, last in tied:
-        placed.append((owner, last, getattr(owner, last)))
         stand_in: Any = nn.Parameter(torch.empty(0))
         stand_in._is_hf_initialized = True
         setattr(owner, last, stand_in)

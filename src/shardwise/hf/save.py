@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint import save_slices
-from shardwise.comm.agree import agree, together
+from shardwise.comm.agree import agree, each_its_own, together
 from shardwise.errors import CheckpointError, ShardingError, from_extra, here
 from shardwise.files.stores import on_disk, sync
 from shardwise.hf.adapters import adapters_in
@@ -58,7 +58,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
         RankMismatchError: if ranks pass different arguments.
     """
     what = f"hf.save to {path}"
-    path = Path(together(what, lambda: str(on_disk(path)))[dist.get_rank()])
+    path = each_its_own(what, lambda: on_disk(path))
     agree(f"{what} in files of {max_shard_size}", group=group_or_default(None), what="what to save")
 
     def begin() -> str:

@@ -259,7 +259,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
         CheckpointError: a manifest that is missing, damaged, or of another format.
     """
     try:
-        return read_manifest(folder, format=FORMAT, types={"world_size": (is_count, "a number of ranks")})
+        return read_manifest(folder, formats=(FORMAT,), types={"world_size": (is_count, "a number of ranks")})
     except CheckpointError as error:
         raise CheckpointError(
             f"{here()}: {error}; copy the folder again, or save the programs again"
