@@ -167,4 +167,3 @@ def test_a_container_stays_one_however_often_it_is_given_or_returned(layout: Any
     near: dict[str, float] = {} if precise else {"rtol": 5e-2, "atol": 5e-2}  # bf16 keeps 8 bits
     torch.testing.assert_close(found, expected, **near)
     torch.testing.assert_close(blocks[0].weight.grad.full_tensor(), whole[0].weight.grad, **near)
-

@@ -54,7 +54,7 @@ def map_tensors(
     contents: Any
     if isinstance(value, dict):
         contents = {key: map_tensors(fn, item, rebuilt, known) for key, item in value.items()}
-        if _unchanged(contents.values(), value.values()):
+        if same := _unchanged(contents.values(), value.values()):
             pass
         elif kind is dict:
             made = dict(contents)
@@ -67,7 +67,7 @@ def map_tensors(
                 made[key] = item
     elif isinstance(value, (list, tuple, set, frozenset)):
         contents = [map_tensors(fn, item, rebuilt, known) for item in value]
-        if _unchanged(contents, value):
+        if same := _unchanged(contents, value):
             pass
         elif not isinstance(value, list):
             made = kind(*contents) if hasattr(value, "_fields") else kind(contents)
@@ -79,13 +79,13 @@ def map_tensors(
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         were = _fields_of(value)
         contents = {name: map_tensors(fn, item, rebuilt, known) for name, item in were.items()}
-        if not _unchanged(contents.values(), were.values()):
+        if not (same := _unchanged(contents.values(), were.values())):
             made = copy.copy(value)
             for name, item in contents.items():
                 object.__setattr__(made, name, item)
     else:
         return value
-    if rebuilt is not None and made is not value and not isinstance(value, (tuple, set, frozenset)):
+    if rebuilt is not None and not same and not isinstance(value, (tuple, set, frozenset)):
         rebuilt.append((value, made, contents))
     if inside:
         known[id(value)] = made
