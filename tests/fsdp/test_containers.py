@@ -112,6 +112,30 @@ def test_a_batch_keeps_its_dtype_though_forward_casts_it() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_a_container_that_a_compiled_block_returns_is_the_callers(layout: Any) -> None:
+    class Returns(nn.Linear):
+        def forward(self, x: Tensor, notes: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            x = super().forward(x)
+            notes.append(x.mean())
+            return x, notes
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    blocks = [fully_shard(Returns(6, 6), layout=layout, mp_policy=policy) for _ in range(3)]
+
+    def run(x: Tensor) -> list[Tensor]:
+        first = notes = [x.mean()]
+        for block in blocks:
+            x, notes = block(x, notes)
+        return first
+
+    found = torch.compile(run, backend="eager", fullgraph=True)(torch.ones(2, 6))
+    expected = run(torch.ones(2, 6))
+    assert len(found) == len(expected) == 4
+    torch.testing.assert_close(found, expected)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_keys_keep_the_order_in_which_blocks_write_them(compiled: bool) -> None:
     class Renews(nn.Linear):

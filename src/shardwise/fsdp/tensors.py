@@ -122,6 +122,8 @@ def with_given(value: Any, rebuilt: Rebuilt) -> Any:
     given = {id(made): container for container, made, _ in rebuilt}
 
     def of(one: Any) -> Any:
+        if isinstance(one, Tensor):  # whose ids some tracers do not know
+            return one
         if id(one) in given:
             while id(one) in given:  # rebuilt more than once: cast, then hooked
                 one = given[id(one)]
