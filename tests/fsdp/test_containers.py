@@ -113,11 +113,12 @@ def test_a_batch_keeps_its_dtype_though_forward_casts_it() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
-def test_a_container_that_a_compiled_block_returns_is_the_callers(layout: Any) -> None:
+def test_a_container_that_a_compiled_block_gets_twice_and_returns_is_the_callers(layout: Any) -> None:
     class Returns(nn.Linear):
-        def forward(self, x: Tensor, notes: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        def forward(self, x: Tensor, notes: list[Tensor], same: list[Tensor]) -> Any:
             x = super().forward(x)
             notes.append(x.mean())
+            same.append(x.sum())
             return x, notes
 
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -126,12 +127,12 @@ def test_a_container_that_a_compiled_block_returns_is_the_callers(layout: Any) -
     def run(x: Tensor) -> list[Tensor]:
         first = notes = [x.mean()]
         for block in blocks:
-            x, notes = block(x, notes)
+            x, notes = block(x, notes, same=notes)
         return first
 
     found = torch.compile(run, backend="eager", fullgraph=True)(torch.ones(2, 6))
     expected = run(torch.ones(2, 6))
-    assert len(found) == len(expected) == 4
+    assert len(found) == len(expected) == 7
     torch.testing.assert_close(found, expected)
 
 

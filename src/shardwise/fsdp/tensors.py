@@ -45,10 +45,9 @@ def map_tensors(
     kind = type(value)
     if kind in _SCALARS:
         return value
-    inside = known is not None and not torch.compiler.is_dynamo_compiling()
     if known is None:
         known = {}
-    elif inside and id(value) in known:
+    elif id(value) in known:
         return known[id(value)]
     made = value
     contents: Any
@@ -87,8 +86,7 @@ def map_tensors(
         return value
     if rebuilt is not None and not same and not isinstance(value, (tuple, set, frozenset)):
         rebuilt.append((value, made, contents))
-    if inside:
-        known[id(value)] = made
+    known[id(value)] = made
     return made
 
 
