@@ -192,3 +192,29 @@ def test_a_container_stays_one_however_often_it_is_given_or_returned(layout: Any
     near: dict[str, float] = {} if precise else {"rtol": 5e-2, "atol": 5e-2}  # bf16 keeps 8 bits
     torch.testing.assert_close(found, expected, **near)
     torch.testing.assert_close(blocks[0].weight.grad.full_tensor(), whole[0].weight.grad, **near)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_container_put_into_another_stays_the_callers(compiled: bool) -> None:
+    class Puts(nn.Linear):
+        def forward(self, x: Tensor, one: list[Tensor], more: dict[str, Any]) -> Any:
+            x = super().forward(x)
+            one.append(x.mean())
+            more["put"] = one
+            return Notes(x, one)
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    blocks = [fully_shard(Puts(6, 6), mp_policy=policy) for _ in range(2)]
+
+    def run(x: Tensor) -> tuple[int, bool, bool]:
+        one, more = [x.mean()], {"x": x}
+        given = one
+        for block in blocks:
+            out = block(x, given, more)
+            x, given = out.last, out.losses
+        return len(one), more["put"] is one, given is one
+
+    if compiled:
+        run = torch.compile(run, backend="eager", fullgraph=True)
+    assert run(torch.ones(2, 6)) == (3, True, True)

@@ -116,7 +116,10 @@ def hand_back(rebuilt: Rebuilt) -> None:
 
 
 def with_given(value: Any, rebuilt: Rebuilt) -> Any:
-    """Return a forward's output with the containers that its caller gave in place of rebuilt ones."""
+    """Return a forward's output with the containers that its caller gave in place of rebuilt ones.
+
+    Call `hand_back` before: what it wrote to a container may be a rebuilt one, too.
+    """
     given = {id(made): container for container, made, _ in rebuilt}
 
     def of(one: Any) -> Any:
@@ -131,12 +134,23 @@ def with_given(value: Any, rebuilt: Rebuilt) -> Any:
             if all(map(is_, items, one)):
                 return one
             return type(one)(*items) if hasattr(one, "_fields") else type(one)(items)
-        if isinstance(one, (list, dict)):  # in place: the forward may have kept it
+        return within(one)
+
+    def within(one: Any) -> Any:
+        # In place: the forward may have kept it.
+        if isinstance(one, (list, dict)):
             for key, item in list(enumerate(one) if isinstance(one, list) else one.items()):
                 if (new := of(item)) is not item:
                     one[key] = new
+        elif dataclasses.is_dataclass(one) and not isinstance(one, type):
+            for name, item in _fields_of(one).items():
+                if (new := of(item)) is not item:
+                    object.__setattr__(one, name, new)
         return one
 
+    for container, _, _ in rebuilt:
+        if id(container) not in given:
+            within(container)
     return of(value)
 
 
