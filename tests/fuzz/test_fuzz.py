@@ -52,7 +52,7 @@ def test_one_process_is_a_judge_that_sees_what_is_wrong() -> None:
     blocks = [{"kind": "linear", "shard": {}}] * 2
     case = {"part": "fsdp", "world": 2, "blocks": blocks, "notes": "list", "steps": [{}]}
     assert run(case, {}).kind == "right"
-    with mock.patch.object(module, "_hand_back"):
+    with mock.patch.object(module, "_hand_back", side_effect=lambda _, output: output):
         assert run(case, {}).kind == "wrong"
 
 

@@ -148,7 +148,8 @@ def rows_of(value: Tensor, piece: Piece) -> Tensor:
 def scattered(whole: Tensor, piece: Piece, source: int) -> Tensor:
     """Scatter the rows of `piece` from the rank `source` of every mesh axis. Collective over the mesh."""
     box, whole = Box.whole(piece.shape), whole.contiguous()
-    for group in piece.mesh.get_all_groups():
+    for axis in range(piece.mesh.ndim):
+        group = piece.mesh.get_group(axis)
         if group.size() > 1:
             whole = whole if group.rank() == source else torch.empty_like(whole)
             with announced(group, f"distribute a whole tensor\nof shape {list(piece.shape)}"):
