@@ -177,12 +177,8 @@ def test_blocks_left_in_smaller_shards_may_be_frozen(layout: Any, evaluates: boo
         fully_shard(block, layout=layout, reshard_after_forward=2)
     fully_shard(net, layout=layout)
     first, x = list(net[0].parameters()), torch.ones(2, 4)
-    for trains in (
-        True,
-        False,
-        True,
-        False,
-    ):  # a frozen first block has no backward, but is prefetched for it
+    # A frozen first block has no backward, but is prefetched for it.
+    for trains in (True, False, True, False):
         if evaluates:
             with torch.no_grad():
                 net(x)

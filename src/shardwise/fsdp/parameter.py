@@ -85,9 +85,8 @@ class ShardedParam(ABC):
         info: DataParallelMeshInfo,
         policy: MixedPrecisionPolicy,
     ) -> None:
-        self.name, self.owners = name, owners
+        self.name, self.owners, self.info, self.policy = name, owners, info, policy
         self.module = weakref.ref(module)  # passed to hooks for the all-gather
-        self.info, self.policy = info, policy
         self.chosen_grad_dtype = _compat.chosen_grad_dtype(param)
         self.trainable = param.requires_grad  # of both forms, unless the user changed one since
         self.is_packed = self.accumulates = False  # the latter: the next gradients are not reduced
