@@ -26,7 +26,7 @@ from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.settings import ModuleSettings, states_of
 from shardwise.fsdp.shard_report import ShardReport
 from shardwise.fsdp.state import FSDPState
-from shardwise.fsdp.tensors import Rebuilt, hand_back, with_given
+from shardwise.fsdp.tensors import Rebuilt, hand_back
 
 _COMPILED = "_shardwise_compiled"
 
@@ -278,8 +278,7 @@ def _code_for(method: str, cls: type, is_list: bool, parameters: tuple[Any, ...]
 
 @_compat.runs_eagerly
 def _hand_back(rebuilt: Rebuilt, output: Any) -> Any:
-    hand_back(rebuilt)
-    return with_given(output, rebuilt)
+    return hand_back(rebuilt, output)
 
 
 @_compat.only_inlined

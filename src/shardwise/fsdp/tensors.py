@@ -95,8 +95,11 @@ def _fields_of(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-def hand_back(rebuilt: Rebuilt) -> None:
-    """Write what a forward wrote to rebuilt containers to those that its caller gave."""
+def hand_back(rebuilt: Rebuilt, output: Any = None) -> Any:
+    """Write what a forward wrote to rebuilt containers to those that its caller gave.
+
+    Returns the forward's output, with the caller's containers in place of rebuilt ones.
+    """
     for value, made, contents in reversed(rebuilt):  # outer ones first, the last rebuilt first
         if isinstance(value, list):
             if len(made) != len(contents) or not all(map(is_, made, contents)):
@@ -113,13 +116,11 @@ def hand_back(rebuilt: Rebuilt) -> None:
                 value[key] = item
             else:
                 setattr(value, key, item)
+    return _with_given(output, rebuilt)
 
 
-def with_given(value: Any, rebuilt: Rebuilt) -> Any:
-    """Return a forward's output with the containers that its caller gave in place of rebuilt ones.
-
-    Call `hand_back` before: what it wrote to a container may be a rebuilt one, too.
-    """
+def _with_given(output: Any, rebuilt: Rebuilt) -> Any:
+    """Put given containers in place of rebuilt ones, in those that were given and in the output."""
     given = {id(made): container for container, made, _ in rebuilt}
 
     def of(one: Any) -> Any:
@@ -151,7 +152,7 @@ def with_given(value: Any, rebuilt: Rebuilt) -> Any:
     for container, _, _ in rebuilt:
         if id(container) not in given:
             within(container)
-    return of(value)
+    return of(output)
 
 
 def _unchanged(items: Iterable[Any], value: Iterable[Any]) -> bool:

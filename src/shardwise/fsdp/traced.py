@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import _compat
-from shardwise.fsdp.tensors import Rebuilt, cast, hand_back, moved, with_given
+from shardwise.fsdp.tensors import Rebuilt, cast, hand_back, moved
 
 _Param = tuple[int, int, list[int], list[int]]  # part, dim, piece, shape
 Shown = tuple[dict[str, Any], str, Any]  # where a whole parameter is registered; the sharded one it replaced
@@ -295,8 +295,7 @@ def run(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
                 _compat.traced_side_effect(setattr, below, "hidden", None)
             _compat.traced_side_effect(setattr, below, "root_depth", None)
     if rebuilt:
-        hand_back(rebuilt)
-        output = with_given(output, rebuilt)
+        output = hand_back(rebuilt, output)
     return output if state.policy.output_dtype is None else cast(output, state.policy.output_dtype)
 
 
