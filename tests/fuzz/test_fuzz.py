@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from fuzz.campaign import REGRESSIONS, Runner, Summary, draw_cases
-from fuzz.fsdp_part.check import run
 from fuzz.shrink import shrink
-from ranks import RankPool, on_ranks
-from shardwise.fsdp import module
+from ranks import RankPool
 
 # seed and cases
 FIXED = {
@@ -44,16 +41,6 @@ def check(ranks: RankPool, part: str, cases: list[dict[str, Any]]) -> None:
     failures = [f"{json.dumps(case)}\n{result.text}" for f in summary.failures.values() for case, result in f]
     assert summary.cases == len(cases)
     assert not failures, "\n\n".join(failures)
-
-
-@on_ranks(2)
-def test_one_process_is_a_judge_that_sees_what_is_wrong() -> None:
-    """Of a case in which torch's cannot be the judge."""
-    blocks = [{"kind": "linear", "shard": {}}] * 2
-    case = {"part": "fsdp", "world": 2, "blocks": blocks, "notes": "list", "steps": [{}]}
-    assert run(case, {}).kind == "right"
-    with mock.patch.object(module, "_hand_back", side_effect=lambda _, output: output):
-        assert run(case, {}).kind == "wrong"
 
 
 def test_a_case_that_hangs_costs_its_own_limit_and_shows_its_stacks(mortal_ranks: RankPool) -> None:
