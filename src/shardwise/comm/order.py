@@ -123,7 +123,10 @@ class Order:
         lost_connections: ranks of the group to which this one lost its connections; known after a failure.
         gone: global ranks that were found to give no sign of life.
         groups: process groups of these ranks, in which this one may be waiting.
+        pause: sleeps for some seconds between two looks at the store; a simulation runs other things there.
     """
+
+    pause: Callable[[float], None] = staticmethod(time.sleep)
 
     def __init__(self, group: dist.ProcessGroup, store: Store) -> None:
         self.rank, self.size = group.rank(), group.size()
@@ -258,7 +261,7 @@ class Order:
             if self.verdict is not None:
                 break
             # Short pauses at first, since ranks come nearly together; then longer ones: all poll one store.
-            time.sleep(pause)
+            self.pause(pause)
             pause = min(2 * pause, _POLL_MOST_SECONDS)
         self.asking = False
         if self.verdict is not None:

@@ -90,7 +90,8 @@ class Schedule:
         if event is not None:
             wait_for(event, self.streams.copy_in)
             wait_for(event, self.streams.all_gather)
-            if not all(group.gathers for group in self._groups()):  # some are refreshed on this stream
+            # Some are refreshed, or gathered asynchronously, on this stream.
+            if not all(g.gathers and not g.settings.unshard_async_op for g in self._groups()):
                 wait_for(event, current_stream(self.device))
         # Reductions for which the end of backward did not wait; their hooks may be optimizers.
         pending = self.reduced and any(p.has_grad_hooks for group in self._groups() for p in group.params)

@@ -39,7 +39,7 @@ CHOICES: list[tuple[str, float, list[Any]]] = [
     ("forwards", 0.15, [2]),
     ("async_unshard", 0.2, [True]),
     ("clip", 0.3, ["torch", "ours"]),
-    ("frozen", 0.2, [True]),
+    ("frozen", 0.3, ["part", "first", "in turns"]),
     ("manual", 0.15, ["sync", "async"]),
     ("tensor_parallel", 0.1, [True]),
     ("gradients_read", 0.3, [True]),

@@ -59,13 +59,20 @@ class Net(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block(case) for _ in range(case.get("blocks", 3)))
         self.head = nn.Linear(WIDTH, 5)
-        if case.get("frozen"):
+        if case.get("frozen") == "first":
+            self.freeze()
+        elif case.get("frozen") in ("part", True):
             self.blocks[1].up.requires_grad_(False)
         if case.get("tied"):
             self.first.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
             self.blocks[0].tied = self.first.weight  # registered twice under other modules
 
         self.skips = case.get("skips", False)
+
+    def freeze(self, frozen: bool = True) -> None:
+        """Freeze what comes first, which then has no backward."""
+        for module in (self.first, self.blocks[0]):
+            module.requires_grad_(not frozen)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -139,7 +146,8 @@ class Run:
         self.world = dist.get_world_size()
         torch.manual_seed(case.get("seed", 0))
         self.mesh = self.mesh_of()
-        self.model: Any = Net(case).to(DEVICE)
+        self.net = Net(case).to(DEVICE)
+        self.model: Any = self.net
         if case.get("tensor_parallel"):
             self.cut_tensors()
         self.shard()
@@ -319,6 +327,8 @@ class Run:
 
     def step(self, number: int) -> None:
         case = self.case
+        if case.get("frozen") == "in turns":
+            self.net.freeze(number % 2 == 1)
         before = case.get("before")
         if before in ("unshard", "unshard_async"):
             for module in list(self.each())[:2]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import _compat
+from shardwise.comm import order as agreement
 from shardwise.comm.streams import CommStreams
 from shardwise.fsdp.interrupted import watch_backward
 from shardwise.fsdp.module_state import live_states
@@ -128,6 +129,8 @@ def simulated(order: Order | None = None) -> Iterator[Findings]:
         stack.enter_context(collectives.reporting_to(simulation))
         stack.enter_context(simulation.mode)
         late = None if order is None else Late(simulation, order, found.differences)
+        if late is not None:
+            stack.enter_context(mock.patch.object(agreement.Order, "pause", late.pause))
         yield found
         end = time.monotonic() + _SECONDS
         for thread in threading.enumerate():

@@ -86,10 +86,14 @@ class Peers:
         began = time.monotonic()
         while not wait([ended], _LOOKS_EVERY_SECONDS).done:
             if time.monotonic() - began > _TELLS_AFTER_SECONDS:
-                store = _compat.default_store()
                 if name is not None:
-                    store.set(name, "")
+                    _compat.default_store().set(name, "")
                     name = None
-                for wanted, run in list(self.put_off.items()):
-                    if wanted in self.put_off and store.check([wanted]):
-                        run()
+                self.run_what_others_await()
+
+    def run_what_others_await(self) -> None:
+        """Run the deferred collectives that other ranks have announced."""
+        store = _compat.default_store()
+        for name, run in list(self.put_off.items()):
+            if name in self.put_off and store.check([name]):
+                run()

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -327,6 +328,12 @@ class Late:
         """
         if threading.get_ident() in self._threads:
             self.run_all()
+
+    def pause(self, seconds: float) -> None:
+        """Sleep, as a host that waits for other ranks' words; what they await of it runs."""
+        if threading.get_ident() in self._threads:
+            self.peers.run_what_others_await()
+        time.sleep(seconds)
 
     def run_all(self) -> None:
         self.run_until({line: jobs[-1].operation.tick for line, jobs in self._waiting.items() if jobs})
