@@ -13,6 +13,7 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.torch_version import TorchVersion
 
+import shardwise
 from shardwise.planner.noop_group import noop_world
 from shardwise.verify.streams import DEVICE, Order, simulated
 from verify.streams.test_values import current, differences_by_order, numbers, pinned, run, side
@@ -98,3 +99,21 @@ def test_fsdp2_frees_what_the_stream_of_a_hook_adds_up_and_has_no_finding_elsewh
                 model.zero_grad()
     assert bool(found.findings) == (hooks and accumulates and TorchVersion(torch.__version__) < "2.15")
     assert all("memory was freed while add_" in str(one) for one in found.findings)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("api", [torch_fsdp, shardwise], ids=["fsdp2", "ours"])
+def test_fsdp2_gathers_at_once_beside_an_optimizer_whose_event_it_was_given(api: Any, at_once: bool) -> None:
+    with noop_world(2), simulated() as found:
+        model: Any = nn.Sequential(*(nn.Linear(4, 4, device=DEVICE) for _ in range(3)))
+        for module in (*model, model):
+            api.fully_shard(module, mesh=init_device_mesh(DEVICE, (2,)))
+            module._set_unshard_async_op(at_once)
+        optimizer, stream = torch.optim.SGD(model.parameters()), torch.Stream(device=DEVICE)
+        for _ in range(2):
+            model(torch.randn(2, 4, device=DEVICE)).sum().backward()
+            stream.wait_stream(current())
+            with stream:
+                optimizer.step()
+            model.set_post_optim_event(stream.record_event())
+    assert bool(found.findings) == (at_once and api is torch_fsdp)
