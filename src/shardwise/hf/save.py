@@ -73,7 +73,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
                 f"{here()}: expected a model without adapters, found {found}; merge them first, with hf.merge"
             )
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise CheckpointError(f"{path} is there already; save to a new folder, or empty it")
+            raise CheckpointError(f"{path} exists and is not empty; save to a new folder, or empty it")
         _split({}, max_shard_size)  # raises if the size is invalid
         staging = path.with_name(f"{path.name}.tmp-{uuid4().hex[:6]}")
         if dist.get_rank() == 0:
