@@ -60,7 +60,7 @@ class Encoded(nn.Module):
         return self.head(self.encoder.encode(x))
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_registered_forward_methods_are_part_of_the_graph() -> None:
     found = []
     for backend in (None, "aot_eager"):
@@ -167,28 +167,24 @@ def test_beside_tensor_parallelism() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.tanh(self.down(torch.relu(self.up(x))))
 
-    results = []
-    for layout in ("interleaved", "contiguous"):
-        for compiles in (False, True):
-            torch.compiler.reset()
-            counters.clear()
-            torch.manual_seed(0)
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-            model = nn.Sequential(Feed(), nn.Linear(8, 8))
-            parallelize_module(model[0], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-            fully_shard(model[0], mesh=mesh["dp"], layout=layout)
-            fully_shard(model, mesh=mesh["dp"], layout=layout)
-            call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for step in range(2):
-                made = torch.Generator().manual_seed(10 * mesh["dp"].get_local_rank() + step)
-                call(torch.randn(4, 8, generator=made)).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            results.append([local(param.detach()).clone() for param in model.parameters()])
-        assert counters["stats"]["unique_graphs"] == 1
-        eager, found = results[-2:]
-        assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
+    mesh, results = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), []
+    counters.clear()
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(Feed(), Feed())
+        for layer, layout in zip(model, ("interleaved", "contiguous"), strict=True):
+            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            fully_shard(layer, mesh=mesh["dp"], layout=layout)
+        call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            made = torch.Generator().manual_seed(10 * mesh["dp"].get_local_rank() + step)
+            call(torch.randn(4, 8, generator=made)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([local(param.detach()).clone() for param in model.parameters()])
+    assert counters["stats"]["unique_graphs"] == 1
+    assert all(map(torch.equal, *results))
 
 
 class Mine(DefaultAllGather):
@@ -291,7 +287,7 @@ class Answering(nn.Module):
         return Answer(self.linear(pair[0] + pair[1]) * scale)
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_inputs_and_outputs_in_containers_are_cast() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     model = fully_shard(Answering(), mp_policy=policy)
@@ -383,17 +379,16 @@ def test_what_raises_around_a_graph_break_leaves_parameters_sharded() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
-def test_compiled_blocks_of_an_eager_root_accumulate_without_synchronisation(layout: str) -> None:
+def test_compiled_blocks_of_an_eager_root_accumulate_without_synchronisation() -> None:
     grads = []
     for is_compiled in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-        for block in model[:2]:
+        for block, layout in zip(model, ("interleaved", "contiguous"), strict=False):
             fully_shard(block, layout=layout, reshard_after_forward=True)
             if is_compiled:
                 block.compile(backend="eager")
-        fully_shard(model, layout=layout)
+        fully_shard(model)
         for step in range(3):
             model.set_requires_gradient_sync(step == 2)
             model(torch.full((2, 4), 1.0 + step)).sum().backward()
@@ -401,7 +396,7 @@ def test_compiled_blocks_of_an_eager_root_accumulate_without_synchronisation(lay
     assert all(map(torch.equal, *grads))
 
 
-@on_ranks(2)
+@on_ranks(1)
 @pytest.mark.parametrize("compiled_first", [True, False])
 def test_gradients_that_are_reduced_together_are_all_compiled_or_all_eager(compiled_first: bool) -> None:
     model = fully_shard(nn.Linear(4, 4), layout="contiguous")
@@ -419,8 +414,7 @@ def test_gradients_that_are_reduced_together_are_all_compiled_or_all_eager(compi
     assert torch.equal(model.bias.grad.full_tensor(), torch.full((4,), 2.0))
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(("layout", "in_place"), [("interleaved", False), ("contiguous", True)])
 @on_ranks(2)
 def test_blocks_compiled_before_they_are_sharded_are_recomputed_in_checkpoints(
     layout: str, in_place: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,13 +24,13 @@ from fsdp.compiled.models import (
     shard_llama,
     shard_nested,
 )
-from ranks import on_ranks
+from ranks import RankPool, on_ranks
 from shardwise import FSDPModule, MixedPrecisionPolicy, _compat, fully_shard
 from shardwise.comm import AutoAllGather, AutoReduceScatter, GlooAllGather, GlooReduceScatter
 from shardwise.errors import LifecycleError
 from shardwise.graph import record
 
-EAGER, AOT, DECOMPOSED = "eager", "aot_eager", "aot_eager_decomp_partition"
+AOT, DECOMPOSED = "aot_eager", "aot_eager_decomp_partition"
 TRANSFORMER = Run(Transformer, by_block, compile=compiled(AOT))
 ONE_BLOCK = replace(TRANSFORMER, model=partial(Transformer, depth=1))
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -42,16 +43,29 @@ def with_layout(run: Run, layout: str) -> Run:
     return replace(run, options={"layout": layout, **run.options})
 
 
-@on_ranks(1, 3)
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
-def test_a_model_sharded_at_its_root_over_any_number_of_ranks(layout: str) -> None:
+def train_a_root(layout: str) -> None:
     compare(with_layout(Run(Mlp, fully_shard, compile=compiled(AOT)), layout))
 
 
+@pytest.mark.parametrize(
+    ("layout", "world_size"), [("interleaved", 1), ("interleaved", 3), ("contiguous", 3)]
+)
+def test_a_model_sharded_at_its_root_over_any_number_of_ranks(
+    ranks: RankPool, layout: str, world_size: int
+) -> None:
+    ranks(train_a_root, layout, world_size=world_size)
+
+
 @on_ranks(2)
-def test_a_transformer_with_tied_embeddings() -> None:
-    attends = replace(TRANSFORMER, model=partial(Transformer, Attention))
-    compare(with_layout(attends, "contiguous"))  # the other layout: under checkpoints, below
+def test_a_transformer_with_tied_embeddings_and_a_block_that_stays_gathered() -> None:
+    def shard(model: nn.Module, **options: Any) -> nn.Module:
+        first, second = model.blocks
+        fully_shard(first, reshard_after_forward=False, **options)
+        fully_shard(second, **options)
+        return fully_shard(model, **options)
+
+    # The other layout, and attention: under checkpoints, below.
+    compare(with_layout(replace(TRANSFORMER, shard=shard), "contiguous"))
 
 
 @on_ranks(3)
@@ -110,17 +124,14 @@ def test_finalization_by_hand_reduces_what_compiled_backwards_left(layout: str) 
 
 
 @on_ranks(2)
-def test_other_backends_sizes_that_vary_and_blocks_that_stay_gathered() -> None:
-    root = Run(Mlp, fully_shard, compile=compiled(EAGER))
-    compare(with_layout(root, "interleaved"))
-    dynamic = replace(root, compile=compiled(DECOMPOSED), sizes=((4, 5), (3, 7), (6, 2)))
+def test_decompositions_and_sizes_that_vary() -> None:
+    dynamic = Run(Mlp, fully_shard, compile=compiled(DECOMPOSED), sizes=((4, 5), (3, 7), (6, 2)))
     compare(with_layout(dynamic, "contiguous"), graphs=2, tolerance=ROUNDING)
-    compare(with_layout(replace(ONE_BLOCK, options={"reshard_after_forward": False}), "contiguous"))
 
 
 @on_ranks(2)
 def test_modules_inside_sharded_modules_that_run_several_times() -> None:
-    run = Run(Nested, shard_nested, options={"layout": "contiguous"}, compile=compiled(AOT))
+    run = Run(Nested, shard_nested, options={"layout": "interleaved"}, compile=compiled(AOT), steps=2)
     compare(run, tolerance=ROUNDING)
 
 
@@ -136,17 +147,21 @@ def test_activation_checkpointing_inside_and_around_sharded_blocks() -> None:
 
 @on_ranks(2)
 def test_accumulation_mixed_precision_and_blocks_that_share_a_group() -> None:
-    mixed = replace(ONE_BLOCK, microbatches=3, options={"mp_policy": BF16})
-    # Since 2.15 eager backwards that are not reduced sum the uses of a tied parameter in fp32.
-    compare(with_layout(mixed, "contiguous"), graphs=2, tolerance=5e-2 if _compat.SUMS_AS_KEPT else 0.0)
-    root = Run(Mlp, fully_shard, compile=compiled(AOT), microbatches=2)
-    compare(with_layout(root, "interleaved"), graphs=2)
-
     def as_a_pair(model: nn.Module, **options: object) -> nn.Module:
         fully_shard([*model.blocks, model.norm], **options)
         return fully_shard(model, **options)
 
-    compare(with_layout(replace(ONE_BLOCK, shard=as_a_pair), "contiguous"))
+    mixed = replace(ONE_BLOCK, shard=as_a_pair, microbatches=2, options={"mp_policy": BF16})
+    # Since 2.15 eager backwards that are not reduced sum the uses of a tied parameter in fp32.
+    compare(with_layout(mixed, "contiguous"), graphs=2, tolerance=5e-2 if _compat.SUMS_AS_KEPT else 0.0)
+
+    def all_but_one_layer_train() -> nn.Module:
+        model = Mlp()
+        model.up.requires_grad_(False)
+        return model
+
+    root = Run(all_but_one_layer_train, fully_shard, compile=compiled(AOT), microbatches=3)
+    compare(with_layout(root, "interleaved"), graphs=2)
 
 
 @on_ranks(4)
@@ -159,14 +174,6 @@ def test_replicas_and_frozen_parameters() -> None:
 
     frozen = replace(TRANSFORMER, model=a_projection_trains, mesh={"replicate": 2, "shard": 2})
     compare(with_layout(frozen, "contiguous"))
-
-    def all_but_one_layer_train() -> nn.Module:
-        model = Mlp()
-        model.up.requires_grad_(False)
-        return model
-
-    root = Run(all_but_one_layer_train, fully_shard, compile=compiled(AOT), mesh={"shard": 4})
-    compare(with_layout(root, "interleaved"))
 
 
 @on_ranks(2)
@@ -189,7 +196,9 @@ def test_a_llama_of_transformers() -> None:
 
 @on_ranks(2)
 def test_inductor_within_roundings_of_eager() -> None:
-    run = Run(Mlp, fully_shard, compile=compiled("inductor"), steps=2)
-    compare(with_layout(run, "contiguous"), tolerance=ROUNDING)
+    def in_both_layouts(model: nn.Module) -> nn.Module:
+        fully_shard(model.up, layout="contiguous")
+        return fully_shard(model, layout="interleaved")
+
     parted = compiled("inductor", options={"graph_partition": True})
-    compare(with_layout(replace(run, compile=parted), "interleaved"), tolerance=ROUNDING)
+    compare(Run(Mlp, in_both_layouts, compile=parted, steps=2), tolerance=ROUNDING)

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_api as torch_fsdp_api
 from torch.distributed.fsdp._fully_shard import _fsdp_common as torch_fsdp_common
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
 import shardwise
@@ -171,6 +171,28 @@ def each(
     return {name: of(p.grad if gradient else p) for name, p in model.named_parameters()}
 
 
+def wholes_of(model: nn.Module, *, gradient: bool) -> dict[str, Tensor | None]:
+    """Full tensors: those that all ranks cut along one dim in one exchange, which `full` makes each for 3 ms.
+
+    Collective over all ranks.
+    """
+    held = each(model, lambda tensor: tensor, gradient=gradient)
+    cut = {
+        name: tensor.placements[0].dim
+        for name, tensor in held.items()
+        if isinstance(tensor, DTensor)
+        and tensor.device_mesh.shape == (dist.get_world_size(),)
+        and isinstance(tensor.placements[0], Shard)
+    }
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    if cut:
+        dist.all_gather_object(of_ranks, {name: piece(held[name]) for name in cut})
+    return {
+        name: torch.cat([pieces[name] for pieces in of_ranks], cut[name]) if name in cut else full(tensor)
+        for name, tensor in held.items()
+    }
+
+
 _ranks: WeakKeyDictionary[DeviceMesh, str] = WeakKeyDictionary()
 
 
@@ -208,12 +230,12 @@ def run_training(
         if pieces:
             record.gradient_pieces.append(each(model, piece, gradient=True))
         if wholes and last:
-            record.full_gradients[step] = each(model, full, gradient=True)
+            record.full_gradients[step] = wholes_of(model, gradient=True)
         optimizer.step()
         if pieces:
             record.parameter_pieces.append(each(model, piece, gradient=False))
         if wholes and last:
-            record.full_parameters[step] = each(model, full, gradient=False)
+            record.full_parameters[step] = wholes_of(model, gradient=False)
         optimizer.zero_grad()
         record.observed.append(case.after_step(model, case.task, batch))
     record.state_dict = {name: describe_state(value) for name, value in model.state_dict().items()}

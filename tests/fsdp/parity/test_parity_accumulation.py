@@ -86,17 +86,12 @@ def never_reshard(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
 offloaded = by_block(lambda api: {"offload_policy": api.CPUOffloadPolicy(pin_memory=False)})
 replicas = two_axes(2, 2)
 CASES: dict[str, tuple[tuple[int, ...], Case]] = {
-    "reduced every time": ((3,), Case(RESIDUAL, by_block(), step=accumulate(2, reduce_each))),
     "reduced at the last": ((1, 2), Case(LANGUAGE, by_block(), step=accumulate(3, reduce_last))),
     "uneven dims reduced at the last": ((3,), Case(UNEVEN, by_block(), step=accumulate(2, reduce_last))),
     "kept, reduced, kept, reduced": ((3,), Case(RESIDUAL, by_block(), step=accumulate(4, reduce_middle))),
     "replicas reduced at the last": (
         (4,),
         Case(RESIDUAL, by_block(), mesh=replicas, step=accumulate(2, reduce_last)),
-    ),
-    "replicas summed at the last": (
-        (4,),
-        Case(RESIDUAL, by_block(), mesh=replicas, step=accumulate(3, scatter_each_and_sum_replicas_last)),
     ),
     "kept, scattered, summed over replicas": (
         (4,),

@@ -162,10 +162,6 @@ HAS_MESH_DIMS = hasattr(TORCHS, "DataParallelMeshDims")
 parallel = slice_of("dp")
 # By rows, 2 x 2 ranks flattened are one axis of 4, and a norm adds the squares of other pieces first.
 CASES: dict[str, tuple[tuple[int, ...], Case]] = {
-    "tensor parallel": (
-        (4,),
-        Case(RESIDUAL, beside_tensor_parallel("dp"), mesh=axes(dp=2, tp=2), slices=parallel),
-    ),
     "replicas of tensor parallel": (
         (4,),
         Case(
@@ -182,15 +178,7 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
             on_whole_mesh(lambda api: api.DataParallelMeshDims(shard="dp")),
             mesh=axes(dp=2, tp=2),
             slices=parallel,
-            torchs=HAS_MESH_DIMS,
-        ),
-    ),
-    "shards on the whole mesh": (
-        (2,),
-        Case(
-            RESIDUAL,
-            on_whole_mesh(lambda api: api.DataParallelMeshDims(shard="dp")),
-            mesh=axes(dp=2),
+            steps=2,
             torchs=HAS_MESH_DIMS,
         ),
     ),
@@ -200,6 +188,7 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
             RESIDUAL,
             on_whole_mesh(lambda api: api.DataParallelMeshDims(shard="dp", replicate="copies")),
             mesh=axes(copies=2, dp=2),
+            steps=2,
             torchs=HAS_MESH_DIMS,
         ),
     ),
@@ -209,6 +198,7 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
             RESIDUAL,
             on_whole_mesh(lambda api: api.DataParallelMeshDims(shard=("dp", "cp"))),
             mesh=axes(dp=2, cp=2),
+            steps=2,
             contiguous="rounding",
             # Before, torch shows one placement for both axes.
             torchs=torch.torch_version.TorchVersion(torch.__version__) >= "2.13",
@@ -241,6 +231,7 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
             parallel_everywhere,
             mesh=axes(dp=2, tp=2),
             slices=parallel,
+            steps=2,
             after_backward=clip(0.05),
             contiguous="rounding",
         ),

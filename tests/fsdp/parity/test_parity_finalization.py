@@ -80,7 +80,7 @@ def case(task: Task, step: Step, **changes: Any) -> Case:
 
 BF = policy(torch.bfloat16, torch.float32)
 CASES: dict[str, tuple[tuple[int, ...], Case]] = {
-    "ended by hand": ((2, 3), case(UNEVEN, by_hand(async_op=False), alone=one_pass)),
+    "ended by hand": ((3,), case(UNEVEN, by_hand(async_op=False), alone=one_pass)),
     "ended by hand, waited for later": ((2,), case(LANGUAGE, by_hand(async_op=True))),
     "accumulated, reduced by hand": ((3,), case(LANGUAGE, by_hand(async_op=True, count=2))),
     "accumulated in fp32, reduced by hand": (

@@ -90,7 +90,6 @@ def thirds(model: nn.Module, task: Task, batch: Batch) -> Tensor:
 
 
 CASES: dict[str, tuple[tuple[int, ...], Case]] = {
-    "norms in fp32": ((2,), case(norms_in_fp32(), compute_dtype=bf16)),
     "norms in fp32, summed in bf16": ((2,), case(norms_in_fp32(reduce_dtype=bf16), compute_dtype=bf16)),
     "norms in fp32, accumulated": ((2,), case(norms_in_fp32(), compute_dtype=bf16, step=thirds)),
     "gradients in bf16": ((3,), case(kept_in(bf16), after_backward=dtypes_are(bf16))),

@@ -236,14 +236,9 @@ always = by_block(lambda api: {"reshard_after_forward": True})
 never = by_block(lambda api: {"reshard_after_forward": False})
 CASES: dict[str, tuple[tuple[int, ...], Case]] = {
     "recompute inside": ((2,), Case(LANGUAGE.but(recompute_forward), by_block())),
-    "recompute wrapper inside": ((2,), Case(LANGUAGE.but(wrap_blocks), by_block())),
     "recompute wrapper outside": ((2,), Case(LANGUAGE.but(wrap_blocks), shard_wrapped)),
     "recompute a group in a group": ((2,), Case(LANGUAGE, recompute_half)),
     "two forwards, one backward": ((2,), Case(RESIDUAL, by_block(), step=forward_twice_backward_once)),
-    "two forwards, one backward, always resharded": (
-        (2,),
-        Case(RESIDUAL, always, step=forward_twice_backward_once),
-    ),
     "two forwards, two backwards": ((2,), Case(RESIDUAL, never, step=forward_twice_backward_twice)),
     "two backwards of one forward": ((2,), Case(RESIDUAL, never, step=backward_twice_through_one_graph)),
     "evaluation before backward": ((2,), Case(RESIDUAL, always, step=evaluate_before_backward)),
@@ -252,8 +247,6 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
         Case(RESIDUAL, never, step=evaluate_before_backward),
     ),
     "blocks called twice": ((3,), Case(looped, by_block())),
-    "blocks called twice, never resharded": ((2,), Case(looped, never)),
-    "evaluation without gradients": ((2,), Case(RESIDUAL, by_block(), after_step=evaluate(torch.no_grad))),
     "evaluation in inference mode": (
         (2,),
         Case(RESIDUAL, by_block(), after_step=evaluate(torch.inference_mode)),
@@ -261,7 +254,6 @@ CASES: dict[str, tuple[tuple[int, ...], Case]] = {
     "evaluation, then resharded by hand": ((2,), Case(RESIDUAL, never, after_step=evaluate_and_reshard)),
     "unsharded by hand": ((2,), Case(RESIDUAL, by_block(), step=unshard_ahead)),
     "containers in and out": ((2,), Case(structured, by_block())),
-    "another forward method": ((2,), Case(replace(RESIDUAL, loss=features_loss), register_features)),
     "forward and another method": ((2,), Case(replace(RESIDUAL, loss=mixed_ways_loss), register_features)),
     "explicit prefetch": ((3,), Case(DEEP, explicit_prefetch)),
     "wrong prefetch": ((2,), Case(DEEP, wrong_prefetch)),
