@@ -99,8 +99,7 @@ def test_sequences_are_by_default_as_long_as_the_positions_allow(
     assert made.moments == shardwise.plan(str(path), ranks=1, sequence=length).moments
 
 
-@pytest.mark.parametrize("numbers", [False, True], ids=["positions", "numbers"])
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize(("numbers", "tensor"), [(False, 2), (True, 1)], ids=["positions", "numbers"])
 def test_a_sequence_longer_than_a_buffer_is_told_with_a_shorter_one_that_runs(
     numbers: bool, tensor: int
 ) -> None:
