@@ -97,7 +97,7 @@ def test_an_encoder_is_planned_as_what_its_config_names(tmp_path: Path) -> None:
             " architectures name"
         ],
     }.items():
-        layers = 12 if name == "BertForMaskedLM" else 1  # one depth of which few blocks are run is enough
+        layers = 10 if name == "BertForMaskedLM" else 1  # one depth of which few blocks are run is enough
         named = [name] if name else None
         config = written(tmp_path, "bert", num_hidden_layers=layers, architectures=named, **sizes)
         made = shardwise.plan(config, ranks=2, sequence=SEQUENCE)
@@ -122,7 +122,7 @@ def test_a_block_that_runs_several_times_is_planned_as_often_as_it_runs(tmp_path
 
 
 def test_attention_of_kernels_that_the_cpu_has_not_is_planned_as_sdpa(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 96}
     config = json.loads(Path(written(tmp_path, "llama", intermediate_size=64, **sizes)).read_text())
     peaks = []
     for asked in ("sdpa", "flash_attention_2", "flex_attention"):

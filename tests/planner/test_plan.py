@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks.plan_real import SEQUENCE, compare, decoder, gpt, llama, setup_of
+from benchmarks.plan_real import SEQUENCE, compare, decoder, gpt, learned, llama, setup_of
 from torch import nn
 from typer.testing import CliRunner
 
@@ -149,10 +149,11 @@ def test_a_plan_is_what_a_real_step_allocates_and_sends(factory: Any, changes: d
     [
         (llama, {"tensor": 2}),
         (llama, {"tensor": 2, "tensor_plan": "torchtitan"}),
+        (learned, {"tensor": 2, "tensor_plan": "torchtitan"}),
         (decoder, {"tensor": 2, "sequence_parallel": False, "loss_parallel": True}),
         (decoder, {"tensor": 2, "layout": "contiguous", "loss": "chunked"}),
     ],
-    ids=["tensor parallel", "its sequence", "its logits", "its head"],
+    ids=["tensor parallel", "its sequence", "its positions", "its logits", "its head"],
 )
 @on_ranks(4)
 def test_a_plan_is_what_four_ranks_allocate_and_send(factory: Any, changes: dict[str, Any]) -> None:
