@@ -126,7 +126,6 @@ def test_a_few_blocks_stand_for_all_with_moments_in_8_bits(layout: str) -> None:
 @pytest.mark.parametrize(
     ("factory", "changes"),
     [
-        # All but that of moments in 8 bits have their peak in backward, where each change is seen.
         (gpt, {"checkpointing": "selective", "optimizer": "Muon", "accumulation": 2}),
         (gpt, {"checkpointing": "alternate", "loop_holds": "logits"}),
         (gpt, {"optimizer": "AdamW 8 bits", "layout": "contiguous"}),
