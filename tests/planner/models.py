@@ -11,10 +11,10 @@ from torch import nn
 class Even(nn.Module):
     """Tokens to logits; every dim is a multiple of 64."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(512, 256), nn.Linear(256, 512, bias=False)
-        self.blocks = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(layers))
 
     def forward(self, tokens: torch.Tensor) -> Any:
         x = self.embedding(tokens)

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from benchmarks.plan_real import SEQUENCE, decoder, gpt
+from benchmarks.plan_real import SEQUENCE, decoder
 from torch import nn
 from torch.nn import functional as F
 
@@ -263,7 +263,7 @@ def test_reductions_in_pieces_hide_beside_their_matmul_and_are_added_up_after() 
 
 def test_every_second_block_that_is_checkpointed_takes_half_of_what_all_take() -> None:
     kept = {
-        kind: shardwise.plan(lambda layers=8: gpt(layers), ranks=2, sequence=SEQUENCE, checkpointing=kind)
+        kind: shardwise.plan(lambda layers=8: Chain(layers), ranks=2, sequence=SEQUENCE, checkpointing=kind)
         for kind in ("none", "alternate", "full")
     }
     none, half, full = (

@@ -70,9 +70,9 @@ def test_a_sequence_may_be_as_long_as_there_are_positions(
 def test_so_may_those_of_transformers(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     sizes = {
-        "gpt2": {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": POSITIONS},
-        "opt": {"num_hidden_layers": 2, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128},
-        "llama": {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128},
+        "gpt2": {"n_layer": 1, "n_embd": 64, "n_head": 4, "n_positions": POSITIONS},
+        "opt": {"num_hidden_layers": 1, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128},
+        "llama": {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128},
     }[kind]
     heads = {} if kind == "gpt2" else {"num_attention_heads": 4, "max_position_embeddings": POSITIONS}
     path = tmp_path / "config.json"
@@ -90,7 +90,7 @@ def test_sequences_are_by_default_as_long_as_the_positions_allow(
     positions: int, length: int, tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers")
-    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": positions, "vocab_size": 200}
+    sizes = {"n_layer": 1, "n_embd": 64, "n_head": 4, "n_positions": positions, "vocab_size": 200}
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "gpt2", **sizes}))
     made = shardwise.plan(str(path), ranks=1)
@@ -99,8 +99,7 @@ def test_sequences_are_by_default_as_long_as_the_positions_allow(
     assert made.moments == shardwise.plan(str(path), ranks=1, sequence=length).moments
 
 
-@pytest.mark.parametrize("numbers", [False, True], ids=["positions", "numbers"])
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize(("numbers", "tensor"), [(False, 2), (True, 1)], ids=["positions", "numbers"])
 def test_a_sequence_longer_than_a_buffer_is_told_with_a_shorter_one_that_runs(
     numbers: bool, tensor: int
 ) -> None:

@@ -58,7 +58,7 @@ def test_each_row_takes_15_percent_less_memory_than_the_one_above_it() -> None:
     assert [figures[setup][1] for setup in _front(figures)] == [100, 84, 71]
 
 
-def wide(layers: int = 4) -> nn.Module:
+def wide(layers: int = 2) -> nn.Module:
     shape = Shape(256, 128, layers, heads=8, kv_heads=8, ffn=256)
     return Decoder(shape, layers=layers, positions=SEQUENCE)
 

@@ -99,7 +99,7 @@ def test_the_report_names_each_operation_that_gathers_what_the_plan_did_not_ask_
     program = export(model, (x,))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = [tensor_parallel_transformation(program, rank, 2, "cpu", PLAN) for rank in range(2)]
+        made = lockstep.parts(program, PLAN, ranks=2)
     for results in lockstep.run(made, x):
         torch.testing.assert_close(results, pytree.tree_leaves(model(x)))
     told = explain(made[0])

@@ -3,7 +3,7 @@
 A model is met in several cases, or in one. Over these it is cut for 3 ranks, to uneven parts, and for 2 or 4,
 for inference and for training, and every fourth one with strict, but not for each of these with each;
 `zoo.py --all` does that. Torch's strict export takes as long as all the rest, and nearly always gives the
-same operations: a few have it.
+same operations: a few have it. Cases of which the others meet everything are left to `zoo.py --all` too.
 """
 
 from __future__ import annotations
@@ -31,6 +31,20 @@ Point = tuple[int, bool]  # ranks, training
 EXPORTED_STRICTLY = {"language, tied", "attention of torch and its weights", "block, by hand", "mlp"}
 if torch.__version__ < "2.13":  # torch exports these with dynamic sizes only strictly
     EXPORTED_STRICTLY.add("2 key heads for 6 by expand, dynamic")
+# Every branch of the transformation that these take, and every operation with the placements of what it takes
+# and gives, the others have too.
+COVERED = {
+    *("Qwen2", "Mistral", "GPT-NeoX", "Phi", "OPT", "BERT", "BART", "GPT-2, dynamic"),
+    *("GPT-2, tied by vocabulary", "Llama, eager", "Llama, by vocabulary", "Llama, grouped keys"),
+    *("block", "block, by hand", "block, by hand, dynamic", "block, dynamic", "block of 6 heads"),
+    *("block of 6 heads, dynamic", "language", "language, head by rows", "mlp", "qkv by 3hd", "qkv by chunk"),
+    *("mlp of 10, 3 and 2 features", "qkv by chunk, dynamic", "qkv by h3d", "qkv by h3d, dynamic"),
+    *("qkv by heads chunk, dynamic", "qkv by slices", "2 key heads for 6 by expand, dynamic"),
+    *(f"{n} key heads for 6 by {how}" for n in (2, 3) for how in ("by hand", "expand", "gqa", "interleave")),
+    *("2 key heads for 6 in one qkv", "2 key heads for 6 in slices", "4 key heads for 8 by by hand"),
+    *("1 key heads for 4 by by hand", "4 key heads for 8 by expand", "tables of one row and of one column"),
+    *("column only", "a layer used twice", "a value times itself", "terms times themselves"),
+}
 
 
 def model_of(name: str) -> str:
@@ -57,7 +71,8 @@ def covering() -> list[tuple[str, zoo.Form, list[Point]]]:
                 points = [(3, uneven), points[training == uneven]]
             own = zoo.CASES[name].tolerance < 1e-6  # large models are slow to decompose
             decomposed = own and (index + number) % 8 in (1, 4)
-            found.append((name, (strict, decomposed), points))
+            if name not in COVERED:
+                found.append((name, (strict, decomposed), points))
     return found
 
 
@@ -87,10 +102,10 @@ def test_every_model_is_cut_for_uneven_parts_and_both_ways() -> None:
             told = {"strict": strict, "decomposed": decomposed, "ranks": ranks, "training": training}
             met.setdefault(model_of(name), set()).update(told.items())
             pairs.update(itertools.combinations(told.items(), 2))
-    for model, values in met.items():
-        assert {("ranks", 3), ("training", False), ("training", True)} <= values, model
-        assert values & {("ranks", 2), ("ranks", 4)}, model
-    assert {name for name, _, _ in COVERING} == set(zoo.CASES)
+    for model in met.keys() - {model_of(name) for name in COVERED}:
+        assert {("ranks", 3), ("training", False), ("training", True)} <= met[model], model
+        assert met[model] & {("ranks", 2), ("ranks", 4)}, model
+    assert {name for name, _, _ in COVERING} | COVERED == set(zoo.CASES)
     assert len(pairs) == 2 * 2 + 2 * 3 + 2 * 2 + 2 * 3 + 2 * 2 + 3 * 2
 
 

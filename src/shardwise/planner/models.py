@@ -8,6 +8,7 @@ shortened: its forward must iterate over a `ModuleList` of blocks.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import inspect
 import logging
@@ -248,6 +249,7 @@ def block_lists(module: nn.Module) -> dict[str, nn.ModuleList]:
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
+@functools.lru_cache(maxsize=8)  # one for all plans of it, which then share how its blocks repeat
 def of_shape(name: str, shape: Shape, sequence: int) -> Model:
     """Return the built-in model of this shape."""
 

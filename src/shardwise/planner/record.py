@@ -61,7 +61,6 @@ from shardwise.planner.tensor import cuts, parallelize
 from shardwise.planner.watch import watching
 
 STEPS = 2
-_FROZEN_BY_PYTHON = 1_000  # objects, at most: in 3.12 a few hundred are from the start
 
 
 @dataclass(frozen=True)
@@ -114,10 +113,9 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         if tensor is not None:
             lines[TENSOR_PARALLEL] = tensor
         lanes = {str(mesh.get_group().group_name): lane for lane, mesh in lines.items()}
-        # A caller may have frozen more, which `unfreeze` would undo.
-        if gc.get_freeze_count() < _FROZEN_BY_PYTHON:
-            gc.freeze()  # so that collections skip existing objects
-            stack.callback(gc.unfreeze)
+        if gc.isenabled():
+            gc.disable()
+            stack.callback(gc.enable)
         stack.enter_context(FastFakeTensorMode(allow_non_fake_inputs=True))
         stack.callback(code_book.cache_clear)  # of fake ones
         module, converted = built(model, layers, setup.stored_dtype)
@@ -160,9 +158,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         if setup.optimizer == "AdamW 8 bits" and any(map(has_8_bits, module.parameters())):
             for signed in (False, True):
                 looked_up_by_all += code_book(signed=signed, device=tokens.device)
-        gc.collect()
-        gc.disable()
-        stack.callback(gc.enable)
+        gc.collect(0)  # what was made since, and not what there was
         stack.enter_context(no_packed_sequences())
         ran = stack.enter_context(kernels(setup))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # kernels read what fakes do not have

@@ -38,7 +38,7 @@ def check(model: Model, setup: Setup) -> Pattern:
     return _pattern(model, Setup(**{name: getattr(setup, name) for name in looked_at}))
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=4)
 def _pattern(model: Model, setup: Setup) -> Pattern:
     model = chunked(model) if setup.loss == "chunked" else model
     with quiet_fakes(), FastFakeTensorMode(allow_non_fake_inputs=True):
