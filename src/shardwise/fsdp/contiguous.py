@@ -349,7 +349,7 @@ class ContiguousGroup(ParamGroup):
         segment, params = self.layout.segments[index], self.members[index]
         spans = [(place.start, place.numel, i) for i, place in enumerate(segment.places)]
         spans += [(begin, size, -1) for begin, size in segment.gaps]
-        trains = tuple(param.sharded.requires_grad for param in params)
+        trains = [param.sharded.requires_grad for param in params]
         parts = [0] * len(params)
         sizes: list[int] = []
         reduced: list[int] = []
@@ -360,14 +360,5 @@ class ContiguousGroup(ParamGroup):
             if numel:
                 # A frozen parameter has no gradient: zeros stand for it, as for padding.
                 reduced.append(i if i >= 0 and trains[i] else -numel)
-        shapes = tuple(tuple(param.shape) for param in params)
-        return Cut.of(
-            1,
-            sizes,
-            parts=parts,
-            pieces=shapes,
-            shapes=shapes,
-            dims=[0] * len(params),
-            trains=trains,
-            reduced=reduced,
-        )
+        placed = [(part, 0, param.shape, param.shape) for part, param in zip(parts, params, strict=True)]
+        return Cut.of(1, sizes, placed, trains, reduced)

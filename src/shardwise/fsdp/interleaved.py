@@ -22,7 +22,7 @@ from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp.extension import ExtendedParam, stays_out_of_buffer
 from shardwise.fsdp.group import Form, ParamGroup
 from shardwise.fsdp.parameter import EvenParam, ShardedParam
-from shardwise.fsdp.traced import Cut
+from shardwise.fsdp.traced import Cut, Placed
 from shardwise.layout import InterleavedLayout
 from shardwise.mesh import FSDPMeshInfo, HSDPMeshInfo
 
@@ -276,17 +276,12 @@ class InterleavedGroup(ParamGroup):
     def traced_cut(self, index: int) -> Cut:
         segment, params = self.layout.segments[index], self.members[index]
         sizes = [slot.padded_shard_numel for slot in segment.slots]
-        trains = tuple(param.sharded.requires_grad for param in params)
-        reduced = tuple(i for i, trained in enumerate(trains) if trained and sizes[i])
+        trains = [param.sharded.requires_grad for param in params]
+        reduced = [i for i, trained in enumerate(trains) if trained and sizes[i]]
         if segment.padding:
             sizes.append(segment.padding)
-        return Cut.of(
-            segment.ranks,
-            sizes,
-            parts=range(len(params)),
-            pieces=[slot.padded_shard_shape for slot in segment.slots],
-            shapes=[param.shape for param in params],
-            dims=[param.placement.dim for param in params],
-            trains=trains,
-            reduced=reduced,
-        )
+        placed: list[Placed] = [
+            (i, param.placement.dim, param.slot.padded_shard_shape, param.shape)
+            for i, param in enumerate(params)
+        ]
+        return Cut.of(segment.ranks, sizes, placed, trains, reduced)
