@@ -31,7 +31,6 @@ from shardwise.fsdp.group import DONE, Buffer, Form, ParamGroup
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy
 from shardwise.fsdp.rows import RowsParam
-from shardwise.fsdp.strategy import StatePlacement
 from shardwise.fsdp.traced import Cut
 from shardwise.layout import Box, ContiguousLayout, ContiguousSegment, Gathered, ParamSpec, rows_between
 from shardwise.mesh import FSDPMeshInfo
@@ -77,14 +76,10 @@ class ContiguousGroup(ParamGroup):
         axes = ((replicate_group, strategy.replicate_axis), (shard_group, strategy.shard_axis))
         # The axes over which optimizer state is cut, the fastest-varying first. Parameters are gathered once
         # per step over `refresh_group`, and at each use over `gather_group`.
-        cut = [
-            (g, row)
-            for g, row in axes
-            if g is not None and row is not None and row.optimizer is StatePlacement.SHARD
-        ]
+        cut = [(g, row) for g, row in axes if g is not None and row is not None and row.optimizer]
         self.cut_groups = tuple(group for group, _ in cut)
-        self.refresh_group = next((g for g, row in cut if row.parameter is StatePlacement.REPLICATE), None)
-        self.gather_group = next((g for g, row in cut if row.parameter is StatePlacement.SHARD), None)
+        self.refresh_group = next((g for g, row in cut if not row.parameter), None)
+        self.gather_group = next((g for g, row in cut if row.parameter), None)
         self.gathers = self.gather_group is not None
         self.gather_ranks = 1 if self.gather_group is None else self.gather_group.size()
         if self.gather_group is None:

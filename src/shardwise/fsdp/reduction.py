@@ -31,7 +31,6 @@ from shardwise.fsdp.fast import seen
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.parameter import EvenParam, ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy
-from shardwise.fsdp.strategy import StatePlacement
 
 # With `map`, no Python code runs per parameter.
 _HAS_STORED_DTYPE, _UNSHARDED = attrgetter("grads_have_stored_dtype"), attrgetter("unsharded")
@@ -163,12 +162,12 @@ class GradReducer(ABC):
         shard_group, replicate_group = info.process_groups
         inner, outer = group.strategy.shard_axis, group.strategy.replicate_axis
         # DDP and ZeRO-1 all-reduce over the axis that others reduce-scatter over.
-        if inner is not None and inner.gradient is StatePlacement.REPLICATE:
+        if inner is not None and not inner.gradient:
             shard_group, replicate_group = None, shard_group
         if shard_group is not None:
             # A separate process group of the same ranks lets gathers overlap with reductions.
             shard_group = settings.reduce_scatter_group or shard_group
-        scatters_twice = outer is not None and outer.gradient is StatePlacement.SHARD
+        scatters_twice = outer is not None and outer.gradient
         dtype, result_dtype = kind
         device_group = shard_group or replicate_group
         assert device_group is not None
