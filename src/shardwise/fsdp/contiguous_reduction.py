@@ -86,9 +86,7 @@ class ContiguousReducer(GradReducer):
     _members: list[_SegmentParams] = field(default_factory=list)
     _buffers: list[Any] | None = None  # the group's, when `_members` were found
     _unused: set[frozenset[str]] = field(default_factory=set)
-    _params_in_partials: dict[int, list[RowsParam]] = field(
-        default_factory=dict
-    )  # those with gradients in `partials`
+    _params_in_partials: dict[int, list[RowsParam]] = field(default_factory=dict)  # whose gradients are there
 
     def _members_of(self, index: int) -> _SegmentParams:
         segment, params = self.group.layout.segments[index], self.group.members[index]
