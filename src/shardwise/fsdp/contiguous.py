@@ -29,7 +29,6 @@ from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp.fast import allocates_as, seen
 from shardwise.fsdp.group import DONE, Buffer, Form, ParamGroup
 from shardwise.fsdp.parameter import ShardedParam
-from shardwise.fsdp.policy import CPUOffloadPolicy
 from shardwise.fsdp.rows import RowsParam
 from shardwise.fsdp.traced import Cut
 from shardwise.layout import Box, ContiguousLayout, ContiguousSegment, Gathered, ParamSpec, rows_between
@@ -88,7 +87,6 @@ class ContiguousGroup(ParamGroup):
         self.refreshed_at: Any = None
         self._comm: AllGather | None = None  # the one used last, and whether it can write in place
         self._in_place = False
-        self.offloads = isinstance(self.offload, CPUOffloadPolicy)
         self.pack()
 
     def untraceable(self) -> str | None:
@@ -194,7 +192,6 @@ class ContiguousGroup(ParamGroup):
         return _Buffer(
             full,
             None if group is None else full.untyped_storage(),
-            full.nbytes,
             shard=self.shards[index],
             resident=resident,
             # An alias: a cast writes here, and the all-gather sends from here in place.
@@ -241,7 +238,7 @@ class ContiguousGroup(ParamGroup):
         for index, buffer in enumerate(self.buffers):
             if buffer.storage is not None and not self.holds_memory:
                 # Allocated on the stream that writes it, to which it is also given back.
-                buffer.storage.resize_(buffer.nbytes)
+                buffer.storage.resize_(buffer.full.nbytes)
             if self.smaller_shards:
                 source = self.smaller_shards[index]
             elif buffer.casts:

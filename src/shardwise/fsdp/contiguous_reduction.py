@@ -52,7 +52,6 @@ class _SegmentParams:
     params: list[RowsParam]
     count: int  # of `params`
     kind: Kind
-    numel: int  # of the gathered buffer
     plain: bool  # no parameter is tensor-parallel
     used: int  # elements of this rank's shard that are not padding
     filled: list[RowsParam]  # those with rows on this rank
@@ -95,7 +94,6 @@ class ContiguousReducer(GradReducer):
             params,
             len(params),
             kind_of(params),
-            segment.unsharded_numel,
             plain=all(param.tp_spec is None for param in params),
             used=sum([place.box.numel for place in segment.places]),
             filled=[param for param in params if param.no_rows is None],
@@ -212,7 +210,7 @@ class ContiguousReducer(GradReducer):
         # ZeRO-1: gradients were all-reduced whole, and this rank's optimizer updates its part.
         if self.group.refresh_group is not None and shard.numel() != members.segment.shard_numel:
             shard = self._own_part(shard)
-        if self.group.offloads:
+        if self.group.offload.on_host:
             shard = self._to_offload_device(params, shard)
         if self.group.settings.all_reduce_hook is None:  # a hook may write to padding
             # Views cover `used` of its elements, and the rest is zero: see `merge_views`.
@@ -314,10 +312,10 @@ class ContiguousReducer(GradReducer):
         returns another buffer.
         """
         limit, ranks = self.group.settings.staging_bytes // plan.dtype.itemsize, plan.shard_ranks
-        if members.numel > max(1, limit) and plan.shard_group is not None:
+        if members.segment.unsharded_numel > max(1, limit) and plan.shard_group is not None:
             size = (max(1, limit // ranks) * ranks,)
             return _Staging(plan, plan.comm.allocate(size, dtype=plan.dtype, device=plan.device), [], [])
-        buffer = plan.comm.allocate((members.numel,), dtype=plan.dtype, device=plan.device)
+        buffer = plan.comm.allocate((members.segment.unsharded_numel,), dtype=plan.dtype, device=plan.device)
         targets = [
             buffer.narrow(0, param.place.start, param.numel).view(param.shape) for param in members.params
         ]
@@ -338,7 +336,7 @@ class ContiguousReducer(GradReducer):
     ) -> Tensor:
         """Reduce-scatter in slices, each the same range of every rank's shard."""
         ranks = plan.shard_ranks
-        width, step = members.numel // ranks, staging.numel() // ranks
+        width, step = members.segment.unsharded_numel // ranks, staging.numel() // ranks
         shard = torch.empty(width, dtype=plan.dtype, device=plan.device) if out is None else out
         pairs = zip(members.params, grads, strict=True)
         sources = {param.place.start: grad.reshape(-1) for param, grad in pairs if grad is not None}

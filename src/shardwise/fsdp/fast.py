@@ -188,16 +188,6 @@ class _LocalSteps:
             self.same_cuts[id(one), id(other)] = one, other
         return True
 
-    def rekey(self, optimizer: Optimizer) -> None:
-        """Move state that a step stored under local tensors to their parameters."""
-        for params, locals_, before in self.moved:
-            for param, local, old in zip(params, locals_, before, strict=True):
-                made = optimizer.state.pop(local, None)  # None if the step raised
-                if made and old is None:
-                    optimizer.state[param]["momentum_buffer"] = cut_like(param, made["momentum_buffer"])
-        # Else the parameters would outlive their model until the next step.
-        self.moved.clear()
-
 
 def _same_cut(one: Any, other: Any) -> bool:
     if one is other or isinstance(one, Piece):
@@ -228,8 +218,15 @@ def restore_torch_step(optimizer: Optimizer) -> None:
 
 def rekey_state(optimizer: Optimizer) -> None:
     """Store under its parameters the state that a local step left under local tensors."""
-    if (steps := _local_steps.get(optimizer)) is not None and steps.moved:
-        steps.rekey(optimizer)
+    if (steps := _local_steps.get(optimizer)) is None:
+        return
+    for params, locals_, before in steps.moved:
+        for param, local, old in zip(params, locals_, before, strict=True):
+            made = optimizer.state.pop(local, None)  # None if the step raised
+            if made and old is None:
+                optimizer.state[param]["momentum_buffer"] = cut_like(param, made["momentum_buffer"])
+    # Else the parameters would outlive their model until the next step.
+    steps.moved.clear()
 
 
 class _EmptyParam(NamedTuple):

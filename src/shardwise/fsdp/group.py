@@ -69,7 +69,6 @@ class Buffer:
 
     full: Tensor
     storage: torch.UntypedStorage | None
-    nbytes: int
 
 
 class ParamGroup(ABC):
@@ -152,7 +151,7 @@ class ParamGroup(ABC):
         return False
 
     def _buffer(self, index: int, full: Tensor) -> Buffer:
-        return Buffer(full, full.untyped_storage(), full.nbytes)
+        return Buffer(full, full.untyped_storage())
 
     def _make_room(self, streams: CommStreams) -> None:  # noqa: B027
         """Prepare memory before a gather: free what computation has finished with, or reuse it."""

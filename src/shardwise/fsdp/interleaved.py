@@ -32,7 +32,6 @@ class Exchange:
     """The plan that fills the unsharded buffers from the shards of some ranks."""
 
     layout: InterleavedLayout
-    ranks: int
     group: dist.ProcessGroup | None  # None: a single rank
     dtypes: list[torch.dtype]  # of each shard buffer after the gather
     sizes: list[int]  # of each `outs`, within one rank's shard
@@ -151,7 +150,7 @@ class InterleavedGroup(ParamGroup):
     def _exchange(self, layout: InterleavedLayout, group: dist.ProcessGroup | None) -> Exchange:
         """Plan how the unsharded buffers are filled from shards cut as `layout` says."""
         ranks = layout.ranks
-        plan = Exchange(layout, ranks, group, [s.gather_dtype for s in layout.segments], [], [], [])
+        plan = Exchange(layout, group, [s.gather_dtype for s in layout.segments], [], [], [])
         memory = {
             param: buffer.full
             for params, buffer in zip(self.together, self.buffers, strict=True)
@@ -212,7 +211,7 @@ class InterleavedGroup(ParamGroup):
         if not self.holds_memory:
             for buffer in self.buffers:
                 # The same storage: unsharded parameters and the plan's targets are views of it.
-                buffer.storage.resize_(buffer.nbytes)
+                buffer.storage.resize_(buffer.full.nbytes)
         self._copy_out(result, plan)
         if self.extended:
             for extended in self.extended.values():
@@ -231,20 +230,20 @@ class InterleavedGroup(ParamGroup):
                 count = len(extended.shapes)
                 mine, received = received[:count], received[count:]
                 sizes += [t.numel() for t in mine]
-                outs += [t.view(plan.ranks, -1) for t in extended.allocate(mine, plan.ranks)]
+                outs += [t.view(plan.layout.ranks, -1) for t in extended.allocate(mine, plan.layout.ranks)]
         if plan.strided:
             outs = list(outs)
             for index, target, _, _ in plan.strided:
                 # Pieces go to separate memory first, and are concatenated along their dim below.
-                outs[index] = torch.empty_like(target).view(plan.ranks, -1)
+                outs[index] = torch.empty_like(target).view(plan.layout.ranks, -1)
         typed = outs
         # Several dtypes were sent as bytes.
         if result.output.dtype == torch.uint8:
             sizes = [size * out.element_size() for size, out in zip(sizes, outs, strict=True)]
             outs = [out.view(torch.uint8) for out in outs]
-        foreach_all_gather_copy_out(result, sizes, outs, ranks=plan.ranks)
+        foreach_all_gather_copy_out(result, sizes, outs, ranks=plan.layout.ranks)
         for index, target, piece, dim in plan.strided:
-            torch.cat(typed[index].view(plan.ranks, *piece).unbind(0), dim=dim, out=target)
+            torch.cat(typed[index].view(plan.layout.ranks, *piece).unbind(0), dim=dim, out=target)
 
     @torch.no_grad()
     def _smaller(self, info: FSDPMeshInfo) -> list[Tensor]:

@@ -207,7 +207,7 @@ class GradReducer(ABC):
             plan.shard_ranks > 1
             and plan.dtype == plan.result_dtype
             and (plan.replicate_group is None or (plan.all_reduce and plan.replicate_scatter is None))
-            and not isinstance(self.group.offload, CPUOffloadPolicy)
+            and not self.group.offload.on_host
             and not any(p.sharded.grad is not None or p.has_grad_hooks for p in params)
         )
 

@@ -32,7 +32,6 @@ from shardwise.fsdp.fast import seen
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.parameter import ShardedParam
-from shardwise.fsdp.policy import CPUOffloadPolicy
 from shardwise.fsdp.reduction import GradReducer, check_grad_dtypes
 from shardwise.fsdp.traced import Collectives, Segment, reduced_numel
 from shardwise.layout import Gathered
@@ -111,7 +110,7 @@ def _refusal(group: ParamGroup, reducer: GradReducer) -> str | None:
         return f"the custom reduce-scatter {type(settings.reduce_scatter).__name__}"
     if settings.all_reduce_hook is not None:
         return "set_all_reduce_hook"
-    if isinstance(group.offload, CPUOffloadPolicy) and group.device.type != "cpu":
+    if group.offload.on_host and group.device.type != "cpu":
         return "CPU offloading"
     if settings.reduce_grads and not settings.all_reduce_grads and group.replicates:
         return "set_requires_all_reduce(False)"
