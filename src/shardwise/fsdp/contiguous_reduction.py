@@ -208,8 +208,10 @@ class ContiguousReducer(GradReducer):
     def _assign(self, members: _SegmentParams, params: list[RowsParam], shard: Tensor) -> None:
         """Assign views of the reduced shard as gradients, or add them to existing gradients."""
         # ZeRO-1: gradients were all-reduced whole, and this rank's optimizer updates its part.
-        if self.group.refresh_group is not None and shard.numel() != members.segment.shard_numel:
-            shard = self._own_part(shard)
+        own, group = members.segment.shard_numel, self.group.refresh_group
+        if group is not None and shard.numel() != own:
+            # A copy: a view would keep the whole gradient alive.
+            shard = shard.narrow(0, group.rank() * own, own).clone()
         if self.group.offload.on_host:
             shard = self._to_offload_device(params, shard)
         if self.group.settings.all_reduce_hook is None:  # a hook may write to padding
@@ -260,14 +262,6 @@ class ContiguousReducer(GradReducer):
                     " but got one on other ranks. If ranks use different parameters, call"
                     " set_reduce_scatter_unused_params(True) on the root module"
                 )
-
-    def _own_part(self, shard: Tensor) -> Tensor:
-        """Return this rank's part of a gradient that was reduced whole though optimizer state is cut."""
-        group = self.group.refresh_group
-        assert group is not None
-        size = shard.numel() // group.size()
-        # A copy: a view would keep the whole gradient alive.
-        return shard.narrow(0, group.rank() * size, size).clone()
 
     def _reduce_scatter(
         self,

@@ -252,14 +252,11 @@ def _collectives(group: ParamGroup, reducer: GradReducer, segment: Gathered) -> 
 
 
 def _wrap(param: ShardedParam) -> dict[str, Any] | None:
-    spec = param.tp_spec
-    if spec is None:
+    if (spec := param.tp_spec) is None:
         return None
-    meta = spec.tensor_meta
-    assert meta is not None
     return {
         "device_mesh": spec.mesh,
         "placements": spec.placements,
-        "shape": meta.shape,
-        "stride": meta.stride,
+        "shape": spec.shape,
+        "stride": spec.stride,
     }

@@ -19,7 +19,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import setitem
 from typing import Any
 from typing import cast as cast_type
 
@@ -304,10 +303,14 @@ def _show(state: Any) -> list[Shown]:
             for index, owner, name in zip(fields[::3], fields[1::3], fields[2::3], strict=True):
                 parameters = segment.owners[int(owner)]
                 hidden.append((parameters, name, parameters[name]))
-                _compat.traced_side_effect(setitem, parameters, name, wholes[int(index)])
+                _compat.traced_side_effect(_set_item, parameters, name, wholes[int(index)])
     return hidden
 
 
 def _hide(hidden: list[Shown]) -> None:
     for parameters, name, param in hidden:
-        _compat.traced_side_effect(setitem, parameters, name, param)
+        _compat.traced_side_effect(_set_item, parameters, name, param)
+
+
+def _set_item(parameters: dict[str, Any], name: str, value: Any) -> None:
+    parameters[name] = value  # tracers do not know `operator.setitem`
