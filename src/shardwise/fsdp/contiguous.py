@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import AllGather, AllGatherResult, CommStreams, DefaultAllGather
+from shardwise.comm import AllGather, AllGatherResult, CommStreams
 from shardwise.comm.foreach import current_stream
 from shardwise.comm.order import event_for
 from shardwise.comm.streams import record_event
 from shardwise.errors import LifecycleError, ShardingError, here
-from shardwise.fsdp.fast import allocates_as, seen
+from shardwise.fsdp.fast import allocates_plain, seen
 from shardwise.fsdp.group import DONE, Buffer, Form, ParamGroup
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.rows import RowsParam
@@ -92,10 +92,6 @@ class ContiguousGroup(ParamGroup):
     def untraceable(self) -> str | None:
         traced = self.refresh_group is None and self.gather_group is not None
         return None if traced else f"strategy {self.strategy}"
-
-    def set_reshard_after_forward(self, reshard: bool) -> None:
-        if self.gather_group is not None:
-            super().set_reshard_after_forward(reshard)
 
     # Shard buffers
 
@@ -229,7 +225,7 @@ class ContiguousGroup(ParamGroup):
             return DONE
         if comm is not self._comm:
             # Checked only after the user set another, which saves a call per gather.
-            self._comm, self._in_place = comm, allocates_as(comm, DefaultAllGather)
+            self._comm, self._in_place = comm, allocates_plain(comm)
         if self.form is _POST_FORWARD:
             assert self.post_forward_mesh is not None
             group = self.post_forward_mesh.shard_process_group

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, is_grad_enabled, nn
 
 from shardwise import _compat
-from shardwise.comm import CommStreams, DefaultReduceScatter, ReduceResult
+from shardwise.comm import CommStreams, ReduceResult
 from shardwise.comm.foreach import (
     Input,
     Reduction,
@@ -34,7 +34,7 @@ from shardwise.comm.foreach import (
 from shardwise.comm.streams import record_event
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.contiguous import ContiguousGroup
-from shardwise.fsdp.fast import allocates_as
+from shardwise.fsdp.fast import allocates_plain
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.reduction import GradReducer, Kind, kind_of
 from shardwise.fsdp.rows import RowsParam
@@ -315,7 +315,7 @@ class ContiguousReducer(GradReducer):
         ]
         made = _Staging(plan, buffer, targets, [buffer.narrow(0, *gap) for gap in members.segment.gaps])
         # On one rank the shard is the buffer itself; memory from a user's communication may be for one use.
-        if plan.streams is None and ranks > 1 and allocates_as(plan.comm, DefaultReduceScatter):
+        if plan.streams is None and ranks > 1 and allocates_plain(plan.comm):
             made.storage = buffer.untyped_storage()
             members.staging = made
         return made

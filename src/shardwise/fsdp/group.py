@@ -60,15 +60,10 @@ DONE = AllGatherResult(torch.empty(0), (), None, None)  # nothing to wait for, n
 
 @dataclass
 class Buffer:
-    """The unsharded memory of one segment.
+    """The unsharded memory of one segment."""
 
-    Attributes:
-        full: where gathers write: an alias without the version counter that autograd checks.
-        storage: of `full`; None if it is never freed.
-    """
-
-    full: Tensor
-    storage: torch.UntypedStorage | None
+    full: Tensor  # where gathers write: an alias without the version counter that autograd checks
+    storage: torch.UntypedStorage | None  # of `full`; None if it is never freed
 
 
 class ParamGroup(ABC):
@@ -279,7 +274,7 @@ class ParamGroup(ABC):
         return isinstance(self.info, DDPMeshInfo)
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
-        if isinstance(self.info, FSDPMeshInfo):
+        if self.gathers and isinstance(self.info, FSDPMeshInfo):
             if self.form is Form.POST_FORWARD:  # else a gather would take its pieces for the full mesh's
                 self.reshard()
             self.post_forward_mesh = self.info if reshard else None

@@ -41,17 +41,12 @@ Kind = tuple[torch.dtype, torch.dtype | None]  # dtypes of the reduction and its
 
 @dataclass
 class GradReducer(ABC):
-    """A group's reductions, and the state they keep from one backward to the next.
-
-    Attributes:
-        partials: HSDP gradients that were reduce-scattered but not yet all-reduced; the key says which
-            were reduced together.
-        offload_events: events of copies of gradients to CPU, for which the optimizer must wait.
-    """
+    """A group's reductions, and the state they keep from one backward to the next."""
 
     group: ParamGroup
+    # HSDP gradients that were reduce-scattered but not yet all-reduced; the key says which, together.
     partials: dict[Any, Tensor] = field(default_factory=dict)
-    offload_events: list[torch.Event] = field(default_factory=list)
+    offload_events: list[torch.Event] = field(default_factory=list)  # of copies to CPU: the optimizer waits
     unsynced: bool = False  # whether the latest backward left its gradients unreduced
     _plans: dict[Kind, Reduction] = field(default_factory=dict)
     _events: dict[Any, Event] = field(default_factory=dict)
