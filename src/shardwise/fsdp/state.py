@@ -192,7 +192,8 @@ class FSDPState(ModuleState):
             return
         orders = [order for group in self.groups for order in group.orders]
         why = f"raised {type(error).__name__} in its forward: {error}"
-        interrupted.leave(orders if schedule is None else schedule.orders, why)
+        for order in orders if schedule is None else schedule.orders:
+            order.leave(why)
 
     def _leave(self, schedule: Schedule, output: Any) -> Any:
         """Defer this module's release until the next module runs, and hook its output.
