@@ -123,8 +123,8 @@ class Order:
     def __init__(self, group: dist.ProcessGroup, store: Store) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)
-        # Groups of these ranks, in which this one may be waiting. Weakly: `comm.watch` keeps this order for as
-        # long as the group lives.
+        # Groups of these ranks, in which this one may be waiting. Weakly: `comm.watch` keeps this order for
+        # as long as the group lives.
         self.groups = WeakSet([group])
         self.timeout = _compat.timeout_of(group).total_seconds()
         self.store = store

@@ -336,15 +336,10 @@ class ContiguousReducer(GradReducer):
         sources = {param.place.start: grad.reshape(-1) for param, grad in pairs if grad is not None}
         del grads[:]
         slices = _split(sources, ranks=ranks, width=width, step=step)
-        bounds: list[int] = []
         for parts, out_slice in zip(slices, shard.split(step), strict=True):
             # All slices use the same memory: one stream reads a slice before it writes the next.
-            numel = ranks * out_slice.numel()
-            found = _bounds(parts, numel)
-            if found != bounds:
-                bounds, reduce_input = found, staging.narrow(0, 0, numel)
-                targets = dict(zip(bounds, _split_at(reduce_input, bounds), strict=False))
-            _fill(reduce_input, targets, parts)
+            reduce_input = staging.narrow(0, 0, ranks * out_slice.numel())
+            _fill(reduce_input, parts)
             reduce_scatter(reduce_input, plan, out=out_slice)
         return shard
 
@@ -382,22 +377,16 @@ def _split(sources: dict[int, Tensor], *, ranks: int, width: int, step: int) -> 
     return slices
 
 
-def _bounds(parts: _Parts, numel: int) -> list[int]:
-    """Return where the parts of a slice of `numel` elements, and the gaps between them, begin and end."""
-    return sorted({0, numel, *(at for at, _ in parts), *(at + part.numel() for at, part in parts)})
-
-
 def _split_at(tensor: Tensor, bounds: Sequence[int]) -> Sequence[Tensor]:
     return torch.split(tensor, [end - begin for begin, end in pairwise(bounds)])
 
 
-def _fill(out: Tensor, targets: dict[int, Tensor], parts: _Parts) -> None:
-    """Copy a slice's parts to their targets, and zero its gaps.
-
-    Gaps are padding, or parameters without a gradient.
-    """
+def _fill(out: Tensor, parts: _Parts) -> None:
+    """Copy a slice's parts to their places, and zero its gaps: padding, or parameters without a gradient."""
     if sum(part.numel() for _, part in parts) < out.numel():
         out.zero_()
+    bounds = sorted({0, out.numel(), *(at for at, _ in parts), *(at + part.numel() for at, part in parts)})
+    targets = dict(zip(bounds, _split_at(out, bounds), strict=False))
     for at, part in parts:
         if part.dim() == 2:
             targets[at].view(part.shape).copy_(part)
