@@ -399,7 +399,10 @@ class ParamGroup(ABC):
         self.gather = None
         if self._changes != ShardedRows.changes:
             self.follow_changes()
-        for parameters, name, _, unsharded in self.forms or self._list_forms():
+        if not self.forms:
+            pairs = [(param, owner) for param in self.params for owner in param.owners]
+            self.forms = [(*owner, param.sharded, cast(Any, param.unsharded)) for param, owner in pairs]
+        for parameters, name, _, unsharded in self.forms:
             parameters[name] = unsharded
         self.smaller_shards = ()  # computation has waited for their readers
         if self.read_guard is not None:
@@ -419,11 +422,6 @@ class ParamGroup(ABC):
                     self.gather_event = None
                 param.trainable = trains
 
-    def _list_forms(self) -> list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]]:
-        for param in self.params:
-            self.forms += [(*owner, param.sharded, cast(Any, param.unsharded)) for owner in param.owners]
-        return self.forms
-
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded memory. Local."""
         if self.form is _SHARDED:
@@ -433,7 +431,8 @@ class ParamGroup(ABC):
             self.follow_changes()
         for param in self.params if whole else ():
             if param.unsharded is not None and param.unsharded.requires_grad is not param.trainable:
-                param.follow_unsharded()
+                param.trainable = param.unsharded.requires_grad  # the user has set it there
+                param.sharded.requires_grad_(param.trainable)
                 self.gather_event = None
         for parameters, name, sharded, unsharded in self.forms:
             # What a user put there stays: the next gather checks it.

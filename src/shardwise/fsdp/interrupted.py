@@ -173,11 +173,6 @@ def _memory(tensor: Tensor) -> int:
 _watching: list[RemovableHandle] = []
 
 
-def left_gradients(state: ModuleState) -> bool:
-    """Return whether gradients came after the last reduction, as when backward bypasses output hooks."""
-    return any(param.has_unreduced for group in state.groups for param in group.params)
-
-
 def forget_forward(state: ModuleState) -> None:
     """Undo all effects of a forward that raised."""
     schedule = state.schedule

@@ -163,9 +163,7 @@ class ModuleState:
         if self.reshard_is_automatic:
             for group in self.groups:
                 group.post_forward_mesh = None  # backward would gather it again at once
-        self.all_groups = [
-            pair for state in states for pair in zip(state.groups, state.reducers, strict=True)
-        ]
+        self.all_groups = [pair for state in states for pair in state.all_groups]
         groups = [group for group, _ in self.all_groups]
         self._name_parameters(root, states)
         compiled = guard.compiled_in(root)

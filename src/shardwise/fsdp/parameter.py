@@ -231,12 +231,6 @@ class ShardedParam(ABC):
         optimizer_watch.watch_gathered(self, made)
         return made
 
-    def follow_unsharded(self) -> None:
-        """Copy to the sharded form the `requires_grad` that the user set on the unsharded form."""
-        assert self.unsharded is not None
-        self.trainable = self.unsharded.requires_grad
-        self.sharded.requires_grad_(self.trainable)
-
     def rename(self, name: str) -> None:
         """Take the name that the root module gives the parameter."""
         # Also on the tensor, for optimizers: a weak table of tensors would keep torch from swapping them.

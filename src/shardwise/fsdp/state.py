@@ -404,8 +404,8 @@ class FSDPState(ModuleState):
             if state.pending_modules:
                 state.pending_modules.clear()
             action, state.training_state = _END_OF_BACKWARD[state.training_state]
-            late = state in unseen or state.stays_gathered
-            if action is _REDUCE or (late and interrupted.left_gradients(state)):
+            late = state in unseen or state.stays_gathered  # gradients may have come after the reduction
+            if action is _REDUCE or (late and any(p.has_unreduced for g in state.groups for p in g.params)):
                 if schedule.manual:
                     state.leave_to_finalization()
                 else:
