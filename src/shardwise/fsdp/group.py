@@ -414,8 +414,9 @@ class ParamGroup(ABC):
         """Give the unsharded parameters the `requires_grad` of sharded ones that changed. Local."""
         with _compat.plain_attributes():
             for param in self.params:
-                if self.form is Form.POST_FORWARD:
-                    param.follow_smaller()
+                piece = param.smaller() if self.form is Form.POST_FORWARD else None
+                if piece is not None and piece.requires_grad is not param.trainable:
+                    param.sharded.requires_grad_(piece.requires_grad)  # the user has set it there
                 unsharded, trains = param.unsharded, param.sharded.requires_grad
                 if unsharded is not None and trains is not param.trainable:
                     unsharded.requires_grad_(trains)

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from shardwise import _compat
 from shardwise.comm import AllGatherResult, CommStreams, foreach_all_gather, foreach_all_gather_copy_out
@@ -254,7 +254,7 @@ class InterleavedGroup(ParamGroup):
                 " needs plain parameters, no tensor-parallel ones nor tensor subclasses. Use"
                 " reshard_after_forward=True or False"
             )
-        shards = []
+        outer, shards = [Replicate()] if isinstance(info, HSDPMeshInfo) else [], []
         for segment, members in zip(plan.layout.segments, self.members, strict=True):
             # Copies, as the unsharded memory is freed next.
             shard = torch.zeros(segment.shard_numel, dtype=segment.gather_dtype, device=self.device)
@@ -262,15 +262,12 @@ class InterleavedGroup(ParamGroup):
             wholes = [param.piece_of(cast(nn.Parameter, param.unsharded), info) for param in members]
             _compat.foreach_copy(mine, wholes)
             for param, local in zip(members, mine, strict=True):
-                param.register_smaller(self._smaller_param(param, local, info))
+                placements = [*outer, Shard(param.placement.dim)]
+                spec = _compat.dtensor_spec(info.mesh, placements, shape=param.shape, dtype=local.dtype)
+                trains = param.sharded.requires_grad
+                param.register_smaller(_compat.dtensor_parameter(local, spec, requires_grad=trains))
             shards.append(shard)
         return shards
-
-    def _smaller_param(self, param: EvenParam, local: Tensor, info: FSDPMeshInfo) -> nn.Parameter:
-        placements: list[Placement] = [Replicate()] if isinstance(info, HSDPMeshInfo) else []
-        placements.append(Shard(param.placement.dim))
-        spec = _compat.dtensor_spec(info.mesh, placements, shape=param.shape, dtype=local.dtype)
-        return _compat.dtensor_parameter(local, spec, requires_grad=param.sharded.requires_grad)
 
     def traced_cut(self, index: int) -> Cut:
         segment, params = self.layout.segments[index], self.members[index]

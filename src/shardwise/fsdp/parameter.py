@@ -153,12 +153,6 @@ class ShardedParam(ABC):
         self.smaller = weakref.ref(piece)
         self.register(piece)  # only modules keep it, and only until the next gather
 
-    def follow_smaller(self) -> None:
-        """Copy to the sharded form the `requires_grad` that the user set on a piece over a smaller mesh."""
-        piece = self.smaller()
-        if piece is not None and piece.requires_grad is not self.trainable:
-            self.sharded.requires_grad_(piece.requires_grad)
-
     @abstractmethod
     def part_of(self, shard: Tensor) -> Tensor:
         """Return the view of this rank's piece in its group's shard buffer."""

@@ -198,7 +198,7 @@ def test_a_gather_resizes_one_storage_each_way() -> None:
 
     buffer.storage = Spy()
     block.unshard()
-    assert resized == [buffer.nbytes]
+    assert resized == [buffer.full.nbytes]
     assert buffer.nbytes == 4 * group.layout.segments[0].unsharded_numel
     assert storage.nbytes() == buffer.nbytes
     block.reshard()
