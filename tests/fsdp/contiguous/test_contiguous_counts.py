@@ -199,13 +199,13 @@ def test_a_gather_resizes_one_storage_each_way() -> None:
     buffer.storage = Spy()
     block.unshard()
     assert resized == [buffer.full.nbytes]
-    assert buffer.nbytes == 4 * group.layout.segments[0].unsharded_numel
-    assert storage.nbytes() == buffer.nbytes
+    assert buffer.full.nbytes == 4 * group.layout.segments[0].unsharded_numel
+    assert storage.nbytes() == buffer.full.nbytes
     block.reshard()
-    assert resized == [buffer.nbytes, 0]
+    assert resized == [buffer.full.nbytes, 0]
     resized.clear()
     step(model)
-    assert resized == [buffer.nbytes, 0] * 2, "forward and backward"
+    assert resized == [buffer.full.nbytes, 0] * 2, "forward and backward"
     assert storage.nbytes() == 0
 
 
