@@ -182,12 +182,13 @@ class ContiguousGroup(ParamGroup):
             return [(self.resident[index], self.members[index])]
         return [(torch.empty(segment.unsharded_numel, **how), self.members[index])]
 
-    def _buffer(self, index: int, full: Tensor) -> _Buffer:
+    def _buffer(self, index: int, full: Tensor, params: Sequence[ShardedParam]) -> _Buffer:
         resident, group = self.resident[index], self.gather_group
         size = resident.numel()
         return _Buffer(
             full,
             None if group is None else full.untyped_storage(),
+            params,
             shard=self.shards[index],
             resident=resident,
             # An alias: a cast writes here, and the all-gather sends from here in place.

@@ -64,6 +64,7 @@ class Buffer:
 
     full: Tensor  # where gathers write: an alias without the version counter that autograd checks
     storage: torch.UntypedStorage | None  # of `full`; None if it is never freed
+    params: Sequence[ShardedParam]  # that lie in it
 
 
 class ParamGroup(ABC):
@@ -145,8 +146,8 @@ class ParamGroup(ABC):
     def is_half_converted(self) -> bool:
         return False
 
-    def _buffer(self, index: int, full: Tensor) -> Buffer:
-        return Buffer(full, full.untyped_storage())
+    def _buffer(self, index: int, full: Tensor, params: Sequence[ShardedParam]) -> Buffer:
+        return Buffer(full, full.untyped_storage(), params)
 
     def _make_room(self, streams: CommStreams) -> None:  # noqa: B027
         """Prepare memory before a gather: free what computation has finished with, or reuse it."""
@@ -350,7 +351,7 @@ class ParamGroup(ABC):
                         whole = param.whole_in(full if self.gathers else full.data)
                         param.unsharded = param.wrap_unsharded(whole)
                     memory.append(full)
-                    self.buffers.append(self._buffer(index, full.data))
+                    self.buffers.append(self._buffer(index, full.data, members))
         if all(buffer.storage is not None for buffer in self.buffers):
             own = [p.unsharded for p in self.params if p.tp_spec is not None and p.unsharded is not None]
             self.read_guard = ReadGuard(self, [*memory, *own])  # which have version counters of their own

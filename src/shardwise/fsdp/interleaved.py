@@ -45,7 +45,6 @@ class InterleavedGroup(ParamGroup):
     params: list[EvenParam]
     members: list[list[EvenParam]]
     layout: InterleavedLayout
-    together: list[list[EvenParam]]  # the parameters of each unsharded buffer
 
     def __init__(self, params: list[EvenParam], **how: Any) -> None:
         super().__init__(params, **how)
@@ -131,11 +130,9 @@ class InterleavedGroup(ParamGroup):
                 param.memory_begin = begin
             numel = last.unsharded_offset + segment.ranks * last.padded_shard_numel - begin
             made.append((torch.empty(numel, dtype=segment.gather_dtype, device=self.device), run))
-        self.together += runs
         return made
 
     def _make_unsharded(self, streams: CommStreams | None) -> None:
-        self.together = []
         super()._make_unsharded(streams)
         # Targets are aliases of the unsharded buffers, made once: each gather writes through them.
         with torch.inference_mode(False), torch.no_grad():
@@ -151,11 +148,7 @@ class InterleavedGroup(ParamGroup):
         """Plan how the unsharded buffers are filled from shards cut as `layout` says."""
         ranks = layout.ranks
         plan = Exchange(layout, group, [s.gather_dtype for s in layout.segments], [], [], [])
-        memory = {
-            param: buffer.full
-            for params, buffer in zip(self.together, self.buffers, strict=True)
-            for param in params
-        }
+        memory = {param: buffer.full for buffer in self.buffers for param in buffer.params}
         for segment, members in zip(layout.segments, self.members, strict=True):
             for slot, param in zip(segment.slots, members, strict=True):
                 numel = slot.padded_shard_numel
