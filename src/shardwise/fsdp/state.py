@@ -363,21 +363,15 @@ class FSDPState(ModuleState):
         """
         for group, reducer in self.in_reverse:
             settings = group.settings
-            if what_is_left and not reducer.unsynced:
-                if settings.reshard_after_backward:
-                    group.reshard()
-                continue
-            reducer.unsynced = not settings.reduce_grads
-            if not settings.reduce_grads:
-                if settings.reshard_after_backward:
-                    group.reshard()
-                # Resharding frees the parameters, not the gradients on them.
-                reducer.store_unreduced()
-                continue
-            collected = reducer.collect()
-            # Free parameters before the reduction's buffers are allocated.
+            is_done = what_is_left and not reducer.unsynced
+            collected = reducer.collect() if settings.reduce_grads and not is_done else None
+            # Before memory of reductions or sums is allocated. Frees parameters, not the gradients on them.
             if settings.reshard_after_backward:
                 group.reshard()
+            if not is_done:
+                reducer.unsynced = not settings.reduce_grads
+                if reducer.unsynced:
+                    reducer.store_unreduced()
             if not collected:
                 continue
             if schedule.streams is not None:
