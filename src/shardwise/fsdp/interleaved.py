@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from shardwise import _compat
@@ -252,8 +252,11 @@ class InterleavedGroup(ParamGroup):
             # Copies, as the unsharded memory is freed next.
             shard = torch.zeros(segment.shard_numel, dtype=segment.gather_dtype, device=self.device)
             mine = [slot.of(shard) for slot in segment.slots]
-            wholes = [param.piece_of(cast(nn.Parameter, param.unsharded), info) for param in members]
-            _compat.foreach_copy(mine, wholes)
+            pieces: list[Tensor] = []
+            for param, slot in zip(members, segment.slots, strict=True):
+                dim = param.placement.dim
+                pieces.append(cast(Tensor, param.unsharded).narrow(dim, slot.begin, slot.shard_shape[dim]))
+            _compat.foreach_copy(mine, pieces)
             for param, local in zip(members, mine, strict=True):
                 placements = [*outer, Shard(param.placement.dim)]
                 spec = _compat.dtensor_spec(info.mesh, placements, shape=param.shape, dtype=local.dtype)

@@ -451,14 +451,6 @@ class EvenParam(ShardedParam):
                 " data.copy_(...), or any in-place operation under no_grad"
             )
 
-    def piece_of(self, whole: Tensor, info: DataParallelMeshInfo) -> Tensor:
-        """Return this rank's piece of the whole parameter, cut over the shard axis of `info`."""
-        if not isinstance(info, FSDPMeshInfo):
-            return whole
-        rank, ranks, dim = info.shard_mesh_rank, info.shard_mesh_size, self.placement.dim
-        box = self.placement.box(tuple(self.shape), rank=rank, ranks=ranks)
-        return whole.narrow(dim, box.offsets[dim], box.sizes[dim])
-
     def part_of(self, shard: Tensor) -> Tensor:
         return own_storage(self.slot.of(shard))
 
