@@ -61,11 +61,15 @@ class ReduceScatter(Protocol):
         ...
 
 
-class DefaultAllGather:
-    """c10d's all-gather on buffers of the device's own allocator."""
+class FromDevice:
+    """Allocates buffers from the device's own allocator."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return empty(size, dtype=dtype, device=device)
+
+
+class DefaultAllGather(FromDevice):
+    """c10d's all-gather on buffers of the device's own allocator."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -73,11 +77,8 @@ class DefaultAllGather:
         return _compat.all_gather_single(output_tensor, input_tensor, group, async_op=async_op)
 
 
-class DefaultReduceScatter:
+class DefaultReduceScatter(FromDevice):
     """c10d's reduce-scatter on buffers of the device's own allocator."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return empty(size, dtype=dtype, device=device)
 
     def __call__(
         self,

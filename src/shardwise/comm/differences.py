@@ -22,7 +22,9 @@ def differences(texts: Mapping[int, str]) -> str:
     Args:
         texts: texts by rank; at least two differ.
     """
-    sides = _merged(texts)
+    sides: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        sides.setdefault(texts[rank], []).append(rank)
     ordered = sorted(sides.items(), key=lambda side: -len(side[1]))
     common = set.intersection(*[set(text.splitlines()) for text, _ in ordered])
     own = [[line for line in text.splitlines() if line not in common] for text, _ in ordered]
@@ -49,13 +51,6 @@ def by_ranks(problems: Mapping[int, str]) -> str:
 def named(ranks: Sequence[int]) -> str:
     """Return `rank 1`, or `ranks 0, 2`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(placed, ranks))}"
-
-
-def _merged(texts: Mapping[int, str]) -> dict[str, list[int]]:
-    sides: dict[str, list[int]] = {}
-    for rank in sorted(texts):
-        sides.setdefault(texts[rank], []).append(rank)
-    return sides
 
 
 def _first_apart(sides: Sequence[tuple[str, list[int]]]) -> list[str]:

@@ -241,15 +241,11 @@ def _exchange_over_gloo(
     # With one tag for all, ranks that disagree would fill each other's targets before `confirm` raises.
     tag = _TAG if agreement is None else agreement.tag
     sending: list[dist.Work] = []  # works keep what they send and receive
-
-    def send(peer: int) -> None:
-        wire, staged = _buffer(sends[peer], cpu)
-        _copy((view, piece) for piece, view in staged)
-        sending.append(group.send([wire], peer, tag))
-
     for peer in targets(rank, ranks):
         if peer in sends:
-            send(peer)
+            wire, staged = _buffer(sends[peer], cpu)
+            _copy((view, piece) for piece, view in staged)
+            sending.append(group.send([wire], peer, tag))
     # Post all before waiting for any: gloo sends nothing until the receiver has posted its receive, so ranks
     # that waited for their sends first would wait for each other.
     receiving = []

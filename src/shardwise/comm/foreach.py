@@ -167,38 +167,22 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The reduction of a group's gradients.
+    """The reduction of a group's gradients."""
 
-    Attributes:
-        shard_group: ranks of the reduce-scatter; None without a shard axis.
-        replicate_group: ranks of the all-reduce; None without a replicate axis.
-        dtype: of the reduction.
-        result_dtype: of the sharded gradient.
-        factors: divisions and ops.
-        comm: allocates buffers and reduce-scatters.
-        device: of the buffers.
-        align_bytes: each rank's slice is padded to a multiple of it.
-        all_reduce: False leaves the all-reduce for a later backward and accumulates until then.
-        replicate_scatter: reduce-scatters over the replicate axis, if each rank keeps only its part; None
-            all-reduces.
-        hook: called with the reduced shard, instead of or after the all-reduce.
-        streams: where to run on an accelerator.
-        hook_stream: the stream of `hook` if there is no replicate axis.
-    """
-
-    shard_group: dist.ProcessGroup | None
-    replicate_group: dist.ProcessGroup | None
+    shard_group: dist.ProcessGroup | None  # ranks of the reduce-scatter; None without a shard axis
+    replicate_group: dist.ProcessGroup | None  # ranks of the all-reduce; None without a replicate axis
     dtype: torch.dtype
-    result_dtype: torch.dtype
+    result_dtype: torch.dtype  # of the sharded gradient
     factors: DivideFactors
-    comm: ReduceScatter
-    device: torch.device
-    align_bytes: int = 1
-    all_reduce: bool = True
+    comm: ReduceScatter  # allocates buffers and reduce-scatters
+    device: torch.device  # of the buffers
+    align_bytes: int = 1  # each rank's slice is padded to a multiple of it
+    all_reduce: bool = True  # False leaves the all-reduce for a later backward and accumulates until then
+    # Reduce-scatters over the replicate axis, if each rank keeps only its part; None all-reduces.
     replicate_scatter: ReduceScatter | None = None
-    hook: Callable[[Tensor], None] | None = None
-    streams: CommStreams | None = None
-    hook_stream: torch.Stream | None = None
+    hook: Callable[[Tensor], None] | None = None  # gets the shard, instead of or after the all-reduce
+    streams: CommStreams | None = None  # where to run on an accelerator
+    hook_stream: torch.Stream | None = None  # of `hook` if there is no replicate axis
 
     @cached_property
     def shard_ranks(self) -> int:

@@ -107,52 +107,37 @@ class Backward(NamedTuple):
 
 
 class Order:
-    """The sequence of events of one process group, on this rank. Made by `watch.order_of`.
+    """The sequence of events of one process group, on this rank. Made by `watch.order_of`."""
 
-    Attributes:
-        at: the event last announced.
-        passes: the number of passes that have begun.
-        ended: the last events of earlier passes, by number.
-        left: why this rank does not continue its pass, if it has left it.
-        abandoned: the latest of the passes that this rank left before it began another.
-        backward: the running backward.
-        asking: whether this rank waits for the others' words in the store, where no connection can break.
-        verdict: what was found wrong; every later announcement raises it.
-        raised: whether an announcement has raised it.
-        waits: whether this rank may wait in something that was not announced.
-        lost_connections: ranks of the group to which this one lost its connections; known after a failure.
-        gone: global ranks that were found to give no sign of life.
-        groups: process groups of these ranks, in which this one may be waiting.
-        pause: sleeps for some seconds between two looks at the store; a simulation runs other things there.
-    """
-
-    pause: Callable[[float], None] = staticmethod(time.sleep)
+    passes = 0  # that have begun
+    left: str | None = None  # why this rank does not continue its pass, if it has left it
+    backward: Backward | None = None  # the running one
+    asking = False  # this rank waits for the others' words in the store, where no connection can break
+    verdict: str | None = None  # what was found wrong; every later announcement raises it
+    raised = False  # an announcement has raised it
+    waits = False  # this rank may wait in something that was not announced
+    _nodes = 0  # of the tree
+    _posted: str | None = None
+    _posted_at: Node | None = None
+    pause: Callable[[float], None] = staticmethod(time.sleep)  # between two looks at the store
 
     def __init__(self, group: dist.ProcessGroup, store: Store) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)
-        # Weakly: `comm.watch` keeps this order for as long as the group lives.
+        # Groups of these ranks, in which this one may be waiting. Weakly: `comm.watch` keeps this order for
+        # as long as the group lives.
         self.groups = WeakSet([group])
         self.timeout = _compat.timeout_of(group).total_seconds()
         self.store = store
         name = f"shardwise/{group.group_name}/{self.ranks[0]}-{self.ranks[-1]}/{self.size}"
         # A store may outlive its process groups, so each of them gets its own prefix.
         self.prefix = f"{name}/{store.add(f'{name}/{self.rank}', 1)}/"
-        self.root = self.at = Node(event_for(""), None)
-        self._nodes = 0
-        self.passes = 0
-        self.ended: OrderedDict[int, Node] = OrderedDict()
-        self.left: str | None = None
+        self.root = self.at = Node(event_for(""), None)  # `at`: the event last announced
+        self.ended: OrderedDict[int, Node] = OrderedDict()  # the last events of earlier passes, by number
+        # The latest of the passes that this rank left before it began another.
         self.abandoned: deque[int] = deque(maxlen=_PASSES_KEPT)
-        self.backward: Backward | None = None
-        self.asking = False
-        self.verdict: str | None = None
-        self.raised = False
-        self.waits = False
-        self.lost_connections: set[int] = set()
-        self.gone: list[int] = []
-        self._posted: str | None = None
-        self._posted_at: Node | None = None
+        self.lost_connections: set[int] = set()  # to these ranks of the group; known after a failure
+        self.gone: list[int] = []  # global ranks that were found to give no sign of life
         self._posts = itertools.count()
 
     def advance(self, event: Event) -> None:
@@ -182,6 +167,12 @@ class Order:
         # The error in forward was caught: the others may wait for this rank after all.
         if self.left is not None:
             self.stay()
+
+    def leave(self, why: str) -> None:
+        """Tell the other ranks that this one does not continue its pass."""
+        self.left = self.left or why  # later errors follow from the first
+        with suppress(RuntimeError):  # the store may be gone already, with the rank that holds it
+            self.post()
 
     def stay(self) -> None:
         """Continue this rank's pass after all, since its error was caught."""

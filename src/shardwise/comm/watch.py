@@ -48,14 +48,8 @@ _JOIN_TIMEOUT_SECONDS = 5.0  # seconds for which the end of a process may wait f
 # Different from every tag in use, so that no probe matches a message.
 _PROBE_TAG = 0x7D000000
 _SOON = timedelta(milliseconds=1)
-_TIMEOUT_WORDS = ("imed out", "imeout")
-_TRANSPORT_ERROR_WORDS = (
-    *_TIMEOUT_WORDS,
-    "gloo",
-    "onnection",
-    "roken pipe",
-    "ocket",
-)  # words in their errors
+_TIMEOUT_WORDS = ("imed out", "imeout")  # in errors
+_TRANSPORT_ERROR_WORDS = (*_TIMEOUT_WORDS, "gloo", "onnection", "roken pipe", "ocket")
 
 _PROBE = torch.zeros(1)
 _log = logging.getLogger("shardwise")
@@ -93,10 +87,7 @@ def watch_also(group: dist.ProcessGroup) -> None:
 def leave_all(why: str) -> None:
     """Tell the other ranks that this one will join none of their collectives. Local."""
     for order in list(_orders.values()):
-        # Keep the first reason: later errors follow from it.
-        order.left = order.left or why
-        with suppress(RuntimeError):
-            order.post()
+        order.leave(why)
 
 
 def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> RuntimeError:
@@ -124,9 +115,7 @@ def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> Runtim
     # Other ranks must hear of it before this one's process ends.
     for order in orders:
         order.verdict = verdict
-        order.left = order.left or f"failed to {what}: {verdict}"
-        with suppress(RuntimeError):
-            order.post()
+        order.leave(f"failed to {what}: {verdict}")
     write_report(orders[0], first_line(str(error)))
     return RankMismatchError(f"{here()}: could not {what}: {verdict}")
 

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise import _compat
 
-
-class _State(Protocol):
-    """The state of a sharded module, as these hooks use it."""
-
-    def post_backward(self) -> None: ...
+State = Any  # an `FSDPState`, which imports this file
 
 
 class _EndOfBackward(torch.autograd.Function):
     """The identity on a module's inputs; its backward ends the module's backward."""
 
     @staticmethod
-    def forward(ctx: Any, state: _State, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, state: State, *inputs: Tensor) -> tuple[Tensor, ...]:
         # A strong reference: backward may go on after the model was deleted, and still reduces.
         ctx.state = state
         # Returned unchanged: autograd makes views of them, with this node as their history.
@@ -42,7 +38,7 @@ class _EndOfTransformedBackward(_EndOfBackward):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(state: _State, *inputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(state: State, *inputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         return inputs
 
     @staticmethod

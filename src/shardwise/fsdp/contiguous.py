@@ -21,17 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import AllGather, AllGatherResult, CommStreams, DefaultAllGather
+from shardwise.comm import AllGather, AllGatherResult, CommStreams
 from shardwise.comm.foreach import current_stream
 from shardwise.comm.order import event_for
 from shardwise.comm.streams import record_event
 from shardwise.errors import LifecycleError, ShardingError, here
-from shardwise.fsdp.fast import allocates_as, seen
+from shardwise.fsdp.fast import allocates_plain, seen
 from shardwise.fsdp.group import DONE, Buffer, Form, ParamGroup
 from shardwise.fsdp.parameter import ShardedParam
-from shardwise.fsdp.policy import CPUOffloadPolicy
 from shardwise.fsdp.rows import RowsParam
-from shardwise.fsdp.strategy import StatePlacement
 from shardwise.fsdp.traced import Cut
 from shardwise.layout import Box, ContiguousLayout, ContiguousSegment, Gathered, ParamSpec, rows_between
 from shardwise.mesh import FSDPMeshInfo
@@ -77,14 +75,10 @@ class ContiguousGroup(ParamGroup):
         axes = ((replicate_group, strategy.replicate_axis), (shard_group, strategy.shard_axis))
         # The axes over which optimizer state is cut, the fastest-varying first. Parameters are gathered once
         # per step over `refresh_group`, and at each use over `gather_group`.
-        cut = [
-            (g, row)
-            for g, row in axes
-            if g is not None and row is not None and row.optimizer is StatePlacement.SHARD
-        ]
+        cut = [(g, row) for g, row in axes if g is not None and row is not None and row.optimizer]
         self.cut_groups = tuple(group for group, _ in cut)
-        self.refresh_group = next((g for g, row in cut if row.parameter is StatePlacement.REPLICATE), None)
-        self.gather_group = next((g for g, row in cut if row.parameter is StatePlacement.SHARD), None)
+        self.refresh_group = next((g for g, row in cut if not row.parameter), None)
+        self.gather_group = next((g for g, row in cut if row.parameter), None)
         self.gathers = self.gather_group is not None
         self.gather_ranks = 1 if self.gather_group is None else self.gather_group.size()
         if self.gather_group is None:
@@ -93,16 +87,11 @@ class ContiguousGroup(ParamGroup):
         self.refreshed_at: Any = None
         self._comm: AllGather | None = None  # the one used last, and whether it can write in place
         self._in_place = False
-        self.offloads = isinstance(self.offload, CPUOffloadPolicy)
         self.pack()
 
     def untraceable(self) -> str | None:
         traced = self.refresh_group is None and self.gather_group is not None
         return None if traced else f"strategy {self.strategy}"
-
-    def set_reshard_after_forward(self, reshard: bool) -> None:
-        if self.gather_group is not None:
-            super().set_reshard_after_forward(reshard)
 
     # Shard buffers
 
@@ -193,13 +182,13 @@ class ContiguousGroup(ParamGroup):
             return [(self.resident[index], self.members[index])]
         return [(torch.empty(segment.unsharded_numel, **how), self.members[index])]
 
-    def _buffer(self, index: int, full: Tensor) -> _Buffer:
+    def _buffer(self, index: int, full: Tensor, params: Sequence[ShardedParam]) -> _Buffer:
         resident, group = self.resident[index], self.gather_group
         size = resident.numel()
         return _Buffer(
             full,
             None if group is None else full.untyped_storage(),
-            full.nbytes,
+            params,
             shard=self.shards[index],
             resident=resident,
             # An alias: a cast writes here, and the all-gather sends from here in place.
@@ -237,7 +226,7 @@ class ContiguousGroup(ParamGroup):
             return DONE
         if comm is not self._comm:
             # Checked only after the user set another, which saves a call per gather.
-            self._comm, self._in_place = comm, allocates_as(comm, DefaultAllGather)
+            self._comm, self._in_place = comm, allocates_plain(comm)
         if self.form is _POST_FORWARD:
             assert self.post_forward_mesh is not None
             group = self.post_forward_mesh.shard_process_group
@@ -246,7 +235,7 @@ class ContiguousGroup(ParamGroup):
         for index, buffer in enumerate(self.buffers):
             if buffer.storage is not None and not self.holds_memory:
                 # Allocated on the stream that writes it, to which it is also given back.
-                buffer.storage.resize_(buffer.nbytes)
+                buffer.storage.resize_(buffer.full.nbytes)
             if self.smaller_shards:
                 source = self.smaller_shards[index]
             elif buffer.casts:
@@ -349,7 +338,7 @@ class ContiguousGroup(ParamGroup):
         segment, params = self.layout.segments[index], self.members[index]
         spans = [(place.start, place.numel, i) for i, place in enumerate(segment.places)]
         spans += [(begin, size, -1) for begin, size in segment.gaps]
-        trains = tuple(param.sharded.requires_grad for param in params)
+        trains = [param.sharded.requires_grad for param in params]
         parts = [0] * len(params)
         sizes: list[int] = []
         reduced: list[int] = []
@@ -360,14 +349,5 @@ class ContiguousGroup(ParamGroup):
             if numel:
                 # A frozen parameter has no gradient: zeros stand for it, as for padding.
                 reduced.append(i if i >= 0 and trains[i] else -numel)
-        shapes = tuple(tuple(param.shape) for param in params)
-        return Cut.of(
-            1,
-            sizes,
-            parts=parts,
-            pieces=shapes,
-            shapes=shapes,
-            dims=[0] * len(params),
-            trains=trains,
-            reduced=reduced,
-        )
+        placed = [(part, 0, param.shape, param.shape) for part, param in zip(parts, params, strict=True)]
+        return Cut.of(1, sizes, placed, trains, reduced)

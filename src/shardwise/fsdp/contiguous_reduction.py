@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, is_grad_enabled, nn
 
 from shardwise import _compat
-from shardwise.comm import CommStreams, DefaultReduceScatter, ReduceResult
+from shardwise.comm import CommStreams, ReduceResult
 from shardwise.comm.foreach import (
     Input,
     Reduction,
@@ -34,7 +34,7 @@ from shardwise.comm.foreach import (
 from shardwise.comm.streams import record_event
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.contiguous import ContiguousGroup
-from shardwise.fsdp.fast import allocates_as
+from shardwise.fsdp.fast import allocates_plain
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.reduction import GradReducer, Kind, kind_of
 from shardwise.fsdp.rows import RowsParam
@@ -52,7 +52,6 @@ class _SegmentParams:
     params: list[RowsParam]
     count: int  # of `params`
     kind: Kind
-    numel: int  # of the gathered buffer
     plain: bool  # no parameter is tensor-parallel
     used: int  # elements of this rank's shard that are not padding
     filled: list[RowsParam]  # those with rows on this rank
@@ -86,9 +85,7 @@ class ContiguousReducer(GradReducer):
     _members: list[_SegmentParams] = field(default_factory=list)
     _buffers: list[Any] | None = None  # the group's, when `_members` were found
     _unused: set[frozenset[str]] = field(default_factory=set)
-    _params_in_partials: dict[int, list[RowsParam]] = field(
-        default_factory=dict
-    )  # those with gradients in `partials`
+    _params_in_partials: dict[int, list[RowsParam]] = field(default_factory=dict)  # whose gradients are there
 
     def _members_of(self, index: int) -> _SegmentParams:
         segment, params = self.group.layout.segments[index], self.group.members[index]
@@ -97,7 +94,6 @@ class ContiguousReducer(GradReducer):
             params,
             len(params),
             kind_of(params),
-            segment.unsharded_numel,
             plain=all(param.tp_spec is None for param in params),
             used=sum([place.box.numel for place in segment.places]),
             filled=[param for param in params if param.no_rows is None],
@@ -212,9 +208,11 @@ class ContiguousReducer(GradReducer):
     def _assign(self, members: _SegmentParams, params: list[RowsParam], shard: Tensor) -> None:
         """Assign views of the reduced shard as gradients, or add them to existing gradients."""
         # ZeRO-1: gradients were all-reduced whole, and this rank's optimizer updates its part.
-        if self.group.refresh_group is not None and shard.numel() != members.segment.shard_numel:
-            shard = self._own_part(shard)
-        if self.group.offloads:
+        own, group = members.segment.shard_numel, self.group.refresh_group
+        if group is not None and shard.numel() != own:
+            # A copy: a view would keep the whole gradient alive.
+            shard = shard.narrow(0, group.rank() * own, own).clone()
+        if self.group.offload.on_host:
             shard = self._to_offload_device(params, shard)
         if self.group.settings.all_reduce_hook is None:  # a hook may write to padding
             # Views cover `used` of its elements, and the rest is zero: see `merge_views`.
@@ -265,14 +263,6 @@ class ContiguousReducer(GradReducer):
                     " set_reduce_scatter_unused_params(True) on the root module"
                 )
 
-    def _own_part(self, shard: Tensor) -> Tensor:
-        """Return this rank's part of a gradient that was reduced whole though optimizer state is cut."""
-        group = self.group.refresh_group
-        assert group is not None
-        size = shard.numel() // group.size()
-        # A copy: a view would keep the whole gradient alive.
-        return shard.narrow(0, group.rank() * size, size).clone()
-
     def _reduce_scatter(
         self,
         members: _SegmentParams,
@@ -316,16 +306,16 @@ class ContiguousReducer(GradReducer):
         returns another buffer.
         """
         limit, ranks = self.group.settings.staging_bytes // plan.dtype.itemsize, plan.shard_ranks
-        if members.numel > max(1, limit) and plan.shard_group is not None:
+        if members.segment.unsharded_numel > max(1, limit) and plan.shard_group is not None:
             size = (max(1, limit // ranks) * ranks,)
             return _Staging(plan, plan.comm.allocate(size, dtype=plan.dtype, device=plan.device), [], [])
-        buffer = plan.comm.allocate((members.numel,), dtype=plan.dtype, device=plan.device)
+        buffer = plan.comm.allocate((members.segment.unsharded_numel,), dtype=plan.dtype, device=plan.device)
         targets = [
             buffer.narrow(0, param.place.start, param.numel).view(param.shape) for param in members.params
         ]
         made = _Staging(plan, buffer, targets, [buffer.narrow(0, *gap) for gap in members.segment.gaps])
         # On one rank the shard is the buffer itself; memory from a user's communication may be for one use.
-        if plan.streams is None and ranks > 1 and allocates_as(plan.comm, DefaultReduceScatter):
+        if plan.streams is None and ranks > 1 and allocates_plain(plan.comm):
             made.storage = buffer.untyped_storage()
             members.staging = made
         return made
@@ -340,21 +330,16 @@ class ContiguousReducer(GradReducer):
     ) -> Tensor:
         """Reduce-scatter in slices, each the same range of every rank's shard."""
         ranks = plan.shard_ranks
-        width, step = members.numel // ranks, staging.numel() // ranks
+        width, step = members.segment.unsharded_numel // ranks, staging.numel() // ranks
         shard = torch.empty(width, dtype=plan.dtype, device=plan.device) if out is None else out
         pairs = zip(members.params, grads, strict=True)
         sources = {param.place.start: grad.reshape(-1) for param, grad in pairs if grad is not None}
         del grads[:]
         slices = _split(sources, ranks=ranks, width=width, step=step)
-        bounds: list[int] = []
         for parts, out_slice in zip(slices, shard.split(step), strict=True):
             # All slices use the same memory: one stream reads a slice before it writes the next.
-            numel = ranks * out_slice.numel()
-            found = _bounds(parts, numel)
-            if found != bounds:
-                bounds, reduce_input = found, staging.narrow(0, 0, numel)
-                targets = dict(zip(bounds, _split_at(reduce_input, bounds), strict=False))
-            _fill(reduce_input, targets, parts)
+            reduce_input = staging.narrow(0, 0, ranks * out_slice.numel())
+            _fill(reduce_input, parts)
             reduce_scatter(reduce_input, plan, out=out_slice)
         return shard
 
@@ -392,22 +377,16 @@ def _split(sources: dict[int, Tensor], *, ranks: int, width: int, step: int) -> 
     return slices
 
 
-def _bounds(parts: _Parts, numel: int) -> list[int]:
-    """Return where the parts of a slice of `numel` elements, and the gaps between them, begin and end."""
-    return sorted({0, numel, *(at for at, _ in parts), *(at + part.numel() for at, part in parts)})
-
-
 def _split_at(tensor: Tensor, bounds: Sequence[int]) -> Sequence[Tensor]:
     return torch.split(tensor, [end - begin for begin, end in pairwise(bounds)])
 
 
-def _fill(out: Tensor, targets: dict[int, Tensor], parts: _Parts) -> None:
-    """Copy a slice's parts to their targets, and zero its gaps.
-
-    Gaps are padding, or parameters without a gradient.
-    """
+def _fill(out: Tensor, parts: _Parts) -> None:
+    """Copy a slice's parts to their places, and zero its gaps: padding, or parameters without a gradient."""
     if sum(part.numel() for _, part in parts) < out.numel():
         out.zero_()
+    bounds = sorted({0, out.numel(), *(at for at, _ in parts), *(at + part.numel() for at, part in parts)})
+    targets = dict(zip(bounds, _split_at(out, bounds), strict=False))
     for at, part in parts:
         if part.dim() == 2:
             targets[at].view(part.shape).copy_(part)

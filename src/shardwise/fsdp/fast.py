@@ -8,7 +8,7 @@ Python calls per block in a steady step, with each function and without it (`ben
     skip_empty_params    AdamW steps on rows that lie elsewhere: fused 22, not 132; foreach 40, not 348
     seen                 counters are compared instead of calls made, and interleaved gradients have no
                          storage of their own: 132 calls fewer
-    allocates_as         gathers write where parameters are, and staging is made once: 179, not 201
+    allocates_plain      gathers write where parameters are, and staging is made once: 179, not 201
     copy_code             compilers limit the number of graphs per code object: equal blocks share one
     own_storage          parts of buffers instead of copies, where torch needs a storage from its beginning
 
@@ -33,25 +33,21 @@ from torch.optim import Optimizer
 
 from shardwise import _compat
 from shardwise._compat.dtensors import traced_by
+from shardwise.comm.api import FromDevice
 from shardwise.sharded_tensor.rows import ShardedRows, cut_like
 from shardwise.sharded_tensor.rows.piece import Piece
 
 
 class _Seen:
-    """Values that groups and parameters read in every step; as attributes, they cost no call.
+    """Values that groups and parameters read in every step; as attributes, they cost no call."""
 
-    Attributes:
-        steps: number of optimizer steps in this process since the first `fully_shard`.
-        compiler: whether a function is compiled; if so, each gradient begins its own storage. A tracer
-            cannot take a DTensor whose wrapper has another storage offset than its local tensor, and
-            torch cannot copy one where both have the same nonzero offset.
-        computing: an accelerator, and its stream that waited for reductions at the latest end of backward.
-    """
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.computing: tuple[torch.device, torch.Stream] | None = None
-        self.compiler = False
+    steps = 0  # of optimizers in this process since the first `fully_shard`
+    # An accelerator, and its stream that waited for reductions at the latest end of backward.
+    computing: tuple[torch.device, torch.Stream] | None = None
+    # Whether a function is compiled; if so, each gradient begins its own storage. A tracer cannot take a
+    # DTensor whose wrapper has another storage offset than its local tensor, and torch cannot copy one where
+    # both have the same nonzero offset.
+    compiler = False
 
 
 seen = _Seen()
@@ -71,10 +67,10 @@ def copy_code(function: Callable[..., Any], *, own_globals: bool = False) -> Fun
     return FunctionType(of.__code__.replace(), names, of.__name__, of.__defaults__, of.__closure__)
 
 
-def allocates_as(comm: object, default: type[Any]) -> bool:
-    """Return whether `comm` allocates as `default` does, so that buffers may be reused from step to step."""
+def allocates_plain(comm: object) -> bool:
+    """Return whether `comm` allocates as c10d's does, so that buffers may be reused from step to step."""
     allocate: Any = type(comm).allocate  # type: ignore[attr-defined]
-    return allocate is default.allocate
+    return allocate is FromDevice.allocate
 
 
 def own_storage(piece: Tensor) -> Tensor:
@@ -111,16 +107,12 @@ _cuts: dict[bool, Callable[[Any], Any]] = {True: attrgetter("piece"), False: _co
 
 
 class _LocalSteps:
-    """Lets a step of one optimizer work on the memory behind its sharded parameters, gradients and state.
-
-    Attributes:
-        same_cuts: pairs of sharding descriptions that are known to be equal, by their ids.
-        moved: for a step that stores state by parameter: parameters, their local tensors, earlier momentum.
-    """
+    """Lets a step of one optimizer work on the memory behind its sharded parameters, gradients and state."""
 
     def __init__(self) -> None:
-        # The values keep both alive, so that no other object has their ids.
+        # Pairs of cuts known to be equal, by ids. The values keep both alive, so no other object has these.
         self.same_cuts: dict[tuple[int, int], tuple[Any, Any]] = {}
+        # For a step that stores state by parameter: parameters, their local tensors, earlier momentum.
         self.moved: list[tuple[list[Any], list[Any], list[Any]]] = []
 
     def take(self, optimizer: Optimizer, group: dict[str, Any], lists: _compat.StepLists) -> None:
@@ -188,16 +180,6 @@ class _LocalSteps:
             self.same_cuts[id(one), id(other)] = one, other
         return True
 
-    def rekey(self, optimizer: Optimizer) -> None:
-        """Move state that a step stored under local tensors to their parameters."""
-        for params, locals_, before in self.moved:
-            for param, local, old in zip(params, locals_, before, strict=True):
-                made = optimizer.state.pop(local, None)  # None if the step raised
-                if made and old is None:
-                    optimizer.state[param]["momentum_buffer"] = cut_like(param, made["momentum_buffer"])
-        # Else the parameters would outlive their model until the next step.
-        self.moved.clear()
-
 
 def _same_cut(one: Any, other: Any) -> bool:
     if one is other or isinstance(one, Piece):
@@ -228,8 +210,15 @@ def restore_torch_step(optimizer: Optimizer) -> None:
 
 def rekey_state(optimizer: Optimizer) -> None:
     """Store under its parameters the state that a local step left under local tensors."""
-    if (steps := _local_steps.get(optimizer)) is not None and steps.moved:
-        steps.rekey(optimizer)
+    if (steps := _local_steps.get(optimizer)) is None:
+        return
+    for params, locals_, before in steps.moved:
+        for param, local, old in zip(params, locals_, before, strict=True):
+            made = optimizer.state.pop(local, None)  # None if the step raised
+            if made and old is None:
+                optimizer.state[param]["momentum_buffer"] = cut_like(param, made["momentum_buffer"])
+    # Else the parameters would outlive their model until the next step.
+    steps.moved.clear()
 
 
 class _EmptyParam(NamedTuple):
@@ -243,16 +232,11 @@ class _EmptyParam(NamedTuple):
 
 @dataclass
 class _EmptyParams:
-    """The parameters of one optimizer that have no rows on this rank.
+    """The parameters of one optimizer that have no rows on this rank."""
 
-    Attributes:
-        state: the optimizer's `state` when these were found; loading replaces it.
-        gradients: their gradients, during a step.
-    """
-
-    state: Any
+    state: Any  # the optimizer's when these were found; loading replaces it
     members: list[_EmptyParam] = field(default_factory=list)
-    gradients: list[tuple[ShardedRows, Tensor]] = field(default_factory=list)
+    gradients: list[tuple[ShardedRows, Tensor]] = field(default_factory=list)  # theirs, during a step
 
 
 _empty_params: weakref.WeakKeyDictionary[Optimizer, _EmptyParams] = weakref.WeakKeyDictionary()

@@ -144,31 +144,30 @@ def fully_shard(
             )
     modules = _root_modules(module)
     _check_modules(modules)
-    options: dict[str, Any] = {
-        "info": mesh_info(mesh, dp_mesh_dims),
-        "reshard": reshard_after_forward,
-        "placement_fn": shard_placement_fn,
-        "policy": mp_policy,
-        "offload": offload_policy,
-        "ignored": ignored_params or set(),
-        "layout": LAYOUTS[layout],
-        "strategy": strategy,
-    }
-    if group_small is None:
-        _shard_together(modules, **options)
-        sharded_modules[layout] += len(modules)
-        return cast(FSDPModule | list[FSDPModule], module)
-    if isinstance(module, nn.Module):
-        raise ShardingError(
-            f"{here()}: group_small groups the modules of a list, got one {type(module).__name__}; pass its"
-            " blocks as a list, then shard the module itself without group_small"
+    info, ignored, runs = mesh_info(mesh, dp_mesh_dims), ignored_params or set(), [modules]
+    if group_small is not None:
+        if isinstance(module, nn.Module):
+            raise ShardingError(
+                f"{here()}: group_small groups the modules of a list, got one {type(module).__name__}; pass"
+                " its blocks as a list, then shard the module itself without group_small"
+            )
+        # Refuse bad parameters before any module changes.
+        _find_params(_managed_modules(modules), modules, ignored)
+        runs = _runs(modules, group_small, mp_policy, ignored)
+    for run in runs:
+        _shard_together(
+            run,
+            info=info,
+            reshard=reshard_after_forward,
+            placement_fn=shard_placement_fn,
+            policy=mp_policy,
+            offload=offload_policy,
+            ignored=ignored,
+            layout=LAYOUTS[layout],
+            strategy=strategy,
         )
-    # Refuse bad parameters before any module changes.
-    _find_params(_managed_modules(modules), modules, options["ignored"])
-    for run in _runs(modules, group_small, mp_policy, options["ignored"]):
-        _shard_together(run, **options)
         sharded_modules[layout] += len(run)
-    return cast(list[FSDPModule], module)
+    return cast(FSDPModule | list[FSDPModule], module)
 
 
 def _runs(

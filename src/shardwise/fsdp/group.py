@@ -60,16 +60,11 @@ DONE = AllGatherResult(torch.empty(0), (), None, None)  # nothing to wait for, n
 
 @dataclass
 class Buffer:
-    """The unsharded memory of one segment.
+    """The unsharded memory of one segment."""
 
-    Attributes:
-        full: where gathers write: an alias without the version counter that autograd checks.
-        storage: of `full`; None if it is never freed.
-    """
-
-    full: Tensor
-    storage: torch.UntypedStorage | None
-    nbytes: int
+    full: Tensor  # where gathers write: an alias without the version counter that autograd checks
+    storage: torch.UntypedStorage | None  # of `full`; None if it is never freed
+    params: Sequence[ShardedParam]  # that lie in it
 
 
 class ParamGroup(ABC):
@@ -151,8 +146,8 @@ class ParamGroup(ABC):
     def is_half_converted(self) -> bool:
         return False
 
-    def _buffer(self, index: int, full: Tensor) -> Buffer:
-        return Buffer(full, full.untyped_storage(), full.nbytes)
+    def _buffer(self, index: int, full: Tensor, params: Sequence[ShardedParam]) -> Buffer:
+        return Buffer(full, full.untyped_storage(), params)
 
     def _make_room(self, streams: CommStreams) -> None:  # noqa: B027
         """Prepare memory before a gather: free what computation has finished with, or reuse it."""
@@ -280,7 +275,7 @@ class ParamGroup(ABC):
         return isinstance(self.info, DDPMeshInfo)
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
-        if isinstance(self.info, FSDPMeshInfo):
+        if self.gathers and isinstance(self.info, FSDPMeshInfo):
             if self.form is Form.POST_FORWARD:  # else a gather would take its pieces for the full mesh's
                 self.reshard()
             self.post_forward_mesh = self.info if reshard else None
@@ -356,7 +351,7 @@ class ParamGroup(ABC):
                         whole = param.whole_in(full if self.gathers else full.data)
                         param.unsharded = param.wrap_unsharded(whole)
                     memory.append(full)
-                    self.buffers.append(self._buffer(index, full.data))
+                    self.buffers.append(self._buffer(index, full.data, members))
         if all(buffer.storage is not None for buffer in self.buffers):
             own = [p.unsharded for p in self.params if p.tp_spec is not None and p.unsharded is not None]
             self.read_guard = ReadGuard(self, [*memory, *own])  # which have version counters of their own
@@ -405,7 +400,10 @@ class ParamGroup(ABC):
         self.gather = None
         if self._changes != ShardedRows.changes:
             self.follow_changes()
-        for parameters, name, _, unsharded in self.forms or self._list_forms():
+        if not self.forms:
+            pairs = [(param, owner) for param in self.params for owner in param.owners]
+            self.forms = [(*owner, param.sharded, cast(Any, param.unsharded)) for param, owner in pairs]
+        for parameters, name, _, unsharded in self.forms:
             parameters[name] = unsharded
         self.smaller_shards = ()  # computation has waited for their readers
         if self.read_guard is not None:
@@ -417,18 +415,14 @@ class ParamGroup(ABC):
         """Give the unsharded parameters the `requires_grad` of sharded ones that changed. Local."""
         with _compat.plain_attributes():
             for param in self.params:
-                if self.form is Form.POST_FORWARD:
-                    param.follow_smaller()
+                piece = param.smaller() if self.form is Form.POST_FORWARD else None
+                if piece is not None and piece.requires_grad is not param.trainable:
+                    param.sharded.requires_grad_(piece.requires_grad)  # the user has set it there
                 unsharded, trains = param.unsharded, param.sharded.requires_grad
                 if unsharded is not None and trains is not param.trainable:
                     unsharded.requires_grad_(trains)
                     self.gather_event = None
                 param.trainable = trains
-
-    def _list_forms(self) -> list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]]:
-        for param in self.params:
-            self.forms += [(*owner, param.sharded, cast(Any, param.unsharded)) for owner in param.owners]
-        return self.forms
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded memory. Local."""
@@ -439,7 +433,8 @@ class ParamGroup(ABC):
             self.follow_changes()
         for param in self.params if whole else ():
             if param.unsharded is not None and param.unsharded.requires_grad is not param.trainable:
-                param.follow_unsharded()
+                param.trainable = param.unsharded.requires_grad  # the user has set it there
+                param.sharded.requires_grad_(param.trainable)
                 self.gather_event = None
         for parameters, name, sharded, unsharded in self.forms:
             # What a user put there stays: the next gather checks it.

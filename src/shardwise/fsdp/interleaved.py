@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
 
 from shardwise import _compat
 from shardwise.comm import AllGatherResult, CommStreams, foreach_all_gather, foreach_all_gather_copy_out
@@ -22,7 +22,7 @@ from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp.extension import ExtendedParam, stays_out_of_buffer
 from shardwise.fsdp.group import Form, ParamGroup
 from shardwise.fsdp.parameter import EvenParam, ShardedParam
-from shardwise.fsdp.traced import Cut
+from shardwise.fsdp.traced import Cut, Placed
 from shardwise.layout import InterleavedLayout
 from shardwise.mesh import FSDPMeshInfo, HSDPMeshInfo
 
@@ -32,7 +32,6 @@ class Exchange:
     """The plan that fills the unsharded buffers from the shards of some ranks."""
 
     layout: InterleavedLayout
-    ranks: int
     group: dist.ProcessGroup | None  # None: a single rank
     dtypes: list[torch.dtype]  # of each shard buffer after the gather
     sizes: list[int]  # of each `outs`, within one rank's shard
@@ -46,7 +45,6 @@ class InterleavedGroup(ParamGroup):
     params: list[EvenParam]
     members: list[list[EvenParam]]
     layout: InterleavedLayout
-    together: list[list[EvenParam]]  # the parameters of each unsharded buffer
 
     def __init__(self, params: list[EvenParam], **how: Any) -> None:
         super().__init__(params, **how)
@@ -132,11 +130,9 @@ class InterleavedGroup(ParamGroup):
                 param.memory_begin = begin
             numel = last.unsharded_offset + segment.ranks * last.padded_shard_numel - begin
             made.append((torch.empty(numel, dtype=segment.gather_dtype, device=self.device), run))
-        self.together += runs
         return made
 
     def _make_unsharded(self, streams: CommStreams | None) -> None:
-        self.together = []
         super()._make_unsharded(streams)
         # Targets are aliases of the unsharded buffers, made once: each gather writes through them.
         with torch.inference_mode(False), torch.no_grad():
@@ -151,12 +147,8 @@ class InterleavedGroup(ParamGroup):
     def _exchange(self, layout: InterleavedLayout, group: dist.ProcessGroup | None) -> Exchange:
         """Plan how the unsharded buffers are filled from shards cut as `layout` says."""
         ranks = layout.ranks
-        plan = Exchange(layout, ranks, group, [s.gather_dtype for s in layout.segments], [], [], [])
-        memory = {
-            param: buffer.full
-            for params, buffer in zip(self.together, self.buffers, strict=True)
-            for param in params
-        }
+        plan = Exchange(layout, group, [s.gather_dtype for s in layout.segments], [], [], [])
+        memory = {param: buffer.full for buffer in self.buffers for param in buffer.params}
         for segment, members in zip(layout.segments, self.members, strict=True):
             for slot, param in zip(segment.slots, members, strict=True):
                 numel = slot.padded_shard_numel
@@ -212,7 +204,7 @@ class InterleavedGroup(ParamGroup):
         if not self.holds_memory:
             for buffer in self.buffers:
                 # The same storage: unsharded parameters and the plan's targets are views of it.
-                buffer.storage.resize_(buffer.nbytes)
+                buffer.storage.resize_(buffer.full.nbytes)
         self._copy_out(result, plan)
         if self.extended:
             for extended in self.extended.values():
@@ -231,20 +223,20 @@ class InterleavedGroup(ParamGroup):
                 count = len(extended.shapes)
                 mine, received = received[:count], received[count:]
                 sizes += [t.numel() for t in mine]
-                outs += [t.view(plan.ranks, -1) for t in extended.allocate(mine, plan.ranks)]
+                outs += [t.view(plan.layout.ranks, -1) for t in extended.allocate(mine, plan.layout.ranks)]
         if plan.strided:
             outs = list(outs)
             for index, target, _, _ in plan.strided:
                 # Pieces go to separate memory first, and are concatenated along their dim below.
-                outs[index] = torch.empty_like(target).view(plan.ranks, -1)
+                outs[index] = torch.empty_like(target).view(plan.layout.ranks, -1)
         typed = outs
         # Several dtypes were sent as bytes.
         if result.output.dtype == torch.uint8:
             sizes = [size * out.element_size() for size, out in zip(sizes, outs, strict=True)]
             outs = [out.view(torch.uint8) for out in outs]
-        foreach_all_gather_copy_out(result, sizes, outs, ranks=plan.ranks)
+        foreach_all_gather_copy_out(result, sizes, outs, ranks=plan.layout.ranks)
         for index, target, piece, dim in plan.strided:
-            torch.cat(typed[index].view(plan.ranks, *piece).unbind(0), dim=dim, out=target)
+            torch.cat(typed[index].view(plan.layout.ranks, *piece).unbind(0), dim=dim, out=target)
 
     @torch.no_grad()
     def _smaller(self, info: FSDPMeshInfo) -> list[Tensor]:
@@ -255,38 +247,33 @@ class InterleavedGroup(ParamGroup):
                 " needs plain parameters, no tensor-parallel ones nor tensor subclasses. Use"
                 " reshard_after_forward=True or False"
             )
-        shards = []
+        outer, shards = [Replicate()] if isinstance(info, HSDPMeshInfo) else [], []
         for segment, members in zip(plan.layout.segments, self.members, strict=True):
             # Copies, as the unsharded memory is freed next.
             shard = torch.zeros(segment.shard_numel, dtype=segment.gather_dtype, device=self.device)
             mine = [slot.of(shard) for slot in segment.slots]
-            wholes = [param.piece_of(cast(nn.Parameter, param.unsharded), info) for param in members]
-            _compat.foreach_copy(mine, wholes)
+            pieces: list[Tensor] = []
+            for param, slot in zip(members, segment.slots, strict=True):
+                dim = param.placement.dim
+                pieces.append(cast(Tensor, param.unsharded).narrow(dim, slot.begin, slot.shard_shape[dim]))
+            _compat.foreach_copy(mine, pieces)
             for param, local in zip(members, mine, strict=True):
-                param.register_smaller(self._smaller_param(param, local, info))
+                placements = [*outer, Shard(param.placement.dim)]
+                spec = _compat.dtensor_spec(info.mesh, placements, shape=param.shape, dtype=local.dtype)
+                trains = param.sharded.requires_grad
+                param.register_smaller(_compat.dtensor_parameter(local, spec, requires_grad=trains))
             shards.append(shard)
         return shards
-
-    def _smaller_param(self, param: EvenParam, local: Tensor, info: FSDPMeshInfo) -> nn.Parameter:
-        placements: list[Placement] = [Replicate()] if isinstance(info, HSDPMeshInfo) else []
-        placements.append(Shard(param.placement.dim))
-        spec = _compat.dtensor_spec(info.mesh, placements, shape=param.shape, dtype=local.dtype)
-        return _compat.dtensor_parameter(local, spec, requires_grad=param.sharded.requires_grad)
 
     def traced_cut(self, index: int) -> Cut:
         segment, params = self.layout.segments[index], self.members[index]
         sizes = [slot.padded_shard_numel for slot in segment.slots]
-        trains = tuple(param.sharded.requires_grad for param in params)
-        reduced = tuple(i for i, trained in enumerate(trains) if trained and sizes[i])
+        trains = [param.sharded.requires_grad for param in params]
+        reduced = [i for i, trained in enumerate(trains) if trained and sizes[i]]
         if segment.padding:
             sizes.append(segment.padding)
-        return Cut.of(
-            segment.ranks,
-            sizes,
-            parts=range(len(params)),
-            pieces=[slot.padded_shard_shape for slot in segment.slots],
-            shapes=[param.shape for param in params],
-            dims=[param.placement.dim for param in params],
-            trains=trains,
-            reduced=reduced,
-        )
+        placed: list[Placed] = [
+            (i, param.placement.dim, param.slot.padded_shard_shape, param.shape)
+            for i, param in enumerate(params)
+        ]
+        return Cut.of(segment.ranks, sizes, placed, trains, reduced)

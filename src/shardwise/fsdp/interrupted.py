@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +22,6 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise import _compat
 from shardwise.comm.foreach import wait_for_gather
-from shardwise.comm.order import Order
 from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import finalization, read_guard
 from shardwise.fsdp.group import ParamGroup
@@ -115,15 +113,6 @@ def check_eager_gradients(group: ParamGroup) -> None:
             )
 
 
-def leave(orders: Iterable[Order], why: str) -> None:
-    """Tell other ranks that this one does not continue its pass, before its process may end."""
-    for order in orders:
-        order.left = order.left or why
-        # The store may be gone already, with the rank that holds it.
-        with suppress(RuntimeError):
-            order.post()
-
-
 def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
     """Watch every backward from now on: explain errors, tell other ranks of them, and lose no gradient."""
     if _watching:
@@ -137,9 +126,9 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
             for order in schedule.orders:
                 # Backwards of other threads continue.
                 if order.backward is not None and order.backward.thread == threading.get_ident():
-                    leave([order], f"{why}, after it had begun to {order.doing()}: {better or error}")
+                    order.leave(f"{why}, after it had begun to {order.doing()}: {better or error}")
                 elif order.backward is None and schedule.order:  # it had not reached a sharded module
-                    leave([order], f"{why}: {better or error}")
+                    order.leave(f"{why}: {better or error}")
         return better
 
     def check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -182,11 +171,6 @@ def _memory(tensor: Tensor) -> int:
 
 
 _watching: list[RemovableHandle] = []
-
-
-def left_gradients(state: ModuleState) -> bool:
-    """Return whether gradients came after the last reduction, as when backward bypasses output hooks."""
-    return any(param.has_unreduced for group in state.groups for param in group.params)
 
 
 def forget_forward(state: ModuleState) -> None:

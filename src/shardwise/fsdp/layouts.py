@@ -25,9 +25,7 @@ class Layout:
     group: Callable[..., ParamGroup]  # how parameters are gathered together
     reducer: Callable[[Any], GradReducer]  # how their gradients are reduced
     has_strategies: bool  # `group` can keep parameters or gradients whole, as a `Strategy` says
-    guards_forward: (
-        bool  # whether submodules called on their own need guards; else their parameters raise the error
-    )
+    guards_forward: bool  # submodules called on their own need guards; else their parameters raise the error
 
 
 LAYOUTS: dict[LayoutName, Layout] = {

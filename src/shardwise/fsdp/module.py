@@ -26,7 +26,7 @@ from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.settings import ModuleSettings, states_of
 from shardwise.fsdp.shard_report import ShardReport
 from shardwise.fsdp.state import FSDPState
-from shardwise.fsdp.tensors import Rebuilt, hand_back
+from shardwise.fsdp.tensors import hand_back
 
 _COMPILED = "_shardwise_compiled"
 
@@ -144,9 +144,8 @@ class FSDPModule(ModuleSettings):
             for group in state.groups:
                 size = sum(group.gathered_bytes)
                 if size < bytes_per_second * host_seconds:
-                    found[
-                        state.name or (state.classes if state.is_root else f"{state.classes} ({index})")
-                    ] = size
+                    place = state.classes if state.is_root else f"{state.classes} ({index})"
+                    found[state.name or place] = size
         return found
 
     def shard_report(self) -> ShardReport:
@@ -195,17 +194,12 @@ class UnshardHandle:
             state.wait_for_unshard()
 
 
-_CLASSES: dict[type[nn.Module], type[FSDPModule]] = {}
-
-
+@functools.cache
 def sharded_class(cls: type[nn.Module]) -> type[FSDPModule]:
     """Return the subclass of (`FSDPModule`, `cls`), one per class, so that equal blocks have equal types."""
-    if cls not in _CLASSES:
-        call = _compat.only_inlined(copy_code(vars(FSDPModule)["__call__"]))
-        own = {"__module__": cls.__module__, "__call__": call}
-        made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), own)
-        _CLASSES[cls] = cast(type[FSDPModule], made)
-    return _CLASSES[cls]
+    call = _compat.only_inlined(copy_code(vars(FSDPModule)["__call__"]))
+    own = {"__module__": cls.__module__, "__call__": call}
+    return cast(type[FSDPModule], type(f"FSDP{cls.__name__}", (FSDPModule, cls), own))
 
 
 def become_sharded(module: nn.Module, state: FSDPState) -> None:
@@ -215,12 +209,10 @@ def become_sharded(module: nn.Module, state: FSDPState) -> None:
     another frame to compile, which breaks again; so that frame is only inlined into its callers' graphs.
     `torch.compile(module)` reads the instance's `__call__`, a frame that is compiled on its own.
     """
-    cls = sharded_class(type(module))
+    cls: Any = sharded_class(cast(Any, type(module)))
     object.__setattr__(module, "__class__", cls)  # nn.Module's own `__setattr__` is slow
     # A weak reference, since it is in the module's own dict.
-    module.__dict__["__call__"] = MethodType(
-        _compiled_call(cast(Any, cls), state.is_list), weakref.ref(module)
-    )
+    module.__dict__["__call__"] = MethodType(_code_for(_call, cls, state.is_list), weakref.ref(module))
     if isinstance(module, nn.MultiheadAttention):
         # In evaluation, torch's encoder layers read the weights of one without hooks, and do not call it.
         module.register_forward_pre_hook(_look)
@@ -228,11 +220,6 @@ def become_sharded(module: nn.Module, state: FSDPState) -> None:
 
 def _look(module: nn.Module, args: Any) -> None:
     pass
-
-
-@functools.cache
-def _compiled_call(cls: type, is_list: bool) -> FunctionType:
-    return copy_code(_call)
 
 
 def _call(module: weakref.ref[nn.Module], /, *args: Any, **kwargs: Any) -> Any:
@@ -266,19 +253,17 @@ def _of_equal_modules(method: str, module: FSDPModule, is_list: bool = False) ->
         is_list: the module may leave its graph, and modules that share the code would see no guard of that.
     """
     parameters = tuple((name, param.shape, param.dtype) for name, param in module.named_parameters())
-    return cast(
-        Callable[..., Any], _code_for(method, cast(Any, type(module)), is_list, parameters).__get__(module)
-    )
+    kind: Any = type(module)
+    return MethodType(_code_for(vars(FSDPModule)[method], kind, is_list, parameters), module)
 
 
 @functools.cache
-def _code_for(method: str, cls: type, is_list: bool, parameters: tuple[Any, ...]) -> FunctionType:
-    return copy_code(vars(FSDPModule)[method])
+def _code_for(function: FunctionType, *of: Any) -> FunctionType:
+    """Return a copy of `function`, the same for equal `of`."""
+    return copy_code(function)
 
 
-@_compat.runs_eagerly
-def _hand_back(rebuilt: Rebuilt, output: Any) -> Any:
-    return hand_back(rebuilt, output)
+_hand_back = _compat.runs_eagerly(copy_code(hand_back))
 
 
 @_compat.only_inlined

@@ -9,6 +9,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence, Set
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -49,100 +50,54 @@ def states_in(modules: Iterable[nn.Module]) -> list[ModuleState]:
     return list(dict.fromkeys(state for module in modules if (state := state_of(module)) is not None))
 
 
+@dataclass(eq=False, repr=False, slots=True, weakref_slot=True)  # models have hundreds of these
 class ModuleState:
-    """The state of one `fully_shard` call, and how its groups are gathered; its modules own it.
+    """The state of one `fully_shard` call, and how its groups are gathered; its modules own it."""
 
-    Args:
-        groups: one per pair of shard and replicate process groups.
-        reducers: one per group.
-        reshard_is_automatic: the user did not choose `reshard_after_forward`: the root keeps its parameters.
-    """
+    given: InitVar[Sequence[nn.Module]]
+    groups: list[ParamGroup]  # one per pair of shard and replicate process groups
+    reducers: list[GradReducer]  # one per group
+    device: torch.device
+    policy: MixedPrecisionPolicy
+    # The user did not choose `reshard_after_forward`: the root keeps its parameters.
+    reshard_is_automatic: bool
+    modules: list[weakref.ref[nn.Module]] = field(init=False)
+    is_list: bool = field(init=False)
+    in_reverse: list[tuple[ParamGroup, GradReducer]] = field(init=False)
+    all_groups: list[tuple[ParamGroup, GradReducer]] = field(init=False)  # root: includes those of all below
+    input_dtype: torch.dtype | None = field(init=False)
+    myself: weakref.ref[Any] = field(init=False)  # one for all uses, which compare it by identity
+    name: str = ""
+    training_state: TrainingState = TrainingState.IDLE
+    rebuilt: Rebuilt = field(default_factory=list)  # containers among the inputs of the forward that begins
+    running: int = 0  # forwards entered and not left; more than one if a method calls its own module
+    schedule: Schedule | None = None
+    is_root: bool = False
+    ignored: Set[tuple[int, str]] = frozenset()  # places of ignored parameters
+    inside: bool = False  # some module around this one is sharded too
+    below: Sequence[ModuleState] = ()  # root only: the states of the modules inside it
+    guards: Sequence[guard.Guard] = ()
+    guards_lifted: bool = False  # in a pass that began here
+    to_check: list[ParamGroup] = field(default_factory=list)  # root only: groups to check in coming passes
+    lists: Sequence[ModuleState] = ()  # tracing, root only: the states below that have several modules
+    runs_outside: Any = None  # tracing: the call that runs a module with a group that is untraceable
+    hidden: Any = None  # tracing, lists only: sharded parameters that gathered ones replace
+    root_depth: int | None = None  # tracing, lists only: checkpoints around their root in this graph
+    larger_than_most: bool | None = None  # None: not known yet
+    stays_gathered: bool = False  # after backward; then gradients may come after the reduction
+    pending_modules: set[int] = field(default_factory=set)  # lists only: those that have not run in this pass
+    prefetch_in_forward: Sequence[weakref.ref[ModuleState]] = ()
+    prefetch_in_backward: Sequence[weakref.ref[ModuleState]] = ()
+    shared_streams: CommStreams | None = None
+    schedule_settings: dict[str, Any] = field(default_factory=dict)  # for one that may not exist yet
 
-    # Models have hundreds of these.
-    __slots__ = (
-        "__weakref__",
-        "all_groups",
-        "below",
-        "device",
-        "groups",
-        "guards",
-        "guards_lifted",
-        "hidden",
-        "ignored",
-        "in_reverse",
-        "input_dtype",
-        "inside",
-        "is_list",
-        "is_root",
-        "larger_than_most",
-        "lists",
-        "modules",
-        "myself",
-        "name",
-        "pending_modules",
-        "policy",
-        "prefetch_in_backward",
-        "prefetch_in_forward",
-        "rebuilt",
-        "reducers",
-        "reshard_is_automatic",
-        "root_depth",
-        "running",
-        "runs_outside",
-        "schedule",
-        "schedule_settings",
-        "shared_streams",
-        "stays_gathered",
-        "to_check",
-        "training_state",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        groups: list[ParamGroup],
-        reducers: list[GradReducer],
-        *,
-        device: torch.device,
-        policy: MixedPrecisionPolicy,
-        reshard_is_automatic: bool,
-    ) -> None:
-        self.modules = [weakref.ref(module) for module in modules]
+    def __post_init__(self, given: Sequence[nn.Module]) -> None:
+        self.modules, self.myself = list(map(weakref.ref, given)), weakref.ref(self)
         self.is_list = len(self.modules) > 1
-        self.groups = groups
-        self.reducers = reducers
-        self.in_reverse = list(zip(reversed(self.groups), reversed(self.reducers), strict=True))
-        self.device = device
-        self.policy = policy
-        self.reshard_is_automatic = reshard_is_automatic
-        self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
-        self.name = ""
-        self.training_state = TrainingState.IDLE
-        self.rebuilt: Rebuilt = []  # containers among the inputs of the forward that begins
-        self.running = 0  # forwards entered and not left; more than one if a method calls its own module
-        self.schedule: Schedule | None = None
-        self.is_root = False
-        self.ignored: Set[tuple[int, str]] = frozenset()  # places of ignored parameters
-        self.inside = False  # some module around this one is sharded too
-        self.below: Sequence[ModuleState] = ()  # root only: the states of the modules inside it
-        self.all_groups = list(zip(groups, reducers, strict=True))  # root: includes those of all below it
-        self.guards: Sequence[guard.Guard] = ()
-        self.guards_lifted = False  # in a pass that began here
-        self.to_check: list[ParamGroup] = []  # root only: groups to check in coming passes
-        self.lists: list[ModuleState] = []  # tracing, root only: the states below that have several modules
-        self.runs_outside: Any = None  # tracing: the call that runs a module with a group that is untraceable
-        self.hidden: Any = None  # tracing, lists only: sharded parameters that gathered ones replace
-        self.root_depth: int | None = None  # tracing, lists only: checkpoints around their root in this graph
-        self.larger_than_most: bool | None = None  # None: not known yet
-        self.stays_gathered = False  # after backward; then gradients may come after the reduction
-        self.pending_modules: set[int] = set()  # lists only: modules that have not run in this pass
-        self.prefetch_in_forward: list[weakref.ref[ModuleState]] = []
-        self.prefetch_in_backward: list[weakref.ref[ModuleState]] = []
-        self.shared_streams: CommStreams | None = None
-        self.schedule_settings: dict[str, Any] = {}  # for the schedule, which may not exist yet
-        # One weak reference for all uses, so that they can be compared by identity.
-        self.myself = weakref.ref(self)
-        for module in modules:
+        self.all_groups = list(zip(self.groups, self.reducers, strict=True))
+        self.in_reverse = self.all_groups[::-1]
+        self.input_dtype = self.policy.param_dtype if self.policy.cast_forward_inputs else None
+        for module in given:
             module.__dict__[_KEY] = self
         _alive.add(self)
 
@@ -208,9 +163,7 @@ class ModuleState:
         if self.reshard_is_automatic:
             for group in self.groups:
                 group.post_forward_mesh = None  # backward would gather it again at once
-        self.all_groups = [
-            pair for state in states for pair in zip(state.groups, state.reducers, strict=True)
-        ]
+        self.all_groups = [pair for state in states for pair in state.all_groups]
         groups = [group for group, _ in self.all_groups]
         self._name_parameters(root, states)
         compiled = guard.compiled_in(root)
@@ -360,9 +313,8 @@ class ModuleState:
             with _compat.outside_transforms():
                 self.prefetch(state, schedule, forward=forward)
             return
-        if (
-            state is None or state.schedule is None
-        ):  # under a root that has not run, which chooses its streams
+        # Without a schedule it is under a root that has not run, which chooses its streams.
+        if state is None or state.schedule is None:
             return
         if state.schedule is not schedule:
             # That root's forward, which makes its gathers follow the optimizer's step, has not begun.

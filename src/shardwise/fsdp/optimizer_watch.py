@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import _compat
 from shardwise.comm.foreach import current_stream
@@ -41,26 +42,8 @@ class Forms(Protocol):
     unsharded: nn.Parameter | None
 
 
-class _Watched:
-    """Parameters that no optimizer should hold, by identity, with their names."""
-
-    def __init__(self) -> None:
-        self.alive: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        self.names: dict[int, str] = {}
-
-    def add(self, name: str, param: Tensor) -> None:
-        # Names outlive their parameters, so clear them now and then.
-        if len(self.names) > 2 * len(self.alive) + 1000:
-            self.names = {key: self.names[key] for key in self.alive}
-        self.alive[id(param)] = param
-        self.names[id(param)] = name
-
-    def in_optimizer(self, optimizer: Optimizer) -> list[str]:
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        return [self.names[id(param)] for param in params if id(param) in self.alive]
-
-
-_replaced, _gathered = _Watched(), _Watched()
+# Parameters that no optimizer should hold, by identity, with their names.
+_replaced, _gathered = WeakIdKeyDictionary(), WeakIdKeyDictionary()
 _owners: weakref.WeakValueDictionary[int, Forms] = weakref.WeakValueDictionary()  # by gathered form
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # `_changes` at the check
 _changes = 0
@@ -85,7 +68,7 @@ def watch_replaced(replaced: dict[str, nn.Parameter]) -> None:
         _watching = True
     _changes += 1
     for name, param in replaced.items():
-        _replaced.add(name, param)
+        _replaced[param] = name
 
 
 def watch_gathered(param: Forms, whole: nn.Parameter) -> None:
@@ -93,7 +76,7 @@ def watch_gathered(param: Forms, whole: nn.Parameter) -> None:
     global _changes
     # An optimizer that was checked may be given this one: check it again.
     _changes += 1
-    _gathered.add(param.name, whole)
+    _gathered[whole] = param.name
     _owners[id(whole)] = param
 
 
@@ -105,7 +88,7 @@ def sharded_form(param: Tensor) -> Tensor:
 
 def was_replaced(param: Tensor) -> bool:
     """Return whether a sharded parameter has replaced `param`."""
-    return id(param) in _replaced.alive
+    return param in _replaced
 
 
 @_compat.runs_eagerly
@@ -148,8 +131,9 @@ def keep_gradients(params: Iterable[Tensor]) -> None:
 
 def _check(optimizer: Optimizer) -> None:
     _checked[optimizer] = _changes
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     for watched, why in ((_replaced, _REPLACED), (_gathered, _GATHERED)):
-        wrong = watched.in_optimizer(optimizer)
+        wrong = [watched[param] for param in params if param in watched]
         if wrong:
             # Each of its steps raises, not only the first.
             del _checked[optimizer]

@@ -153,12 +153,6 @@ class ShardedParam(ABC):
         self.smaller = weakref.ref(piece)
         self.register(piece)  # only modules keep it, and only until the next gather
 
-    def follow_smaller(self) -> None:
-        """Copy to the sharded form the `requires_grad` that the user set on a piece over a smaller mesh."""
-        piece = self.smaller()
-        if piece is not None and piece.requires_grad is not self.trainable:
-            self.sharded.requires_grad_(piece.requires_grad)
-
     @abstractmethod
     def part_of(self, shard: Tensor) -> Tensor:
         """Return the view of this rank's piece in its group's shard buffer."""
@@ -230,12 +224,6 @@ class ShardedParam(ABC):
         self.set_leaf_grad_dtype(made)
         optimizer_watch.watch_gathered(self, made)
         return made
-
-    def follow_unsharded(self) -> None:
-        """Copy to the sharded form the `requires_grad` that the user set on the unsharded form."""
-        assert self.unsharded is not None
-        self.trainable = self.unsharded.requires_grad
-        self.sharded.requires_grad_(self.trainable)
 
     def rename(self, name: str) -> None:
         """Take the name that the root module gives the parameter."""
@@ -462,14 +450,6 @@ class EvenParam(ShardedParam):
                 " parameter is a DTensor, whose values this does not change. Change them in place:"
                 " data.copy_(...), or any in-place operation under no_grad"
             )
-
-    def piece_of(self, whole: Tensor, info: DataParallelMeshInfo) -> Tensor:
-        """Return this rank's piece of the whole parameter, cut over the shard axis of `info`."""
-        if not isinstance(info, FSDPMeshInfo):
-            return whole
-        rank, ranks, dim = info.shard_mesh_rank, info.shard_mesh_size, self.placement.dim
-        box = self.placement.box(tuple(self.shape), rank=rank, ranks=ranks)
-        return whole.narrow(dim, box.offsets[dim], box.sizes[dim])
 
     def part_of(self, shard: Tensor) -> Tensor:
         return own_storage(self.slot.of(shard))

@@ -102,9 +102,7 @@ class GroupSettings:
     unshard_async_op: bool = False
     max_input_buffers: int = 1
     staging_bytes: int = 128 << 20  # contiguous: reduce larger groups in slices of this size
-    separate_memory_min_bytes: int = (
-        8 << 20
-    )  # interleaved: gather whole parameters from this size on to separate memory
+    separate_memory_min_bytes: int = 8 << 20  # interleaved: gather larger parameters to memory of their own
     all_reduce_hook: Callable[[Tensor], None] | None = None
     all_reduce_hook_stream: torch.Stream | None = None
     reduce_scatter_group: dist.ProcessGroup | None = None  # to overlap with gathers; None: the shard group

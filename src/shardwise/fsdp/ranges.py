@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch.autograd.profiler import record_function
@@ -23,12 +24,11 @@ def begin(states: Sequence[ModuleState]) -> None:
     for state in states:
         name = state.name or "the root module"
         for owner, method in _ranged_methods(state):
-            _put(owner, method, _ranged(f"shardwise: {_RANGED[method]} {name}"))
+            _put(owner, method, partial(_ranged, f"shardwise: {_RANGED[method]} {name}"))
         # A list, since a forward may call its own module: ranges end innermost first.
         opened: list[record_function] = []
-        forward = _forward(f"shardwise: forward {name}", opened)
         for method in _FORWARD:
-            _put(state, method, forward)
+            _put(state, method, partial(_forward, f"shardwise: forward {name}", opened))
         # Its `pre_forward` was called before it was wrapped, and opened no range.
         if state is states[0]:
             _open(f"shardwise: forward {name}", opened)
@@ -62,27 +62,22 @@ def _put(owner: Any, name: str, wrapper: Wrapper) -> None:
     vars(owner)[name] = call
 
 
-def _ranged(title: str) -> Wrapper:
-    def call(method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with record_function(title):
-            return method(*args, **kwargs)
-
-    return call
+def _ranged(title: str, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    with record_function(title):
+        return method(*args, **kwargs)
 
 
-def _forward(title: str, opened: list[record_function]) -> Wrapper:
-    """Wrap methods so that a range lasts from the end of `pre_forward` to the next of `_FORWARD`."""
-
-    def call(method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        begins = method.__name__ == "pre_forward"
-        if opened and not begins:
-            opened.pop().__exit__(None, None, None)
-        result = method(*args, **kwargs)
-        if begins:
-            _open(title, opened)
-        return result
-
-    return call
+def _forward(
+    title: str, opened: list[record_function], method: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Call a method of `_FORWARD`: a range lasts from the end of `pre_forward` to the next of them."""
+    begins = method.__name__ == "pre_forward"
+    if opened and not begins:
+        opened.pop().__exit__(None, None, None)
+    result = method(*args, **kwargs)
+    if begins:
+        _open(title, opened)
+    return result
 
 
 def _open(title: str, opened: list[record_function]) -> None:

@@ -31,7 +31,6 @@ from shardwise.fsdp.fast import seen
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.parameter import EvenParam, ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy
-from shardwise.fsdp.strategy import StatePlacement
 
 # With `map`, no Python code runs per parameter.
 _HAS_STORED_DTYPE, _UNSHARDED = attrgetter("grads_have_stored_dtype"), attrgetter("unsharded")
@@ -42,17 +41,12 @@ Kind = tuple[torch.dtype, torch.dtype | None]  # dtypes of the reduction and its
 
 @dataclass
 class GradReducer(ABC):
-    """A group's reductions, and the state they keep from one backward to the next.
-
-    Attributes:
-        partials: HSDP gradients that were reduce-scattered but not yet all-reduced; the key says which
-            were reduced together.
-        offload_events: events of copies of gradients to CPU, for which the optimizer must wait.
-    """
+    """A group's reductions, and the state they keep from one backward to the next."""
 
     group: ParamGroup
+    # HSDP gradients that were reduce-scattered but not yet all-reduced; the key says which, together.
     partials: dict[Any, Tensor] = field(default_factory=dict)
-    offload_events: list[torch.Event] = field(default_factory=list)
+    offload_events: list[torch.Event] = field(default_factory=list)  # of copies to CPU: the optimizer waits
     unsynced: bool = False  # whether the latest backward left its gradients unreduced
     _plans: dict[Kind, Reduction] = field(default_factory=dict)
     _events: dict[Any, Event] = field(default_factory=dict)
@@ -163,12 +157,12 @@ class GradReducer(ABC):
         shard_group, replicate_group = info.process_groups
         inner, outer = group.strategy.shard_axis, group.strategy.replicate_axis
         # DDP and ZeRO-1 all-reduce over the axis that others reduce-scatter over.
-        if inner is not None and inner.gradient is StatePlacement.REPLICATE:
+        if inner is not None and not inner.gradient:
             shard_group, replicate_group = None, shard_group
         if shard_group is not None:
             # A separate process group of the same ranks lets gathers overlap with reductions.
             shard_group = settings.reduce_scatter_group or shard_group
-        scatters_twice = outer is not None and outer.gradient is StatePlacement.SHARD
+        scatters_twice = outer is not None and outer.gradient
         dtype, result_dtype = kind
         device_group = shard_group or replicate_group
         assert device_group is not None
@@ -208,7 +202,7 @@ class GradReducer(ABC):
             plan.shard_ranks > 1
             and plan.dtype == plan.result_dtype
             and (plan.replicate_group is None or (plan.all_reduce and plan.replicate_scatter is None))
-            and not isinstance(self.group.offload, CPUOffloadPolicy)
+            and not self.group.offload.on_host
             and not any(p.sharded.grad is not None or p.has_grad_hooks for p in params)
         )
 

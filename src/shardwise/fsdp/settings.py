@@ -131,8 +131,7 @@ class ModuleSettings(nn.Module):
             state.reshard_is_automatic = False
             for group in state.groups:
                 group.set_reshard_after_forward(reshard_after_forward)
-            state.settings_changed()
-            trace_plan.refresh(state)
+        self._forget_plans(recurse)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether backward frees the parameters. False saves gathers between accumulation steps."""

@@ -70,6 +70,8 @@ def report(states: Iterable[ModuleState]) -> ShardReport:
 
 def _group(state: ModuleState, group: ParamGroup) -> GroupReport:
     gathered = sum(group.gathered_bytes)
+    undecided = state.schedule is None and state.reshard_is_automatic and not state.inside
+    after_forward = "freed, but kept of the root" if undecided else "freed"
     used = sum(param.numel * param.gather_dtype.itemsize for param in group.params)
     return GroupReport(
         module=state.name or state.classes,
@@ -81,13 +83,6 @@ def _group(state: ModuleState, group: ParamGroup) -> GroupReport:
         padding_bytes=max(0, gathered - used),
         ranks=group.ranks,
         strategy=str(group.strategy),
-        after_forward=_after_forward(state, group),
+        after_forward="kept" if group.post_forward_mesh is None else after_forward,
         transport=group.transport(),
     )
-
-
-def _after_forward(state: ModuleState, group: ParamGroup) -> str:
-    if group.post_forward_mesh is None:
-        return "kept"
-    undecided = state.schedule is None and state.reshard_is_automatic and not state.inside
-    return "freed, but kept of the root" if undecided else "freed"

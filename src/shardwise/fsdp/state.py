@@ -192,7 +192,8 @@ class FSDPState(ModuleState):
             return
         orders = [order for group in self.groups for order in group.orders]
         why = f"raised {type(error).__name__} in its forward: {error}"
-        interrupted.leave(orders if schedule is None else schedule.orders, why)
+        for order in orders if schedule is None else schedule.orders:
+            order.leave(why)
 
     def _leave(self, schedule: Schedule, output: Any) -> Any:
         """Defer this module's release until the next module runs, and hook its output.
@@ -362,21 +363,15 @@ class FSDPState(ModuleState):
         """
         for group, reducer in self.in_reverse:
             settings = group.settings
-            if what_is_left and not reducer.unsynced:
-                if settings.reshard_after_backward:
-                    group.reshard()
-                continue
-            reducer.unsynced = not settings.reduce_grads
-            if not settings.reduce_grads:
-                if settings.reshard_after_backward:
-                    group.reshard()
-                # Resharding frees the parameters, not the gradients on them.
-                reducer.store_unreduced()
-                continue
-            collected = reducer.collect()
-            # Free parameters before the reduction's buffers are allocated.
+            is_done = what_is_left and not reducer.unsynced
+            collected = reducer.collect() if settings.reduce_grads and not is_done else None
+            # Before memory of reductions or sums is allocated. Frees parameters, not the gradients on them.
             if settings.reshard_after_backward:
                 group.reshard()
+            if not is_done:
+                reducer.unsynced = not settings.reduce_grads
+                if reducer.unsynced:
+                    reducer.store_unreduced()
             if not collected:
                 continue
             if schedule.streams is not None:
@@ -403,8 +398,8 @@ class FSDPState(ModuleState):
             if state.pending_modules:
                 state.pending_modules.clear()
             action, state.training_state = _END_OF_BACKWARD[state.training_state]
-            late = state in unseen or state.stays_gathered
-            if action is _REDUCE or (late and interrupted.left_gradients(state)):
+            late = state in unseen or state.stays_gathered  # gradients may have come after the reduction
+            if action is _REDUCE or (late and any(p.has_unreduced for g in state.groups for p in g.params)):
                 if schedule.manual:
                     state.leave_to_finalization()
                 else:

@@ -18,7 +18,6 @@ ZeRO's stages are described in Rajbhandari et al., 2020 (arXiv 1910.02054).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from functools import cache
 from typing import Literal
 
@@ -28,25 +27,16 @@ from shardwise.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDP
 StrategyName = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp", "hierarchical_fsdp"]
 
 
-class StatePlacement(Enum):
-    """The part of a state that each rank of an axis holds: all of it or a shard."""
-
-    REPLICATE = "replicate"
-    SHARD = "shard"
-
-
-_R, _S = StatePlacement.REPLICATE, StatePlacement.SHARD
-
-
 @dataclass(frozen=True)
 class AxisPlacement:
-    """One row of the table: how each state is placed over one mesh axis, between its uses."""
+    """One row of the table: whether each state is sharded over one mesh axis between its uses."""
 
-    parameter: StatePlacement
-    gradient: StatePlacement
-    optimizer: StatePlacement
+    parameter: bool
+    gradient: bool
+    optimizer: bool
 
 
+_R, _S = False, True  # replicate, shard
 ROWS: dict[StrategyName, AxisPlacement] = {
     "ddp": AxisPlacement(_R, _R, _R),
     "zero1": AxisPlacement(_R, _R, _S),

@@ -32,9 +32,8 @@ from shardwise.fsdp.fast import seen
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.parameter import ShardedParam
-from shardwise.fsdp.policy import CPUOffloadPolicy
 from shardwise.fsdp.reduction import GradReducer, check_grad_dtypes
-from shardwise.fsdp.traced import Collectives, Segment
+from shardwise.fsdp.traced import Collectives, Segment, reduced_numel
 from shardwise.layout import Gathered
 
 _LOG = logging.getLogger("shardwise")
@@ -111,7 +110,7 @@ def _refusal(group: ParamGroup, reducer: GradReducer) -> str | None:
         return f"the custom reduce-scatter {type(settings.reduce_scatter).__name__}"
     if settings.all_reduce_hook is not None:
         return "set_all_reduce_hook"
-    if isinstance(group.offload, CPUOffloadPolicy) and group.device.type != "cpu":
+    if group.offload.on_host and group.device.type != "cpu":
         return "CPU offloading"
     if settings.reduce_grads and not settings.all_reduce_grads and group.replicates:
         return "set_requires_all_reduce(False)"
@@ -123,7 +122,7 @@ def _refusal(group: ParamGroup, reducer: GradReducer) -> str | None:
 def _segment(state: ModuleState, group: ParamGroup, reducer: GradReducer, index: int) -> Segment:
     params, cut = group.members[index], group.traced_cut(index)
     how = _collectives(group, reducer, group.layout.segments[index])
-    reduced, trains = cut.reduced_numel, any(cut.trains)
+    reduced, trains = reduced_numel(cut.numbers), any(cut.trains)
     held = [(i, owner) for i, param in enumerate(params) for owner in param.owners]
     owners = list({id(owner.parameters): owner.parameters for _, owner in held}.values())
     number = {id(parameters): i for i, parameters in enumerate(owners)}
@@ -146,9 +145,10 @@ def _segment(state: ModuleState, group: ParamGroup, reducer: GradReducer, index:
         trained = [param for param, trains in zip(params, cut.trains, strict=True) if trains]
         assign = reducer.assigner(index, trained)
         segment.assign = partial(_assign, myself, weakref.ref(group), assign, tuple(params))
-        owner = weakref.ref(state)
-        segment.route.register_post_accumulate_grad_hook(partial(_assign_reduced, myself, owner))
-        segment.whole.register_post_accumulate_grad_hook(partial(_keep, myself, owner, weakref.ref(group)))
+        for leaf in (segment.route, segment.whole):
+            leaf.register_post_accumulate_grad_hook(
+                partial(_take, myself, weakref.ref(state), weakref.ref(group))
+            )
     return segment
 
 
@@ -160,17 +160,6 @@ def _reshards(state: ModuleState, group: ParamGroup) -> bool:
 def _leaf(numel: int, dtype: torch.dtype, device: torch.device, trains: bool) -> Tensor:
     # One element, expanded: autograd checks its shape, and nothing reads its values.
     return torch.zeros((), dtype=dtype, device=device).expand(numel).requires_grad_(trains)
-
-
-@_compat.runs_eagerly
-def _assign_reduced(segment: weakref.ref[Segment], state: weakref.ref[ModuleState], leaf: Tensor) -> None:
-    """Hand parameters the reduced gradient that a backward left on the leaf."""
-    _note_backward(state())
-    alive, grad = segment(), leaf.grad
-    # The leaf keeps nothing: the next backward's gradient is not added to this one.
-    leaf.grad = None
-    if alive is not None and alive.assign is not None and grad is not None:
-        alive.assign(grad)
 
 
 def _assign(
@@ -208,31 +197,32 @@ def _assign(
 
 
 @_compat.runs_eagerly
-def _keep(
+def _take(
     segment: weakref.ref[Segment],
     state: weakref.ref[ModuleState],
     group: weakref.ref[ParamGroup],
     leaf: Tensor,
 ) -> None:
-    """Keep the sum of unsynchronised backwards; reduce it in the first backward that synchronises again."""
-    _note_backward(state())
-    alive, owner, grad = segment(), group(), leaf.grad
+    """Hand parameters the gradient that a backward left on a leaf: a reduced one, or one to reduce.
+
+    Keeps the sum of unsynchronised backwards; the first backward that synchronises again reduces it.
+    """
+    alive, reached, owner, grad = segment(), state(), group(), leaf.grad
+    if reached is not None and reached.schedule is not None and reached.schedule.manual:
+        reached.schedule.unfinished = True  # until `finalize_backward`
+    # The leaf keeps nothing: the next backward's gradient is not added to this one.
     leaf.grad = None
     if alive is None or owner is None or alive.assign is None or grad is None:
         return
+    if leaf is alive.route:
+        alive.assign(grad)
+        return
     interrupted.check_eager_gradients(owner)
-    # Sums of several backwards are made here: the leaf keeps nothing to which autograd could add.
     total = grad if alive.earlier is None else alive.earlier + grad
     if owner.settings.reduce_grads:
         alive.assign(alive.how.reduce(total))
     else:
         alive.earlier = total
-
-
-def _note_backward(state: ModuleState | None) -> None:
-    """Record that a backward has begun, if the user ends backwards with `finalize_backward`."""
-    if state is not None and state.schedule is not None and state.schedule.manual:
-        state.schedule.unfinished = True
 
 
 def _name(group: ProcessGroup | None, transport: object, device: torch.device) -> str | None:
@@ -253,27 +243,20 @@ def _collectives(group: ParamGroup, reducer: GradReducer, segment: Gathered) -> 
         scatter_op=_OPS[factors.reduce_scatter_op],
         reduce_group=_name(plan.replicate_group, None, device),
         reduce_op=_OPS[factors.all_reduce_op],
-        before=_text(factors.before),
-        after=_text(factors.after),
+        before=None if factors.before is None else repr(float(factors.before)),
+        after=None if factors.after is None else repr(float(factors.after)),
         dtype=plan.dtype,
         stored=segment.dtype,
         device=device,
     )
 
 
-def _text(number: float | None) -> str | None:
-    return None if number is None else repr(float(number))
-
-
 def _wrap(param: ShardedParam) -> dict[str, Any] | None:
-    spec = param.tp_spec
-    if spec is None:
+    if (spec := param.tp_spec) is None:
         return None
-    meta = spec.tensor_meta
-    assert meta is not None
     return {
         "device_mesh": spec.mesh,
         "placements": spec.placements,
-        "shape": meta.shape,
-        "stride": meta.stride,
+        "shape": spec.shape,
+        "stride": spec.stride,
     }

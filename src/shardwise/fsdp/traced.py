@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise import _compat
 from shardwise.fsdp.tensors import Rebuilt, cast, hand_back, moved
 
-_Param = tuple[int, int, list[int], list[int]]  # part, dim, piece, shape
+Placed = tuple[int, int, Sequence[int], Sequence[int]]  # part, dim, piece, shape
 Shown = tuple[dict[str, Any], str, Any]  # where a whole parameter is registered; the sharded one it replaced
 
 
@@ -56,37 +56,24 @@ class Cut:
         cls,
         ranks: int,
         sizes: Sequence[int],
-        *,
-        parts: Sequence[int],
-        pieces: Sequence[Sequence[int]],
-        shapes: Sequence[Sequence[int]],
-        dims: Sequence[int],
-        trains: tuple[bool, ...],
-        reduced: Sequence[int],
+        params: Sequence[Placed],
+        trains: list[bool],
+        reduced: list[int],
     ) -> Cut:
         """Describe a cut by its parts.
 
         Args:
             ranks: rows of the buffer, each from one rank; 1 where parameters lie whole one after another.
             sizes: of the parts of a row, in elements: pieces of parameters, or padding.
-            parts: by parameter, the index of its part.
-            pieces: by parameter, the shape of its part, padded equally on all ranks.
-            shapes: by parameter, its whole shape.
-            dims: by parameter, the dim along which its pieces follow each other.
+            params: by parameter, the index of its part; the dim along which its pieces follow each other; the
+                shape of a piece, padded equally on all ranks; its whole shape.
             trains: by parameter, whether it trains.
             reduced: the contents of a reduction's rows: a parameter's index, or -n for n of padding.
         """
+        parts, dims, pieces, shapes = zip(*params, strict=True)
         tables = [[ranks], sizes, parts, dims, reduced, *pieces, *shapes]
-        return cls(
-            "/".join([" ".join(map(str, table)) for table in tables]),
-            "".join("01"[trained] for trained in trains),
-        )
-
-    @property
-    def reduced_numel(self) -> int:
-        """The number of elements that enter a reduction."""
-        ranks, _, params, reduced = _read(self.numbers)
-        return ranks * sum(-item if item < 0 else math.prod(params[item][2]) for item in reduced)
+        flags = "".join("01"[trained] for trained in trains)
+        return cls("/".join([" ".join(map(str, table)) for table in tables]), flags)
 
     def views(self, full: Tensor) -> list[Tensor]:
         """Return the parameters in a gathered buffer: views of it if it has one row, else copies."""
@@ -110,12 +97,12 @@ class Cut:
         return cast_type(Tensor, torch.ops.shardwise.staged(reduced, self.numbers, dtype))
 
 
-def _read(numbers: str) -> tuple[int, list[int], list[_Param], list[int]]:
+def _read(numbers: str) -> tuple[int, list[int], list[Placed], list[int]]:
     """Parse ranks, sizes, each parameter's part, dim, piece and shape, and the contents of a reduction."""
     tables = [[int(number) for number in table.split()] for table in numbers.split("/")]
     (ranks,), sizes, parts, dims, reduced = tables[:5]
     middle = 5 + len(parts)
-    params = list(zip(parts, dims, tables[5:middle], tables[middle:], strict=True))
+    params: list[Placed] = list(zip(parts, dims, tables[5:middle], tables[middle:], strict=True))
     return ranks, sizes, params, reduced
 
 
@@ -145,12 +132,14 @@ def _staged(grads: list[Tensor], numbers: str, dtype: torch.dtype) -> Tensor:
 
 
 def _staging_buffer(grads: list[Tensor], numbers: str, dtype: torch.dtype) -> Tensor:
-    return grads[0].new_empty(_reduced_numel(numbers), dtype=dtype)
+    return grads[0].new_empty(reduced_numel(numbers), dtype=dtype)
 
 
 @cache
-def _reduced_numel(numbers: str) -> int:
-    return Cut(numbers, "").reduced_numel
+def reduced_numel(numbers: str) -> int:
+    """Return the number of elements that enter a reduction; `numbers` are those of its `Cut`."""
+    ranks, _, params, reduced = _read(numbers)
+    return ranks * sum(-item if item < 0 else math.prod(params[item][2]) for item in reduced)
 
 
 _read_once = cache(_read)  # not in traced code: tracers bypass caches
@@ -324,4 +313,4 @@ def _hide(hidden: list[Shown]) -> None:
 
 
 def _set_item(parameters: dict[str, Any], name: str, value: Any) -> None:
-    parameters[name] = value
+    parameters[name] = value  # tracers do not know `operator.setitem`

@@ -23,7 +23,7 @@ import torch
 
 from shardwise.comm.count import Collective
 from shardwise.errors import ShardingError
-from shardwise.fsdp.strategy import NAMED, AxisPlacement, StatePlacement
+from shardwise.fsdp.strategy import NAMED, AxisPlacement
 from shardwise.planner import regular, tensor
 from shardwise.planner.code import python
 from shardwise.planner.devices import Hardware, hardware_of
@@ -167,7 +167,7 @@ def _kept_bytes(setup: Setup, parameters: int) -> float:
     stored, used = _SIZES[setup.stored_dtype], _SIZES[setup.param_dtype]
     of = parameters / setup.pipeline / setup.tensor
     cut = {
-        state: math.prod(size for row, size, _ in _axes(setup) if getattr(row, state) is StatePlacement.SHARD)
+        state: math.prod(size for row, size, _ in _axes(setup) if getattr(row, state))
         for state in ("parameter", "optimizer")
     }
     kept = of * 4 * stored / cut["optimizer"]
@@ -192,13 +192,13 @@ def _sent(setup: Setup, parameters: int) -> Iterator[tuple[Collective, int, int]
         return Collective(kind, int(nbytes) // part, None, ranks)
 
     for row, ranks, stride in _axes(setup):
-        gathered = row.parameter is StatePlacement.SHARD
-        if gathered or row.optimizer is StatePlacement.SHARD:
+        gathered = row.parameter
+        if gathered or row.optimizer:
             yield call("all_gather", used, ranks), stride, gathers if gathered else 1
         if gathered and reshard is not False:
             again = ranks if reshard in (None, True) else int(reshard)
             yield call("all_gather", used, again), stride, gathers
-        reduces = "reduce_scatter" if row.gradient is StatePlacement.SHARD else "all_reduce"
+        reduces = "reduce_scatter" if row.gradient else "all_reduce"
         yield call(reduces, reduced, ranks), stride, reductions
         part *= ranks if gathered else 1
 

@@ -20,7 +20,7 @@ from shardwise._compat import foreach_copy
 from shardwise.comm import DefaultReduceScatter
 from shardwise.comm.count import CommCounter
 from shardwise.fsdp import contiguous_reduction
-from shardwise.fsdp.contiguous_reduction import _bounds, _fill, _split, _split_at
+from shardwise.fsdp.contiguous_reduction import _fill, _split
 from shardwise.fsdp.module_state import state_of
 
 COPIES = {"copy_", "_foreach_copy_", "split", "split_with_sizes", "split_with_sizes_copy", "cat", "clone"}
@@ -198,14 +198,14 @@ def test_a_gather_resizes_one_storage_each_way() -> None:
 
     buffer.storage = Spy()
     block.unshard()
-    assert resized == [buffer.nbytes]
-    assert buffer.nbytes == 4 * group.layout.segments[0].unsharded_numel
-    assert storage.nbytes() == buffer.nbytes
+    assert resized == [buffer.full.nbytes]
+    assert buffer.full.nbytes == 4 * group.layout.segments[0].unsharded_numel
+    assert storage.nbytes() == buffer.full.nbytes
     block.reshard()
-    assert resized == [buffer.nbytes, 0]
+    assert resized == [buffer.full.nbytes, 0]
     resized.clear()
     step(model)
-    assert resized == [buffer.nbytes, 0] * 2, "forward and backward"
+    assert resized == [buffer.full.nbytes, 0] * 2, "forward and backward"
     assert storage.nbytes() == 0
 
 
@@ -338,9 +338,7 @@ def test_a_slice_of_many_ranks_takes_a_few_copies_of_each_gradient(ranks: int, w
     ):
         size = min(3, width - begin)
         out = torch.full((ranks * size,), -1.0)
-        bounds = _bounds(parts, out.numel())
-        targets = dict(zip(bounds, _split_at(out, bounds), strict=False))
         with mock.patch.object(contiguous_reduction._compat, "foreach_copy", wraps=foreach_copy) as copy:
-            _fill(out, targets, parts)
+            _fill(out, parts)
         assert torch.equal(out.view(ranks, size), whole.view(ranks, width)[:, begin : begin + size])
         assert sum(len(call.args[0]) for call in copy.mock_calls) <= 2 * len(ends)
