@@ -21,19 +21,11 @@ from torch import Tensor
 
 from shardwise import _compat
 from shardwise._compat import AsyncCollectiveTensor, resolve_process_group, storage_id, wait_for_collective
-from shardwise.comm.count import tensors_in
+from shardwise.comm.count import on_tensors, tensors_in
 from shardwise.comm.kinds import NATIVE, WAIT
 from shardwise.planner.noop_group import COLLECTIVES, NoopGroup
 from shardwise.verify.streams.clocks import Clock, Line, Operation, merge
-from shardwise.verify.streams.device import (
-    NAME,
-    SimTensor,
-    Simulation,
-    bare_of,
-    memory_of,
-    on_device,
-    on_tensors,
-)
+from shardwise.verify.streams.device import NAME, SimTensor, Simulation, bare_of, memory_of, on_device
 from shardwise.verify.streams.streams import Stream
 
 # These methods write the first argument and read the second; all others read and write every tensor.
@@ -161,7 +153,7 @@ class Collectives:
             return work
 
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            tensors = list(tensors_in((args, tuple(kwargs.values()))))
+            tensors = list(tensors_in((args, kwargs)))
             late = self.simulation.late
             if name == "barrier":  # NCCL's barrier blocks the host until the current stream reaches it
                 self.simulation.timeline.current().synchronize()
