@@ -17,6 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, repeat
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -101,11 +103,8 @@ def _orderable(value: float) -> float:
 
 def scale_of(tensor: torch.Tensor) -> float:
     """Return the largest finite magnitude in `tensor`; 0.0 if it is empty."""
-    largest = 0.0
-    for chunk in _chunks(tensor):
-        magnitude = chunk.abs()
-        largest = max(largest, float(torch.where(magnitude.isfinite(), magnitude, 0.0).max()))
-    return largest
+    finite = (chunk.abs().nan_to_num(nan=0.0, posinf=0.0) for chunk in _chunks(tensor))
+    return max((float(magnitudes.max()) for magnitudes in finite), default=0.0)
 
 
 def floored_scale(tensor: torch.Tensor, *, overall: float) -> float:
@@ -135,9 +134,8 @@ def compare_tensors(
         return Difference(kind=kind, step=step, name=name, problem=problem, rank=rank)
     absolute = used = 0.0
     broken_found = broken_expected = 0
-    slacks = _chunks(slack) if slack is not None else None
-    for left, right in zip(_chunks(found), _chunks(expected), strict=True):
-        extra = next(slacks) if slacks is not None else torch.zeros((), dtype=torch.float64)
+    slacks = repeat(torch.zeros((), dtype=torch.float64)) if slack is None else _chunks(slack)
+    for left, right, extra in zip(_chunks(found), _chunks(expected), slacks, strict=False):
         broken_found += int((~left.isfinite()).sum())
         broken_expected += int((~right.isfinite()).sum())
         distance = (left - right).abs().nan_to_num(nan=math.inf)
@@ -188,18 +186,15 @@ def first_beyond(differences: Iterable[Difference]) -> Difference | None:
 
 def worst(differences: Iterable[Difference]) -> Difference | None:
     """Return the most severe difference, the earliest of equal ones."""
-    return max(differences, key=lambda difference: difference.severity, default=None)
+    return max(differences, key=attrgetter("severity"), default=None)
 
 
 def merge_ranks(by_rank: Iterable[Iterable[Difference]]) -> list[Difference]:
     """Merge ranks' findings: the worst difference per (kind, name), in first-seen order."""
     merged: dict[tuple[Kind, str], Difference] = {}
-    for differences in by_rank:
-        for difference in differences:
-            key = (difference.kind, difference.name)
-            known = merged.get(key)
-            if known is None or difference.severity > known.severity:
-                merged[key] = difference
+    for difference in chain.from_iterable(by_rank):
+        key = (difference.kind, difference.name)
+        merged[key] = max(merged.get(key, difference), difference, key=attrgetter("severity"))
     return list(merged.values())
 
 

@@ -36,7 +36,7 @@ def run_sharded(alive: Callable[[], None], plan: Plan, tolerance: Tolerance) -> 
     """
     torch.manual_seed(plan.seed)
     case = load_case(plan.spec)
-    mesh = _mesh(plan)
+    mesh = Dimensions(plan.mesh).mesh("cpu") if plan.mesh else mesh_of("cpu", plan.ranks, plan.replicas)
     module = apply_shard(case, case.build(), mesh, layout=plan.layout)
     parameters, tied = named(module)
     optimizer = case.optimizer(module)
@@ -70,13 +70,10 @@ def run_sharded(alive: Callable[[], None], plan: Plan, tolerance: Tolerance) -> 
     return differences if dist.get_rank() == 0 else []
 
 
-def _mesh(plan: Plan) -> DeviceMesh:
-    if plan.mesh is not None:
-        return Dimensions(plan.mesh).mesh("cpu")
-    if plan.replicas == 1:
-        return init_device_mesh("cpu", (plan.ranks,), mesh_dim_names=("shard",))
-    shape = (plan.replicas, plan.ranks // plan.replicas)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+def mesh_of(device: str, ranks: int, replicas: int) -> DeviceMesh:
+    """Return the mesh of a run whose dimensions have no names of their own."""
+    shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
+    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
 def _mean_over_ranks(loss: torch.Tensor | None) -> float:
@@ -136,14 +133,12 @@ def _compare_all(
 
 
 def _held_by_rank(kind: Kind, parameters: Parameters, names: list[str]) -> list[list[int]]:
-    held = []
-    for name in names:
-        parameter = parameters.get(name)
-        if parameter is None:
-            held.append(ABSENT)
-        else:
-            held.append(PRESENT if kind == "parameter" or parameter.grad is not None else EMPTY)
-    return together(f"comparing the {kind}s", lambda: held)
+    def state(name: str) -> int:
+        if name not in parameters:
+            return ABSENT
+        return PRESENT if kind == "parameter" or parameters[name].grad is not None else EMPTY
+
+    return together(f"comparing the {kind}s", lambda: list(map(state, names)))
 
 
 def _on_its_stages(held: list[int], stages: list[int]) -> dict[int, int]:
