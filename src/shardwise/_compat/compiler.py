@@ -166,23 +166,11 @@ def name_process_group(name: Any, group: dist.ProcessGroup) -> None:
     _register_process_group(name, group)
 
 
-def is_known_by_name(group: dist.ProcessGroup) -> bool:
-    """Return whether functional collectives find `group` by its name; False once it is destroyed."""
-    try:
-        return resolve_process_group(cast(Any, group.group_name)) is group
-    except (RuntimeError, ValueError, TypeError, LookupError):
-        return False
-
-
-def group_ranks(group_name: str) -> int:
-    """Return the size of the process group that functional collectives know by this name; 0 if there is none.
-
-    An all-reduce in a graph does not contain it.
-    """
-    try:
-        return int(resolve_process_group(cast(Any, group_name)).size())
-    except (RuntimeError, ValueError, TypeError, LookupError):
-        return 0
+def group_known_as(name: Any) -> dist.ProcessGroup | None:
+    """Return the process group that functional collectives find by this name; None once it is destroyed."""
+    with suppress(RuntimeError, ValueError, TypeError, LookupError):
+        return resolve_process_group(name)
+    return None
 
 
 # Names of "aot_eager" backends: whether each decomposes operators as inductor does.
