@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from operator import attrgetter
 from typing import Literal
@@ -115,23 +115,19 @@ def floored_scale(tensor: torch.Tensor, *, overall: float) -> float:
 def compare_tensors(
     found: torch.Tensor,
     expected: torch.Tensor,
+    at: Difference,
     *,
-    kind: Kind,
-    step: int,
-    name: str,
     scale: float,
     tolerance: float,
     slack: torch.Tensor | None = None,
-    rank: int = 0,
 ) -> Difference:
-    """Compare two tensors element by element, in float64.
+    """Compare two tensors element by element, in float64. Return `at` with their difference.
 
     `slack` (shape of `expected`) is an absolute difference allowed on top of `tolerance * scale`.
     A shape mismatch, or a non-finite value on either side, is a problem at any tolerance.
     """
     if found.shape != expected.shape:
-        problem = f"shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
-        return Difference(kind=kind, step=step, name=name, problem=problem, rank=rank)
+        return replace(at, problem=f"shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
     absolute = used = 0.0
     broken_found = broken_expected = 0
     slacks = repeat(torch.zeros((), dtype=torch.float64)) if slack is None else _chunks(slack)
@@ -143,23 +139,16 @@ def compare_tensors(
         share = torch.where(distance == 0, 0.0, distance / allowed)
         absolute = max(absolute, float(distance.max()))
         used = max(used, float(share.max()))
-    return Difference(
-        kind=kind,
-        step=step,
-        name=name,
-        absolute=absolute,
-        relative=_ratio(absolute, scale),
-        used=used,
-        problem=_not_finite(broken_found, broken_expected),
-        rank=rank,
-    )
+    relative = absolute and (absolute / scale if scale > 0.0 else math.inf)
+    problem = _not_finite(broken_found, broken_expected)
+    return replace(at, absolute=absolute, relative=relative, used=used, problem=problem)
 
 
 def compare_losses(found: float, expected: float, *, step: int, tolerance: float) -> Difference:
     """Compare the mean loss over ranks with the reference's."""
     left, right = (torch.tensor([value], dtype=torch.float64) for value in (found, expected))
-    scale = scale_of(right)
-    return compare_tensors(left, right, kind="loss", step=step, name="loss", scale=scale, tolerance=tolerance)
+    at = Difference("loss", step, "loss")
+    return compare_tensors(left, right, at, scale=scale_of(right), tolerance=tolerance)
 
 
 def optimizer_slack(
@@ -204,12 +193,6 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     flat = (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1)
     for start in range(0, flat.numel(), CHUNK_NUMEL):
         yield flat[start : start + CHUNK_NUMEL].to(device="cpu", dtype=torch.float64)
-
-
-def _ratio(value: float, scale: float) -> float:
-    if value == 0.0:
-        return 0.0
-    return value / scale if scale > 0.0 else math.inf
 
 
 def _not_finite(found: int, expected: int) -> str:

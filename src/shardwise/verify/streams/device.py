@@ -267,7 +267,8 @@ class Simulation:
         self, how: operators.Operator, func: Any, args: Any, kwargs: Any, *, leaves: bool, pins: bool
     ) -> Any:
         bare_args, bare_kwargs = on_tensors(args, bare_of), on_tensors(kwargs, bare_of)
-        before = _rng(func) if self.late is not None else None
+        draws = self.late is not None and torch.Tag.nondeterministic_seeded in func.tags
+        before = torch.get_rng_state() if draws else None
         reads, writes = how.accesses(args, kwargs)
         # To operators other than copies, a 0-dim host tensor is a number, read at launch.
         numbers = [] if how.crosses else [t for t in reads if not t.ndim and self._is_on_host(t)]
@@ -416,10 +417,6 @@ class _Mode(TorchDispatchMode):
 
 def bare_of(tensor: Tensor) -> Tensor:
     return memory_of(tensor) if isinstance(tensor, SimTensor) else tensor
-
-
-def _rng(func: Any) -> Tensor | None:
-    return torch.get_rng_state() if torch.Tag.nondeterministic_seeded in func.tags else None
 
 
 _latest: list[Simulation] = []
