@@ -152,10 +152,8 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
         return DeviceMesh._concatenate(meshes)
 
 
-def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a 1-D mesh over all ranks of `mesh`; creates a process group (collective)."""
-    return mesh._flatten(name)
-
+# Returns a 1-D mesh, of that name, over all ranks of a mesh; creates a process group (collective).
+flatten_mesh: Callable[[DeviceMesh, str], DeviceMesh] = DeviceMesh._flatten
 
 # ProcessGroup's own methods skip the Python of `dist.all_gather_into_tensor`, whose name is
 # also deprecated in 2.13 (a warning per call), while its successor is missing before.
@@ -307,9 +305,10 @@ def in_backward() -> bool:
     return backward_pass() != -1
 
 
-def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Run `callback` once when the current backward pass has finished."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+# Runs a function once when the current backward pass has finished.
+queue_backward_callback: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
 
 
 def storage_id(tensor: Tensor) -> int:

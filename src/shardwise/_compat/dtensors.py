@@ -71,17 +71,8 @@ class OwnDTensor(DTensor):
     def description(self) -> DTensorSpec:
         raise NotImplementedError
 
-    @property
-    def _spec(self) -> DTensorSpec:
-        return self.description()
-
-    @_spec.setter
-    def _spec(self, spec: DTensorSpec) -> None:
-        """Do nothing: `swap_tensors` assigns it after swapping what it is computed from."""
-
-    @_spec.deleter
-    def _spec(self) -> None:
-        pass
+    # `swap_tensors` assigns it after swapping what it is computed from.
+    _spec = property(lambda self: self.description(), lambda self, spec: None, lambda self: None)
 
 
 class MakesOwn(Protocol):
