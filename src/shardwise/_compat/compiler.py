@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -203,19 +203,14 @@ def aot_edited(
             return boxed_nop(made, fakes)
         return cast(Callable[..., Any], make_boxed_func(compiler(made, fakes)))
 
-    if not decompose:
-        backend: Any = aot_autograd(
-            fw_compiler=compile_edited, partition_fn=partition, keep_inference_input_mutations=True
-        )
-        return cast(Callable[..., Any], backend(graph_module, inputs))
-    from torch._inductor.decomposition import select_decomp_table
+    how: dict[str, Any] = {"partition_fn": partition, "keep_inference_input_mutations": True}
+    if decompose:
+        from torch._inductor.decomposition import select_decomp_table
 
-    with config.patch(unlift_effect_tokens=True):
-        backend = aot_autograd(
-            fw_compiler=compile_edited,
-            decompositions=select_decomp_table(),
-            partition_fn=partial(partition, compiler="inductor"),
-        )
+        table = select_decomp_table()
+        how = {"partition_fn": partial(partition, compiler="inductor"), "decompositions": table}
+    with config.patch(unlift_effect_tokens=True) if decompose else nullcontext():
+        backend: Any = aot_autograd(fw_compiler=compile_edited, **how)
         return cast(Callable[..., Any], backend(graph_module, inputs))
 
 
