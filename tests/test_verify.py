@@ -39,8 +39,8 @@ GUILTY = "blocks.1.output.weight"
 
 
 def compared(found, expected, **changes) -> Difference:
-    arguments = {"kind": "gradient", "step": 0, "name": "w", "scale": 1.0, "tolerance": 0.1} | changes
-    return compare_tensors(torch.as_tensor(found), torch.as_tensor(expected), **arguments)
+    at, allowed = Difference("gradient", 0, "w"), {"scale": 1.0, "tolerance": 0.1} | changes
+    return compare_tensors(torch.as_tensor(found), torch.as_tensor(expected), at, **allowed)
 
 
 # ---------------------------------------------------------------- differences of two tensors

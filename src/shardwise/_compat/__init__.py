@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, cast
 from unittest import mock
 
@@ -152,10 +152,8 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
         return DeviceMesh._concatenate(meshes)
 
 
-def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a 1-D mesh over all ranks of `mesh`; creates a process group (collective)."""
-    return mesh._flatten(name)
-
+# Returns a 1-D mesh, of that name, over all ranks of a mesh; creates a process group (collective).
+flatten_mesh: Callable[[DeviceMesh, str], DeviceMesh] = DeviceMesh._flatten
 
 # ProcessGroup's own methods skip the Python of `dist.all_gather_into_tensor`, whose name is
 # also deprecated in 2.13 (a warning per call), while its successor is missing before.
@@ -186,10 +184,9 @@ def all_gather_single(
     if output.dtype.is_complex:  # which gloo's own method refuses
         output, input = torch.view_as_real(output), torch.view_as_real(input)
     work: dist.Work | None = _gather_of(group)(output, input, _GATHER_OPTIONS[async_op])
-    if async_op:
+    if work is None or async_op:  # NCCL returns none for a synchronous collective
         return work
-    if work is not None:  # NCCL returns none for a synchronous collective
-        work.wait()
+    work.wait()
     return None
 
 
@@ -205,10 +202,9 @@ def reduce_scatter_single(
         options.asyncOp = async_op
         known = _SCATTER_OPTIONS[id(op), async_op] = (options, op)
     work: dist.Work | None = _scatter_of(group)(output, input, known[0])
-    if async_op:
+    if work is None or async_op:  # NCCL returns none for a synchronous collective
         return work
-    if work is not None:  # NCCL returns none for a synchronous collective
-        work.wait()
+    work.wait()
     return None
 
 
@@ -228,7 +224,6 @@ def fakes_convert() -> Iterator[None]:
 
     `nn.Module._apply` swaps fakes in place, and fails, as torch keeps weak references to them.
     """
-    kept = nn.Module._apply
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the first is kept so that its id is not reused
 
     def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -245,17 +240,12 @@ def fakes_convert() -> Iterator[None]:
             module._buffers[name] = None if buffer is None else fn(buffer)
         return module
 
-    nn.Module._apply = apply  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(nn.Module, "_apply", apply):
         yield
-    finally:
-        nn.Module._apply = kept  # type: ignore[method-assign]
 
 
-def is_lazily_zero(tensor: Tensor) -> bool:
-    """Return whether `tensor` is zeros without memory, as autograd makes for zero derivatives."""
-    return tensor._is_zerotensor()
-
+# Whether a tensor is zeros without memory, as autograd makes for zero derivatives.
+is_lazily_zero: Callable[[Tensor], bool] = methodcaller("_is_zerotensor")
 
 # Copy many tensors in one kernel where the device has one; foreach functions have no public names.
 foreach_copy: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = torch._foreach_copy_  # type: ignore[assignment]
@@ -315,9 +305,10 @@ def in_backward() -> bool:
     return backward_pass() != -1
 
 
-def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Run `callback` once when the current backward pass has finished."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+# Runs a function once when the current backward pass has finished.
+queue_backward_callback: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -369,10 +360,8 @@ def allow_foreach(*types: type[Tensor]) -> None:
         supported.extend(kind for kind in types if kind not in supported)
 
 
-def group_of_sharded_tensor(tensor: Any) -> Any:
-    """Return the process group of torch's deprecated ShardedTensor, which has no public name for it."""
-    return tensor._process_group
-
+# The process group of torch's deprecated ShardedTensor, which has no public name for it.
+group_of_sharded_tensor: Callable[[Any], Any] = attrgetter("_process_group")
 
 # optim: gradients that are views of one buffer are processed as that buffer. None if not a view.
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")

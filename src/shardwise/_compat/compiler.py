@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -166,23 +166,11 @@ def name_process_group(name: Any, group: dist.ProcessGroup) -> None:
     _register_process_group(name, group)
 
 
-def is_known_by_name(group: dist.ProcessGroup) -> bool:
-    """Return whether functional collectives find `group` by its name; False once it is destroyed."""
-    try:
-        return resolve_process_group(cast(Any, group.group_name)) is group
-    except (RuntimeError, ValueError, TypeError, LookupError):
-        return False
-
-
-def group_ranks(group_name: str) -> int:
-    """Return the size of the process group that functional collectives know by this name; 0 if there is none.
-
-    An all-reduce in a graph does not contain it.
-    """
-    try:
-        return int(resolve_process_group(cast(Any, group_name)).size())
-    except (RuntimeError, ValueError, TypeError, LookupError):
-        return 0
+def group_known_as(name: Any) -> dist.ProcessGroup | None:
+    """Return the process group that functional collectives find by this name; None once it is destroyed."""
+    with suppress(RuntimeError, ValueError, TypeError, LookupError):
+        return resolve_process_group(name)
+    return None
 
 
 # Names of "aot_eager" backends: whether each decomposes operators as inductor does.
@@ -215,19 +203,14 @@ def aot_edited(
             return boxed_nop(made, fakes)
         return cast(Callable[..., Any], make_boxed_func(compiler(made, fakes)))
 
-    if not decompose:
-        backend: Any = aot_autograd(
-            fw_compiler=compile_edited, partition_fn=partition, keep_inference_input_mutations=True
-        )
-        return cast(Callable[..., Any], backend(graph_module, inputs))
-    from torch._inductor.decomposition import select_decomp_table
+    how: dict[str, Any] = {"partition_fn": partition, "keep_inference_input_mutations": True}
+    if decompose:
+        from torch._inductor.decomposition import select_decomp_table
 
-    with config.patch(unlift_effect_tokens=True):
-        backend = aot_autograd(
-            fw_compiler=compile_edited,
-            decompositions=select_decomp_table(),
-            partition_fn=partial(partition, compiler="inductor"),
-        )
+        table = select_decomp_table()
+        how = {"partition_fn": partial(partition, compiler="inductor"), "decompositions": table}
+    with config.patch(unlift_effect_tokens=True) if decompose else nullcontext():
+        backend: Any = aot_autograd(fw_compiler=compile_edited, **how)
         return cast(Callable[..., Any], backend(graph_module, inputs))
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
+from operator import methodcaller
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -84,21 +86,17 @@ def take_over(tensor: Tensor, other: Tensor) -> None:
         tensor.data = other
 
 
-def wait_for_collective(tensor: Tensor) -> Tensor:
-    """Wait for a functional collective's result and return it; the public form waits at other times too."""
-    waited: Tensor = torch.ops._c10d_functional.wait_tensor.default(tensor)
-    return waited
+# Waits for a functional collective's result and returns it; the public form waits at other times too.
+wait_for_collective: Callable[[Tensor], Tensor] = torch.ops._c10d_functional.wait_tensor.default
 
+# The node that autograd runs now, or None outside backward.
+autograd_node: Callable[[], Any] = torch._C._current_autograd_node
 
-def autograd_node() -> Any:
-    """Return the node that autograd runs now, or None outside backward; it has no public name."""
-    return torch._C._current_autograd_node()
+# A node's place among all that forward made; huge for nodes that accumulate gradients.
+node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 
-
-def node_number(node: Any) -> int:
-    """Return a node's place among all that forward made; huge for nodes that accumulate gradients."""
-    return int(node._sequence_nr())
-
+# The number that autograd will give the next node made in forward.
+next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 # Methods of a process group that begin and end batches of messages and coalesced collectives, and that tell
 # torch whether a device batches them. A simulated device replaces them.
@@ -118,11 +116,6 @@ def nodes_of(outputs: Iterable[Any]) -> list[Any]:
     return [edge.node for edge in edges]
 
 
-def next_node_number() -> int:
-    """Return the sequence number that autograd will give the next node made in forward."""
-    return int(torch._C._autograd._get_sequence_nr())
-
-
 @contextmanager
 def device_is_known() -> Iterator[None]:
     """Make torch treat "lazy" as a full device within this context.
@@ -130,11 +123,9 @@ def device_is_known() -> Iterator[None]:
     torch's lists of devices with foreach and fused kernels get a custom device's name from the patched
     function. And `torch.tensor(..., device=...)`, which fails otherwise, copies by an operator seen by modes.
     """
-    named = torch._C._get_privateuse1_backend_name
-    torch._C._get_privateuse1_backend_name = lambda: "lazy"
     torch._C._set_only_lift_cpu_tensors(True)
     try:
-        yield
+        with mock.patch.object(torch._C, "_get_privateuse1_backend_name", partial(str, "lazy")):
+            yield
     finally:
-        torch._C._get_privateuse1_backend_name = named
         torch._C._set_only_lift_cpu_tensors(False)

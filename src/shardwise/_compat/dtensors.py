@@ -25,6 +25,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper as LocalShardsWrapper
 
 
+def _refusal(what: str) -> Callable[..., Any]:
+    return lambda placement, *args, **kwargs: placement.refuse(what)
+
+
 class OwnShard(Shard):
     """A `Shard` with uneven parts, which torch's redistribution of plain DTensors does not support."""
 
@@ -40,23 +44,12 @@ class OwnShard(Shard):
     def _local_shard_size_and_offset(self, curr_local_size: Any, num_chunks: int, rank: Any) -> Any:
         return self.local_rows(curr_local_size, num_chunks, rank)
 
-    def _shard_tensor(self, *args: Any, **kwargs: Any) -> Any:
-        return self.refuse("to scatter a whole tensor")
-
-    def _split_tensor(self, *args: Any, **kwargs: Any) -> Any:
-        return self.refuse("to split a whole tensor")
-
-    def _to_replicate_tensor(self, *args: Any, **kwargs: Any) -> Any:
-        return self.refuse("to gather the rows of a plain DTensor")
-
-    def _replicate_to_shard(self, *args: Any, **kwargs: Any) -> Any:
-        return self.refuse("to cut a plain DTensor")
-
-    def _to_new_shard_dim(self, *args: Any, **kwargs: Any) -> Any:
-        return self.refuse("to cut a plain DTensor on another dim")
-
-    def _reduce_shard_tensor(self, *args: Any, **kwargs: Any) -> Any:
-        return self.refuse("to reduce a plain DTensor")
+    _shard_tensor = _refusal("to scatter a whole tensor")
+    _split_tensor = _refusal("to split a whole tensor")
+    _to_replicate_tensor = _refusal("to gather the rows of a plain DTensor")
+    _replicate_to_shard = _refusal("to cut a plain DTensor")
+    _to_new_shard_dim = _refusal("to cut a plain DTensor on another dim")
+    _reduce_shard_tensor = _refusal("to reduce a plain DTensor")
 
 
 class OwnSpec(DTensorSpec):
@@ -78,17 +71,8 @@ class OwnDTensor(DTensor):
     def description(self) -> DTensorSpec:
         raise NotImplementedError
 
-    @property
-    def _spec(self) -> DTensorSpec:
-        return self.description()
-
-    @_spec.setter
-    def _spec(self, spec: DTensorSpec) -> None:
-        """Do nothing: `swap_tensors` assigns it after swapping what it is computed from."""
-
-    @_spec.deleter
-    def _spec(self) -> None:
-        pass
+    # `swap_tensors` assigns it after swapping what it is computed from.
+    _spec = property(lambda self: self.description(), lambda self, spec: None, lambda self: None)
 
 
 class MakesOwn(Protocol):

@@ -43,9 +43,8 @@ def premultiplied_sum(factor: float) -> Any:
     return made(factor) if callable(made) else dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
 
 
-def default_store() -> Store:
-    """Return the default process group's store; raises ValueError if there is no group."""
-    return c10d._get_default_store()
+# The default process group's store; raises ValueError if there is no group.
+default_store: Callable[[], Store] = c10d._get_default_store
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -16,7 +16,7 @@ so timings are not meaningful.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,12 +64,23 @@ def collective(form: Form, args: tuple[Any, ...], *, ranks: int) -> Collective:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists and tuples."""
+    """Yield the tensors in nested lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(item)
+
+
+def on_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Return nested lists, tuples and dicts with `change` applied to every tensor in them."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([on_tensors(item, change) for item in value])
+    if isinstance(value, dict):
+        return {key: on_tensors(item, change) for key, item in value.items()}
+    return value
 
 
 def _boxed_group_size(args: tuple[Any, ...]) -> int:

@@ -95,7 +95,7 @@ def name_in_graphs(group: dist.ProcessGroup, transport: object, device: torch.de
     name = f"{group.group_name}{_DIRECT}{min_bytes}"
     if min_bytes not in made:
         # If it was destroyed, another group may have its name.
-        if not _compat.is_known_by_name(group):
+        if _compat.group_known_as(group.group_name) is not group:
             return group.group_name
         made[min_bytes] = GraphGroup(group, min_bytes)
         _compat.name_process_group(name, made[min_bytes])

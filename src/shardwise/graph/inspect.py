@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, overload
 
 import torch
@@ -64,9 +63,7 @@ def inspect_graph(
     model = model_or_graph
     assert isinstance(model, nn.Module)
     recorder = record()
-    options = {"isolate_recompiles": True}
-    known = inspect.signature(torch.compile).parameters  # torch 2.12 does not have it
-    options = {name: value for name, value in options.items() if name in known}
+    options = dict.fromkeys({"isolate_recompiles"} & inspect.signature(torch.compile).parameters.keys(), True)
     compiled = torch.compile(_calling(model), backend=recorder, **options)  # type: ignore[call-overload]
     with _left_as_found(model):
         args, kwargs = map_tensors(_cut_off, (example_args, example_kwargs))
@@ -99,8 +96,7 @@ def _left_as_found(model: nn.Module) -> Iterator[None]:
     earlier = {id(segment): segment.earlier for segment in _segments(model)}
     devices = dict.fromkeys(param.device for param in model.parameters() if param.device.type != "cpu")
     kind = next(iter(devices)).type if devices else "cuda"
-    fork = partial(torch.random.fork_rng, [device.index for device in devices], device_type=kind)
-    with fork():
+    with torch.random.fork_rng([device.index for device in devices], device_type=kind):
         for param, _ in grads:
             param.grad = None
         for segment in _segments(model):

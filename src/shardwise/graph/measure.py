@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -213,14 +214,10 @@ class _Reading:
         for memory in self.unsharded.values():
             changes[memory.begin] += memory.bytes
             changes[memory.end + 1] -= memory.bytes
-        held = [0] * len(self.nodes)
-        now = 0
-        for place in range(len(self.nodes)):
-            now += changes[place]
-            held[place] = now
+        held = tuple(accumulate(changes[:-1]))
         peak = held.index(max(held))
         alive = [memory for memory in self.unsharded.values() if memory.begin <= peak <= memory.end]
-        return tuple(held), len({gather for memory in alive for gather in memory.gathers})
+        return held, len({gather for memory in alive for gather in memory.gathers})
 
 
 _COLLECTIVES = {GATHER: "gathers", SCATTER: "reduce_scatters", REDUCE: "all_reduces"}

@@ -137,12 +137,13 @@ def _collective(issue: Node, kind: str, place: dict[Node, int]) -> Collective:
         made = [user for user in issue.users if user.target is operator.getitem]
     waits = [user for node in made for user in node.users if is_wait(user)]
     group = str(arguments["group_name"])
+    known = None if "group_size" in arguments else _compat.group_known_as(group)  # an all-reduce has no size
     return Collective(
         kind,
         issue,
         tuple(sorted(waits, key=place.__getitem__)),
         group_of(group),
-        ranks=int(arguments["group_size"]) if "group_size" in arguments else _compat.group_ranks(group),
+        ranks=int(arguments.get("group_size", 0 if known is None else known.size())),
         op=str(arguments.get("reduce_op", "")),
         dtype=values(given[0])[0].dtype,
         bytes=nbytes(issue) if kind == GATHER else sum(nbytes(node) for node in given),
@@ -196,12 +197,9 @@ def written(node: Node) -> list[Node]:
 
 def read_by(node: Node) -> list[Node]:
     """Return the inputs of an operator that it does not write to."""
-    targets = written(node)
-    return [one for one in node.all_input_nodes if one not in targets and not _is_size(one)]
-
-
-def _is_size(node: Node) -> bool:
-    return not isinstance(node.meta.get("val"), (Tensor, list, tuple, type(None)))
+    targets, kinds = written(node), (Tensor, list, tuple, type(None))  # others are sizes
+    given = [one for one in node.all_input_nodes if one not in targets]
+    return [one for one in given if isinstance(one.meta.get("val"), kinds)]
 
 
 def _nodes_by_argument(node: Node) -> list[tuple[Any, list[Node]]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any, cast
 
 from torch.fx import Graph, GraphModule, Node
@@ -19,7 +20,7 @@ from shardwise.errors import ShardingError
 from shardwise.graph.compile import inductor_options
 from shardwise.graph.measure import graph_report
 from shardwise.graph.nodes import is_view, is_wait
-from shardwise.graph.reports import GraphReport, Kind, ModelReport
+from shardwise.graph.reports import Kind, ModelReport
 
 
 @dataclass(frozen=True)
@@ -97,16 +98,14 @@ class Recorder:
             for one in self.graphs
             if one.kind == "forward"
         }
-        reports: list[GraphReport] = []
-        for number in range(self.traced):
-            if number in forward:
-                reports.append(forward[number])
-            reports += [
-                graph_report(one.module, kind="backward", forward=forward.get(number))
-                for one in self.graphs
-                if one.traced == number and one.kind == "backward"
-            ]
-        return ModelReport(tuple(reports), self.traced, self.graph_breaks, self.recompiles)
+        backward = [
+            (one.traced, graph_report(one.module, kind="backward", forward=forward.get(one.traced)))
+            for one in self.graphs
+            if one.kind == "backward"
+        ]
+        ordered = sorted([*forward.items(), *backward], key=itemgetter(0))  # forward first
+        reports = tuple(report for _, report in ordered)
+        return ModelReport(reports, self.traced, self.graph_breaks, self.recompiles)
 
 
 def record(backend: str = "aot_eager", *, passes: tuple[Callable[[Graph], Any], ...] = ()) -> Recorder:

@@ -19,6 +19,7 @@ import gc
 import operator
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -83,18 +84,15 @@ def compile_step(
             step takes a closure; when called, a step that cannot be one graph.
     """
     _check(model, optimizer)
-    return CompiledStep(
-        model,
-        loss_fn,
-        optimizer,
-        backend=backend,
-        fullgraph=fullgraph,
-        max_norm=max_norm,
-        scheduler=scheduler,
-        dynamic=dynamic,
-        passes=Passes(prefetch=prefetch, max_unsharded=max_unsharded),
-        options=options,
-    )
+    loss, found = _loss(model, loss_fn), Counter[str]()
+    passes = Passes(prefetch=prefetch, max_unsharded=max_unsharded)
+    made = partial(with_passes, backend, passes, options=options)
+    # Compilers keep backends, which must not keep the step.
+    edited = made(first=partial(_edit, found=found))
+    whole = torch.compile(_with_backward(loss), fullgraph=True, dynamic=dynamic, **edited)
+    forward = torch.compile(loss, dynamic=dynamic, **made())
+    edits = backend not in _EAGER
+    return CompiledStep(model, optimizer, scheduler, whole, forward, max_norm, fullgraph, edits, found)
 
 
 def _check(model: nn.Module, optimizer: Optimizer) -> None:
@@ -115,6 +113,7 @@ def _check(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
+@dataclass(eq=False, repr=False)
 class CompiledStep:
     """A training step, as `compile_step` returns it.
 
@@ -126,39 +125,20 @@ class CompiledStep:
         grad_norm: of the latest step, before clipping; None without `max_norm`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[..., Tensor] | None,
-        optimizer: Optimizer,
-        *,
-        backend: str | Callable[..., Any],
-        fullgraph: bool,
-        max_norm: float | None,
-        scheduler: _Scheduler | None,
-        dynamic: bool | None,
-        passes: Passes,
-        options: dict[str, Any] | None,
-    ) -> None:
-        self.graphs: dict[str, str] = {}
-        self.collectives: Counter[str] = Counter()
-        self.grad_norm: Tensor | None = None
-        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
-        self._max_norm, self._fullgraph = max_norm, fullgraph
-        self._why_not: str | None = None  # there is no one graph
-        self._params: list[ShardedParam | nn.Parameter] = []
-        self._states: list[ModuleState] | None = None
-        self._recomputes = backend not in _EAGER
-        loss = _loss(model, loss_fn)
-        # Compilers keep backends, which must not keep this step.
-        first = partial(_edit, found=self.collectives)
-        self._whole = torch.compile(
-            _with_backward(loss),
-            fullgraph=True,
-            dynamic=dynamic,
-            **with_passes(backend, passes, options=options, first=first),
-        )
-        self._forward = torch.compile(loss, dynamic=dynamic, **with_passes(backend, passes, options=options))
+    _model: nn.Module
+    _optimizer: Optimizer
+    _scheduler: _Scheduler | None
+    _whole: Callable[..., tuple[Tensor, Any]]
+    _forward: Callable[..., Tensor]
+    _max_norm: float | None
+    _fullgraph: bool
+    _recomputes: bool
+    collectives: Counter[str]
+    graphs: dict[str, str] = field(default_factory=dict)
+    grad_norm: Tensor | None = None
+    _why_not: str | None = None  # there is no one graph
+    _params: list[ShardedParam | nn.Parameter] = field(default_factory=list)
+    _states: list[ModuleState] | None = None
 
     def __call__(self, *batch: Any, **named: Any) -> Tensor:
         """Run one step and return the loss, detached.

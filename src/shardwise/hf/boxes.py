@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import _compat
+from shardwise.comm.count import on_tensors, tensors_in
 from shardwise.layout import Box
 
 aten = torch.ops.aten
@@ -85,12 +86,10 @@ class Computed:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that it is computed from."""
-        sizes: list[int] = []
-        each_tensor((self.args, self.kwargs), lambda found: sizes.append(found.nbytes))
-        return sum(sizes)
+        return sum(found.nbytes for found in tensors_in((self.args, self.kwargs)))
 
     def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
-        args, kwargs = each_tensor((self.args, self.kwargs), _read)
+        args, kwargs = on_tensors((self.args, self.kwargs), _read)
         found = self.func(*args, **kwargs)
         value: Tensor = found if self.index is None else found[self.index]
         return value[tuple(map(slice, begins, ends))]
@@ -154,7 +153,7 @@ class Boxes(Tensor):
         if func is aten.equal.default:
             return _equal(*args)
         on_meta = kwargs | ({"device": torch.device("meta")} if "device" in kwargs else {})
-        found = func(*each_tensor(args, _like), **each_tensor(on_meta, _like))
+        found = func(*on_tensors(args, _like), **on_tensors(on_meta, _like))
         if isinstance(found, Tensor):
             pieces = _MOVES[func](*args, **kwargs) if func in _MOVES else None
             return cls._made(found, pieces or [_all_of(Computed(func, args, kwargs, None), found)])
@@ -167,17 +166,6 @@ class Boxes(Tensor):
         ]
 
 
-def each_tensor(found: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return `found` with `change` applied to every tensor in it."""
-    if isinstance(found, Tensor):
-        return change(found)
-    if isinstance(found, (list, tuple)):
-        return type(found)([each_tensor(one, change) for one in found])
-    if isinstance(found, dict):
-        return {name: each_tensor(one, change) for name, one in found.items()}
-    return found
-
-
 def _like(found: Tensor) -> Tensor:
     return found.like if isinstance(found, Boxes) else found.to("meta")
 
@@ -185,9 +173,9 @@ def _like(found: Tensor) -> Tensor:
 def _equal(first: Tensor, second: Tensor, rows: int = 1024) -> bool:
     """Return whether the values are equal, reading `rows` rows at a time."""
     if first.shape != second.shape or not first.ndim:
-        return first.shape == second.shape and torch.equal(*each_tensor((first, second), _read))
+        return first.shape == second.shape and torch.equal(*on_tensors((first, second), _read))
     parts = zip(first.split(rows), second.split(rows), strict=True)
-    return all(torch.equal(*each_tensor(pair, _read)) for pair in parts)
+    return all(torch.equal(*on_tensors(pair, _read)) for pair in parts)
 
 
 def _read(found: Tensor) -> Tensor:

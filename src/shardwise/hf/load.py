@@ -27,13 +27,14 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import _compat
 from shardwise.comm.agree import agree, each_its_own, fingerprint, together
+from shardwise.comm.count import on_tensors
 from shardwise.errors import CheckpointError, ShardingError, from_extra, here
 from shardwise.files.manifest import inside
 from shardwise.files.stores import on_disk
 from shardwise.files.tensors import TensorFiles
 from shardwise.fsdp.fully_shard import Options, fully_shard
 from shardwise.fsdp.module_state import states_in
-from shardwise.hf.boxes import Boxes, Computed, Piece, Plain, each_tensor
+from shardwise.hf.boxes import Boxes, Computed, Piece, Plain
 from shardwise.sharded_tensor.group import group_or_default
 from shardwise.sharded_tensor.kinds import held_by_this_rank, store_whole, whole_of
 
@@ -407,7 +408,7 @@ class _Drawing(_compat.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*each_tensor(args, self._whole_of), **each_tensor(kwargs or {}, self._whole_of))
+        result = func(*on_tensors(args, self._whole_of), **on_tensors(kwargs or {}, self._whole_of))
         return self._param if self._param is not None and result is self._whole else result
 
     def _whole_of(self, tensor: Tensor) -> Tensor:

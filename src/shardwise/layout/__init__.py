@@ -1,7 +1,7 @@
 """Pure arithmetic of sharding: boxes, placements, and positions of parameters in a group's buffers."""
 
 from shardwise.layout.box import Box
-from shardwise.layout.contiguous import ContiguousLayout, ContiguousSegment, Place, rows_between
+from shardwise.layout.contiguous import ContiguousLayout, ContiguousSegment, Place, gaps_between, rows_between
 from shardwise.layout.cover import cover, disjoint
 from shardwise.layout.group_layout import InterleavedLayout, ParamSpec, Segment, Slot
 from shardwise.layout.messages import Message, transfer
@@ -30,6 +30,7 @@ __all__ = [
     "Slot",
     "cover",
     "disjoint",
+    "gaps_between",
     "least_shard_numel",
     "pack",
     "rows_between",

@@ -17,7 +17,7 @@ The arithmetic depends on shapes, not on names, and is done once for all equal m
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -74,14 +74,7 @@ class ContiguousSegment:
     @property
     def gaps(self) -> list[tuple[int, int]]:
         """The padding: (begin, size) in elements of the gathered buffer."""
-        found, end = [], 0
-        for place in self.places:
-            if place.start > end:
-                found.append((end, place.start - end))
-            end = place.start + place.numel
-        if end < self.unsharded_numel:
-            found.append((end, self.unsharded_numel - end))
-        return found
+        return gaps_between([(p.start, p.numel) for p in self.places], 0, self.unsharded_numel)
 
 
 class ContiguousLayout:
@@ -197,6 +190,12 @@ def _segment(
 def _block_numel(shape: tuple[int, ...], cut: _Cut) -> int:
     """Return the number of elements that no rank boundary divides; at least 1, even without elements."""
     return max(1, math.prod(shape) if isinstance(cut, Owned) else cut.block * math.prod(shape[1:]))
+
+
+def gaps_between(used: Iterable[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
+    """Return what ranges `used`, in order, leave of [begin, end). All ranges but that are (begin, size)."""
+    edges = [begin, *(edge for start, size in used for edge in (start, start + size)), end]
+    return [(a, b - a) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
 
 
 def rows_between(shape: tuple[int, ...], start: int, begin: int, end: int) -> Box:

@@ -111,16 +111,20 @@ def _kinds(items: Iterable[_Item]) -> list[tuple[int, int]]:
 
 def _least(items: Sequence[_Item], ranks: int) -> int:
     least = -(-sum(item.size for item in items) // ranks)
-    pinned: dict[int, int] = {}
-    for item in items:
-        if item.owner is not None:
-            pinned[item.owner] = pinned.get(item.owner, 0) + item.size
-    least = max(least, *pinned.values(), 1)
+    owned = _by_owner(items).values()
     # Given j * ranks + 1 parameters that are not cut, some rank holds j + 1 of them.
     whole = sorted((item.size for item in items if item.step >= item.size), reverse=True)
-    for j in range(1, (len(whole) - 1) // ranks + 1):
-        least = max(least, sum(whole[j * ranks - j : j * ranks + 1]))
-    return _next_possible(least, _kinds(items))
+    together = (whole[j * ranks - j : j * ranks + 1] for j in range(1, (len(whole) - 1) // ranks + 1))
+    sums = (sum(item.size for item in own) for own in owned)
+    return _next_possible(max(least, 1, *sums, *map(sum, together)), _kinds(items))
+
+
+def _by_owner(items: Sequence[_Item]) -> dict[int, list[_Item]]:
+    found: dict[int, list[_Item]] = {}
+    for item in items:
+        if item.owner is not None:
+            found.setdefault(item.owner, []).append(item)
+    return found
 
 
 def _can_cut(size: int, step: int, shard: int) -> bool:
@@ -273,11 +277,7 @@ def _space(items: Sequence[_Item], shard: int, ranks: int) -> tuple[_Space, list
     between is as long as possible.
     """
     space = _Space(shard, ranks)
-    pinned: dict[int, list[_Item]] = {}
-    for item in items:
-        if item.owner is not None:
-            pinned.setdefault(item.owner, []).append(item)
-    for rank, owned in sorted(pinned.items()):
+    for rank, owned in sorted(_by_owner(items).items()):
         total = sum(item.size for item in owned)
         if total > shard:
             return None

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.fast import ELEMENTWISE, is_elementwise
+from shardwise.sharded_tensor import ShardedTensor
 
 _WHY_NOT = {
     "Adafactor": "it keeps sums over the rows and columns of each parameter",
@@ -105,6 +106,11 @@ def check_shapes(name: str, shape: Sequence[int], values: Mapping[str, Any]) -> 
 def is_elements(key: str, value: Any, shape: Sequence[int]) -> bool:
     """Return whether a state has one element per element of a parameter of `shape`."""
     return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and key not in _NUMBERS
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of a number in the state, or of a plain tensor; other values as they are."""
+    return value.clone() if isinstance(value, Tensor) and not isinstance(value, ShardedTensor) else value
 
 
 def kind_of(values: Mapping[str, Any] | None) -> Any:

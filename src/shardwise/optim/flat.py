@@ -15,8 +15,10 @@ time they do not, the run is split permanently. Users and checkpoints see state 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -29,10 +31,12 @@ from shardwise.fsdp.contiguous import ContiguousGroup
 from shardwise.fsdp.module_state import state_of
 from shardwise.fsdp.optimizer_watch import keep_gradients
 from shardwise.fsdp.rows import RowsParam
+from shardwise.layout import gaps_between
 from shardwise.optim.by_name import (
     allocate_state,
     check_elementwise,
     check_shapes,
+    copied,
     is_elements,
     kind_of,
     loaded_options,
@@ -152,7 +156,7 @@ class _Run:
     segment: int
     begin: int  # of its range of the shard buffer
     end: int
-    members: list[RowsParam] = field(default_factory=list)
+    members: list[RowsParam]
 
     def lay(self) -> None:
         """Make the flat tensor over the current shard buffer."""
@@ -202,23 +206,18 @@ class _Run:
 
     def padding(self) -> list[Tensor]:
         """Return the memory of this run that no member uses."""
-        found, end = [], self.begin
-        for rows, start in [(m.place.box, m.place.shard_offset) for m in self.members]:
-            found.append((end, start))
-            end = start + rows.numel
-        found.append((end, self.end))
-        return [self.tensor.detach().narrow(0, a - self.begin, b - a) for a, b in found if b > a]
+        used = [(m.place.shard_offset, m.place.box.numel) for m in self.members]
+        gaps = gaps_between(used, self.begin, self.end)
+        return [self.tensor.detach().narrow(0, begin - self.begin, size) for begin, size in gaps]
 
     def cut(self, kinds: Sequence[Any]) -> list[tuple[Any, _Run]]:
         """Return the runs of members of equal kind, over the same range."""
         runs: list[tuple[Any, _Run]] = []
-        for member, kind in zip(self.members, kinds, strict=True):
-            if not runs or runs[-1][0] != kind:
-                begin = self.begin
-                if runs:
-                    begin = runs[-1][1].end = member.place.shard_offset
-                runs.append((kind, _Run(self.group, self.segment, begin, self.end)))
-            runs[-1][1].members.append(member)
+        for kind, alike in groupby(zip(kinds, self.members, strict=True), key=itemgetter(0)):
+            members, begin = [member for _, member in alike], self.begin
+            if runs:
+                begin = runs[-1][1].end = members[0].place.shard_offset
+            runs.append((kind, _Run(self.group, self.segment, begin, self.end, members)))
         return runs
 
 
@@ -281,12 +280,10 @@ class FlatOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop, or set to zero, the gradients of the model's parameters."""
-        if set_to_none:
-            for param in self._params:
-                param.grad = None
-            return
         for param in self._params:
-            if param.grad is not None:
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
                 param.grad.detach().zero_()
 
     @torch.no_grad()
@@ -332,7 +329,7 @@ class FlatOptimizer(Optimizer):
             if state:
                 begin, size = part.begin - whole.begin, part.end - part.begin
                 self.state[part.tensor] = {
-                    key: value.narrow(0, begin, size) if _is_state(value, tensor) else _copied(value)
+                    key: value.narrow(0, begin, size) if _is_state(value, tensor) else copied(value)
                     for key, value in state.items()
                 }
         for group in self.param_groups:
@@ -365,7 +362,7 @@ class FlatOptimizer(Optimizer):
                 continue
             for member in run.members:
                 found[self._names[member]] = {
-                    key: run.rows_of(value, member) if _is_state(value, tensor) else _copied(value)
+                    key: run.rows_of(value, member) if _is_state(value, tensor) else copied(value)
                     for key, value in values.items()
                 }
         return named_state(found, packed["param_groups"], self._names_by_set)
@@ -463,10 +460,6 @@ def _is_state(value: Any, tensor: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == tensor.shape
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 def _local_state(name: str, values: dict[str, Any], member: RowsParam) -> dict[str, Any]:
     """Return one parameter's state with tensors of its shape replaced by local rows."""
     check_shapes(name, member.piece.shape, values)
@@ -488,7 +481,7 @@ def _joined(run: _Run, each: list[dict[str, Any] | None]) -> dict[str, Any]:
     joined: dict[str, Any] = {}
     for key, first in (each[0] or {}).items():
         if not isinstance(first, Tensor) or first.ndim == 0:
-            joined[key] = _copied(first)
+            joined[key] = copied(first)
             continue
         joined[key] = torch.zeros_like(run.tensor)
         for member, values in zip(run.members, each, strict=True):

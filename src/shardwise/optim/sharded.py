@@ -26,6 +26,7 @@ from shardwise.optim.by_name import (
     allocate_state,
     check_elementwise,
     check_shapes,
+    copied,
     is_elements,
     loaded_options,
     named_state,
@@ -276,7 +277,7 @@ def _local_state(param: Tensor, tensors: Sequence[Tensor], values: Mapping[str, 
     """Return the state of each of this rank's shards of a parameter."""
     parts: list[dict[str, Any]] = [{} for _ in tensors]
     for key, value in values.items():
-        cut: Sequence[Any] = [_copied(value) for _ in tensors]
+        cut: Sequence[Any] = [copied(value) for _ in tensors]
         if is_elements(key, value, param.shape):
             cut = [torch.empty_like(tensor, dtype=value.dtype, requires_grad=False) for tensor in tensors]
             if isinstance(param, ShardedTensor):
@@ -294,7 +295,3 @@ def _placed(values: dict[str, Any], tensor: Tensor, group: Mapping[str, Any]) ->
     if group.get("fused") or group.get("capturable"):
         return {k: v.to(tensor.device) if isinstance(v, Tensor) else v for k, v in values.items()}
     return values
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) and not isinstance(value, ShardedTensor) else value

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -101,11 +103,8 @@ def _orderable(value: float) -> float:
 
 def scale_of(tensor: torch.Tensor) -> float:
     """Return the largest finite magnitude in `tensor`; 0.0 if it is empty."""
-    largest = 0.0
-    for chunk in _chunks(tensor):
-        magnitude = chunk.abs()
-        largest = max(largest, float(torch.where(magnitude.isfinite(), magnitude, 0.0).max()))
-    return largest
+    finite = (chunk.abs().nan_to_num(nan=0.0, posinf=0.0) for chunk in _chunks(tensor))
+    return max((float(magnitudes.max()) for magnitudes in finite), default=0.0)
 
 
 def floored_scale(tensor: torch.Tensor, *, overall: float) -> float:
@@ -116,28 +115,23 @@ def floored_scale(tensor: torch.Tensor, *, overall: float) -> float:
 def compare_tensors(
     found: torch.Tensor,
     expected: torch.Tensor,
+    at: Difference,
     *,
-    kind: Kind,
-    step: int,
-    name: str,
     scale: float,
     tolerance: float,
     slack: torch.Tensor | None = None,
-    rank: int = 0,
 ) -> Difference:
-    """Compare two tensors element by element, in float64.
+    """Compare two tensors element by element, in float64. Return `at` with their difference.
 
     `slack` (shape of `expected`) is an absolute difference allowed on top of `tolerance * scale`.
     A shape mismatch, or a non-finite value on either side, is a problem at any tolerance.
     """
     if found.shape != expected.shape:
-        problem = f"shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
-        return Difference(kind=kind, step=step, name=name, problem=problem, rank=rank)
+        return replace(at, problem=f"shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
     absolute = used = 0.0
     broken_found = broken_expected = 0
-    slacks = _chunks(slack) if slack is not None else None
-    for left, right in zip(_chunks(found), _chunks(expected), strict=True):
-        extra = next(slacks) if slacks is not None else torch.zeros((), dtype=torch.float64)
+    slacks = repeat(torch.zeros((), dtype=torch.float64)) if slack is None else _chunks(slack)
+    for left, right, extra in zip(_chunks(found), _chunks(expected), slacks, strict=False):
         broken_found += int((~left.isfinite()).sum())
         broken_expected += int((~right.isfinite()).sum())
         distance = (left - right).abs().nan_to_num(nan=math.inf)
@@ -145,23 +139,16 @@ def compare_tensors(
         share = torch.where(distance == 0, 0.0, distance / allowed)
         absolute = max(absolute, float(distance.max()))
         used = max(used, float(share.max()))
-    return Difference(
-        kind=kind,
-        step=step,
-        name=name,
-        absolute=absolute,
-        relative=_ratio(absolute, scale),
-        used=used,
-        problem=_not_finite(broken_found, broken_expected),
-        rank=rank,
-    )
+    relative = absolute and (absolute / scale if scale > 0.0 else math.inf)
+    problem = _not_finite(broken_found, broken_expected)
+    return replace(at, absolute=absolute, relative=relative, used=used, problem=problem)
 
 
 def compare_losses(found: float, expected: float, *, step: int, tolerance: float) -> Difference:
     """Compare the mean loss over ranks with the reference's."""
     left, right = (torch.tensor([value], dtype=torch.float64) for value in (found, expected))
-    scale = scale_of(right)
-    return compare_tensors(left, right, kind="loss", step=step, name="loss", scale=scale, tolerance=tolerance)
+    at = Difference("loss", step, "loss")
+    return compare_tensors(left, right, at, scale=scale_of(right), tolerance=tolerance)
 
 
 def optimizer_slack(
@@ -188,18 +175,15 @@ def first_beyond(differences: Iterable[Difference]) -> Difference | None:
 
 def worst(differences: Iterable[Difference]) -> Difference | None:
     """Return the most severe difference, the earliest of equal ones."""
-    return max(differences, key=lambda difference: difference.severity, default=None)
+    return max(differences, key=attrgetter("severity"), default=None)
 
 
 def merge_ranks(by_rank: Iterable[Iterable[Difference]]) -> list[Difference]:
     """Merge ranks' findings: the worst difference per (kind, name), in first-seen order."""
     merged: dict[tuple[Kind, str], Difference] = {}
-    for differences in by_rank:
-        for difference in differences:
-            key = (difference.kind, difference.name)
-            known = merged.get(key)
-            if known is None or difference.severity > known.severity:
-                merged[key] = difference
+    for difference in chain.from_iterable(by_rank):
+        key = (difference.kind, difference.name)
+        merged[key] = max(merged.get(key, difference), difference, key=attrgetter("severity"))
     return list(merged.values())
 
 
@@ -209,12 +193,6 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     flat = (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1)
     for start in range(0, flat.numel(), CHUNK_NUMEL):
         yield flat[start : start + CHUNK_NUMEL].to(device="cpu", dtype=torch.float64)
-
-
-def _ratio(value: float, scale: float) -> float:
-    if value == 0.0:
-        return 0.0
-    return value / scale if scale > 0.0 else math.inf
 
 
 def _not_finite(found: int, expected: int) -> str:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -221,14 +222,11 @@ def _record_hang(children: list[_Child], timeout: float) -> None:
 
 
 def _raise_failure(children: list[_Child]) -> None:
-    failed = [child for child in children if child.failure is not None]
-    if not failed:
-        return
-    first = min(failed, key=lambda child: (child.failure or (0.0, "", ""))[0])
-    assert first.failure is not None
-    _, message, trace = first.failure
-    shown = "" if trace is None else trace or _tail(first.job.log)
-    raise RankError(message, rank=first.job.rank, traceback=shown)
+    failed = [(*child.failure, child.job) for child in children if child.failure is not None]
+    if failed:
+        _, message, trace, job = min(failed, key=itemgetter(0))
+        shown = "" if trace is None else trace or _tail(job.log)
+        raise RankError(message, rank=job.rank, traceback=shown)
 
 
 def _tail(log: Path) -> str:

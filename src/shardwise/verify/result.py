@@ -59,18 +59,15 @@ class VerifyResult:
         return {
             "verdict": "within tolerance" if self.ok else "beyond tolerance",
             "case": self.spec,
-            "ranks": self.ranks,
-            "replicas": self.replicas,
-            "steps": self.steps,
-            "seed": self.seed,
-            "layout": self.layout,
-            "mesh": self.mesh,
-            "alone": self.alone,
+            **{name: getattr(self, name) for name in _AS_THEY_ARE},
             "tolerance": asdict(self.tolerance),
             "first": _plain(first) if first else None,
             "first_parameter": _plain(parameter) if parameter else None,
             "differences": [_plain(difference) for difference in self.differences],
         }
+
+
+_AS_THEY_ARE = ("ranks", "replicas", "steps", "seed", "layout", "mesh", "alone")  # in `to_dict`
 
 
 class _Result(Protocol):

@@ -8,9 +8,8 @@ compares; tensors that are not sharded are compared on every rank.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from functools import partial
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ def run_sharded(alive: Callable[[], None], plan: Plan, tolerance: Tolerance) -> 
     """
     torch.manual_seed(plan.seed)
     case = load_case(plan.spec)
-    mesh = _mesh(plan)
+    mesh = Dimensions(plan.mesh).mesh("cpu") if plan.mesh else mesh_of("cpu", plan.ranks, plan.replicas)
     module = apply_shard(case, case.build(), mesh, layout=plan.layout)
     parameters, tied = named(module)
     optimizer = case.optimizer(module)
@@ -45,15 +44,8 @@ def run_sharded(alive: Callable[[], None], plan: Plan, tolerance: Tolerance) -> 
     compares = all(mesh.get_local_rank(name) == 0 for name in shards)
     places = map(Dimensions(plan.mesh or "dp1").place, range(plan.ranks))
     stages = [place.get("pp", 0) for place in places]
-    compare = partial(
-        _compare_all,
-        parameters=parameters,
-        tolerance=tolerance,
-        compares=compares,
-        tied=tied,
-        stages=stages,
-    )
-    differences = compare("parameter", START, expected=start)
+    compare = _Comparison(parameters, tied, stages, tolerance, compares)
+    differences = compare("parameter", START, start)
     index, shares = share_of_batch(mesh) if plan.mesh else (dist.get_rank(), plan.ranks)
     for step in range(plan.steps):
         alive()
@@ -61,22 +53,19 @@ def run_sharded(alive: Callable[[], None], plan: Plan, tolerance: Tolerance) -> 
         batch = local_batch(take_batch(case, step), step, shares, index)
         optimizer.zero_grad()
         loss = take_gradients(case, module, batch)
-        expected = read_step(plan.folder, step) | {"tied": start["tied"]}
+        expected = read_step(plan.folder, step)
         found = _mean_over_ranks(loss)
         differences.append(compare_losses(found, expected["loss"], step=step, tolerance=tolerance.at(step)))
-        differences += compare("gradient", step, expected=expected)
+        differences += compare("gradient", step, expected)
         optimizer.step()
-        differences += compare("parameter", step, expected=expected)
+        differences += compare("parameter", step, expected)
     return differences if dist.get_rank() == 0 else []
 
 
-def _mesh(plan: Plan) -> DeviceMesh:
-    if plan.mesh is not None:
-        return Dimensions(plan.mesh).mesh("cpu")
-    if plan.replicas == 1:
-        return init_device_mesh("cpu", (plan.ranks,), mesh_dim_names=("shard",))
-    shape = (plan.replicas, plan.ranks // plan.replicas)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+def mesh_of(device: str, ranks: int, replicas: int) -> DeviceMesh:
+    """Return the mesh of a run whose dimensions have no names of their own."""
+    shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
+    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
 def _mean_over_ranks(loss: torch.Tensor | None) -> float:
@@ -86,64 +75,56 @@ def _mean_over_ranks(loss: torch.Tensor | None) -> float:
     return float(total[0] / total[1])
 
 
-@torch.no_grad()
-def _compare_all(
-    kind: Kind,
-    step: int,
-    parameters: Parameters,
-    expected: dict[str, Any],
-    *,
-    tolerance: Tolerance,
-    compares: bool,
-    tied: dict[str, str],
-    stages: list[int],
-) -> list[Difference]:
-    """Compare all tensors of one kind. Collective; every rank passes the same `kind` and `step`."""
-    start_names = list(expected["parameters"])
-    wanted: dict[str, torch.Tensor] = expected[f"{kind}s"]
-    slack = expected.get("slack", {}) if kind == "parameter" else {}
-    by_rank = _held_by_rank(kind, parameters, start_names)
-    differences: list[Difference] = []
-    for index, name in enumerate(start_names):
-        reference = PRESENT if name in wanted else EMPTY
-        held = _on_its_stages([states[index] for states in by_rank], stages)
-        if problem := _presence_problem(held, reference):
-            differences.append(Difference(kind=kind, step=step, name=name, problem=problem))
-            continue
-        if reference == EMPTY or name not in parameters:
-            continue
-        source = parameters[name] if kind == "parameter" else parameters[name].grad
-        assert source is not None
-        is_sharded = hasattr(source, "full_tensor")
-        whole = source.full_tensor() if is_sharded else source  # type: ignore[attr-defined]
-        if compares or not is_sharded:
-            differences.append(
-                compare_tensors(
-                    whole,
-                    wanted[name],
-                    kind=kind,
-                    step=step,
-                    name=name,
-                    scale=expected[f"{kind}_scales"][name],
-                    tolerance=tolerance.at(step),
-                    slack=slack.get(name),
-                    rank=dist.get_rank(),
-                )
-            )
-    if step == START:
-        differences += _name_problems(parameters, tied, start_names, expected["tied"])
-    return _gather_differences(differences)
+@dataclass(frozen=True)
+class _Comparison:
+    """Compares this rank's tensors of one kind with the reference's.
 
+    Attributes:
+        tied: by other name, the first name of a tied parameter.
+        stages: of all ranks.
+        compares: whether sharded tensors are compared on this rank.
+    """
 
-def _held_by_rank(kind: Kind, parameters: Parameters, names: list[str]) -> list[list[int]]:
-    held = []
-    for name in names:
-        parameter = parameters.get(name)
-        if parameter is None:
-            held.append(ABSENT)
-        else:
-            held.append(PRESENT if kind == "parameter" or parameter.grad is not None else EMPTY)
-    return together(f"comparing the {kind}s", lambda: held)
+    parameters: Parameters
+    tied: dict[str, str]
+    stages: list[int]
+    tolerance: Tolerance
+    compares: bool
+
+    @torch.no_grad()
+    def __call__(self, kind: Kind, step: int, expected: dict[str, Any]) -> list[Difference]:
+        """Compare all tensors of one kind. Collective; every rank passes the same `kind` and `step`."""
+        start_names = list(expected["parameters"])
+        wanted, scales = expected[f"{kind}s"], expected[f"{kind}_scales"]
+        slack = expected.get("slack", {}) if kind == "parameter" else {}
+        mine = [self._state(kind, name) for name in start_names]
+        by_rank = together(f"comparing the {kind}s", lambda: mine)
+        differences: list[Difference] = []
+        for name, *states in zip(start_names, *by_rank, strict=True):
+            reference = PRESENT if name in wanted else EMPTY
+            held = _on_its_stages(states, self.stages)
+            if problem := _presence_problem(held, reference):
+                differences.append(Difference(kind, step, name, problem=problem))
+                continue
+            if reference == EMPTY or name not in self.parameters:
+                continue
+            parameter = self.parameters[name]
+            source: Any = parameter if kind == "parameter" else parameter.grad
+            is_sharded = hasattr(source, "full_tensor")
+            whole = source.full_tensor() if is_sharded else source
+            if self.compares or not is_sharded:
+                at = Difference(kind, step, name, rank=dist.get_rank())
+                scale, tolerance, more = scales[name], self.tolerance.at(step), slack.get(name)
+                found = compare_tensors(whole, wanted[name], at, scale=scale, tolerance=tolerance, slack=more)
+                differences.append(found)
+        if step == START:
+            differences += _name_problems(self.parameters, self.tied, start_names, expected["tied"])
+        return _gather_differences(differences)
+
+    def _state(self, kind: Kind, name: str) -> int:
+        if name not in self.parameters:
+            return ABSENT
+        return PRESENT if kind == "parameter" or self.parameters[name].grad is not None else EMPTY
 
 
 def _on_its_stages(held: list[int], stages: list[int]) -> dict[int, int]:
@@ -179,14 +160,12 @@ def _name_problems(
     for name, first in tied.items():
         if name in expected:
             problems.append((name, f"tied to {first} on the ranks, separate in the reference"))
-    return [Difference(kind="parameter", step=START, name=name, problem=text) for name, text in problems]
+    return [Difference("parameter", START, name, problem=text) for name, text in problems]
 
 
 def _gather_differences(differences: list[Difference]) -> list[Difference]:
     """Gather and merge the differences of all ranks on rank 0; return none on other ranks."""
-    by_rank = together(
-        "merging all ranks' findings", lambda: [dataclasses.asdict(difference) for difference in differences]
-    )
+    by_rank = together("merging all ranks' findings", lambda: list(map(asdict, differences)))
     if dist.get_rank() != 0:
         return []
     return merge_ranks([Difference(**fields) for fields in each] for each in by_rank)

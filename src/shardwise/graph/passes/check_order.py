@@ -6,6 +6,7 @@ Ranks with different graphs would wait for each other forever, or exchange garba
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import torch
 from torch.distributed import ProcessGroup
@@ -85,8 +86,6 @@ def _visit(module: GraphModule, found: dict[Graph, None]) -> None:
     found[module.graph] = None
     for node in module.graph.nodes:
         if node.op in ("get_attr", "call_module"):
-            inner = module
-            for name in str(node.target).split("."):
-                inner = getattr(inner, name)
+            inner = attrgetter(str(node.target))(module)
             if isinstance(inner, GraphModule):
                 _visit(inner, found)

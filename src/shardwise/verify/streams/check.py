@@ -11,7 +11,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 from unittest import mock
@@ -143,14 +143,7 @@ def simulated(order: Order | None = None) -> Iterator[Findings]:
 
 
 def _patches(simulation: Simulation) -> list[Any]:
-    def is_pinned(tensor: Tensor, device: Any = None) -> bool:
-        return simulation.is_pinned(tensor)
-
-    def pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
-        return simulation.pin(tensor)
-
-    def record_stream(tensor: Tensor, stream: Stream) -> None:
-        simulation.record_stream(tensor, stream)
+    """Return patches of what torch's names mean while a simulation runs."""
 
     def current_stream(device: Any = None) -> Stream:
         if device is not None and torch.device(device).type != NAME:
@@ -158,7 +151,8 @@ def _patches(simulation: Simulation) -> list[Any]:
         current = active().current()
         return Stream(stream_id=current.stream_id) if isinstance(current, OwnStream) else current
 
-    to, run_thread = Tensor.to, threading.Thread.run
+    to, run_thread, load, module_of = Tensor.to, threading.Thread.run, torch.load, torch.get_device_module
+    replicate, create, engine = DistributedDataParallel.__init__, CommStreams.create, _compat.ENGINE
 
     def run_in_mode(thread: threading.Thread) -> None:
         with _compat.shared_with_thread(simulation.mode):  # the mode refuses tensors made in that thread
@@ -166,8 +160,6 @@ def _patches(simulation: Simulation) -> list[Any]:
 
     def to_indexed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         return to(tensor, *map(_indexed, args), **{key: _indexed(value) for key, value in kwargs.items()})
-
-    load = torch.load
 
     def load_there(file: Any, map_location: Any = None, *args: Any, **how: Any) -> Any:
         if isinstance(map_location, dict) and any(map(_is_there, map_location.values())):
@@ -179,8 +171,6 @@ def _patches(simulation: Simulation) -> list[Any]:
         loaded = load(file, "cpu" if there else map_location, *args, **how)
         return _moved(loaded, {}) if there else loaded
 
-    replicate = DistributedDataParallel.__init__
-
     def refuse_replicas(self: DistributedDataParallel, module: nn.Module, *args: Any, **how: Any) -> None:
         if any(isinstance(_compat.local_of(param), SimTensor) for param in module.parameters()):
             raise simulation.refuse(
@@ -190,11 +180,6 @@ def _patches(simulation: Simulation) -> list[Any]:
             )
         replicate(self, module, *args, **how)
 
-    create, engine, module_of = CommStreams.create, _compat.ENGINE, torch.get_device_module
-
-    def get_device_module(device: Any = None) -> Any:
-        return module_of(NAME if device is None else device)  # None means the only accelerator
-
     def named(device: torch.device) -> CommStreams | None:
         made = create(device)
         for each in ("copy_in", "all_gather", "reduce_scatter", "all_reduce") if made is not None else ():
@@ -202,47 +187,40 @@ def _patches(simulation: Simulation) -> list[Any]:
             stream.call(f"the {each.replace('_', '-')} stream")
         return made
 
-    reads = [
-        mock.patch.object(Tensor, each, simulation.read_by(each, getattr(Tensor, each)))
-        for each in ("numpy", "tolist", "__repr__", "__reduce_ex__")
-    ]
-    return [
-        *reads,
-        mock.patch.object(torch.UntypedStorage, "resize_", simulation.resize(torch.UntypedStorage.resize_)),
-        mock.patch.object(threading.Thread, "run", run_in_mode),
-        mock.patch.object(DistributedDataParallel, "__init__", refuse_replicas),
-        mock.patch.object(Tensor, "to", to_indexed),
-        mock.patch.object(Tensor, "pin_memory", pin_memory),
-        mock.patch.object(Tensor, "is_pinned", is_pinned),
-        mock.patch.object(Tensor, "record_stream", record_stream),
-        mock.patch.object(torch, "Stream", Stream),
-        mock.patch.object(torch, "Event", Event),
-        mock.patch.object(torch, "load", load_there),
-        mock.patch.object(torch, "Generator", _Generator),
-        mock.patch.multiple(
-            torch.accelerator,
-            is_available=lambda: True,
-            current_accelerator=lambda check_available=False: torch.device(NAME),
-            device_count=lambda: 1,
-            current_device_index=lambda: 0,
-            current_stream=current_stream,
-            set_stream=_set_stream,
-            synchronize=_synchronize,
-            set_device_index=_nothing,
-            device_index=_on_device,
-        ),
-        *(
-            mock.patch.object(torch.accelerator, name, answer)
-            for name, answer in _MEMORY.items()
-            if hasattr(torch.accelerator, name)
-        ),
-        mock.patch.object(torch, "get_device_module", get_device_module),
-        _compat.shapes_of_dtensors_unseen(simulation),
-        mock.patch.object(
-            torch.autograd, engine, simulation.timeline.backward(getattr(torch.autograd, engine))
-        ),
-        mock.patch.object(CommStreams, "create", staticmethod(named)),
-    ]
+    reads = ("numpy", "tolist", "__repr__", "__reduce_ex__")
+    replaced: dict[Any, dict[str, Any]] = {
+        Tensor: {
+            **{each: simulation.read_by(each, getattr(Tensor, each)) for each in reads},
+            "to": to_indexed,
+            "pin_memory": lambda tensor, device=None: simulation.pin(tensor),
+            "is_pinned": lambda tensor, device=None: simulation.is_pinned(tensor),
+            "record_stream": lambda tensor, stream: simulation.record_stream(tensor, stream),
+        },
+        torch.UntypedStorage: {"resize_": simulation.resize(torch.UntypedStorage.resize_)},
+        threading.Thread: {"run": run_in_mode},
+        DistributedDataParallel: {"__init__": refuse_replicas},
+        torch: {
+            "Stream": Stream,
+            "Event": Event,
+            "load": load_there,
+            "Generator": _Generator,
+            # None means the only accelerator.
+            "get_device_module": lambda device=None: module_of(NAME if device is None else device),
+        },
+        torch.accelerator: {
+            "is_available": lambda: True,
+            "current_accelerator": lambda check_available=False: torch.device(NAME),
+            "current_device_index": lambda: 0,
+            "current_stream": current_stream,
+            "set_device_index": _nothing,
+            "device_index": _on_device,
+            **{name: answer for name, answer in _COMMON.items() if hasattr(torch.accelerator, name)},
+        },
+        torch.autograd: {engine: simulation.timeline.backward(getattr(torch.autograd, engine))},
+        CommStreams: {"create": staticmethod(named)},
+    }
+    made = [mock.patch.object(of, name, new) for of, names in replaced.items() for name, new in names.items()]
+    return [*made, _compat.shapes_of_dtensors_unseen(simulation)]
 
 
 def _is_there(device: Any) -> bool:
@@ -303,63 +281,43 @@ def _indexed(value: Any) -> Any:
     return torch.device(NAME, 0) if value in (NAME, torch.device(NAME)) else value
 
 
-def _set_stream(stream: Stream) -> None:
-    active().set(stream)
-
-
-def _synchronize(device: Any = None) -> None:
-    active().synchronize()
-
-
-@contextmanager
-def _on_device(index: Any = None) -> Iterator[None]:
-    yield
-
-
-def _number(value: int) -> Callable[..., int]:
-    return lambda *args: value
-
-
 def _nothing(*args: Any) -> None:
     pass
 
 
-_MEMORY: dict[str, Callable[..., Any]] = {
-    "memory_allocated": _number(0),
-    "memory_reserved": _number(0),
-    "max_memory_allocated": _number(0),
-    "max_memory_reserved": _number(0),
+def _on_device(index: Any = None) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+# What torch.accelerator, as far as this torch has it, and the device's module do alike.
+_COMMON: dict[str, Callable[..., Any]] = {
+    "device_count": lambda: 1,
+    "set_stream": lambda stream: active().set(stream),
+    "synchronize": lambda device=None: active().synchronize(),
     "memory_stats": lambda *args: {},
-    "reset_accumulated_memory_stats": _nothing,
-    "reset_peak_memory_stats": _nothing,
-    "empty_cache": _nothing,
+    **dict.fromkeys(
+        ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"),
+        lambda *args: 0,
+    ),
+    **dict.fromkeys(("reset_accumulated_memory_stats", "reset_peak_memory_stats", "empty_cache"), _nothing),
 }
 
 
 def _module() -> types.ModuleType:
     """Make the module that torch expects for a device type."""
     module: Any = types.ModuleType("torch.lazy")
-
-    @contextmanager
-    def on_stream(stream: Stream | None) -> Iterator[None]:
-        if stream is None:
-            yield
-            return
-        with stream:
-            yield
-
     module.is_available = module.is_initialized = is_active
     module.is_bf16_supported = lambda *args: True
     module._is_in_bad_fork = lambda: False
-    module.current_device, module.device_count = _number(0), _number(1)
-    vars(module).update(_MEMORY)
+    module.current_device = lambda: 0
+    vars(module).update(_COMMON)
     module.set_device = module.manual_seed = module.manual_seed_all = _nothing
     module.get_rng_state = lambda *args: torch.get_rng_state()
     module.set_rng_state = lambda state, *args: torch.set_rng_state(state)
     module.current_stream = lambda *args: OwnStream(stream_id=active().current().stream_id)
     module.default_stream = lambda *args: OwnStream(stream_id=active().computation.stream_id)
-    module.set_stream, module.synchronize = _set_stream, _synchronize
-    module.stream, module.device = on_stream, _on_device
+    module.stream = lambda stream: nullcontext() if stream is None else stream
+    module.device = _on_device
     module.Stream, module.Event = OwnStream, OwnEvent
     return cast(types.ModuleType, module)
 

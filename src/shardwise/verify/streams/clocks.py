@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 HOST = 0
 Clock = dict[int, int]  # ticks by line
@@ -28,7 +27,6 @@ class Operation:
     name: str
     place: str  # in the code
     stream: str  # the line's name
-    job: Any = None  # runs a deferred operation
 
     def __str__(self) -> str:
         return f"{self.name} on {self.stream} ({self.place})"

@@ -21,19 +21,11 @@ from torch import Tensor
 
 from shardwise import _compat
 from shardwise._compat import AsyncCollectiveTensor, resolve_process_group, storage_id, wait_for_collective
-from shardwise.comm.count import tensors_in
+from shardwise.comm.count import on_tensors, tensors_in
 from shardwise.comm.kinds import NATIVE, WAIT
 from shardwise.planner.noop_group import COLLECTIVES, NoopGroup
 from shardwise.verify.streams.clocks import Clock, Line, Operation, merge
-from shardwise.verify.streams.device import (
-    NAME,
-    SimTensor,
-    Simulation,
-    bare_of,
-    memory_of,
-    on_device,
-    on_tensors,
-)
+from shardwise.verify.streams.device import NAME, SimTensor, Simulation, bare_of, memory_of, on_device
 from shardwise.verify.streams.streams import Stream
 
 # These methods write the first argument and read the second; all others read and write every tensor.
@@ -43,9 +35,9 @@ _TWO_SIDED = ("gather", "scatter", "all_to_all", "alltoall")
 class _Work(dist.Work):
     """Stand-in for the work of an asynchronous collective."""
 
-    def __init__(self, collectives: Collectives, line: Line, tensors: list[Tensor], work: Any) -> None:
+    def __init__(self, collectives: Collectives, line: Line, tensors: list[Tensor]) -> None:
         super().__init__()
-        self.collectives, self._tensors, self._work = collectives, tensors, work
+        self.collectives, self._tensors = collectives, tensors
         self._clock = dict(line.clock)
 
     def wait(self, timeout: Any = None) -> bool:
@@ -84,7 +76,7 @@ class _Future(torch.futures.Future[Any]):
         with stream:
             self._work.wait()
             value = callback(self)
-        return _Future(_Work(collectives, stream.line, [], None), value)
+        return _Future(_Work(collectives, stream.line, []), value)
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         self.then(callback)
@@ -161,7 +153,7 @@ class Collectives:
             return work
 
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            tensors = list(tensors_in((args, tuple(kwargs.values()))))
+            tensors = list(tensors_in((args, kwargs)))
             late = self.simulation.late
             if name == "barrier":  # NCCL's barrier blocks the host until the current stream reaches it
                 self.simulation.timeline.current().synchronize()
@@ -171,7 +163,8 @@ class Collectives:
                 return again(group, (args, kwargs), None)
             batch = self._batches.get(group.group_name)
             asynchronous = asks_async(args, kwargs) or name in ("send", "recv") or batch is not None
-            operation, *touched = self.issue(name, group, args, tensors, asynchronous=asynchronous)
+            touched = _touched(name, args, tensors)
+            operation = self.issue(name, group, *touched, asynchronous=asynchronous)
             if batch is not None:
                 batch.append(_Part(again, (args, kwargs), operation, *touched))
                 return None
@@ -184,7 +177,7 @@ class Collectives:
             if not asynchronous:
                 return work
             work.wait()  # the simulation decides what runs when
-            return _Work(self, self.line_of(group), tensors, work)
+            return _Work(self, self.line_of(group), tensors)
 
         return call
 
@@ -207,43 +200,27 @@ class Collectives:
             late.collective(parts[-1].operation, group, together, given, *touched)
         work.wait()
         tensors = [t for part in parts for t in (*part.read, *part.written)]
-        return _Work(self, self.line_of(group), tensors, work)
+        return _Work(self, self.line_of(group), tensors)
 
     def issue(
         self,
         name: str,
         group: dist.ProcessGroup,
-        args: Any,
-        tensors: Sequence[Tensor],
+        read: Sequence[Tensor],
+        written: Sequence[Tensor],
         *,
         asynchronous: bool,
-        written: Sequence[Tensor] | None = None,
-    ) -> tuple[Operation, Sequence[Tensor], Sequence[Tensor]]:
+    ) -> Operation:
         """Report a collective, with its reads and writes, to the simulation."""
         simulation, stream = self.simulation, self.simulation.timeline.current()
-        line = stream.line
-        if asynchronous:
-            line = self.line_of(group)
-            merge(line.clock, stream.line.clock)
+        line = self.line_of(group) if asynchronous else stream.line
+        merge(line.clock, stream.line.clock)
         operation = simulation.timeline.issue(line, name)
-        read = tensors
-        if written is not None:
-            pass
-        elif any(word in name for word in _TWO_SIDED) and len(args) > 1:
-            written, read = list(tensors_in(args[0])), list(tensors_in(args[1]))
-            if "gather" in name and len(written) == len(read) == 1:
-                written = _all_but(read[0], written[0])
-        elif name == "send":
-            written = []
-        elif name == "recv":
-            written, read = tensors, []
-        else:
-            written = tensors
-        for group_of, writes in ((read, False), (written, True)):
-            for tensor in group_of:
+        for tensors, writes in ((read, False), (written, True)):
+            for tensor in tensors:
                 if isinstance(tensor, SimTensor):
                     simulation.touch(tensor, operation, line, writes=writes)
-        return operation, read, written
+        return operation
 
     def functional(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a functional collective, which is asynchronous until `wait_tensor`."""
@@ -270,7 +247,7 @@ class Collectives:
                 _fill(name, bare_of(out), memory_of(source), group.size())
         in_place = name.partition(".")[0].endswith(("_", "_out"))
         written = tensors if in_place else [on_device(t) for t in made]
-        operation, *touched = self.issue(name, group, (), tensors, asynchronous=True, written=written)
+        operation = self.issue(name, group, tensors, written, asynchronous=True)
         if simulation.late is not None:
             real = not isinstance(group, NoopGroup)
             if real:
@@ -278,7 +255,9 @@ class Collectives:
             for tensor in tensors_in(result):
                 wait_for_collective(tensor)
             again = partial(_functional_again, func)
-            simulation.late.collective(operation, group, again, (args, kwargs), *touched, outcome=written)
+            simulation.late.collective(
+                operation, group, again, (args, kwargs), tensors, written, outcome=written
+            )
             if real:
                 simulation.late.run_all()  # nor while the repeated collective waits
         for tensor in made or tensors:
@@ -291,6 +270,18 @@ def asks_async(args: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether a process group's method is called asynchronously."""
     options = [one for one in (*args, *kwargs.values()) if hasattr(one, "asyncOp")]
     return bool(options and options[0].asyncOp) or kwargs.get("async_op") is True
+
+
+def _touched(name: str, args: Any, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return what a process group's method reads, and what it writes."""
+    if name in ("send", "recv"):
+        return (tensors, []) if name == "send" else ([], tensors)
+    if len(args) < 2 or not any(word in name for word in _TWO_SIDED):
+        return tensors, tensors
+    written, read = list(tensors_in(args[0])), list(tensors_in(args[1]))
+    if "gather" in name and len(written) == len(read) == 1:
+        written = _all_but(read[0], written[0])
+    return read, written
 
 
 def _all_but(part: Tensor, whole: Tensor) -> list[Tensor]:
@@ -319,7 +310,7 @@ def _as_equal_ranks(name: str, args: Any, ranks: int) -> None:
     if name == "recv":
         for tensor in tensors_in(args[0]):
             bare_of(tensor).zero_()
-    if len(args) > 1 and any(word in name for word in ("gather", "scatter", "all_to_all", "alltoall")):
+    if len(args) > 1 and any(word in name for word in _TWO_SIDED):
         outs, sources = list(tensors_in(args[0])), list(tensors_in(args[1]))
         for index, out in enumerate(outs):
             _fill(name, bare_of(out), bare_of(sources[index % len(sources)]), ranks)

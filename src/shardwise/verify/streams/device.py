@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardwise import _compat
 from shardwise._compat import TorchDispatchMode
+from shardwise.comm.count import on_tensors, tensors_in
 from shardwise.errors import ShardwiseError
 from shardwise.verify.streams import operators
 from shardwise.verify.streams.clocks import Line, Operation
@@ -266,7 +267,8 @@ class Simulation:
         self, how: operators.Operator, func: Any, args: Any, kwargs: Any, *, leaves: bool, pins: bool
     ) -> Any:
         bare_args, bare_kwargs = on_tensors(args, bare_of), on_tensors(kwargs, bare_of)
-        before = _rng(func) if self.late is not None else None
+        draws = self.late is not None and torch.Tag.nondeterministic_seeded in func.tags
+        before = torch.get_rng_state() if draws else None
         reads, writes = how.accesses(args, kwargs)
         # To operators other than copies, a 0-dim host tensor is a number, read at launch.
         numbers = [] if how.crosses else [t for t in reads if not t.ndim and self._is_on_host(t)]
@@ -274,8 +276,8 @@ class Simulation:
             self.late.host_reads(numbers, how.name)
         result = func(*bare_args, **bare_kwargs)
         self._check_devices(how, (*reads, *writes))
-        given = {_compat.storage_id(t) for t in tensors_of((bare_args, bare_kwargs))}
-        made = [t for t in tensors_of(result) if _compat.storage_id(t) not in given]
+        given = {_compat.storage_id(t) for t in tensors_in((bare_args, bare_kwargs))}
+        made = [t for t in tensors_in(result) if _compat.storage_id(t) not in given]
         if how.only_views and not made:
             return on_tensors(result, on_device)
         if pins:
@@ -402,7 +404,7 @@ class _Mode(TorchDispatchMode):
                     return found
         wanted = kwargs.get("device")
         is_there = wanted is not None and torch.device(wanted).type == NAME
-        for tensor in tensors_of((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             if isinstance(tensor, SimTensor):
                 is_there = True
             elif tensor.device.type == NAME:
@@ -415,30 +417,6 @@ class _Mode(TorchDispatchMode):
 
 def bare_of(tensor: Tensor) -> Tensor:
     return memory_of(tensor) if isinstance(tensor, SimTensor) else tensor
-
-
-def _rng(func: Any) -> Tensor | None:
-    return torch.get_rng_state() if torch.Tag.nondeterministic_seeded in func.tags else None
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_of(item)
-    elif isinstance(value, dict):
-        yield from tensors_of(tuple(value.values()))
-
-
-def on_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)([on_tensors(item, function) for item in value])
-    if isinstance(value, dict):
-        return {key: on_tensors(item, function) for key, item in value.items()}
-    return value
 
 
 _latest: list[Simulation] = []

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise._compat import FakeTensor
+from shardwise.comm.count import on_tensors, tensors_in
 from shardwise.comm.kinds import NAMESPACES
 
 _ALLOCATE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted")
@@ -93,22 +94,14 @@ class Operator:
         """Return the result, with written arguments replaced by the arguments themselves."""
         if not isinstance(result, (list, tuple)):
             known = self.returns[0] if self.returns else None
-            if known is not None:
-                return _argument(known, args, kwargs)
-            return wrap(result) if isinstance(result, Tensor) else result
+            return on_tensors(result, wrap) if known is None else _argument(known, args, kwargs)
         places = self.returns if len(self.returns) == len(result) else (None,) * len(result)
         return type(result)(
             [
-                _wrapped(one, wrap) if at is None else _argument(at, args, kwargs)
+                on_tensors(one, wrap) if at is None else _argument(at, args, kwargs)
                 for one, at in zip(result, places, strict=True)
             ]
         )
-
-
-def _wrapped(value: Any, wrap: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)([_wrapped(item, wrap) for item in value])
-    return wrap(value) if isinstance(value, Tensor) else value
 
 
 def _argument(at: int | str, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -118,9 +111,7 @@ def _argument(at: int | str, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _tensors_at(at: int | str, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    value = _argument(at, args, kwargs)
-    items = value if isinstance(value, (list, tuple)) else [value]
-    return [item for item in items if isinstance(item, Tensor)]
+    return list(tensors_in(_argument(at, args, kwargs)))
 
 
 @cache

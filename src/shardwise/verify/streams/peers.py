@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -22,15 +22,9 @@ _LOOKS_EVERY_SECONDS, _TELLS_AFTER_SECONDS = 0.002, 0.02
 _WAITERS = 64  # waits may nest: a collective that others wait for may itself wait
 
 
-@dataclass
-class _Known:
-    """State that outlives a simulation: a default group's second groups, which are slow to make."""
-
-    twins: dict[str, Future[dist.ProcessGroup]] = field(default_factory=dict)
-    simulations: int = 0
-
-
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, _Known] = weakref.WeakKeyDictionary()
+# What outlives a simulation, by default group: the number of simulations, and second groups, slow to make.
+_simulations = weakref.WeakKeyDictionary[dist.ProcessGroup, int]()
+_twins = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Future[dist.ProcessGroup]]]()
 
 
 class Peers:
@@ -42,18 +36,17 @@ class Peers:
 
     def __init__(self) -> None:
         self.put_off: dict[str, Callable[[], None]] = {}
-        self._counts: dict[str, int] = {}
+        self._counts = Counter[str]()
         self._waiters = ThreadPoolExecutor(_WAITERS)
         self._run = 0
         if (world := dist.group.WORLD) is not None:
-            known = _known.setdefault(world, _Known())
-            self._run = known.simulations = known.simulations + 1
+            self._run = _simulations[world] = _simulations.get(world, 0) + 1
 
     def name(self, group: dist.ProcessGroup, line: str) -> str:
         """Return the name of the next collective on a line, equal on all ranks of `group`."""
         key = f"{group.group_name}/{line}"
-        count = self._counts[key] = self._counts.get(key, 0) + 1
-        return f"shardwise/second/{self._run}/{key}/{count}"
+        self._counts[key] += 1
+        return f"shardwise/second/{self._run}/{key}/{self._counts[key]}"
 
     def twin(self, group: dist.ProcessGroup, line: str, name: str) -> dist.ProcessGroup:
         """Return a group of the same ranks for what a line runs a second time.
@@ -65,7 +58,7 @@ class Peers:
             return group
         world = dist.group.WORLD
         assert world is not None
-        twins, key = _known.setdefault(world, _Known()).twins, f"shardwise/second/{group.group_name}/{line}"
+        twins, key = _twins.setdefault(world, {}), f"shardwise/second/{group.group_name}/{line}"
         if key not in twins:
             twins[key] = self._waiters.submit(_compat.second_group, group, key)
         self._until(twins[key], name)

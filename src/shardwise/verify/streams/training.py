@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -11,13 +13,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import _compat
 from shardwise.planner.noop_group import noop_world
 from shardwise.sharded_tensor.kinds import holding_of
 from shardwise.verify.case import Case, CaseError, apply_shard, load_case, local_batch
 from shardwise.verify.reference import take_batch, take_gradients
+from shardwise.verify.sharded import mesh_of
 from shardwise.verify.streams.check import Finding, Findings, simulated
 from shardwise.verify.streams.device import NAME, running
 
@@ -84,24 +87,20 @@ def check_streams(
     """
     if ranks % replicas:
         raise CaseError(f"{ranks} ranks cannot be divided into {replicas} replicas of equal size.")
-    with mock.patch.object(sys, "argv", sys.argv):  # the script sets its own
-        case = _loaded(case_spec)
+    # The script sets its own arguments.
+    with mock.patch.object(sys, "argv", sys.argv), _named(case_spec, "when it was loaded"):
+        case = load_case(case_spec)
     receives = mock.patch.object(dist, "recv_object_list", _receive)
-    shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
     findings: dict[str, Finding] = {}  # by text, as several ranks may find the same
     operations = streams = 0
     held: set[str] = set()  # names of parameters of which a rank tried so far has a part
     rank: int | None = 0
     while rank is not None:
-        try:
-            with simulated() as found, noop_world(ranks, rank=rank), receives:
-                torch.manual_seed(seed)
-                mesh = init_device_mesh(NAME, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-                rank = _holder_of_others(_train(case, mesh, found, steps, layout), held)
-        except CaseError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise _failed(case_spec, "on the simulated device", error) from error
+        named = _named(case_spec, "on the simulated device")
+        with named, simulated() as found, noop_world(ranks, rank=rank), receives:
+            torch.manual_seed(seed)
+            mesh = mesh_of(NAME, ranks, replicas)
+            rank = _holder_of_others(_train(case, mesh, found, steps, layout), held)
         findings |= {str(one): one for one in found.findings}
         operations += found.operations
         streams = max(streams, len(found.simulation.timeline.lines) - 1)
@@ -128,18 +127,16 @@ def _receive(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def _loaded(case_spec: str) -> Case:
+@contextmanager
+def _named(case_spec: str, when: str) -> Iterator[None]:
+    """Raise what the case raises as a `CaseError` that names it."""
     try:
-        return load_case(case_spec)
+        yield
     except CaseError:
         raise
     except (Exception, SystemExit) as error:
-        raise _failed(case_spec, "when it was loaded", error) from error
-
-
-def _failed(case_spec: str, when: str, error: BaseException) -> CaseError:
-    what = f"{case_spec} raised {type(error).__name__} {when}: {error}"
-    return CaseError(what, traceback=traceback.format_exc())
+        what = f"{case_spec} raised {type(error).__name__} {when}: {error}"
+        raise CaseError(what, traceback=traceback.format_exc()) from error
 
 
 def _train(case: Case, mesh: DeviceMesh, found: Findings, steps: int, layout: str | None) -> nn.Module:

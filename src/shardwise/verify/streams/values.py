@@ -33,11 +33,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import _compat
+from shardwise.comm.count import on_tensors, tensors_in
 from shardwise.errors import ShardwiseError
 from shardwise.planner.noop_group import NoopGroup
 from shardwise.verify.streams import operators
 from shardwise.verify.streams.clocks import Clock, Operation
-from shardwise.verify.streams.device import SimTensor, Simulation, bare_of, on_tensors, span, tensors_of
+from shardwise.verify.streams.device import SimTensor, Simulation, bare_of, span
 from shardwise.verify.streams.memory import Block
 from shardwise.verify.streams.orders import Order
 from shardwise.verify.streams.peers import Peers
@@ -180,14 +181,10 @@ class Late:
         given, named = on_tensors(args, twin), on_tensors(kwargs, twin)
 
         def again() -> Any:
-            if random_state is None:
+            with torch.random.fork_rng((), enabled=random_state is not None):
+                if random_state is not None:
+                    torch.set_rng_state(random_state)
                 return func(*given, **named)
-            now = torch.get_rng_state()
-            torch.set_rng_state(random_state)
-            try:
-                return func(*given, **named)
-            finally:
-                torch.set_rng_state(now)
 
         self._put_off(operation, again, twin, reads, writes, outcome)
 
@@ -241,9 +238,9 @@ class Late:
         written: Sequence[Tensor],
         outcome: Any,
     ) -> None:
-        returned = [twin(t) for t in tensors_of(outcome)]
+        returned = [twin(t) for t in tensors_in(outcome)]
         value = outcome if isinstance(outcome, (bool, int, float, complex)) else None
-        changed = {id(t): t for t in (*written, *tensors_of(outcome)) if t.numel()}
+        changed = {id(t): t for t in (*written, *tensors_in(outcome)) if t.numel()}
         expected = [(twin(t), self._shadow_of(t) is None, _bytes(t)) for t in changed.values()]
 
         def run() -> None:
@@ -253,7 +250,7 @@ class Late:
             except (RuntimeError, IndexError) as error:
                 self._differs("an argument", f"{seen}, which fails: {error}", operation)
                 return
-            for to, made in zip(returned, tensors_of(result), strict=False):
+            for to, made in zip(returned, tensors_in(result), strict=False):
                 if to.shape != made.shape:
                     self._differs("a shape", f"{seen}: {tuple(made.shape)}", operation)
                 elif to.data_ptr() != made.data_ptr():
@@ -381,15 +378,10 @@ class Late:
     def host_reads(self, tensors: Iterable[Tensor], name: str) -> None:
         """Prepare for a read of the host's own memory."""
         for tensor in tensors:
-            block = self.simulation.host.at(span(tensor)[0])
-            if (
-                block is None
-                or block.shadow is None
-                or torch.equal(_bytes(self._twin(tensor)), _bytes(tensor))
-            ):
-                continue
-            writers = [job.operation for job in block.shadow.waiting if block.shadow in job.writes]
-            self._differs("a value read by the host", f"in {name}", writers[0] if writers else self._first)
+            shadow = getattr(self.simulation.host.at(span(tensor)[0]), "shadow", None)
+            if shadow is not None and not torch.equal(_bytes(self._twin(tensor)), _bytes(tensor)):
+                writers = (job.operation for job in shadow.waiting if shadow in job.writes)
+                self._differs("a value read by the host", f"in {name}", next(writers, self._first))
 
     def host_wrote(self, tensors: Iterable[Tensor]) -> None:
         """Record that the host has written its own memory, at once."""
