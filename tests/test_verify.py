@@ -312,6 +312,7 @@ def test_a_mesh_that_does_not_exist_is_refused_before_anything_starts(arguments,
 # ---------------------------------------------------------------- whole verifications
 
 
+@pytest.mark.usefixtures("pooled")
 def test_a_right_case_is_within_tolerance_on_three_ranks():
     result = verify(RIGHT, ranks=3, steps=3)
     assert result.ok
