@@ -75,7 +75,7 @@ def load_elsewhere(path: Path) -> Any:
     return full(whole_state(model, optimizer, progress))
 
 
-def test_four_ranks_checkpoint_loads_on_any_number_bit_for_bit(ranks: Any, tmp_path: Path) -> None:
+def test_four_ranks_checkpoint_loads_on_other_rank_counts_bit_for_bit(ranks: Any, tmp_path: Path) -> None:
     saved = ranks(train_and_save, tmp_path, world_size=4)[0]
     found = [ranks(load_elsewhere, tmp_path, world_size=readers) for readers in (4, 2, 1, 3)]
     for loaded in itertools.chain(*found):
