@@ -44,7 +44,7 @@ def test_steps_are_those_of_one_process() -> None:
 
 @on_ranks(4)
 def test_a_checkpoint_of_each_mesh_is_that_of_each_other_bit_for_bit() -> None:
-    found = beside.checkpoints(["pp2,dp2", "ep2,tp2", "replicate2,sp2"], most=2, depth=2)
+    found = beside.checkpoints(["pp2,dp2", "ep2,tp2", "replicate2,sp2"], most=1, depth=2)
     assert [both for both, right in found.items() if not right] == []
 
 
