@@ -17,7 +17,7 @@ from shardwise.errors import ShardingError
 from shardwise.layout import Box, cover, index
 from shardwise.layout.messages import subtract
 
-relaxed = settings(max_examples=50)
+relaxed = settings(max_examples=100)
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 

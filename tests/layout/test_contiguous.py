@@ -20,7 +20,7 @@ from shardwise.layout import (
     RaggedShard,
 )
 
-relaxed = settings(max_examples=50)
+relaxed = settings(max_examples=100)
 FP32, BF16 = torch.float32, torch.bfloat16
 DTYPES = [FP32, BF16, torch.float64, torch.uint8]
 ROWS = RaggedShard()

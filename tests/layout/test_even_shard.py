@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 from shardwise.errors import ShardingError
 from shardwise.layout import Box, EvenShard
 
-relaxed = settings(max_examples=50)
+relaxed = settings(max_examples=100)
 Case = tuple[tuple[int, ...], int, int]
 
 

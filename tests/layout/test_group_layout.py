@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.layout import EvenShard, InterleavedLayout, ParamSpec, Segment, Slot
 
-relaxed = settings(max_examples=50)
+relaxed = settings(max_examples=100)
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]
 FP32 = torch.float32
 

@@ -19,7 +19,7 @@ from shardwise.layout import index
 from shardwise.layout.box import Box
 from shardwise.layout.messages import Message, subtract, transfer
 
-relaxed = settings(max_examples=60)
+relaxed = settings(max_examples=120)
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 Boxes = list[list[Box]]

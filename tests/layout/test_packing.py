@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardwise.layout import Packing, least_shard_numel, pack
 from shardwise.layout.packing import _candidates
 
-relaxed = settings(max_examples=100)
+relaxed = settings(max_examples=200)
 Shapes = list[tuple[int, ...]]
 
 

@@ -50,7 +50,7 @@ def as_box(marked: np.ndarray) -> Box | None:
     return box if box.numel == len(where) else None
 
 
-@settings(max_examples=100)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_box_stays_a_box_under_a_reshape_exactly_if_its_elements_are_one(data: st.DataObject) -> None:
     old = data.draw(SIZES)
@@ -94,7 +94,7 @@ def test_rows_cut_between_ranks_stay_rows_when_they_are_split_in_two() -> None:
     assert reshape_boxes([columns], old=(4, 6), new=(4, 2, 3)) == [Box((0, 1, 0), (4, 1, 3))]
 
 
-@settings(max_examples=100)
+@settings(max_examples=200)
 @given(st.data())
 def test_what_an_index_leaves_of_a_box_lies_where_numpy_puts_its_elements(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(0, 5), max_size=3))
