@@ -241,6 +241,7 @@ def test_doctor_fails_only_where_something_needed_is_broken(monkeypatch, status,
     assert "fix it" in result.output
 
 
+@pytest.mark.usefixtures("pooled")
 def test_the_command_finds_a_wrong_gradient_in_a_real_run():
     ended = run("verify", f"{CASES / 'wrong.py'}:scaled_gradient", "--ranks", "2", "--steps", "2")
     assert ended.exit_code == 1, ended.stderr

@@ -39,8 +39,10 @@ def checked(case: str) -> tuple[list[Any], Any]:
 @on_ranks(2)
 def test_a_slice_of_it_passes_on_two_simulated_devices_with_every_figure(tmp_path: Path) -> None:
     import gpu
+    from gpu_place import Shape
 
-    gpu.everything(place(), tmp_path, ["bf16, gradients reduced in fp32"])
+    with mock.patch("gpu_figures.TINY", Shape(blocks=1)), mock.patch("gpu_checks.SIMULATED", Shape(blocks=1)):
+        gpu.everything(place(), tmp_path, ["bf16, gradients reduced in fp32"])
     torch.distributed.barrier()
     told = gpu.told_by(tmp_path)
     page = gpu.page(told["checks"], told["figures"], "2 x simulated device", means_nothing=True)

@@ -165,13 +165,11 @@ def test_a_save_in_a_store_that_was_killed_is_no_checkpoint_and_spoils_no_later_
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("what", ["part", "manifest", "midway"])
 def test_a_store_that_refuses_ends_the_save_on_every_rank_and_the_next_one_works(
-    store: tuple[str, str], what: str
+    store: tuple[str, str],
 ) -> None:
     folder = reached(store)
     save(folder, state_of("interleaved", 1), step=1)
-    before = objects(folder)
 
     def refused(*args: Any) -> Any:
         raise OSError("no")
@@ -180,31 +178,34 @@ def test_a_store_that_refuses_ends_the_save_on_every_rank_and_the_next_one_works
         part.write_part(*args)
         raise OSError("no")
 
-    culprit = 0 if what == "manifest" else 1
-    call = "saving" if what == "midway" else "save_async of"
-    failed = rf"{call} step 2 to s3://.* failed\n  rank {culprit}: OSError: no"
-    with pytest.MonkeyPatch.context() as patch, StopSignals() as stop:
-        if what == "manifest":
-            patch.setattr(commit, "write_manifest", refused)
-        elif dist.get_rank() == 1:
-            patch.setattr(background, "write_part", refused)
-            patch.setattr("shardwise.checkpoint.write.write_part", refused_midway)
-        if what == "midway":
-            with pytest.raises(CheckpointError, match=failed):
-                save(folder, state_of("interleaved", 2), step=2)
-        else:
-            saving = save_async(folder, state_of("interleaved", 2), step=2)
-            saving._thread.join()
-            with pytest.raises(CheckpointError, match=failed):
-                assert not any(stop.asked() for _ in range(2))
-    dist.barrier()
-    assert objects(folder) == before
-    assert latest_step(folder) == 1
-    dist.barrier()
-    save(folder, state_of("interleaved", 3), step=2)
+    for step, what in enumerate(("part", "manifest", "midway"), start=2):
+        before = objects(folder)
+        dist.barrier()
+        culprit = 0 if what == "manifest" else 1
+        call = "saving" if what == "midway" else "save_async of"
+        failed = rf"{call} step {step} to s3://.* failed\n  rank {culprit}: OSError: no"
+        with pytest.MonkeyPatch.context() as patch, StopSignals() as stop:
+            if what == "manifest":
+                patch.setattr(commit, "write_manifest", refused)
+            elif dist.get_rank() == 1:
+                patch.setattr(background, "write_part", refused)
+                patch.setattr("shardwise.checkpoint.write.write_part", refused_midway)
+            if what == "midway":
+                with pytest.raises(CheckpointError, match=failed):
+                    save(folder, state_of("interleaved", 0), step=step)
+            else:
+                saving = save_async(folder, state_of("interleaved", 0), step=step)
+                saving._thread.join()
+                with pytest.raises(CheckpointError, match=failed):
+                    assert not any(stop.asked() for _ in range(2))
+        dist.barrier()
+        assert objects(folder) == before
+        assert latest_step(folder) == step - 1
+        dist.barrier()
+        save(folder, state_of("interleaved", step), step=step)
     state = state_of("interleaved", 0)
-    assert load(folder, state) == 2
-    check(state, 3)
+    assert load(folder, state) == 4
+    check(state, 4)
 
 
 def test_other_urls_are_stores_too_and_those_of_files_are_paths(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -56,26 +57,20 @@ def train_and_fail(how: str, victim: int) -> str:
     return "nothing"
 
 
-def test_a_stage_that_raises_is_named_with_its_error_by_those_that_wait(mortal_ranks: RankPool) -> None:
-    said = mortal_ranks(train_and_fail, "raises", 2, world_size=4, timeout=60.0)
+@pytest.fixture(scope="module")
+def stages() -> Iterator[RankPool]:
+    """Ranks that one of the tests ends."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+def test_a_stage_that_raises_is_named_with_its_error_by_those_that_wait(stages: RankPool) -> None:
+    said = stages(train_and_fail, "raises", 2, world_size=4, timeout=60.0)
     assert "a number that is none" in said[2]
     for rank in (0, 1, 3):  # the same stages, the other stage of its copy, and that one's peer
         assert said[rank].startswith("RankMismatchError"), said
         assert "rank 2 (pp 1, dp 0)" in said[rank]
-
-
-def test_a_stage_that_dies_is_named(mortal_ranks: RankPool) -> None:
-    with pytest.raises(RankFailure) as failed:
-        mortal_ranks(expect_death, world_size=4, timeout=60.0)
-    assert "died with exit code 9" in str(failed.value)
-    assert "rank 1 said: RankMismatchError: rank 1 (pp 0, dp 1): could not run a step of the pipeline" in str(
-        failed.value
-    )
-    assert "no sign of life from rank 3 (pp 1, dp 1) for" in str(failed.value)
-
-
-def expect_death() -> None:
-    raise AssertionError(f"rank {dist.get_rank()} said: {train_and_fail('dies', 3)}")
 
 
 def fail_by_an_error_of_its_own() -> tuple[str, bool]:
@@ -88,6 +83,20 @@ def fail_by_an_error_of_its_own() -> tuple[str, bool]:
     return "nothing", False
 
 
-def test_an_error_that_is_no_transports_is_raised_as_it_is(mortal_ranks: RankPool) -> None:
-    said = mortal_ranks(fail_by_an_error_of_its_own, world_size=2, timeout=60.0)
+def test_an_error_that_is_no_transports_is_raised_as_it_is(stages: RankPool) -> None:
+    said = stages(fail_by_an_error_of_its_own, world_size=2, timeout=60.0)
     assert said == [("no memory for the gather", False)] * 2
+
+
+def test_a_stage_that_dies_is_named(stages: RankPool) -> None:
+    with pytest.raises(RankFailure) as failed:
+        stages(expect_death, world_size=4, timeout=60.0)
+    assert "died with exit code 9" in str(failed.value)
+    assert "rank 1 said: RankMismatchError: rank 1 (pp 0, dp 1): could not run a step of the pipeline" in str(
+        failed.value
+    )
+    assert "no sign of life from rank 3 (pp 1, dp 1) for" in str(failed.value)
+
+
+def expect_death() -> None:
+    raise AssertionError(f"rank {dist.get_rank()} said: {train_and_fail('dies', 3)}")

@@ -39,12 +39,11 @@ def made(kind: str) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager").double()
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 @on_ranks(4)
-def test_loss_and_gradients_are_those_of_all_experts_on_one_rank(layout: str) -> None:
+def test_loss_and_gradients_are_those_of_all_experts_on_one_rank() -> None:
     rank = dist.get_rank()
     mesh = Dimensions("dp2,ep2").mesh("cpu")
-    for kind in CONFIGS:
+    for kind, layout in (("mixtral", "interleaved"), ("qwen3", "contiguous")):
         rows = torch.randint(1, 37, (4, 7), generator=torch.Generator().manual_seed(1))
         whole = made(kind)
         expected = whole(input_ids=rows, labels=rows).loss

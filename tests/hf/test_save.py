@@ -34,11 +34,11 @@ def test_what_was_loaded_is_saved_as_it_was_and_transformers_reads_it(family: st
     expected = type(make(family)).from_pretrained(folder)
     for layout in LAYOUTS:
         model = hf.load(folder, layout=layout)
-        saved = hf.save(model, folder / layout, max_shard_size=4000)
+        saved = hf.save(model, folder / layout, max_shard_size=12_000)
         assert (saved / "model.safetensors.index.json").is_file()
         assert stored(saved) == stored(folder)
         assert_equal(type(expected).from_pretrained(saved), expected)
-        assert_equal(hf.load(saved, layout=layout), expected)
+    assert_equal(hf.load(saved), expected)
 
 
 @on_ranks(2)

@@ -6,6 +6,7 @@ Equal bit for bit: a block lies in one row, and nothing looks beyond a block.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from shardwise.optim.adamw8bit import AdamW8bit, quantise
 from shardwise.sharded_tensor.rows import ShardedParameter, ShardedRows
 
 
+@functools.cache
 def reference_state() -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     params = [nn.Parameter(value) for value in tensors()]
     optimizer = AdamW8bit(params, lr=0.01)

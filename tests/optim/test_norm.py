@@ -31,7 +31,7 @@ from shardwise.sharded_tensor import ChunkShardingSpec, ShardedTensor, ShardingP
 from shardwise.sharded_tensor.kinds import by_axes
 from shardwise.sharded_tensor.rows import ShardedRows
 
-NORMS = [1.0, 1.5, 2.0, 3.0, math.inf]
+NORMS = [1.0, 1.5, 3.0]
 TIGHT = {"rtol": 1e-12, "atol": 1e-14}
 
 
@@ -142,12 +142,13 @@ EVERY: list[Spread] = [
 
 
 def check_clipping(spread: Spread) -> None:
+    """With the 2-norm, the greatest, and one of the others."""
     reference, model = backward(build()), build()
     spread(model)
     backward(model)
     before = [g.detach().clone() for g in (*grads(model), *grads(reference))]
     torch.testing.assert_close([whole_of(g) for g in grads(model)], grads(reference), **TIGHT)
-    for norm_type in NORMS:
+    for norm_type in (NORMS[EVERY.index(spread) % 3], 2.0, math.inf):
         for gradient, first in zip((*grads(model), *grads(reference)), before, strict=True):
             gradient.copy_(first)
         expected = nn.utils.get_total_norm(grads(reference), norm_type)

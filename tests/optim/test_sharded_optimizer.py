@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ranks import on_ranks
+from sharded_tensor import covers
 from shardwise.errors import ShardingError
 from shardwise.optim.muon import Muon
 from shardwise.optim.sharded import ShardedOptimizer
@@ -24,7 +25,6 @@ from shardwise.sharded_tensor import (
     ShardedTensor,
     ShardingSpec,
     ShardMetadata,
-    shard_tensor,
 )
 from shardwise.sharded_tensor.module import ShardingPlan, named_params_with_sharded_tensor, shard_module
 
@@ -75,7 +75,7 @@ def give_gradients(model: nn.Module, step: int) -> None:
     for parameter in model.parameters():
         gradient = torch.randn(parameter.shape, generator=generator)
         if isinstance(parameter, ShardedTensor):
-            parameter.grad = shard_tensor(gradient, parameter.sharding_spec(), src_rank=None)
+            parameter.grad = covers.cut(gradient, parameter.sharding_spec())
         else:
             parameter.grad = gradient
 

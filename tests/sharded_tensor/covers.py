@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from shardwise.sharded_tensor import (
     ShardedTensor,
     ShardingSpec,
     ShardMetadata,
+    construct,
     shard_tensor,
 )
 
@@ -103,8 +105,13 @@ def counted(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
 def cut(
     whole: Tensor, spec: ShardingSpec, *, group: dist.ProcessGroup | None = None, requires_grad: bool = False
 ) -> ShardedTensor:
-    """`whole`, equal on every rank, cut by `spec`."""
-    return shard_tensor(whole, spec, src_rank=None, process_group=group).requires_grad_(requires_grad)
+    """`whole`, equal on every rank, cut by `spec`; ranks do not ask each other whether theirs are equal."""
+    with mock.patch.object(construct, "agreed", lambda make, **_: make()):
+        made = shard_tensor(whole, spec, src_rank=None, process_group=group)
+    return made.requires_grad_(requires_grad)
+
+
+_cut = cut
 
 
 def rows(*ranks: int, dim: int = 0) -> ChunkShardingSpec:
@@ -183,13 +190,11 @@ def agree(
     def given(shards: bool) -> list[Any]:
         found = list(operands)
         for place, value in enumerate(operands):
-            if not isinstance(value, Tensor):
-                continue
-            if shards and place in cut:
-                found[place] = shard_tensor(value, cut[place], src_rank=None, process_group=group)
-            else:
-                found[place] = value.clone()
-            found[place].requires_grad_(value.is_floating_point() if leaves is None else place in leaves)
+            if isinstance(value, Tensor):
+                needed = value.is_floating_point() if leaves is None else place in leaves
+                spec = cut.get(place) if shards else None
+                found[place] = _cut(value, spec, group=group) if spec is not None else value.clone()
+                found[place].requires_grad_(needed)
         return found
 
     whole, mine = given(shards=False), given(shards=True)

@@ -152,7 +152,9 @@ def is_expected(name: str, is_handled: bool, error: str) -> bool:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_function_answers_for_the_whole_tensor_or_refuses(ranks: RankPool, world_size: int) -> None:
-    given = calls()[::3] if world_size == 2 else [call for n, call in enumerate(calls()) if n % 3]
+    # What has no handler is refused at one place.
+    given = [call for n, call in enumerate(calls()) if call[1] in HANDLERS or n % 3 == 0]
+    given = given[::3] if world_size == 2 else [call for n, call in enumerate(given) if n % 3]
     found = list(zip(*ranks(sharded_tensors, given, world_size=world_size), strict=True))
     unexpected = {each for each in itertools.chain(*found) if not is_expected(*each)}
     assert not unexpected, "\n".join(f"{name}: {error}" for name, _, error in sorted(unexpected))
@@ -194,13 +196,16 @@ def rows(given: list[Call], cut: Cut) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("cut", [ANY_RANKS[1], FOUR_RANKS[3], FOUR_RANKS[6]], ids=lambda cut: cut.__name__)
+CUTS = [ANY_RANKS[1], FOUR_RANKS[3], FOUR_RANKS[6]]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.__name__)
 def test_every_function_answers_for_the_whole_of_rows_or_refuses(ranks: RankPool, cut: Cut) -> None:
-    given = calls()[FOUR_RANKS.index(cut) % 2 :: 2]
+    given = calls()[CUTS.index(cut) :: 3]
     found = list(zip(*ranks(rows, given, cut, world_size=2 if cut in ANY_RANKS else 4), strict=True))
     wrong = {each for each in itertools.chain(*found) if each[1] and not each[1].startswith("ShardingError")}
     assert not wrong, "\n".join(f"{name}: {error}" for name, error in sorted(wrong))
     assert all(len({bool(error) for _, error in each}) == 1 for each in found)
     release = torch.torch_version.TorchVersion(torch.__version__)
-    least = 150 if "2.13" <= release < "2.15" else 130  # as torch's samples go
+    least = 110 if "2.13" <= release < "2.15" else 95  # as torch's samples go
     assert len({name for (name, error), *_ in found if not error}) > least

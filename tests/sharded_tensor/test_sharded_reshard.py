@@ -13,7 +13,7 @@ from ranks import on_ranks
 from shardwise.comm.count import CommCounter
 from shardwise.sharded_tensor import GridShardingSpec, ShardedTensor, ShardingSpec
 
-CASES = 60
+CASES = 40
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.bool, torch.complex64]
 
 

@@ -82,7 +82,7 @@ def lists(*records: Record) -> list[list[list[float]]]:
 def checkpoints(names: list[str], most: int = 99, **chosen: Any) -> dict[tuple[str, str], bool]:
     """Collective: by (saved on, loaded on), are parameters and moments the same bits as those saved?
 
-    Each is loaded on at most `most` meshes, itself and those that follow. Every second mesh has the
+    Each is loaded on at most `most` meshes: those that follow, and itself at last. Every second mesh has the
     contiguous layout. Two steps are trained before.
     """
     logging.getLogger("torch").setLevel(logging.ERROR)
@@ -102,7 +102,7 @@ def checkpoints(names: list[str], most: int = 99, **chosen: Any) -> dict[tuple[s
     found: dict[tuple[str, str], bool] = {}
     for number, source in enumerate(names):
         moments = saved_moments[source]
-        for target in [*names[number:], *names[:number]][:most]:
+        for target in [*names[number + 1 :], *names[: number + 1]][:most]:
             trained[target].load(Path(shared[0], source))
             loaded = {n: p.detach().full_tensor() for n, p in trained[target].named()}
             alike = all(torch.equal(p, saved[source].parameters[n]) for n, p in loaded.items())

