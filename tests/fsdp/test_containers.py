@@ -25,9 +25,33 @@ class Notes:
     losses: list[Tensor] = field(default_factory=list)
 
 
+class Sums(OrderedDict[str, Tensor]):
+    """Adds what is written to what a key has, and counts."""
+
+    writes = 0
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        self.writes += 1
+        super().__setitem__(key, self[key] + value if key in self else value)
+
+
+class Tagged(list[Tensor]):
+    """Has an attribute beside its items, and another way to write."""
+
+    last: Tensor
+
+    def __setitem__(self, *_: Any) -> None:
+        raise AssertionError("no block writes so")
+
+
 def note(container: Any, loss: Tensor) -> None:
     """Add a loss, replace the first one, and remove what the block before left."""
-    if isinstance(container, Notes):
+    if isinstance(container, Sums):
+        container["sum"] = loss
+    elif isinstance(container, Tagged):
+        container.append(loss)
+        container.last = loss
+    elif isinstance(container, Notes):
         container.losses.append(loss)
         container.last = loss if container.last is None else container.last + loss
     elif isinstance(container, dict):
@@ -43,6 +67,10 @@ def total(container: Any) -> Tensor:
     if isinstance(container, Notes):
         assert container.last is not None
         return sum(container.losses, container.last)
+    if isinstance(container, Sums):
+        return container.writes * container["sum"]
+    if isinstance(container, Tagged):
+        return sum(container, 10 * container.last)
     return sum(container.values() if isinstance(container, dict) else container)
 
 
@@ -78,6 +106,8 @@ class Noting(nn.Module):
         (dict, False, "contiguous"),
         (OrderedDict, False, "interleaved"),
         (Notes, False, "contiguous"),
+        (Sums, False, "interleaved"),
+        (Tagged, False, "contiguous"),
         (list, True, "contiguous"),
         (dict, True, "interleaved"),
     ],

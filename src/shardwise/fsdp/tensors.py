@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import is_
 from types import ModuleType
@@ -24,8 +26,8 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 _SCALARS = (type(None), bool, int, float, str)
 
 
-# A container that was given, the one made from it, and the latter's contents when it was made.
-Rebuilt = list[tuple[Any, Any, Any]]
+# A container that was given, the one made from it, and the latter's contents and attributes when it was made.
+Rebuilt = list[tuple[Any, Any, Any, dict[str, Any]]]
 
 
 def map_tensors(
@@ -60,10 +62,9 @@ def map_tensors(
         elif dataclasses.is_dataclass(value):  # of transformers, whose fields are its items
             made = kind(**contents)
         else:
-            # Its class may take other arguments, or have a default.
-            made = copy.copy(value)
+            made = _empty_like(value)
             for key, item in contents.items():
-                made[key] = item
+                _write(made, key, item)
     elif isinstance(value, (list, tuple, set, frozenset)):
         contents = [map_tensors(fn, item, rebuilt, known) for item in value]
         if same := _unchanged(contents, value):
@@ -73,8 +74,8 @@ def map_tensors(
         elif kind is list:  # which tracers make
             made = list(contents)
         else:
-            made = copy.copy(value)
-            made[:] = contents
+            made = _empty_like(value)
+            _write(made, slice(None), contents)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         were = _fields_of(value)
         contents = {name: map_tensors(fn, item, rebuilt, known) for name, item in were.items()}
@@ -85,9 +86,39 @@ def map_tensors(
     else:
         return value
     if rebuilt is not None and not same and not isinstance(value, (tuple, set, frozenset)):
-        rebuilt.append((value, made, contents))
+        rebuilt.append((value, made, contents, _attributes_of(value)))
     known[id(value)] = made
     return made
+
+
+def _empty_like(value: Any) -> Any:
+    """Return a list or dict of `value`'s class, which may take other arguments, with its attributes."""
+    make, args, *rest = value.__reduce_ex__(4)
+    made, state = make(*args), rest[0] if rest else None
+    for attributes in state if isinstance(state, tuple) else (state,):  # with and without slots
+        for name, item in (attributes or {}).items():
+            object.__setattr__(made, name, item)
+    return made
+
+
+def _base_of(value: Any) -> Any:
+    """Return the class whose methods read and write without what subclasses do beside, such as adding up."""
+    return next(base for base in (OrderedDict, dict, list) if isinstance(value, base))
+
+
+def _write(value: Any, key: Any, item: Any) -> None:
+    if type(value) in (dict, list):  # tracers call no method of these by its class
+        value[key] = item
+    else:
+        _base_of(value).__setitem__(value, key, item)
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    """Return what an object has beside its items and fields; nothing while a tracer runs."""
+    if type(value) in (dict, list) or torch.compiler.is_dynamo_compiling():
+        return {}
+    fields = _fields_of(value) if dataclasses.is_dataclass(value) else ()
+    return {name: item for name, item in getattr(value, "__dict__", {}).items() if name not in fields}
 
 
 def _fields_of(value: Any) -> dict[str, Any]:
@@ -100,20 +131,25 @@ def hand_back(rebuilt: Rebuilt, output: Any = None) -> Any:
 
     Returns the forward's output, with the caller's containers in place of rebuilt ones.
     """
-    for value, made, contents in reversed(rebuilt):  # outer ones first, the last rebuilt first
+    for value, made, contents, attributes in reversed(rebuilt):  # outer ones first, the last rebuilt first
+        for name, item in _attributes_of(made).items():
+            if name not in attributes or attributes[name] is not item:
+                object.__setattr__(value, name, item)
         if isinstance(value, list):
             if len(made) != len(contents) or not all(map(is_, made, contents)):
                 pairs = list(zip(contents, value, strict=False))
-                value[:] = [next((old for new, old in pairs if new is item), item) for item in made]
+                items = [next((old for new, old in pairs if new is item), item) for item in made]
+                _write(value, slice(None), items)
             continue
         now = made if isinstance(value, dict) else _fields_of(made)
         now = {key: item for key, item in now.items() if key not in contents or contents[key] is not item}
         if isinstance(value, dict) and [*value] != [*made][: len(value)]:  # keys removed, or in another order
-            now = {key: value.pop(key) for key in [*value]} | now
+            pop = value.pop if type(value) is dict else functools.partial(_base_of(value).pop, value)
+            now = {key: pop(key) for key in [*value]} | now
             now = {key: now[key] for key in made if key in now}
         for key, item in now.items():
             if isinstance(value, dict):
-                value[key] = item
+                _write(value, key, item)
             else:
                 setattr(value, key, item)
     return _with_given(output, rebuilt)
@@ -121,7 +157,7 @@ def hand_back(rebuilt: Rebuilt, output: Any = None) -> Any:
 
 def _with_given(output: Any, rebuilt: Rebuilt) -> Any:
     """Put given containers in place of rebuilt ones, in those that were given and in the output."""
-    given = {id(made): container for container, made, _ in rebuilt}
+    given = {id(made): container for container, made, *_ in rebuilt}
 
     def of(one: Any) -> Any:
         if isinstance(one, Tensor):  # whose ids some tracers do not know
@@ -142,14 +178,14 @@ def _with_given(output: Any, rebuilt: Rebuilt) -> Any:
         if isinstance(one, (list, dict)):
             for key, item in list(enumerate(one) if isinstance(one, list) else one.items()):
                 if (new := of(item)) is not item:
-                    one[key] = new
+                    _write(one, key, new)
         elif dataclasses.is_dataclass(one) and not isinstance(one, type):
             for name, item in _fields_of(one).items():
                 if (new := of(item)) is not item:
                     object.__setattr__(one, name, new)
         return one
 
-    for container, _, _ in rebuilt:
+    for container, *_ in rebuilt:
         if id(container) not in given:
             within(container)
     return of(output)
