@@ -85,13 +85,14 @@ def test_a_verification_within_tolerance_exits_0_with_a_row_per_step(outcome):
     assert "Within tolerance" in result.output
 
 
-def test_a_mesh_reaches_the_verification_and_not_the_simulated_accelerator(outcome):
+def test_a_mesh_and_a_tolerance_reach_the_verification_and_not_the_simulated_accelerator(outcome):
     seen = outcome(result_with())
     assert run("verify", "case.py", "--mesh", "dp2,tp2").exit_code == 0
     assert seen["mesh"] == "dp2,tp2"
-    ended = run("verify", "case.py", "--mesh", "dp2", "--streams")
-    assert ended.exit_code == 2
-    assert "--streams takes --ranks and --hsdp" in ended.output
+    for other in (("--mesh", "dp2"), ("--tolerance", "0")):
+        ended = run("verify", "case.py", *other, "--streams")
+        assert ended.exit_code == 2
+        assert "--streams takes --ranks and --hsdp" in ended.output
 
 
 @pytest.mark.parametrize("broken", ["interleaved", "contiguous", None])

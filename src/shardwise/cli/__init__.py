@@ -138,8 +138,8 @@ def verify(
     show_tracebacks: Traceback = False,
 ) -> None:
     """Compare training on one process with the same training sharded over local ranks, step by step."""
-    if streams and mesh is not None:
-        raise typer.BadParameter("--streams takes --ranks and --hsdp, and no --mesh")
+    if streams and (mesh, tolerance, dtype) != (None, None, None):
+        raise typer.BadParameter("--streams takes --ranks and --hsdp, and no --mesh, --tolerance or --dtype")
     if json_path is not None:
         try:
             _check_writable(json_path)
