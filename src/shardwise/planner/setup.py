@@ -155,11 +155,11 @@ class Setup:
             )
         _check_strategy(self)
         left = self.ranks
-        for name in _AXES:
+        for index, name in enumerate(_AXES):
             if left % (size := getattr(self, name)):
+                before = f", left of {self.ranks} after {', '.join(_AXES[:index])}" if index else ""
                 raise ShardingError(
-                    f"{name}={size} does not divide {left} ranks, which are {self.ranks} over the axes before"
-                    f" it ({', '.join(_AXES)}): choose {name} among their divisors"
+                    f"{name}={size} does not divide {left} ranks{before}: choose {name} among their divisors"
                 )
             left //= size
         _check_dimensions(self)
