@@ -170,6 +170,37 @@ def test_sharded_parameters_may_be_frozen_while_unsharded_ones_are_registered(la
 
 @on_ranks(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("after", [False, True, 2])
+def test_the_form_that_was_frozen_or_trained_last_counts(layout: Any, after: Any) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(net[0], layout=layout, reshard_after_forward=after)
+    fully_shard(net, layout=layout)
+    sharded, x = list(net[0].parameters()), torch.ones(2, 4)
+
+    def set_registered(trains: bool) -> None:
+        net[0].requires_grad_(trains)
+
+    def set_sharded(trains: bool) -> None:
+        for param in sharded:
+            param.requires_grad_(trains)
+
+    for first, last in ((set_registered, set_sharded), (set_sharded, set_registered)):
+        for trains in (True, False):
+            net(x)
+            first(not trains)
+            net(x)
+            last(trains)
+            net(x).sum().backward()
+            assert [param.grad is not None for param in sharded] == [trains] * 2
+            net(x)
+            assert {param.requires_grad for param in (*sharded, *net[0].parameters())} == {trains}
+            net.zero_grad()
+            for param in sharded:
+                param.grad = None
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_blocks_left_in_smaller_shards_may_be_frozen(layout: Any, evaluates: bool) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))

@@ -294,12 +294,17 @@ class ContiguousGroup(ParamGroup):
             result.work.wait()
 
     def follow_changes(self) -> None:
-        # One counter covers all rows, so memory is checked only if some changed.
-        if self._changes == ShardedRows.changes:
-            return
-        self._check_memory()
-        self._changes = ShardedRows.changes
+        # One counter covers all rows, so these and memory are checked only if some changed.
+        if self._changes != ShardedRows.changes:
+            self._check_memory()
+        else:
+            for param in self.params:
+                if param.unsharded is not None and param.unsharded.requires_grad is not param.trainable:
+                    break
+            else:
+                return
         super().follow_changes()
+        self._changes = ShardedRows.changes
 
     @torch.no_grad()
     def _smaller(self, info: FSDPMeshInfo) -> list[Tensor]:

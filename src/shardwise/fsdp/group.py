@@ -412,30 +412,32 @@ class ParamGroup(ABC):
         return still_read
 
     def follow_changes(self) -> None:
-        """Give the unsharded parameters the `requires_grad` of sharded ones that changed. Local."""
+        """Give all forms of each parameter the `requires_grad` that the user has set on one of them. Local.
+
+        Until then all have `trainable`. Setting what a form has leaves no trace: it undoes no other change.
+        """
         with _compat.plain_attributes():
             for param in self.params:
                 piece = param.smaller() if self.form is Form.POST_FORWARD else None
-                if piece is not None and piece.requires_grad is not param.trainable:
-                    param.sharded.requires_grad_(piece.requires_grad)  # the user has set it there
-                unsharded, trains = param.unsharded, param.sharded.requires_grad
-                if unsharded is not None and trains is not param.trainable:
-                    unsharded.requires_grad_(trains)
-                    self.gather_event = None
-                param.trainable = trains
+                forms, before = (param.sharded, param.unsharded, piece), param.trainable
+                for form in forms:
+                    if form is not None and form.requires_grad is not before:
+                        param.trainable, self.gather_event = not before, None
+                if param.trainable is not before:
+                    for form in forms:
+                        if form is not None and form.requires_grad is before:
+                            form.requires_grad_(not before)
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded memory. Local."""
         if self.form is _SHARDED:
             return
         whole = self.form is _UNSHARDED
-        if not whole:
-            self.follow_changes()
-        for param in self.params if whole else ():
-            if param.unsharded is not None and param.unsharded.requires_grad is not param.trainable:
-                param.trainable = param.unsharded.requires_grad  # the user has set it there
-                param.sharded.requires_grad_(param.trainable)
-                self.gather_event = None
+        for param in self.params:
+            leaf = param.unsharded
+            if not whole or (leaf is not None and leaf.requires_grad is not param.trainable):
+                ParamGroup.follow_changes(self)  # without checking memory, which a conversion replaces
+                break
         for parameters, name, sharded, unsharded in self.forms:
             # What a user put there stays: the next gather checks it.
             if not whole or (name in parameters and parameters[name] is unsharded):
@@ -479,6 +481,7 @@ class ParamGroup(ABC):
     def reshard_to_smaller(self, mesh: FSDPMeshInfo, *, streams: CommStreams | None) -> None:
         """Register this rank's pieces over a smaller mesh, after forward. Local."""
         if self.form is _UNSHARDED:
+            self.follow_changes()
             self.smaller_shards = self._smaller(mesh)
             if streams is not None:
                 self.smaller_ready = record_event(current_stream(self.device))  # on which they are written
