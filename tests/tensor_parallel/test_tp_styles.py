@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import lockstep
@@ -342,6 +343,38 @@ def test_more_ranks_than_elements_leave_some_with_nothing_unless_strict() -> Non
     assert [tuple(part.state_dict["0.weight"].shape) for part in made][2:] == [(1, 4), (0, 4), (0, 4)]
     with pytest.raises(ShardingError, match=r"rank 3 of 5 would hold no part of 0.weight of shape \(3, 4\)"):
         parts(exported(model, x), plan, ranks=5, strict=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h: h.flatten(0, 1).relu().view(h.shape),
+        lambda h: h.view(-1, 2, 2).relu().view(h.shape[0], -1, 4),
+        lambda h: h.view(h.shape[0], -1, 2, 2).relu().flatten(2),
+        lambda h: torch.cat([h, h]).relu().view(2, -1, h.shape[1], 4).sum(0),
+        lambda h: h.flatten(0, 1).relu().unflatten(0, (-1, h.shape[1])),
+    ],
+    ids=["merged", "view", "heads", "parted", "unflatten"],
+)
+@pytest.mark.parametrize("training", [False, True])
+def test_ranks_without_elements_know_the_sizes_that_are_dynamic(
+    change: Callable[[Tensor], Tensor], training: bool
+) -> None:
+    class Changed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(change(self.up(x)))
+
+    model = Changed()
+    sizes = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("length", min=2, max=64)}
+    program = export(model, (torch.randn(3, 5, 4),), dynamic_shapes=(sizes,))
+    made = parts(program, {"up": "colwise", "down": "rowwise"}, ranks=5, training=training)
+    for x in (torch.randn(3, 5, 4), torch.randn(4, 2, 4)):
+        for (found,) in lockstep.run(made, x):
+            torch.testing.assert_close(found, model(x))
 
 
 def test_a_style_that_changes_nothing_is_told() -> None:

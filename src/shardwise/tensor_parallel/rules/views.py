@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import operator
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 from torch import fx
@@ -10,7 +14,7 @@ from shardwise.graph.nodes import arguments_of
 from shardwise.tensor_parallel.heads import order_of
 from shardwise.tensor_parallel.nodes import args_of, is_tensor
 from shardwise.tensor_parallel.partition import Partition, aten
-from shardwise.tensor_parallel.placement import REPLICATE, Split, regroup, with_dim
+from shardwise.tensor_parallel.placement import REPLICATE, Split, groups, regroup, with_dim
 from shardwise.tensor_parallel.rules.linear import expert_cut
 from shardwise.tensor_parallel.rules.registry import Dims, aten_rule, by_dims
 
@@ -25,6 +29,8 @@ def view(p: Partition, node: fx.Node) -> None:
     here, sizes = p.take(x, REPLICATE if found is None else at), _sizes(p, node)
     if isinstance(found, Split):
         sizes = with_dim(sizes, found.dim, found.size(p.rank))
+        if -1 in sizes and not found.size(p.rank):  # of no elements torch infers no size
+            sizes = _inferred(p, node, here, sizes)
     return p.keep(node, p.emit(aten.reshape.default, here, sizes), found or REPLICATE)
 
 
@@ -48,7 +54,23 @@ def _size_node(p: Partition, node: fx.Node, dim: int) -> fx.Node:
         cut = isinstance(at, Split) and at.dim == d
         if not cut and str(size) == str(p.shape(node)[dim]):
             return p.emit(aten.sym_size.int, p.values[x].node, d)
-    return p.emit(aten.sym_size.int, p.emit(node.target, p.take(x), *node.args[1:]), dim)
+    return p.emit(aten.sym_size.int, p.emit(node.target, p.take(x), *p.take_all(node.args[1:])), dim)
+
+
+def _inferred(p: Partition, node: fx.Node, here: fx.Node, sizes: list[Any]) -> list[Any]:
+    """Return `sizes` with the size that -1 stands for, from the dims of `here` that become that dim."""
+    shape, dim = p.shape(args_of(node)[0]), sizes.index(-1)
+    before, after = next(group for group in groups(shape, p.shape(node)) if dim in group[1])
+    known = [n if isinstance(n := shape[d], int) else p.emit(aten.sym_size.int, here, d) for d in before]
+    size, others = _product(p, known), _product(p, [sizes[d] for d in after if d != dim])
+    return with_dim(sizes, dim, size if others == 1 else p.emit(operator.floordiv, size, others))
+
+
+def _product(p: Partition, sizes: Sequence[Any]) -> Any:
+    """Multiply sizes: numbers, or nodes of this rank's program."""
+    number = math.prod(size for size in sizes if isinstance(size, int))
+    factors = [size for size in sizes if not isinstance(size, int)] + [number] * (number != 1)
+    return reduce(lambda one, other: p.emit(operator.mul, one, other), factors) if factors else 1
 
 
 @aten_rule("transpose", "permute", "t", "numpy_T", "mT", "movedim", "moveaxis", "swapaxes", "swapdims")
