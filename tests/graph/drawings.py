@@ -50,10 +50,9 @@ class Drawing:
         return self.call(f"reduced_{name}", C10D.wait_tensor.default, issue)
 
     def stage(self, name: str, *grads: Node) -> Node:
-        shapes = [[grad.meta["val"].numel()] for grad in grads]
-        sizes, places = [size for (size,) in shapes], range(len(grads))
-        laid: Any = {"parts": places, "pieces": shapes, "shapes": shapes, "dims": [0] * len(grads)}
-        cut = Cut.of(1, sizes, **laid, trains=(True,) * len(grads), reduced=places)
+        sizes = [grad.meta["val"].numel() for grad in grads]
+        placed = [(place, 0, [size], [size]) for place, size in enumerate(sizes)]
+        cut = Cut.of(1, sizes, placed, [True] * len(grads), list(range(len(grads))))
         staged: Any = torch.ops.shardwise.staged
         return self.call(f"staged_{name}", staged.default, list(grads), cut.numbers, torch.float32)
 
