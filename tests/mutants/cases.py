@@ -479,6 +479,6 @@ WRITTEN: dict[str, AnyCase] = {
 }
 # Those that need no other process.
 DRAWN = {f"drawn {case['drawn']}": case for case in draw_cases("streams", *FIXED) if case["world"] == 1}
-KEPT_CASES = {path.stem: json.loads(path.read_text()) for path in sorted(REGRESSIONS.glob("streams_*.json"))}
-KEPT_CASES = {name: case for name, case in KEPT_CASES.items() if case["world"] == 1}  # others need real ranks
+_kept = {path.stem: json.loads(path.read_text()) for path in sorted(REGRESSIONS.glob("streams_*.json"))}
+KEPT_CASES = {name: case for name, case in _kept.items() if case["world"] == 1}
 CASES: dict[str, AnyCase] = {**DRAWN, **KEPT_CASES, **WRITTEN}
