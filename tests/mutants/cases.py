@@ -454,6 +454,9 @@ WRITTEN: dict[str, AnyCase] = {
     "a buffer that is kept and was another stream's": ROWS
     | {"comm": "own", "between": "unshard_async", "forwards": 2, "two_roots": "apart", "reshard": 2}
     | {"zero": "zeros"},
+    "a group in two collectives, gathered by hand": ROWS
+    | {"frozen": "part", "amid": ["forward", 0, 1, "wait"]},
+    "a frozen first block in smaller shards": ROWS | {"frozen": "first", "reshard": 2},
     "one shard and two replicas": {"mesh": "two", "ranks": 2, "micro": 3, "sync": "all_reduce"},
     "a first forward that follows an event": Own(
         ROWS | CAST | {"strategy": "hierarchical_fsdp", "mesh": "two"},
