@@ -22,7 +22,7 @@ from shardwise.comm.exchange import part as part_at
 from shardwise.comm.watch import announced
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, transfer
-from shardwise.sharded_tensor.rows.piece import EvenCuts, Piece, even_boxes, local_part
+from shardwise.sharded_tensor.rows.piece import EvenCuts, Piece, even_boxes, groups_of, local_part
 
 
 @torch.no_grad()
@@ -148,8 +148,7 @@ def rows_of(value: Tensor, piece: Piece) -> Tensor:
 def scattered(whole: Tensor, piece: Piece, source: int) -> Tensor:
     """Scatter the rows of `piece` from the rank `source` of every mesh axis. Collective over the mesh."""
     box, whole = Box.whole(piece.shape), whole.contiguous()
-    for axis in range(piece.mesh.ndim):
-        group = piece.mesh.get_group(axis)
+    for group in groups_of(piece.mesh):
         if group.size() > 1:
             whole = whole if group.rank() == source else torch.empty_like(whole)
             with announced(group, f"distribute a whole tensor\nof shape {list(piece.shape)}"):

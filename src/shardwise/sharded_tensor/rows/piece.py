@@ -84,8 +84,8 @@ class RowShard(OwnShard):
 EvenCuts = tuple[tuple[dist.ProcessGroup, int], ...]
 
 
-def _groups_of(mesh: DeviceMesh) -> Groups:
-    # By axis: while a compiler traces, a mesh may be a stand-in without `get_all_groups`.
+def groups_of(mesh: DeviceMesh) -> Groups:
+    """Return a mesh's groups by axis: while a compiler traces, a stand-in may have no `get_all_groups`."""
     return tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
 
 
@@ -118,7 +118,7 @@ class Piece(Holding):
 
     def __post_init__(self) -> None:
         if self.on_mesh is not None and not self.mesh_groups:
-            object.__setattr__(self, "mesh_groups", _groups_of(self.on_mesh))
+            object.__setattr__(self, "mesh_groups", groups_of(self.on_mesh))
 
     def __deepcopy__(self, memo: object) -> Piece:
         return self  # immutable, and process groups cannot be copied
@@ -184,7 +184,7 @@ class Piece(Holding):
         for group in self.groups:
             found[group] = RowShard(self.counts, step)
             step *= group.size()
-        return tuple(found.get(group, _REPLICATE) for group in self.mesh_groups or _groups_of(self.mesh))
+        return tuple(found.get(group, _REPLICATE) for group in self.mesh_groups or groups_of(self.mesh))
 
     def spec(self, dtype: torch.dtype) -> _compat.DTensorSpec:
         """Return DTensor's spec of a tensor of this dtype with this cut."""
