@@ -195,6 +195,41 @@ def test_a_stage_is_sharded_itself_where_the_schedule_halves_backward() -> None:
         backward(stage, "input")
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(2)
+def test_a_forward_between_the_halves_of_a_backward_loses_no_gradient(layout: str) -> None:
+    """That forward reshards what the first half gathered."""
+    torch.manual_seed(0)
+    module, reference = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2))
+    reference.load_state_dict(module.state_dict())
+    with installed(layout=layout):
+        fully_shard: Any = torch.distributed.fsdp.fully_shard
+        for part in (module[0], module):
+            fully_shard(part, reshard_after_forward=True)
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "stages"))
+        group = mesh["data"].get_group()
+        stage: Any = pipelining.PipelineStage(module, 0, 1, torch.device("cpu"), group=group)
+
+        def forward(batch: torch.Tensor) -> dict[str, Any]:
+            return dict(stage_output=[module(batch)], output_grads=None, input_values=[batch])
+
+        def half(kind: str, of: dict[str, Any]) -> None:
+            of["param_groups"] = stage.backward_maybe_with_nosync(kind, of)[1]
+
+        batches = torch.randn(2, 4, 8).unbind()
+        first = forward(batches[0].requires_grad_())
+        half("input", first)
+        second = forward(batches[1].requires_grad_())
+        for kind, of in (("weight", first), ("input", second), ("weight", second)):
+            half(kind, of)
+        stage.perform_reduce_grad(1)
+    for batch in batches:
+        reference(batch.detach()).sum().backward()
+    for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+        assert ours.grad is not None
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)  # type: ignore[attr-defined]
+
+
 def pipelined(kind: Any, mesh: DeviceMesh, reshard: bool | None = False) -> list[torch.Tensor]:
     """The parameters of this rank's stages after two steps of a schedule over as many stages as it takes."""
     from torch.distributed.fsdp import FSDPModule, fully_shard
