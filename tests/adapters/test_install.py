@@ -211,7 +211,7 @@ def test_a_forward_between_the_halves_of_a_backward_loses_no_gradient(layout: st
         stage: Any = pipelining.PipelineStage(module, 0, 1, torch.device("cpu"), group=group)
 
         def forward(batch: torch.Tensor) -> dict[str, Any]:
-            return dict(stage_output=[module(batch)], output_grads=None, input_values=[batch])
+            return {"stage_output": [module(batch)], "output_grads": None, "input_values": [batch]}
 
         def half(kind: str, of: dict[str, Any]) -> None:
             of["param_groups"] = stage.backward_maybe_with_nosync(kind, of)[1]
