@@ -218,7 +218,7 @@ def test_what_cannot_be_made_good_raises_on_every_rank(tmp_path: Path) -> None:
 
     def fail(*, replaced: bool) -> None:
         if replaced and rank == 1:  # as one that came in the place of another
-            run._training = run._taken = None
+            run._training = run._step = None
         raise RuntimeError("Connection closed by peer")
 
     with run.attempt() as training:  # all begin anew, where none has taken a step
@@ -267,7 +267,7 @@ def test_a_rank_that_dies_while_others_connect_to_it_is_not_waited_for(tmp_path:
         patch.setattr(meeting, "_NOTICE_S", 1.0)
         if rank == 1:  # another process, which dies once it has come
             before = Meeting(wait_s=60.0, timeout=timedelta(seconds=60), **options)
-            before.come(1, has_state=False)
+            before.join_round(1, has_state=False)
             before.hold()
         run = LivingRanks(lambda: Training("hsdp", 0.0), rank=rank, folder=tmp_path, **options)
         with run.attempt() as training:
@@ -283,10 +283,10 @@ def test_a_round_waits_for_those_who_live_and_not_for_the_dead(
     stores = [dist.FileStore(str(tmp_path / "store")) for _ in range(2)]
     here, away = (Meeting(store, ranks=2, wait_s=0.1, timeout=timedelta(seconds=60)) for store in stores)
     with ThreadPoolExecutor(2) as threads:
-        met = [threads.submit(each.come, None, has_state=False) for each in (here, away)]
+        met = [threads.submit(each.join_round, None, has_state=False) for each in (here, away)]
         assert sorted(each.result() for each in met) == [(0, False), (1, False)]
         assert here._store.add("0/came", 0) == 2  # to look who has come is not to come
-        alone = threads.submit(here.come, 0, has_state=True)
+        alone = threads.submit(here.join_round, 0, has_state=True)
         with pytest.raises(TimeoutError):
             alone.result(timeout=1.5)
         away.hold()  # beats no more
@@ -305,20 +305,20 @@ def test_those_with_state_are_seated_before_new_ones_and_a_spare_waits(
     monkeypatch.setattr(meeting, "_NOTICE_S", 1.0)
     first, spare, last = [one() for _ in range(3)], one(2.0), one()
     with ThreadPoolExecutor(4) as threads:
-        met = [threads.submit(each.come, rank, has_state=False) for rank, each in enumerate(first)]
+        met = [threads.submit(each.join_round, rank, has_state=False) for rank, each in enumerate(first)]
         assert [each.result() for each in met] == [(0, False), (1, False), (2, False)]
         first[0].hold()
-        waits = threads.submit(spare.come, None, has_state=False)
+        waits = threads.submit(spare.join_round, None, has_state=False)
         time.sleep(0.3)
         assert not first[0].has_new()
         first[0].break_up("rank 1 is lost")
-        begins = threads.submit(first[0].come, 0, has_state=True)
+        begins = threads.submit(first[0].join_round, 0, has_state=True)
         while spare.round < 1:
             time.sleep(0.02)
-        comes = threads.submit(last.come, None, has_state=False)
+        comes = threads.submit(last.join_round, None, has_state=False)
         time.sleep(0.5)
         assert not begins.done()  # three are there, but rank 2 may not have noticed yet
-        assert first[2].come(2, has_state=True) == (2, True)
+        assert first[2].join_round(2, has_state=True) == (2, True)
         assert (begins.result(), comes.result()) == ((0, True), (1, False))
         with pytest.raises(CheckpointError, match="has all its 3 ranks"):
             waits.result()
@@ -334,7 +334,7 @@ def test_all_ranks_started_again_meet_in_the_store_of_those_before(
         stores = [dist.FileStore(str(tmp_path / "store")) for _ in range(2)]
         met = [Meeting(store, ranks=2, wait_s=60.0, timeout=timedelta(seconds=60)) for store in stores]
         with ThreadPoolExecutor(2) as threads:
-            found = [threads.submit(each.come, None, has_state=False) for each in met]
+            found = [threads.submit(each.join_round, None, has_state=False) for each in met]
             assert sorted(each.result(30) for each in found) == [(0, False), (1, False)]
         for each in met:
             each.hold()

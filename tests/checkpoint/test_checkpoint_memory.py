@@ -182,6 +182,6 @@ def test_parts_go_to_the_next_host_and_each_file_to_a_host_once() -> None:
     assert memory.neighbours([0, 0, 0, 3, 4]) == [3, 3, 3, 4, 0]
     assert memory.neighbours([0, 0]) == [None, None]
     sent = memory.messages(
-        [["a"], ["a"], ["a", "b"], ["a"]], there={0: {"a": 5, "b": 1}, 2: {"c": 1}}, hosts=[0, 0, 2, 2]
+        [["a"], ["a"], ["a", "b"], ["a"]], files={0: {"a": 5, "b": 1}, 2: {"c": 1}}, hosts=[0, 0, 2, 2]
     )
     assert sent == [memory.Message(0, 2, "a", 5), memory.Message(1, 2, "b", 1)]

@@ -30,7 +30,7 @@ from shardwise.comm.agree import together
 from shardwise.errors import CheckpointError
 from shardwise.files.stores import Location, location, write_whole
 
-_LOOK, _LOOK_IN_STORE = 0.02, 0.2  # seconds between polls for the others' parts
+_POLL_S, _POLL_STORE_S = 0.02, 0.2  # seconds between polls for the others' parts
 _NICENESS = 10
 _PART, _FAILED = "part-{}.json", "failed-{}.json"
 _log = logging.getLogger("shardwise")
@@ -45,7 +45,7 @@ class Saving:
 
     def __init__(
         self,
-        what: str,
+        operation: str,
         staging: Location,
         chunks: Sequence[tuple[Chunk, Tensor | bytes]],
         commit: Callable[[list[Part]], Location],
@@ -56,13 +56,13 @@ class Saving:
             chunks: the chunks that this rank writes, in memory that nothing else changes.
             commit: makes the checkpoint from all ranks' parts; rank 0 calls it.
         """
-        self._what, self._staging = what, staging
+        self._operation, self._staging = operation, staging
         self._rank, self._size = rank_and_size()
         group = dist.group.WORLD if dist.is_initialized() else None
         self._patience = _compat.timeout_of(group).total_seconds() if group else 0.0
         self._path: Location | None = None
         self._problem: str | None = None
-        self._given_up, self._is_abandoned = threading.Event(), False
+        self._cancelled, self._is_abandoned = threading.Event(), False
         self._thread = threading.Thread(
             target=self._run, args=([*chunks], commit), name="shardwise-save", daemon=True
         )
@@ -85,18 +85,19 @@ class Saving:
             CheckpointError: on every rank, if the save failed on any; earlier checkpoints are untouched.
         """
         if self._is_abandoned:
-            if (path := self._ended()) is not None:
+            if (path := self._join()) is not None:
                 return path
             raise CheckpointError(
-                f"{self._what}: ranks met again during the save; `latest_step` tells whether it is complete"
+                f"{self._operation}: ranks met again during the save; `latest_step` tells whether it is"
+                " complete"
             )
         if self in _in_flight:
             _in_flight.remove(self)
         try:
-            together(self._what, lambda: self._ended() if self._rank else None)
-            paths = together(self._what, lambda: str(self._ended()))
+            together(self._operation, lambda: self._join() if self._rank else None)
+            paths = together(self._operation, lambda: str(self._join()))
         except CheckpointError:
-            self._given_up.set()
+            self._cancelled.set()
             self._thread.join()
             if self._rank == 0:
                 discard(self._staging)
@@ -106,14 +107,14 @@ class Saving:
     def abandon(self) -> None:
         """End the save without lost ranks; it is complete if all had written their parts. Local."""
         self._is_abandoned = True
-        self._given_up.set()
+        self._cancelled.set()
         self._thread.join()
         if self._problem is not None:
-            _log.warning("%s was abandoned because ranks met again: %s", self._what, self._problem)
+            _log.warning("%s was abandoned because ranks met again: %s", self._operation, self._problem)
             if self._rank == 0:
                 discard(self._staging)
 
-    def _ended(self) -> Location | None:
+    def _join(self) -> Location | None:
         self._thread.join()
         if self._problem is not None:
             raise CheckpointError(self._problem)
@@ -127,7 +128,7 @@ class Saving:
             self._leave(_PART, write_part(self._staging, self._rank, chunks))
             chunks.clear()
             if self._rank == 0:
-                self._path = commit(self._parts())
+                self._path = commit(self._collect_parts())
         except Exception as error:
             self._problem = (
                 str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -138,21 +139,21 @@ class Saving:
     def _leave(self, name: str, content: Part) -> None:
         write_whole(self._staging / name.format(self._rank), json.dumps(content).encode())
 
-    def _parts(self) -> list[Part]:
+    def _collect_parts(self) -> list[Part]:
         """Return all ranks' parts, once they are complete; delete the files that describe them."""
         started, parts = time.monotonic(), dict[int, Part]()
-        look = _LOOK if isinstance(self._staging, Path) else _LOOK_IN_STORE
+        poll_s = _POLL_S if isinstance(self._staging, Path) else _POLL_STORE_S
         while len(parts) < self._size:
-            there = {file.name for file in self._staging.iterdir()}
+            names = {file.name for file in self._staging.iterdir()}
             for rank in range(self._size):
-                if rank not in parts and (name := _PART.format(rank)) in there:
+                if rank not in parts and (name := _PART.format(rank)) in names:
                     parts[rank] = json.loads((self._staging / name).read_text())
-            failed = [rank for rank in range(self._size) if _FAILED.format(rank) in there]
+            failed = [rank for rank in range(self._size) if _FAILED.format(rank) in names]
             late = time.monotonic() - started > self._patience and len(parts) < self._size
-            if failed or late or self._given_up.is_set():
-                which = failed or [rank for rank in range(self._size) if rank not in parts]
-                raise CheckpointError(f"rank {which[0]} has not written its part")
-            self._given_up.wait(look)
+            if failed or late or self._cancelled.is_set():
+                absent = failed or [rank for rank in range(self._size) if rank not in parts]
+                raise CheckpointError(f"rank {absent[0]} has not written its part")
+            self._cancelled.wait(poll_s)
         for rank in parts:
             (self._staging / _PART.format(rank)).unlink()
         return [parts[rank] for rank in range(self._size)]
@@ -195,7 +196,7 @@ def _finish() -> None:
         for saving in _in_flight:
             saving._thread.join()
             if saving.failed:
-                _log.error("%s failed: %s", saving._what, saving._problem)
+                _log.error("%s failed: %s", saving._operation, saving._problem)
 
 
 # Runs before executors refuse work, which clients of stores need to the end; `atexit` would be too late.

@@ -49,20 +49,20 @@ def rank_and_size() -> tuple[int, int]:
 
 def checkpoints(path: At) -> list[tuple[int, int, At]]:
     """Return (step, version, directory) of every complete checkpoint under `path`, oldest first."""
-    return _complete(_named(path))
+    return _complete(_list_folders(path))
 
 
-def _complete(named: list[tuple[int, int, At]]) -> list[tuple[int, int, At]]:
-    return [each for each in named if (each[2] / MANIFEST).is_file()]
+def _complete(folders: list[tuple[int, int, At]]) -> list[tuple[int, int, At]]:
+    return [entry for entry in folders if (entry[2] / MANIFEST).is_file()]
 
 
-def _named(path: At) -> list[tuple[int, int, At]]:
+def _list_folders(path: At) -> list[tuple[int, int, At]]:
     """List all folders with a checkpoint's name under `path`, complete or not, oldest first."""
-    found: list[tuple[int, int, At]] = []
+    folders: list[tuple[int, int, At]] = []
     for folder in path.iterdir() if path.is_dir() else ():
         if match := _COMPLETE.fullmatch(folder.name):
-            found.append((int(match[1]), int(match[2] or 0), cast(At, folder)))
-    return sorted(found, key=lambda each: (*each[:2], each[2].name))
+            folders.append((int(match[1]), int(match[2] or 0), cast(At, folder)))
+    return sorted(folders, key=lambda entry: (*entry[:2], entry[2].name))
 
 
 def check_count(name: str, value: Any, least: int, *, optional: bool = False) -> None:
@@ -74,8 +74,8 @@ def check_count(name: str, value: Any, least: int, *, optional: bool = False) ->
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
     """Return the newest complete checkpoint's step, or None. Reads only this rank's file system or store."""
-    found = checkpoints(location(path))
-    return found[-1][0] if found else None
+    complete = checkpoints(location(path))
+    return complete[-1][0] if complete else None
 
 
 def find(path: Location, step: int | None) -> tuple[list[Location], str]:
@@ -83,17 +83,17 @@ def find(path: Location, step: int | None) -> tuple[list[Location], str]:
 
     Also returns a warning about newer ones without a manifest, which in a file system are damaged, or "".
     """
-    named = _named(path)
-    found = _complete(named)
-    fitting = [folder for number, _, folder in found if step in (None, number)]
-    torn = [] if isinstance(path, StorePath) else [each for each in named if each not in found]
-    if fitting:
-        newer = [folder for *at, folder in torn if step is None and at > [*found[-1][:2]]]
+    folders = _list_folders(path)
+    complete = _complete(folders)
+    matches = [folder for number, _, folder in complete if step in (None, number)]
+    torn = [] if isinstance(path, StorePath) else [entry for entry in folders if entry not in complete]
+    if matches:
+        newer = [folder for *at, folder in torn if step is None and at > [*complete[-1][:2]]]
         lost = ", ".join(folder.name for folder in newer)
         warning = f"{path}: {lost} without {MANIFEST}: damaged, an older one is taken" if newer else ""
-        return fitting[::-1], warning
-    steps = sorted({number for number, _, _ in found})
-    wanted = "any checkpoint" if step is None else f"step {step}"
+        return matches[::-1], warning
+    steps = sorted({number for number, _, _ in complete})
+    expected = "any checkpoint" if step is None else f"step {step}"
     hint = "Check the path and the step"
     if torn:
         lost = ", ".join(folder.name for *_, folder in torn)
@@ -102,17 +102,17 @@ def find(path: Location, step: int | None) -> tuple[list[Location], str]:
         hint = "This is a checkpoint itself: give the folder around it, and its step"
     elif (path / INDEX).is_file():
         hint = "This was saved by torch.distributed.checkpoint, which loads it"
-    raise CheckpointError(f"{path}: expected {wanted}, found steps {steps}. {hint}")
+    raise CheckpointError(f"{path}: expected {expected}, found steps {steps}. {hint}")
 
 
 def open_staging(path: Location, step: int) -> Location:
     """Return a new directory to write in, and remove those that killed saves left. One rank calls it."""
     if isinstance(path, StorePath):
-        whole = checkpoints(path)
-        for folder in set(path.iterdir()).difference(folder for *_, folder in whole):
+        complete = checkpoints(path)
+        for folder in set(path.iterdir()).difference(folder for *_, folder in complete):
             if (name := _COMPLETE.fullmatch(folder.name)) and name[3]:
                 remove_folder(folder)
-        return path / f"step-{step:08d}.{_next_version(whole, step)}-{uuid4().hex[:6]}"
+        return path / f"step-{step:08d}.{_next_version(complete, step)}-{uuid4().hex[:6]}"
     path.mkdir(parents=True, exist_ok=True)
     for leftover in path.glob("step-*.tmp-*"):
         remove_folder(leftover)
@@ -121,8 +121,8 @@ def open_staging(path: Location, step: int) -> Location:
     return staging
 
 
-def _next_version(found: Sequence[tuple[int, int, Location]], step: int) -> int:
-    return max((version + 1 for number, version, _ in found if number == step), default=0)
+def _next_version(complete: Sequence[tuple[int, int, Location]], step: int) -> int:
+    return max((version + 1 for number, version, _ in complete if number == step), default=0)
 
 
 def publish(staging: Location, step: int, manifest: dict[str, Any]) -> Location:
@@ -155,10 +155,10 @@ def tidy(path: Location, keep: int | None, keep_every: int | None, *, written: L
     """
     try:
         newest = {step: folder for step, _, folder in checkpoints(path)}
-        kept = [newest[step] for step in sorted(newest)][-keep if keep else 0 :]
-        kept += [folder for step, folder in newest.items() if keep_every and step % keep_every == 0]
+        retained = [newest[step] for step in sorted(newest)][-keep if keep else 0 :]
+        retained += [folder for step, folder in newest.items() if keep_every and step % keep_every == 0]
         for _, _, folder in checkpoints(path):
-            if folder not in kept and folder != written:
+            if folder not in retained and folder != written:
                 remove(folder)
     except Exception as error:  # whatever a store raises
         warnings.warn(
@@ -195,8 +195,8 @@ def manifest_of(folder: Location) -> dict[str, Any]:
 
 
 def _is_tensor(value: Any) -> bool:
-    known = isinstance(getattr(torch, value["dtype"], None), torch.dtype)
-    return known and isinstance(value["shape"], list) and all(map(is_count, value["shape"]))
+    is_dtype = isinstance(getattr(torch, value["dtype"], None), torch.dtype)
+    return is_dtype and isinstance(value["shape"], list) and all(map(is_count, value["shape"]))
 
 
 def _is_value(value: Any) -> bool:

@@ -53,8 +53,8 @@ def read_index(folder: Location, tensors: Mapping[str, Any], files: Mapping[str,
     """
     file = inside(folder, INDEX)
     try:
-        found = read_records(regular(file).read_bytes(), find=_find, records=_RECORDS)
-        return _checked(folder, found, tensors, files)
+        metadata = read_records(regular(file).read_bytes(), find=_find, records=_RECORDS)
+        return _check(folder, metadata, tensors, files)
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}. Load another step") from error
     except Exception as error:  # attributes that are missing or of other types
@@ -63,19 +63,19 @@ def read_index(folder: Location, tensors: Mapping[str, Any], files: Mapping[str,
         ) from error
 
 
-def _checked(folder: Location, found: Any, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> Index:
-    if not isinstance(found, Metadata):
-        raise CheckpointError(f"expected an index, found {type(found).__name__}")
-    known = found.state_dict_metadata  # its plain values are for torch's reader: the manifest has them
-    known = {name: entry for name, entry in known.items() if not isinstance(entry, BytesStorageMetadata)}
-    if differing := sorted(set(known) ^ set(tensors), key=str):
+def _check(folder: Location, index: Any, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> Index:
+    if not isinstance(index, Metadata):
+        raise CheckpointError(f"expected an index, found {type(index).__name__}")
+    entries = index.state_dict_metadata  # its plain values are for torch's reader: the manifest has them
+    entries = {name: entry for name, entry in entries.items() if not isinstance(entry, BytesStorageMetadata)}
+    if differing := sorted(set(entries) ^ set(tensors), key=str):
         raise CheckpointError(f"{differing[0]} is in only one of index and manifest")
     chunks: list[Chunk] = []
     places: dict[tuple[str, tuple[int, ...]], Place] = {}
-    items = found.storage_data.items()
-    stored = {(key.fqn, _numbers(key.offset)): place for key, place in items if key.fqn in known}
+    items = index.storage_data.items()
+    stored = {(key.fqn, _numbers(key.offset)): place for key, place in items if key.fqn in entries}
     for name, expected in tensors.items():
-        entry: Any = known[name]
+        entry: Any = entries[name]
         shape = _numbers(entry.size)
         dtype = str(entry.properties.dtype).removeprefix("torch.")
         if (list(shape), dtype) != (expected["shape"], expected["dtype"]):
@@ -103,29 +103,29 @@ def _place(folder: Location, stored: Any, files: Mapping[str, Any]) -> Place:
     return Place(inside(folder, name), begin, length)
 
 
-def _numbers(found: Any) -> tuple[int, ...]:
-    if not isinstance(found, tuple) or any(type(n) is not int or not 0 <= n < 2**63 for n in found):
-        raise CheckpointError(f"expected sizes or offsets, found {found!r:.100}")
-    return tuple(found)
+def _numbers(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, tuple) or any(type(n) is not int or not 0 <= n < 2**63 for n in value):
+        raise CheckpointError(f"expected sizes or offsets, found {value!r:.100}")
+    return tuple(value)
 
 
 def _find(module: str, name: str) -> Any:
     """Return the object that a name in an index refers to: torch's index record, a size, dtype or path."""
     if module == "torch":
-        found = getattr(torch, name, None)
-        return found if name == "Size" or isinstance(found, torch.dtype) else None
+        value = getattr(torch, name, None)
+        return value if name == "Size" or isinstance(value, torch.dtype) else None
     if module.split(".")[0] == "pathlib" and name.endswith("Path"):
         return PurePath
     return _KNOWN.get((module, name))
 
 
 _KNOWN: dict[tuple[str, str], Any] = {
-    (known.__name__, name): found
-    for known in (dcp_metadata, dcp_filesystem)
-    for name, found in vars(known).items()
-    if isinstance(found, type) and found.__module__ == known.__name__
-    if dataclasses.is_dataclass(found) or issubclass(found, enum.Enum)
+    (module.__name__, name): kind
+    for module in (dcp_metadata, dcp_filesystem)
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and kind.__module__ == module.__name__
+    if dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum)
 }
 _RECORDS: tuple[Any, ...] = tuple(filter(dataclasses.is_dataclass, _KNOWN.values()))
-_by_name: Any = copyreg.dispatch_table[torch.layout](torch.strided)[0]  # what pickles of a layout call
-_KNOWN[_by_name.__module__, _by_name.__name__] = {str(torch.strided): torch.strided}.__getitem__
+_layout_by_name: Any = copyreg.dispatch_table[torch.layout](torch.strided)[0]  # what pickles of a layout call
+_KNOWN[_layout_by_name.__module__, _layout_by_name.__name__] = {str(torch.strided): torch.strided}.__getitem__

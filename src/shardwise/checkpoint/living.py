@@ -106,8 +106,8 @@ class LivingRanks(Generic[_T]):
         self._backend, self._timeout = backend, timeout
         self._met_at = -1
         self._training: _T | None = None
-        self._taken: int | None = None  # steps; None while this process has no state
-        self._ready: Sequence[Callable[[], object]] = ()  # takes the step, once this rank has its gradients
+        self._step: int | None = None  # steps; None while this process has no state
+        self._actions: Sequence[Callable[[], object]] = ()  # takes the step, once this rank has its gradients
         self._random: list[torch.Tensor] = []
         self._memory: HostMemory | None = None
         self._go_on(None)
@@ -141,7 +141,7 @@ class LivingRanks(Generic[_T]):
 
         Costs an all-reduce of 8 bytes, for which all ranks wait.
         """
-        self._ready = actions
+        self._actions = actions
         flag = torch.tensor([dist.get_rank() == 0 and self._meeting.has_new()])
         try:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
@@ -149,19 +149,19 @@ class LivingRanks(Generic[_T]):
             order = order_of(dist.group.WORLD)
             raise_explained(error, [order] if order else [], "commit the step")
         self._meeting.hold()
-        self._take()
+        self._take_step()
         if self._memory is not None:  # all have loaded the state that was passed on
             self._memory.keep_only(None)
             self._memory = None
         if flag.item():
             raise _NewRanks
 
-    def _take(self) -> None:
-        for action in self._ready:
+    def _take_step(self) -> None:
+        for action in self._actions:
             action()
-        self._ready, self._random = (), _random_state()
-        assert self._taken is not None
-        self._taken += 1
+        self._actions, self._random = (), _random_state()
+        assert self._step is not None
+        self._step += 1
 
     # Meeting
 
@@ -171,11 +171,11 @@ class LivingRanks(Generic[_T]):
             try:
                 if self._meet(error is not None):
                     return
-            except RuntimeError as another:
-                if not _is_loss(another):
+            except RuntimeError as next_error:
+                if not _is_loss(next_error):
                     self._meeting.hold()
                     raise
-                error = another
+                error = next_error
                 self._meeting.break_up(first_line(str(error)))
             else:
                 assert error is not None
@@ -183,10 +183,10 @@ class LivingRanks(Generic[_T]):
 
     def _meet(self, failed: bool) -> bool:
         """Make a process group of the ranks that came, and continue from their state; False if in vain."""
-        before = self._meeting.size
-        self._rank, counts = self._meeting.come(self._rank, has_state=self._taken is not None)
+        previous_size = self._meeting.size
+        self._rank, counts = self._meeting.join_round(self._rank, has_state=self._step is not None)
         if not counts:
-            self._forget()
+            self._forget_state()
         abandon()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -202,41 +202,41 @@ class LivingRanks(Generic[_T]):
         for group in (dist.group.WORLD, self._group):
             _compat.set_timeout(group, self._timeout)
         watch_also(self._group)
-        own = [self._taken, bool(self._ready), self._training is not None]
-        by_rank = [tuple(each) for each in together("meeting", lambda: own)]
-        steps = [taken for taken, *_ in by_rank if taken is not None]
+        status = [self._step, bool(self._actions), self._training is not None]
+        by_rank = [tuple(answer) for answer in together("meeting", lambda: status)]
+        steps = [step for step, *_ in by_rank if step is not None]
         newest = max(steps, default=0)
         self._catch_up(by_rank, newest)
-        if failed and len(steps) == before and newest == self._met_at:
+        if failed and len(steps) == previous_size and newest == self._met_at:
             return False
         self._met_at = newest
-        self._move(newest, keeps=all(has for taken, _, has in by_rank if taken is not None))
+        self._move_state(newest, keeps=all(keeps for step, _, keeps in by_rank if step is not None))
         return True
 
-    def _forget(self) -> None:
+    def _forget_state(self) -> None:
         """Forget all state: the others continued without this rank, which rejoins as a new one."""
-        self._training = self._taken = None
-        self._ready, self._random = (), []
+        self._training = self._step = None
+        self._actions, self._random = (), []
 
     def _catch_up(self, by_rank: Sequence[Any], newest: int) -> None:
         """Make sure that all have taken the same steps."""
-        for rank, (taken, ready, *_) in enumerate(by_rank):
-            if taken is not None and taken != newest and not (ready and taken == newest - 1):
+        for rank, (step, ready, *_) in enumerate(by_rank):
+            if step is not None and step != newest and not (ready and step == newest - 1):
                 raise CheckpointError(
-                    f"rank {rank} has taken {taken} of {newest} steps and cannot catch up. {START}"
+                    f"rank {rank} has taken {step} of {newest} steps and cannot catch up. {START}"
                 )
-        if self._taken is not None and self._taken < newest:
-            self._take()
-        self._ready = ()
+        if self._step is not None and self._step < newest:
+            self._take_step()
+        self._actions = ()
 
-    def _move(self, taken: int, *, keeps: bool) -> None:
-        """Build, and fill the result with the state that ranks had after `taken` steps.
+    def _move_state(self, step: int, *, keeps: bool) -> None:
+        """Build, and fill the result with the state that ranks had after `step` steps.
 
         Args:
             keeps: whether all of them still have it; if not, an earlier meeting failed after copying it.
         """
         memory = self._memory = HostMemory(self._folder)
-        if not taken:
+        if not step:
             memory.clear()
         elif keeps:
             state = {"state": self._training.state()} if self._training is not None else {}
@@ -247,7 +247,7 @@ class LivingRanks(Generic[_T]):
             memory.wait()
         self._training = None  # the copy has it: do not hold two models
         training = self._build()
-        if taken:
+        if step:
             state = {"state": training.state()}
             if memory.load(state) is None:
                 raise CheckpointError(f"{self._folder}: the state that ranks handed over is gone. {START}")
@@ -255,9 +255,9 @@ class LivingRanks(Generic[_T]):
         else:
             self._resume(training)
         if self._random:
-            for each, random in zip(_generators(), self._random, strict=True):
-                each.set_rng_state(random)
-        self._training, self._taken = training, taken
+            for generator, random in zip(_generators(), self._random, strict=True):
+                generator.set_rng_state(random)
+        self._training, self._step = training, step
 
 
 class _NewRanks(Exception):  # noqa: N818 - a reason to meet, no error
@@ -276,4 +276,4 @@ def _generators() -> list[Any]:
 
 
 def _random_state() -> list[torch.Tensor]:
-    return [each.get_rng_state() for each in _generators()]
+    return [generator.get_rng_state() for generator in _generators()]

@@ -32,7 +32,7 @@ from shardwise._compat import PrefixStore, Store
 from shardwise.errors import CheckpointError
 
 START = "Start all ranks again from a checkpoint"
-_LOOK_S = 0.02  # between polls of the store
+_POLL_S = 0.02  # between polls of the store
 _NOTICE_S = 6.0  # in which all living ranks notice a loss
 _BEAT_S, _SILENT_S = 0.5, 5.0  # between beats; without a beat, until a member counts as dead
 
@@ -54,9 +54,9 @@ class Meeting:
         self._number: int  # among the processes that came to the round
         self._beating: threading.Event | None = None
         self._stores: list[_Watched] = []  # torch keeps only their C++ parts alive, not the Python objects
-        _all.add(self)
+        _meetings.add(self)
 
-    def come(self, rank: int | None, *, has_state: bool) -> tuple[int, bool]:
+    def join_round(self, rank: int | None, *, has_state: bool) -> tuple[int, bool]:
         """Join the next round; return this process's rank there, and whether its state still counts.
 
         Returns once all are there or, for a process with state, once it has waited for long enough.
@@ -67,7 +67,7 @@ class Meeting:
             patience_s = self._wait_s + (0 if has_state else self.timeout.total_seconds())
             if not has_state:
                 self._wait_until_needed(rank, newest, patience_s)
-            before = _Pulses(self._store, newest, skip=None) if has_state and newest >= 0 else None
+            previous = _Pulses(self._store, newest, skip=None) if has_state and newest >= 0 else None
             self._sign_in(newest + 1, rank, has_state=has_state)
             at, started, arrived = f"{self.round}/", time.monotonic(), dict[int, tuple[int | None, bool]]()
             while not self._store.check([f"{at}closed"]):
@@ -75,21 +75,21 @@ class Meeting:
                 waited_s = time.monotonic() - started
                 late = waited_s > patience_s
                 if late and not has_state and len(arrived) < self._ranks:
-                    raise CheckpointError(self._alone(rank, newest, arrived, patience_s))
-                alive = before is not None and len(before.silent()) < len(before)
+                    raise CheckpointError(self._explain_absence(rank, newest, arrived, patience_s))
+                alive = previous is not None and len(previous.silent()) < len(previous)
                 if alive and waited_s < patience_s + self.timeout.total_seconds():
                     late = False
                 noticed = waited_s > _NOTICE_S or self._lacks_one_at_most(newest, arrived)
                 if late or (noticed and len(arrived) >= self._ranks):
                     self._store.compare_set(f"{at}closed", "", json.dumps(seats(arrived, self._ranks)))
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
             members = _members(self._store, self.round)
             if self._number in members:
                 self.size = len(members)
                 self._store.set("round", str(self.round))
                 self._hear(arrived)
-                old = [arrived[number][0] for number in members]
-                return places(old)[members.index(self._number)], has_state
+                ranks = [arrived[number][0] for number in members]
+                return places(ranks)[members.index(self._number)], has_state
             has_state = False
 
     def _hear(self, arrived: dict[int, tuple[int | None, bool]]) -> None:
@@ -100,7 +100,7 @@ class Meeting:
 
     def _lacks_one_at_most(self, newest: int, arrived: Mapping[int, tuple[int | None, bool]]) -> bool:
         """Return whether the previous round's members came back with state, except at most one."""
-        return sum(has for _, has in arrived.values()) >= len(_members(self._store, newest)) - 1
+        return sum(has_state for _, has_state in arrived.values()) >= len(_members(self._store, newest)) - 1
 
     def _wait_until_needed(self, rank: int | None, newest: int, patience_s: float) -> None:
         """Return once a round lacks ranks, its members meet again, or all ranks were restarted."""
@@ -117,7 +117,7 @@ class Meeting:
                     f"rank {rank}: the run in this store already has all its {self._ranks} ranks, and they"
                     f" did not meet again in {patience_s:g} s. {START}, with a new store, if they are gone"
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def watched(self, name: str) -> Store:
         """Return a part of the store; waits in it end if a member dies before the round has held."""
@@ -135,24 +135,24 @@ class Meeting:
             self._thread.join()
             self._beating = None
 
-    def break_up(self, why: str) -> None:
+    def break_up(self, reason: str) -> None:
         """Make members that still connect come to the next round."""
         if self.round >= 0:
-            self._store.set(f"{self.round}/broken", why)
+            self._store.set(f"{self.round}/broken", reason)
 
     def pulses(self) -> _Pulses | None:
         """Return the other members' pulses, until the round has held."""
         return _Pulses(self._store, self.round, skip=self._number) if self._beating is not None else None
 
-    def broken(self, pulses: _Pulses) -> str | None:
+    def failure(self, pulses: _Pulses) -> str | None:
         """Return why the round has failed, if this is known; None if it has not."""
         if self._store.check([f"{self.round}/broken"]):
             return self._store.get(f"{self.round}/broken").decode()
         if not pulses.silent():
             return None
-        why = f"one of {self.size} that met has given no sign of life for {_SILENT_S:g} s"
-        self.break_up(why)
-        return why
+        reason = f"one of {self.size} that met has given no sign of life for {_SILENT_S:g} s"
+        self.break_up(reason)
+        return reason
 
     def _sign_in(self, number: int, rank: int | None, *, has_state: bool) -> None:
         self.hold()
@@ -168,12 +168,12 @@ class Meeting:
         self._thread.start()
         self._store.set(f"{number}/{self._number}", json.dumps([rank, has_state]))
 
-    def _alone(
+    def _explain_absence(
         self, rank: int | None, newest: int, arrived: Mapping[int, tuple[int | None, bool]], waited_s: float
     ) -> str:
         """Describe why ranks without state cannot begin: not all have come, and none with state."""
-        here = {each for each, _ in arrived.values()}
-        missing = ", ".join(str(rank) for rank in range(self._ranks) if rank not in here)
+        ranks = {rank for rank, _ in arrived.values()}
+        missing = ", ".join(str(rank) for rank in range(self._ranks) if rank not in ranks)
         if newest < 0:
             return (
                 f"{len(arrived)} of {self._ranks} ranks came within {waited_s:g} s, without ranks {missing}."
@@ -185,13 +185,13 @@ class Meeting:
         )
 
 
-def seats(arrived: Mapping[int, tuple[int | None, bool]], most: int) -> list[int]:
+def seats(arrived: Mapping[int, tuple[int | None, bool]], count: int) -> list[int]:
     """Return the members of a round, by number: those with state first, then those that came last.
 
     Args:
         arrived: by number, the rank that each process had, and whether it has state.
     """
-    return sorted(sorted(arrived, key=lambda number: (not arrived[number][1], -number))[:most])
+    return sorted(sorted(arrived, key=lambda number: (not arrived[number][1], -number))[:count])
 
 
 def _members(store: Store, round: int) -> list[int]:
@@ -208,17 +208,17 @@ def places(old: Sequence[int | None]) -> list[int]:
     Args:
         old: the rank that each member had, in order of arrival; None for a new one.
     """
-    size, found = len(old), dict[int, int]()
+    size, ranks = len(old), dict[int, int]()
     for number, rank in enumerate(old):
-        if rank is not None and rank < size and rank not in found.values():
-            found[number] = rank
-    free = sorted({*range(size)}.difference(found.values()))
-    rest = sorted(
-        (each for each in range(size) if each not in found),
-        key=lambda each: (old[each] is None, old[each] or 0),
+        if rank is not None and rank < size and rank not in ranks.values():
+            ranks[number] = rank
+    free = sorted({*range(size)}.difference(ranks.values()))
+    unplaced = sorted(
+        (index for index in range(size) if index not in ranks),
+        key=lambda index: (old[index] is None, old[index] or 0),
     )
-    found.update(zip(rest, free, strict=True))
-    return [found[number] for number in range(size)]
+    ranks.update(zip(unplaced, free, strict=True))
+    return [ranks[number] for number in range(size)]
 
 
 def _beat(store: Store, key: str, ended: threading.Event) -> None:
@@ -232,24 +232,24 @@ class _Pulses:
     """Watches for members of a round that give no sign of life for a while, by this process's clock."""
 
     def __init__(self, store: Store, round: int, *, skip: int | None) -> None:
-        self._store, self._looked = store, 0.0
+        self._store, self._polled_at = store, 0.0
         keys = [f"{round}/beat/{number}" for number in _members(store, round) if number != skip]
-        self._seen: dict[str, tuple[bytes, float]] = dict.fromkeys(keys, (b"", time.monotonic()))
+        self._beats: dict[str, tuple[bytes, float]] = dict.fromkeys(keys, (b"", time.monotonic()))
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return len(self._beats)
 
     def silent(self) -> list[str]:
         now = time.monotonic()
-        if now - self._looked > _BEAT_S:
-            self._looked = now
-            for key, (last, _) in self._seen.items():
-                if self._store.check([key]) and (found := self._store.get(key)) != last:
-                    self._seen[key] = found, now
-        return [key for key, (_, at) in self._seen.items() if now - at > _SILENT_S]
+        if now - self._polled_at > _BEAT_S:
+            self._polled_at = now
+            for key, (last, _) in self._beats.items():
+                if self._store.check([key]) and (count := self._store.get(key)) != last:
+                    self._beats[key] = count, now
+        return [key for key, (_, at) in self._beats.items() if now - at > _SILENT_S]
 
 
-def _passed_on(name: str) -> Any:
+def _delegate(name: str) -> Any:
     """Return a method that calls the one of this name of the store itself."""
     return lambda watched, *args: getattr(watched._store, name)(*args)
 
@@ -265,29 +265,29 @@ class _Watched(Store):
         began, pulses = time.monotonic(), self._meeting.pulses()
         limit_s = (timeout or self._meeting.timeout).total_seconds()
         while not self._store.check(keys):
-            why = self._meeting.broken(pulses) if pulses is not None else None
-            if why is not None:
-                raise RuntimeError(f"a connection between ranks that met was not made: {why}")
+            reason = self._meeting.failure(pulses) if pulses is not None else None
+            if reason is not None:
+                raise RuntimeError(f"a connection between ranks that met was not made: {reason}")
             if time.monotonic() - began > limit_s:
                 raise RuntimeError(f"timed out after {limit_s:g} s of waiting for {keys}")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
         return self._store.get(key)
 
-    set, add, check = _passed_on("set"), _passed_on("add"), _passed_on("check")
-    compare_set, multi_get = _passed_on("compare_set"), _passed_on("multi_get")
-    deleteKey = delete_key = _passed_on("delete_key")  # noqa: N815 - what torch calls
-    has_extended_api = _passed_on("has_extended_api")
+    set, add, check = _delegate("set"), _delegate("add"), _delegate("check")
+    compare_set, multi_get = _delegate("compare_set"), _delegate("multi_get")
+    deleteKey = delete_key = _delegate("delete_key")  # noqa: N815 - what torch calls
+    has_extended_api = _delegate("has_extended_api")
 
 
-_all: WeakSet[Meeting] = WeakSet()
+_meetings: WeakSet[Meeting] = WeakSet()
 
 
 def _finish() -> None:
     """End threads before the interpreter ends: inside the store they would abort the process."""
-    for meeting in list(_all):
+    for meeting in list(_meetings):
         meeting.hold()
 
 

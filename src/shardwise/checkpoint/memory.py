@@ -44,7 +44,7 @@ from shardwise.checkpoint.commit import (
 from shardwise.checkpoint.index import INDEX
 from shardwise.checkpoint.part import Part, write_part
 from shardwise.checkpoint.plan import Plan, bytes_of
-from shardwise.checkpoint.read import Whole, files_for, fill, open_checkpoint
+from shardwise.checkpoint.read import Checkpoint, files_for, fill, open_checkpoint
 from shardwise.checkpoint.write import Job, prepare_save
 from shardwise.comm.agree import each_its_own, merge_or_raise, together
 from shardwise.comm.watch import announced, group_of_all
@@ -98,7 +98,7 @@ class HostMemory:
         self._host = self._hosts[self._rank]
         self._sending: threading.Thread | None = None
         self._problem: str | None = None
-        _all.add(self)
+        _memories.add(self)
 
     def save(self, state: dict[str, Any], *, step: int) -> None:
         """Copy `state`, as for `checkpoint.save`; return once this rank's part is in its host's memory.
@@ -111,10 +111,10 @@ class HostMemory:
         """
         self.wait()
         job = prepare_save(
-            "HostMemory.save of", self._path, state, step=step, hosts=self._hosts, fits=self._check_room
+            "HostMemory.save of", self._path, state, step=step, hosts=self._hosts, check_room=self._check_room
         )
         with job.cleaning():
-            parts = together(job.what, lambda: write_part(job.staging, self._rank, job.mine()))
+            parts = together(job.operation, lambda: write_part(job.staging, self._rank, job.local_chunks()))
         self._sending = threading.Thread(
             target=self._send, args=(job, parts), name="shardwise-memory", daemon=True
         )
@@ -122,7 +122,7 @@ class HostMemory:
 
     def wait(self) -> None:
         """Return once the current copy is complete on all hosts. Raises the errors of `save`."""
-        together("waiting for a copy", self._ended)
+        together("waiting for a copy", self._end_sending)
 
     def load(self, state: dict[str, Any], *, newer_than: int | None = None) -> int | None:
         """Fill `state` from the newest whole copy, as `checkpoint.load` does; return its step.
@@ -135,22 +135,22 @@ class HostMemory:
                 differ in `newer_than`.
         """
         self.wait()
-        what = "HostMemory.load"
+        operation = "HostMemory.load"
 
         def tell() -> dict[str, Any]:
             check_count("newer_than", newer_than, 0, optional=True)
-            listed = self._listed() if self._rank == self._host else {}
-            return {"call": {"newer_than": newer_than}, "listed": listed}
+            copies = self._list_copies() if self._rank == self._host else {}
+            return {"call": {"newer_than": newer_than}, "listed": copies}
 
-        by_rank = together(what, tell)
+        by_rank = together(operation, tell)
         fix = "Give the same on every rank, such as what rank 0 broadcasts"
-        merge_or_raise(what, by_rank, {"call": fix})
-        for copy in _complete([each["listed"] for each in by_rank]):
+        merge_or_raise(operation, by_rank, {"call": fix})
+        for copy in _complete([answer["listed"] for answer in by_rank]):
             if newer_than is not None and copy.step <= newer_than:
                 break
-            whole = self._fetched(copy, state)
-            if whole is not None:
-                return fill(whole, state)
+            checkpoint = self._fetch(copy, state)
+            if checkpoint is not None:
+                return fill(checkpoint, state)
         return None
 
     def clear(self) -> None:
@@ -163,16 +163,16 @@ class HostMemory:
     def _check_room(self, plan: Plan) -> None:
         if self._limit is None:
             return
-        here = {rank for rank, host in enumerate(self._hosts) if host == self._host}
-        kept = {rank for rank, keeper in enumerate(neighbours(self._hosts)) if keeper in here}
-        chunks = [chunk for rank in here | kept for chunk in plan.of(rank)]
-        there = sum(
+        host_ranks = {rank for rank, host in enumerate(self._hosts) if host == self._host}
+        copied_ranks = {rank for rank, keeper in enumerate(neighbours(self._hosts)) if keeper in host_ranks}
+        chunks = [chunk for rank in host_ranks | copied_ranks for chunk in plan.of(rank)]
+        present_bytes = sum(
             file.stat().st_size for *_, folder in checkpoints(self._path) for file in folder.iterdir()
         )
-        needed = there + sum(bytes_of(chunk) + _CHUNK_BYTES for chunk in chunks)
-        if needed > self._limit:
+        needed_bytes = present_bytes + sum(bytes_of(chunk) + _CHUNK_BYTES for chunk in chunks)
+        if needed_bytes > self._limit:
             raise CheckpointError(
-                f"{self._path}: with a copy this host would use {needed} bytes of memory, more than"
+                f"{self._path}: with a copy this host would use {needed_bytes} bytes of memory, more than"
                 f" limit_bytes={self._limit}; raise limit_bytes, or spread the state over more ranks"
             )
 
@@ -180,22 +180,22 @@ class HostMemory:
         """Send the parts of a copy to other hosts and publish it. Runs in a thread."""
         try:
             sizes = {name: file["bytes"] for part in parts for name, file in part["files"].items()}
-            wanted: list[list[str]] = [[] for _ in self._hosts]
-            there: dict[int, dict[str, int]] = {host: {} for host in self._hosts}
+            requests: list[list[str]] = [[] for _ in self._hosts]
+            files: dict[int, dict[str, int]] = {host: {} for host in self._hosts}
             for rank, keeper in enumerate(neighbours(self._hosts)):
-                there[self._hosts[rank]] |= {name: sizes[name] for name in parts[rank]["files"]}
+                files[self._hosts[rank]] |= {name: sizes[name] for name in parts[rank]["files"]}
                 if keeper is not None:
-                    wanted[keeper] += parts[rank]["files"]
-            self._carry(Path(job.staging), messages(wanted, there=there, hosts=self._hosts))
+                    requests[keeper] += parts[rank]["files"]
+            self._carry(Path(job.staging), messages(requests, files=files, hosts=self._hosts))
             index = together(_WHAT, lambda: job.index(parts) if self._rank == 0 else {}, group=self._group)[0]
             size = index[INDEX]["bytes"]
-            wanted = [[INDEX] if rank == host else [] for rank, host in enumerate(self._hosts)]
-            self._carry(Path(job.staging), messages(wanted, there={0: {INDEX: size}}, hosts=self._hosts))
+            requests = [[INDEX] if rank == host else [] for rank, host in enumerate(self._hosts)]
+            self._carry(Path(job.staging), messages(requests, files={0: {INDEX: size}}, hosts=self._hosts))
             is_first = self._rank == self._host
-            made = together(
+            folders = together(
                 _WHAT, lambda: str(job.publish(parts, index)) if is_first else "", group=self._group
             )
-            together(_WHAT, lambda: self.keep_only(made[self._rank]), group=self._group)
+            together(_WHAT, lambda: self.keep_only(folders[self._rank]), group=self._group)
         except Exception as error:
             self._problem = str(error)
 
@@ -205,7 +205,7 @@ class HostMemory:
             if self._rank == self._host and str(folder) != newest:
                 remove(folder)
 
-    def _ended(self) -> None:
+    def _end_sending(self) -> None:
         if self._sending is not None:
             self._sending.join()
         problem, self._problem, self._sending = self._problem, None, None
@@ -214,57 +214,57 @@ class HostMemory:
 
     # Loading
 
-    def _listed(self) -> dict[str, dict[str, Any]]:
+    def _list_copies(self) -> dict[str, dict[str, Any]]:
         """List this host's copies, or parts of them: by digest, the existing and the expected files."""
-        found = {}
+        copies = {}
         for step, version, folder in checkpoints(self._path):
             with suppress(CheckpointError, OSError):
-                own = digest(folder / MANIFEST)["sha256"]
+                sha256 = digest(folder / MANIFEST)["sha256"]
                 names = {*manifest_of(folder)["files"], MANIFEST}
                 sizes = {name: (folder / name).stat().st_size for name in names if (folder / name).is_file()}
                 entry = {"step": step, "version": version, "folder": str(folder)}
-                found[own] = {**entry, "files": sizes, "names": sorted(names)}
-        return found
+                copies[sha256] = {**entry, "files": sizes, "names": sorted(names)}
+        return copies
 
-    def _fetched(self, copy: _Copy, state: dict[str, Any]) -> Whole | None:
+    def _fetch(self, copy: _Copy, state: dict[str, Any]) -> Checkpoint | None:
         """Fetch into this host's folder all files of the copy that its ranks read; return None if damaged."""
-        what = f"HostMemory.load of step {copy.step} from {self._path}"
+        operation = f"HostMemory.load of step {copy.step} from {self._path}"
         lacks = self._rank == self._host and self._host not in copy.folders
-        made = together(what, lambda: str(open_staging(self._path, copy.step)) if lacks else "")
-        folder = Path(copy.folders.get(self._host) or made[self._host])
-        needed = [[INDEX, MANIFEST] if rank == host else [] for rank, host in enumerate(self._hosts)]
-        self._carry(folder, messages(needed, there=copy.files, hosts=self._hosts))
+        folders = together(operation, lambda: str(open_staging(self._path, copy.step)) if lacks else "")
+        folder = Path(copy.folders.get(self._host) or folders[self._host])
+        requests = [[INDEX, MANIFEST] if rank == host else [] for rank, host in enumerate(self._hosts)]
+        self._carry(folder, messages(requests, files=copy.files, hosts=self._hosts))
 
-        def look() -> Whole:
+        def open_copy() -> Checkpoint:
             return open_checkpoint(folder, lambda _, files: whole_file(folder, INDEX, files[INDEX]))
 
-        whole = _if_sound(what, look)
-        if whole is None:
+        checkpoint = _if_sound(operation, open_copy)
+        if checkpoint is None:
             return None
-        wanted = together(what, lambda: files_for(whole, state))
-        self._carry(folder, messages(wanted, there=copy.files, hosts=self._hosts))
-        files, read = whole.manifest["files"], wanted[self._rank]
-        sound = _if_sound(what, lambda: all(whole_file(folder, name, files[name]) for name in read))
-        return whole if sound else None
+        requests = together(operation, lambda: files_for(checkpoint, state))
+        self._carry(folder, messages(requests, files=copy.files, hosts=self._hosts))
+        files, names = checkpoint.manifest["files"], requests[self._rank]
+        sound = _if_sound(operation, lambda: all(whole_file(folder, name, files[name]) for name in names))
+        return checkpoint if sound else None
 
     # Both
 
-    def _carry(self, folder: Path, sent: Sequence[Message]) -> None:
+    def _carry(self, folder: Path, all_messages: Sequence[Message]) -> None:
         """Send files of `folder` to other hosts, and receive theirs. Collective."""
-        if not sent:
+        if not all_messages:
             return
-        mine = [message for message in sent if self._rank in (message.sender, message.receiver)]
-        received = [message for message in mine if message.receiver == self._rank]
+        local = [message for message in all_messages if self._rank in (message.sender, message.receiver)]
+        received = [message for message in local if message.receiver == self._rank]
         together(_WHAT, lambda: _reserve(folder, received), group=self._group)
         works = []
         assert self._group is not None
         with announced(self._group, "send copies"):
-            for message in mine:
+            for message in local:
                 if message.bytes and message.sender == self._rank:
-                    numbers = _mapped(folder / message.name, message.bytes)
+                    numbers = _map_file(folder / message.name, message.bytes)
                     works.append(self._group.send([numbers], message.receiver, _TAG))
                 elif message.bytes:
-                    numbers = _mapped(folder / f"{message.name}.new", message.bytes)
+                    numbers = _map_file(folder / f"{message.name}.new", message.bytes)
                     works.append(self._group.recv([numbers], message.sender, _TAG))
             for work in works:
                 work.wait()
@@ -284,12 +284,12 @@ def neighbours(hosts: Sequence[int]) -> list[int | None]:
         return [None] * len(hosts)
     by_host = list(ranks.values())
     following = dict(zip(ranks, [*by_host[1:], by_host[0]], strict=True))
-    at = [ranks[host].index(rank) for rank, host in enumerate(hosts)]
-    return [following[host][i % len(following[host])] for host, i in zip(hosts, at, strict=True)]
+    positions = [ranks[host].index(rank) for rank, host in enumerate(hosts)]
+    return [following[host][i % len(following[host])] for host, i in zip(hosts, positions, strict=True)]
 
 
 def messages(
-    wanted: Sequence[Sequence[str]], *, there: Mapping[int, Mapping[str, int]], hosts: Sequence[int]
+    requests: Sequence[Sequence[str]], *, files: Mapping[int, Mapping[str, int]], hosts: Sequence[int]
 ) -> list[Message]:
     """Return which rank sends which file to which, to give every host its ranks' files: equal on every rank.
 
@@ -298,40 +298,40 @@ def messages(
         there: by host, its files and their bytes.
         hosts: by rank, the first rank of its host.
     """
-    sent, going, found = [0] * len(hosts), set(), []
-    for receiver, names in enumerate(wanted):
+    sent_bytes, pairs, planned = [0] * len(hosts), set(), []
+    for receiver, names in enumerate(requests):
         for name in names:
-            if name in there.get(hosts[receiver], ()) or (hosts[receiver], name) in going:
+            if name in files.get(hosts[receiver], ()) or (hosts[receiver], name) in pairs:
                 continue
-            going.add((hosts[receiver], name))
-            holders = [rank for rank, host in enumerate(hosts) if name in there.get(host, ())]
-            sender = min(holders, key=lambda rank: (sent[rank], rank))
-            size = there[hosts[sender]][name]
-            sent[sender] += size
-            found.append(Message(sender, receiver, name, size))
-    return found
+            pairs.add((hosts[receiver], name))
+            holders = [rank for rank, host in enumerate(hosts) if name in files.get(host, ())]
+            sender = min(holders, key=lambda rank: (sent_bytes[rank], rank))
+            size = files[hosts[sender]][name]
+            sent_bytes[sender] += size
+            planned.append(Message(sender, receiver, name, size))
+    return planned
 
 
 def _complete(listed: Sequence[Mapping[str, Any]]) -> Iterator[_Copy]:
     """Yield the copies of which every file is on some host, newest first."""
-    known: dict[str, dict[int, Any]] = {}
+    entries: dict[str, dict[int, Any]] = {}
     for host, copies in enumerate(listed):
         for key, entry in copies.items():
-            known.setdefault(key, {})[host] = entry
-    newest = {key: max((e["step"], e["version"]) for e in on.values()) for key, on in known.items()}
-    for key in sorted(known, key=lambda key: (newest[key], key), reverse=True):
-        on = known[key]
-        files = {host: entry["files"] for host, entry in on.items()}
-        names = next(iter(on.values()))["names"]
-        if {*names} <= {name for each in files.values() for name in each}:
-            folders = {host: entry["folder"] for host, entry in on.items()}
+            entries.setdefault(key, {})[host] = entry
+    newest = {key: max((e["step"], e["version"]) for e in hosts.values()) for key, hosts in entries.items()}
+    for key in sorted(entries, key=lambda key: (newest[key], key), reverse=True):
+        hosts = entries[key]
+        files = {host: entry["files"] for host, entry in hosts.items()}
+        names = next(iter(hosts.values()))["names"]
+        if {*names} <= {name for sizes in files.values() for name in sizes}:
+            folders = {host: entry["folder"] for host, entry in hosts.items()}
             yield _Copy(newest[key][0], folders, files)
 
 
-def _if_sound(what: str, look: Callable[[], _T]) -> _T | None:
-    """Return what `look` finds unless a rank finds damage, which causes a warning. Collective."""
+def _if_sound(operation: str, read: Callable[[], _T]) -> _T | None:
+    """Return the result of `read`; None if a rank finds damage, which causes a warning. Collective."""
     try:
-        return each_its_own(what, look)
+        return each_its_own(operation, read)
     except CheckpointError as error:
         warnings.warn(f"{error}\nContinuing from an older copy, if there is one", stacklevel=4)
         return None
@@ -348,17 +348,17 @@ def _reserve(folder: Path, received: Sequence[Message]) -> None:
                 raise CheckpointError(f"{folder}: {error}; no room for {message.bytes} bytes") from error
 
 
-def _mapped(file: Path, size: int) -> torch.Tensor:
+def _map_file(file: Path, size: int) -> torch.Tensor:
     return torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
 
 
-_all: WeakSet[HostMemory] = WeakSet()
+_memories: WeakSet[HostMemory] = WeakSet()
 
 
 def _finish() -> None:
     """Wait for the current copy when a process ends without error."""
     if getattr(sys, "last_value", None) is None:
-        for memory in list(_all):
+        for memory in list(_memories):
             if memory._sending is not None:
                 memory._sending.join()
 

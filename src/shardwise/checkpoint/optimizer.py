@@ -40,7 +40,7 @@ def optimizer_state(
         CheckpointError: one of several optimizers can only load a state of its own parameters; or, on all
             stages, stages have different numbers of parameter groups.
     """
-    state = _of_all(model, optimizer)
+    state = _joint_state(model, optimizer)
     if stages is not None:
         _name_all(state["param_groups"], stages)
     return state
@@ -53,27 +53,27 @@ def _name_all(groups: list[dict[str, Any]], stages: DeviceMesh) -> None:
         lambda: [group["params"] for group in groups],
         group=stages.get_group(),
     )
-    counts = [len(each) for each in names]
+    counts = [len(stage_names) for stage_names in names]
     if len(set(counts)) > 1:
         raise CheckpointError(
             f"{here()}: the optimizers of a pipeline's stages have {counts} parameter groups; give all"
             " of them the same groups, in one order, empty where a stage has no such parameters"
         )
     for index, group in enumerate(groups):
-        group["params"] = list(dict.fromkeys(name for each in names for name in each[index]))
+        group["params"] = list(dict.fromkeys(name for stage_names in names for name in stage_names[index]))
 
 
-def _of_all(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:
+def _joint_state(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:
     if isinstance(optimizer, Optimizer):
         return _state_of(model, optimizer)
     several = list(optimizer)
-    own = [type(one).__name__ for one in several if hasattr(one, "allocate_state")]
-    if own and len(several) > 1:
+    names = [type(optimizer).__name__ for optimizer in several if hasattr(optimizer, "allocate_state")]
+    if names and len(several) > 1:
         raise CheckpointError(
-            f"{here()}: {own[0]} loads a state of its own parameters only; give each of the {len(several)}"
+            f"{here()}: {names[0]} loads a state of its own parameters only; give each of the {len(several)}"
             " optimizers an entry of its own in the state: optimizer_state(model, optimizer)"
         )
-    states = [_state_of(model, one) for one in several]
+    states = [_state_of(model, optimizer) for optimizer in several]
     return {
         "state": {name: values for state in states for name, values in state["state"].items()},
         "param_groups": [group for state in states for group in state["param_groups"]],
@@ -82,7 +82,7 @@ def _of_all(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> dic
 
 def _state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     if optimizer.state:
-        return _described(model, optimizer)
+        return _read_state(model, optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     gradients = [param.grad for param in params]
     options = [dict(group) for group in optimizer.param_groups]
@@ -92,23 +92,23 @@ def _state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             param.grad = None
         if hasattr(optimizer, "allocate_state"):
             optimizer.allocate_state()
-        described = _described(model, optimizer)
+        state_dict = _read_state(model, optimizer)
     finally:
         optimizer.state = state
-        for group, before in zip(optimizer.param_groups, options, strict=True):
-            group.update(before)
+        for group, initial in zip(optimizer.param_groups, options, strict=True):
+            group.update(initial)
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = gradient
     if hasattr(optimizer, "allocate_state"):  # it took no step
-        return described
-    for group, before in zip(described["param_groups"], options, strict=True):
-        group.update({key: before[key] for key in group.keys() & before.keys() - {"params"}})
+        return state_dict
+    for group, initial in zip(state_dict["param_groups"], options, strict=True):
+        group.update({key: initial[key] for key in group.keys() & initial.keys() - {"params"}})
         for name in group["params"]:
-            undo_step(type(optimizer), described["state"].get(name, {}), group)
-    return described
+            undo_step(type(optimizer), state_dict["state"].get(name, {}), group)
+    return state_dict
 
 
-def _described(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def _read_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     if hasattr(optimizer, "allocate_state"):
         return optimizer.state_dict()
     return get_optimizer_state_dict(model, optimizer)

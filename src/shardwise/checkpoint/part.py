@@ -30,7 +30,7 @@ HASH = "xxh3_128"
 _VALUES = "__values.distcp"
 _BUFFER_BYTES = 1 << 20
 _SMALL_BYTES = 1 << 16
-_lock, _found = threading.Lock(), list[bool]()
+_lock, _crc32_options = threading.Lock(), list[bool]()
 Part = dict[str, Any]  # "files": their digests; "places" of chunks: name, offsets, file, begin, length
 
 
@@ -63,7 +63,7 @@ def write_part(staging: Location, rank: int, chunks: Iterable[tuple[Chunk, Tenso
 def write_values(staging: Location, values: Mapping[str, Any]) -> Part:
     """Write plain values, which the manifest also has, for torch's reader: each under torch's name."""
     places, content = [], io.BytesIO()
-    leaves = (leaf for name, value in values.items() for leaf in _walked(name, from_json(value)))
+    leaves = (leaf for name, value in values.items() for leaf in _walk(name, from_json(value)))
     for name, value in leaves:
         begin = content.tell()
         torch.save(value, content)
@@ -72,7 +72,7 @@ def write_values(staging: Location, values: Mapping[str, Any]) -> Part:
     return {"files": {_VALUES: _digest(content.getvalue())}, "places": places}
 
 
-def _walked(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _walk(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a plain value by torch's names: it walks dicts, and lists with dicts in them."""
     if isinstance(value, dict):
         items: Iterable[tuple[Any, Any]] = value.items()
@@ -82,7 +82,7 @@ def _walked(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
         return
     for key, item in items:
-        yield from _walked(f"{name}.{key}", item)
+        yield from _walk(f"{name}.{key}", item)
 
 
 def _has_dicts(value: Any) -> bool:
@@ -123,10 +123,10 @@ def staged(tensor: Tensor) -> Tensor | bytes:
 
 def _first_cause(error: BaseException) -> str:
     """Return the first system error in a chain of errors, else the original error."""
-    found = error
-    while not isinstance(found, OSError) and (cause := found.__cause__ or found.__context__):
-        found = cause
-    return f"{type(found).__name__}: {found}"
+    current = error
+    while not isinstance(current, OSError) and (cause := current.__cause__ or current.__context__):
+        current = cause
+    return f"{type(current).__name__}: {current}"
 
 
 def _save(tensor: Tensor, stream: Any) -> None:
@@ -145,15 +145,15 @@ def _without_checksums() -> Iterator[None]:
     may save: the value that the first found is restored when the last ends.
     """
     with _lock:
-        _found.append(torch.serialization.get_crc32_options())
+        _crc32_options.append(torch.serialization.get_crc32_options())
         torch.serialization.set_crc32_options(False)
     try:
         yield
     finally:
         with _lock:
-            found = _found.pop()
-            if not _found:
-                torch.serialization.set_crc32_options(found)
+            options = _crc32_options.pop()
+            if not _crc32_options:
+                torch.serialization.set_crc32_options(options)
 
 
 class _Hashed(io.RawIOBase):

@@ -39,7 +39,7 @@ class Plan:
         return [chunk for chunk, writer in zip(self.chunks, self.writers, strict=True) if writer == rank]
 
 
-def held_of(tensors: Mapping[str, Any]) -> Held:
+def held_chunks(tensors: Mapping[str, Any]) -> Held:
     """Return the chunks that this rank holds of `tensors`, with their tensors, which are no copies."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors))
@@ -68,14 +68,14 @@ def plan(held: Sequence[Sequence[Chunk]]) -> Plan:
         for chunk in chunks:
             key = chunk[0], tuple(chunk[1])
             holders.setdefault(key, (chunk, []))[1].append(owner)
-    written, writers = [0] * len(held), []
+    written_bytes, writers = [0] * len(held), []
     for chunk, owners in holders.values():
-        writer = min(owners, key=lambda owner: (written[owner], owner))
-        written[writer] += bytes_of(chunk)
+        writer = min(owners, key=lambda owner: (written_bytes[owner], owner))
+        written_bytes[writer] += bytes_of(chunk)
         writers.append(writer)
-    found = Plan([chunk for chunk, _ in holders.values()], writers)
-    _check_covered(found.chunks)
-    return found
+    result = Plan([chunk for chunk, _ in holders.values()], writers)
+    _check_covered(result.chunks)
+    return result
 
 
 def bytes_of(chunk: Chunk) -> int:
@@ -97,8 +97,8 @@ def _check_covered(chunks: Sequence[Chunk]) -> None:
     boxes: dict[str, tuple[list[int], list[Box]]] = {}
     for name, offsets, sizes, size, _ in chunks:
         boxes.setdefault(name, (size, []))[1].append(Box(tuple(offsets), tuple(sizes)))
-    for name, (size, found) in boxes.items():
+    for name, (size, pieces) in boxes.items():
         try:
-            cover(found, size)
+            cover(pieces, size)
         except ShardingError as error:
             raise CheckpointError(f"{name}: the ranks' shards do not make up the tensor: {error}") from error

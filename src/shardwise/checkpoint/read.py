@@ -57,37 +57,37 @@ def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | Non
     whether the state is half written. Load again, or load a step that stays.
     """
     rank, _ = rank_and_size()
-    what = f"loading from {path}"
+    operation = f"loading from {path}"
     wait_for_saving()
 
     def ask() -> dict[str, Any]:
         check_count("step", step, 0, optional=True)
-        found, torn = find(location(path), step) if rank == 0 else ([], "")
-        return {"call": {"step": step}, "found": [str(folder) for folder in found], "torn": torn}
+        folders, torn = find(location(path), step) if rank == 0 else ([], "")
+        return {"call": {"step": step}, "found": [str(folder) for folder in folders], "torn": torn}
 
-    asked = together(what, ask)
-    merge_or_raise(what, asked, {"call": "Load the same step on every rank"})
-    if asked[0]["torn"]:
-        warnings.warn(asked[0]["torn"], stacklevel=2)
-    return fill(_newest_whole(asked[0]["found"]), state)
+    by_rank = together(operation, ask)
+    merge_or_raise(operation, by_rank, {"call": "Load the same step on every rank"})
+    if by_rank[0]["torn"]:
+        warnings.warn(by_rank[0]["torn"], stacklevel=2)
+    return fill(_open_newest(by_rank[0]["found"]), state)
 
 
-def fill(whole: Whole, state: dict[str, Any]) -> int:
+def fill(checkpoint: Checkpoint, state: dict[str, Any]) -> int:
     """Load a checkpoint whose files are whole into `state`; return its step. Collective; raises as `load`."""
-    what = f"loading {whole.folder}"
+    operation = f"loading {checkpoint.folder}"
     checked: list[tuple[Flat, list[_Read]]] = []
 
     def check() -> tuple[str, list[str]]:
-        flat, tensors = _fitting(whole.manifest, state)
-        checked.append((flat, _reads(tensors, whole.index)))
-        return whole.digest, [*flat.leaves, *flat.lists]
+        flat, tensors = _match_leaves(checkpoint.manifest, state)
+        checked.append((flat, _plan_reads(tensors, checkpoint.index)))
+        return checkpoint.digest, [*flat.leaves, *flat.lists]
 
-    by_rank = together(what, check)
-    raise_all(what, _differences(by_rank, whole.manifest))
-    half = f"{what}: the state is half written, load again; reading"
+    by_rank = together(operation, check)
+    raise_all(operation, _differences(by_rank, checkpoint.manifest))
+    half = f"{operation}: the state is half written, load again; reading"
     with torch.no_grad():
-        together(half, lambda: _write(*checked[0], whole.manifest["values"]))
-    return int(whole.manifest["step"])
+        together(half, lambda: _write(*checked[0], checkpoint.manifest["values"]))
+    return int(checkpoint.manifest["step"])
 
 
 _FIX_NAMES = "Load into a state made of the same parts as the one saved"
@@ -106,7 +106,7 @@ class _Read:
 
 
 @dataclass(frozen=True)
-class Whole:
+class Checkpoint:
     """A checkpoint whose files all exist, unchanged since they were written."""
 
     folder: Location
@@ -116,9 +116,9 @@ class Whole:
 
 
 def _write(flat: Flat, reads: list[_Read], values: Mapping[str, Any]) -> None:
-    for path, those in itertools.groupby(reads, key=lambda read: read.file):
+    for path, file_reads in itertools.groupby(reads, key=lambda read: read.file):
         with path.open("rb") as file:
-            for read in those:
+            for read in file_reads:
                 read.stored.read(file, read.offsets, read.target)
     for name, leaf in flat.leaves.items():
         if not leaf.is_tensor:
@@ -127,51 +127,51 @@ def _write(flat: Flat, reads: list[_Read], values: Mapping[str, Any]) -> None:
         del leaf.container[leaf.key]
 
 
-def _newest_whole(folders: Sequence[str]) -> Whole:
+def _open_newest(folders: Sequence[str]) -> Checkpoint:
     """Return the first of `folders` that is whole. Collective."""
     damaged: list[str] = []
     for folder in folders:
         try:
-            at = location(folder)
-            found = each_its_own(f"loading {at}", lambda: open_checkpoint(at, _check_files))  # noqa: B023
+            path = location(folder)
+            checkpoint = each_its_own(f"loading {path}", lambda: open_checkpoint(path, _check_files))  # noqa: B023
         except CheckpointError as error:
             damaged.append(str(error))
             continue
         for problem in damaged:
             warnings.warn(f"{problem}\nContinuing from {folder} instead", stacklevel=3)
-        return found
+        return checkpoint
     raise CheckpointError("\n".join(damaged))
 
 
-def open_checkpoint(folder: Location, check: Callable[[Any, Mapping[str, dict[str, Any]]], object]) -> Whole:
+def open_checkpoint(folder: Location, check: Callable[[Any, Mapping[str, Any]], object]) -> Checkpoint:
     """Read a checkpoint's manifest and index, after `check` has passed its files. Local."""
     manifest = manifest_of(folder)
-    own = digest(folder / MANIFEST)["sha256"]
+    sha256 = digest(folder / MANIFEST)["sha256"]
     check(folder, manifest["files"])
-    return Whole(folder, manifest, own, read_index(folder, manifest["tensors"], manifest["files"]))
+    return Checkpoint(folder, manifest, sha256, read_index(folder, manifest["tensors"], manifest["files"]))
 
 
-def files_for(whole: Whole, state: dict[str, Any]) -> list[str]:
+def files_for(checkpoint: Checkpoint, state: dict[str, Any]) -> list[str]:
     """Return the names of the files from which this rank's state is filled. Local; raises as `load`."""
-    _, tensors = _fitting(whole.manifest, state)
-    items = create_default_local_load_plan(tensors, whole.index.metadata).items
+    _, tensors = _match_leaves(checkpoint.manifest, state)
+    items = create_default_local_load_plan(tensors, checkpoint.index.metadata).items
     keys = [(item.storage_index.fqn, tuple(item.storage_index.offset or ())) for item in items]
-    return sorted({whole.index.places[key].file.name for key in keys})
+    return sorted({checkpoint.index.places[key].file.name for key in keys})
 
 
-def _fitting(manifest: Mapping[str, Any], state: dict[str, Any]) -> tuple[Flat, dict[str, Any]]:
+def _match_leaves(manifest: Mapping[str, Any], state: dict[str, Any]) -> tuple[Flat, dict[str, Any]]:
     """Return the state's leaves, all of which the checkpoint has, and the tensors among them."""
     rank, size = rank_and_size()
     flat = flatten(state, rank=rank, ranks=size)
-    saved = [name for kind in ("tensors", "values", "lists") for name in manifest[kind]]
+    saved_names = [name for kind in ("tensors", "values", "lists") for name in manifest[kind]]
     for name in flat.optional:
-        own = f"{name}.rank-{rank}-of-{size}"
-        if not any(each == own or each.startswith(f"{own}.") for each in saved):
+        entry = f"{name}.rank-{rank}-of-{size}"
+        if not any(saved == entry or saved.startswith(f"{entry}.") for saved in saved_names):
             flat.leave_out(f"{name}.rank-")
     params = _params_of_optimizers(manifest)
-    for begin, optimizer in flat.optimizers.items():
-        for name in _stateless(f"{begin}state.", optimizer["state"], params.get(begin, set()), manifest):
-            flat.leave_out(f"{begin}state.{name}.")
+    for prefix, optimizer in flat.optimizers.items():
+        for name in _stateless(f"{prefix}state.", optimizer["state"], params.get(prefix, set()), manifest):
+            flat.leave_out(f"{prefix}state.{name}.")
             flat.absent.append(Leaf(optimizer["state"], name))
     _check_leaves(flat, manifest)
     return flat, {name: leaf.value for name, leaf in flat.leaves.items() if leaf.is_tensor}
@@ -179,63 +179,63 @@ def _fitting(manifest: Mapping[str, Any], state: dict[str, Any]) -> tuple[Flat, 
 
 def _params_of_optimizers(manifest: Mapping[str, Any]) -> dict[str, set[int | str]]:
     """Return the names of each saved optimizer's parameters, by the prefix of its state's names."""
-    found: dict[str, set[int | str]] = {}
+    by_prefix: dict[str, set[int | str]] = {}
     for name, value in manifest["values"].items():
-        begin, groups, rest = name.rpartition("param_groups")
-        if not groups or (begin and not begin.endswith(".")):
+        prefix, separator, rest = name.rpartition("param_groups")
+        if not separator or (prefix and not prefix.endswith(".")):
             continue
-        known: list[Any] = []
+        lists: list[Any] = []
         if rest.endswith(".params"):
-            known = [from_json(value)]
-        elif not rest and isinstance(saved := from_json(value), list):
-            known = [group.get("params") for group in saved if isinstance(group, dict)]
-        named = (each for own in known if isinstance(own, list) for each in own)
-        found.setdefault(begin, set()).update(each for each in named if isinstance(each, (int, str)))
-    return found
+            lists = [from_json(value)]
+        elif not rest and isinstance(groups := from_json(value), list):
+            lists = [group.get("params") for group in groups if isinstance(group, dict)]
+        params = (param for names in lists if isinstance(names, list) for param in names)
+        by_prefix.setdefault(prefix, set()).update(param for param in params if isinstance(param, (int, str)))
+    return by_prefix
 
 
 def _stateless(
-    begin: str, state: Mapping[Any, Any], params: set[int | str], manifest: Mapping[str, Any]
+    prefix: str, state: Mapping[Any, Any], params: set[int | str], manifest: Mapping[str, Any]
 ) -> list[Any]:
     """Return the parameters in `state` for which the saved optimizer, over `params`, had no state.
 
     They had no gradient yet, which a new optimizer, whose state lists all, cannot know. Returns none if the
     saved optimizer had no state at all.
     """
-    known = [name for name in (*manifest["tensors"], *manifest["values"]) if name.startswith(begin)]
-    saved = {each for name in known for each in (name, *_parents(name))}
+    names = [name for name in (*manifest["tensors"], *manifest["values"]) if name.startswith(prefix)]
+    saved = {entry for name in names for entry in (name, *_parents(name))}
     if not saved:
         return []
-    return [name for name, own in state.items() if own and name in params and f"{begin}{name}" not in saved]
+    return [name for name, own in state.items() if own and name in params and f"{prefix}{name}" not in saved]
 
 
 def _differences(by_rank: list[Any], manifest: Mapping[str, Any]) -> dict[int, str | None]:
     """Return errors, by rank, for entries that only the checkpoint has; the same on every rank."""
-    other = next((rank for rank, (own, _) in enumerate(by_rank) if own != by_rank[0][0]), None)
-    if other is not None:
-        return {other: "found another checkpoint here than rank 0; PATH is a file system that all ranks see"}
+    rank = next((rank for rank, (sha256, _) in enumerate(by_rank) if sha256 != by_rank[0][0]), None)
+    if rank is not None:
+        return {rank: "found another checkpoint here than rank 0; PATH is a file system that all ranks see"}
     _, size = rank_and_size()
-    known = {name for _, names in by_rank for name in names}
-    left_out = tuple(f"{name}.rank-" for name in manifest["per_rank"] if manifest["world_size"] != size)
+    state_names = {name for _, names in by_rank for name in names}
+    prefixes = tuple(f"{name}.rank-" for name in manifest["per_rank"] if manifest["world_size"] != size)
     unexpected = [
         name
         for kind in ("tensors", "values", "lists")
         for name in manifest[kind]
-        if name not in known and not name.startswith(left_out)
+        if name not in state_names and not name.startswith(prefixes)
     ]
     if not unexpected:
         return {}
-    expected = {each for name in known for each in _parents(name)}
+    state_parents = {parent for name in state_names for parent in _parents(name)}
     trained = {
-        f"{begin}state.{param}": f": where {param} is frozen, {_FIX_FROZEN}"
-        for begin, params in _params_of_optimizers(manifest).items()
-        if f"{begin}state" in expected
+        f"{prefix}state.{param}": f": where {param} is frozen, {_FIX_FROZEN}"
+        for prefix, params in _params_of_optimizers(manifest).items()
+        if f"{prefix}state" in state_parents
         for param in params
-        if f"{begin}state.{param}" not in expected
+        if f"{prefix}state.{param}" not in state_parents
     }
     lines = [
         f"{name}: in the checkpoint, expected by no rank. {_FIX_NAMES}"
-        + next((trained[each] for each in _parents(name) if each in trained), "")
+        + next((trained[parent] for parent in _parents(name) if parent in trained), "")
         for name in unexpected
     ]
     return {0: "\n".join(lines)}
@@ -264,35 +264,35 @@ def _check_files(folder: Location, files: Mapping[str, dict[str, Any]]) -> None:
 
 def _check_leaves(flat: Flat, manifest: Mapping[str, Any]) -> None:
     """Check that every entry of this rank's state is in the checkpoint, of equal kind, shape and dtype."""
-    found = {name: kind for kind in ("lists", "tensors", "values") for name in manifest[kind]}
+    kinds = {name: kind for kind in ("lists", "tensors", "values") for name in manifest[kind]}
     problems = [
-        *(_wrong_list(name, length, manifest) for name, length in flat.lists.items()),
-        *(_wrong_leaf(name, leaf, found.get(name), manifest) for name, leaf in flat.leaves.items()),
+        *(_list_problem(name, length, manifest) for name, length in flat.lists.items()),
+        *(_leaf_problem(name, leaf, kinds.get(name), manifest) for name, leaf in flat.leaves.items()),
     ]
     if any(problems):
         raise CheckpointError("\n".join(filter(None, problems)))
 
 
-def _wrong_list(name: str, length: int, manifest: Mapping[str, Any]) -> str:
-    found = manifest["lists"].get(name)
-    if found == length:
+def _list_problem(name: str, length: int, manifest: Mapping[str, Any]) -> str:
+    saved_length = manifest["lists"].get(name)
+    if saved_length == length:
         return ""
-    which = "a list without tensors or none" if found is None else f"one of {found}"
+    which = "a list without tensors or none" if saved_length is None else f"one of {saved_length}"
     return (
         f"{name}: expected a list of {length} with tensors, found {which}. Make it as long as the one saved"
     )
 
 
-def _wrong_leaf(name: str, leaf: Leaf, found: str | None, manifest: Mapping[str, Any]) -> str:
+def _leaf_problem(name: str, leaf: Leaf, saved_kind: str | None, manifest: Mapping[str, Any]) -> str:
     kind = "tensors" if leaf.is_tensor else "values"
-    if found == "lists":
+    if saved_kind == "lists":
         return (
             f"{name}: expected one of the {kind}, found a list of {manifest['lists'][name]} with"
             " tensors. Give a list of tensors like them"
         )
-    if found is not None and found != kind:
-        return f"{name}: expected one of the {kind}, found among the checkpoint's {found}. {_FIX_NAMES}"
-    if found is None:
+    if saved_kind is not None and saved_kind != kind:
+        return f"{name}: expected one of the {kind}, found among the checkpoint's {saved_kind}. {_FIX_NAMES}"
+    if saved_kind is None:
         own = next((own for own in manifest["per_rank"] if name.startswith(f"{own}.rank-")), None)
         if own is not None:
             return (
@@ -312,11 +312,11 @@ def _show(tensor: dict[str, Any]) -> str:
     return f"{tensor['dtype']} {tuple(tensor['shape'])}"
 
 
-def _reads(tensors: dict[str, Any], index: Index) -> list[_Read]:
+def _plan_reads(tensors: dict[str, Any], index: Index) -> list[_Read]:
     """List what this rank reads for `tensors`, each chunk checked in its file; sorted by file and place."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, index.metadata)
-    found: list[_Read] = []
+    reads: list[_Read] = []
     with ExitStack() as stack:
         opened = cache(lambda file: stack.enter_context(regular(file).open("rb")))
         located: dict[MetadataIndex, Stored] = {}
@@ -333,8 +333,8 @@ def _reads(tensors: dict[str, Any], index: Index) -> list[_Read]:
                 _check_target(target, located[key], item)
             except CheckpointError as error:
                 raise CheckpointError(f"{name}: {place.file} at {place.begin}: {error}") from error
-            found.append(_Read(place.file, located[key], item.storage_offsets, target))
-    return sorted(found, key=lambda read: (str(read.file), read.stored.begin))
+            reads.append(_Read(place.file, located[key], item.storage_offsets, target))
+    return sorted(reads, key=lambda read: (str(read.file), read.stored.begin))
 
 
 def _check_stored(stored: Stored, index: Index, key: MetadataIndex) -> None:

@@ -42,16 +42,16 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         super().__init__(io.BytesIO(content))
         self._find, self._records, self._persistent = find, records, persistent
 
-    def persistent_load(self, found: Any) -> Any:
+    def persistent_load(self, reference: Any) -> Any:
         if self._persistent is None:
-            raise CheckpointError(f"refers to {found!r:.100}, which is elsewhere; not read")
-        return self._persistent(found)
+            raise CheckpointError(f"refers to {reference!r:.100}, which is elsewhere; not read")
+        return self._persistent(reference)
 
     def find_class(self, module: str, name: str) -> Any:
-        found = self._find(module, name)
-        if found is None:
+        value = self._find(module, name)
+        if value is None:
             raise CheckpointError(f"names {module}.{name}, which a checkpoint has no use for; not read")
-        return found
+        return value
 
     def build_record(self) -> None:
         if type(self.stack[-2]) not in self._records:  # never anything that outlives this reading

@@ -45,7 +45,7 @@ from shardwise.sharded_tensor.move import describe
 from shardwise.sharded_tensor.spec import ShardingSpec
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
-_MOST_HEADER = 100_000_000  # bytes that readers of the format accept
+_HEADER_LIMIT = 100_000_000  # bytes that readers of the format accept
 
 
 def save_slices(
@@ -70,28 +70,28 @@ def save_slices(
         CheckpointError: on every rank, with the problems of all: a dtype that the format does not support,
             ranks that disagree, a full disk.
     """
-    what = f"save_slices to {path}"
-    path = each_its_own(what, lambda: on_disk(path))
-    own: dict[str, ShardedTensor | Tensor] = {}
+    operation = f"save_slices to {path}"
+    path = each_its_own(operation, lambda: on_disk(path))
+    local: dict[str, ShardedTensor | Tensor] = {}
 
     def tell() -> dict[str, Any]:
-        own.update({name: _known(name, tensor) for name, tensor in tensors.items()})
-        call = {"path": str(path), "metadata": sorted(_checked(metadata).items())}
-        return {"call": call, "tensors": {name: _described(tensor) for name, tensor in own.items()}}
+        local.update({name: _to_writable(name, tensor) for name, tensor in tensors.items()})
+        call = {"path": str(path), "metadata": sorted(_check_metadata(metadata).items())}
+        return {"call": call, "tensors": {name: _describe_tensor(tensor) for name, tensor in local.items()}}
 
-    by_rank = together(what, tell)
-    known = merge_or_raise(what, by_rank, {"call": _FIX, "tensors": _FIX})["tensors"]
+    by_rank = together(operation, tell)
+    facts = merge_or_raise(operation, by_rank, {"call": _FIX, "tensors": _FIX})["tensors"]
     rank, _ = rank_and_size()
 
     def check() -> _Plan:
-        _check_holders(own, by_rank)
-        return _planned(known, by_rank, metadata)
+        _check_holders(local, by_rank)
+        return _plan_file(facts, by_rank, metadata)
 
-    plan = each_its_own(what, check)
-    staging = Path(together(what, lambda: _create(path, plan) if rank == 0 else "")[0])
+    plan = each_its_own(operation, check)
+    staging = Path(together(operation, lambda: _create(path, plan) if rank == 0 else "")[0])
     try:
-        together(what, lambda: _write(staging, own, plan, rank))
-        together(what, lambda: _publish(staging, path) if rank == 0 else None)
+        together(operation, lambda: _write(staging, local, plan, rank))
+        together(operation, lambda: _publish(staging, path) if rank == 0 else None)
     except CheckpointError:
         if rank == 0:
             staging.unlink(missing_ok=True)
@@ -99,7 +99,7 @@ def save_slices(
     return path
 
 
-def _known(name: Any, tensor: Any) -> ShardedTensor | Tensor:
+def _to_writable(name: Any, tensor: Any) -> ShardedTensor | Tensor:
     """Return the tensor in a form that can be written."""
     if not isinstance(name, str) or name == "__metadata__":
         raise CheckpointError(
@@ -121,15 +121,15 @@ def _known(name: Any, tensor: Any) -> ShardedTensor | Tensor:
     return tensor
 
 
-def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
-    found = dict(metadata or {})
-    wrong = [key for key, value in found.items() if not (isinstance(key, str) and isinstance(value, str))]
+def _check_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    texts = dict(metadata or {})
+    wrong = [key for key, value in texts.items() if not (isinstance(key, str) and isinstance(value, str))]
     if wrong:
         raise CheckpointError(f"metadata must map str to str, found others at {wrong}; use str(...) or JSON")
-    return found
+    return texts
 
 
-def _described(tensor: ShardedTensor | Tensor) -> list[Any]:
+def _describe_tensor(tensor: ShardedTensor | Tensor) -> list[Any]:
     """Return the facts about a tensor that ranks compare: dtype, shape, and how it is cut."""
     cut = "not sharded"
     if isinstance(tensor, ShardedTensor):
@@ -140,9 +140,9 @@ def _described(tensor: ShardedTensor | Tensor) -> list[Any]:
 _FIX = "Give the same on every rank"
 
 
-def _check_holders(own: Mapping[str, ShardedTensor | Tensor], by_rank: Sequence[dict[str, Any]]) -> None:
+def _check_holders(local: Mapping[str, ShardedTensor | Tensor], by_rank: Sequence[dict[str, Any]]) -> None:
     problems = []
-    for name, tensor in own.items():
+    for name, tensor in local.items():
         if isinstance(tensor, ShardedTensor):
             holders = {shard.rank for shard in tensor.metadata().shards_metadata}
             missing = sorted(holder for holder in holders if name not in by_rank[holder]["tensors"])
@@ -170,25 +170,25 @@ class _Plan:
     places: dict[str, _Place]
 
 
-def _planned(
-    known: Mapping[str, list[Any]], by_rank: Sequence[dict[str, Any]], metadata: Mapping[str, str] | None
+def _plan_file(
+    facts: Mapping[str, list[Any]], by_rank: Sequence[dict[str, Any]], metadata: Mapping[str, str] | None
 ) -> _Plan:
-    names = sorted(known, key=lambda name: (-DTYPES[known[name][0]].itemsize, name))
+    names = sorted(facts, key=lambda name: (-DTYPES[facts[name][0]].itemsize, name))
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     places, begin = dict[str, _Place](), 0
     for number, name in enumerate(names):
-        dtype, shape, _ = known[name]
-        savers = [rank for rank, each in enumerate(by_rank) if name in each["tensors"]]
+        dtype, shape, _ = facts[name]
+        savers = [rank for rank, answer in enumerate(by_rank) if name in answer["tensors"]]
         end = begin + math.prod(shape) * DTYPES[dtype].itemsize
-        counted = [*shape[:-1], 2 * shape[-1]] if dtype == "F4" else shape
-        entries[name] = {"dtype": dtype, "shape": counted, "data_offsets": [begin, end]}
+        stored_shape = [*shape[:-1], 2 * shape[-1]] if dtype == "F4" else shape
+        entries[name] = {"dtype": dtype, "shape": stored_shape, "data_offsets": [begin, end]}
         places[name] = _Place(begin, tuple(shape), savers[number % len(savers)])
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > _MOST_HEADER:
+    if len(text) > _HEADER_LIMIT:
         raise CheckpointError(
-            f"a header of {len(text)} bytes; readers accept {_MOST_HEADER}. Save several files"
+            f"a header of {len(text)} bytes; readers accept {_HEADER_LIMIT}. Save several files"
         )
     header = len(text).to_bytes(8, "little") + text
     placed = {name: replace(place, begin=len(header) + place.begin) for name, place in places.items()}
@@ -224,11 +224,11 @@ def _reserve(descriptor: int, size: int) -> None:
 
 
 @torch.no_grad()
-def _write(staging: Path, own: Mapping[str, ShardedTensor | Tensor], plan: _Plan, rank: int) -> None:
+def _write(staging: Path, local: Mapping[str, ShardedTensor | Tensor], plan: _Plan, rank: int) -> None:
     """Write this rank's boxes; they are on disk when this returns."""
     descriptor = os.open(staging, os.O_WRONLY)
     try:
-        for name, tensor in own.items():
+        for name, tensor in local.items():
             place = plan.places[name]
             if isinstance(tensor, ShardedTensor):
                 for box, shard in zip(tensor.boxes, tensor.tensors, strict=True):
@@ -260,8 +260,8 @@ def _write_box(descriptor: int, place: _Place, box: Box, tensor: Tensor) -> None
 
 def _write_at(descriptor: int, content: memoryview, at: int) -> None:
     while content:
-        written = os.pwrite(descriptor, content, at)
-        content, at = content[written:], at + written
+        count = os.pwrite(descriptor, content, at)
+        content, at = content[count:], at + count
 
 
 def _publish(staging: Path, path: Path) -> None:
@@ -298,27 +298,27 @@ def load_slices(
             damaged file, a spec that cannot cut the tensor, or files that differ between ranks.
     """
     group = group_or_default(process_group)
-    what = f"load_slices of {name}"
-    made: list[ShardedTensor] = []
+    operation = f"load_slices of {name}"
+    tensors: list[ShardedTensor] = []
     paths = [path_or_paths] if isinstance(path_or_paths, (str, os.PathLike)) else path_or_paths
 
     def read() -> list[Any]:
-        made.append(_read([*map(on_disk, paths)], name, sharding_spec, dtype=dtype, group=group))
-        metadata = made[0].metadata()
+        tensors.append(_read_tensor([*map(on_disk, paths)], name, sharding_spec, dtype=dtype, group=group))
+        metadata = tensors[0].metadata()
         return [list(metadata.size), str(metadata.tensor_properties.dtype), fingerprint(describe(metadata))]
 
-    every = together(what, read, group=group)
-    for rank, found in enumerate(every):
-        if found != every[0]:
+    by_rank = together(operation, read, group=group)
+    for rank, answer in enumerate(by_rank):
+        if answer != by_rank[0]:
             raise CheckpointError(
-                f"{what} failed: ranks differ in dtype, shape or cut: group rank 0 has {every[0][1]}"
-                f" {tuple(every[0][0])}, group rank {rank} has {found[1]} {tuple(found[0])}; give all ranks"
-                " the same files, spec and dtype"
+                f"{operation} failed: ranks differ in dtype, shape or cut: group rank 0 has {by_rank[0][1]}"
+                f" {tuple(by_rank[0][0])}, group rank {rank} has {answer[1]} {tuple(answer[0])}; give all"
+                " ranks the same files, spec and dtype"
             )
-    return made[0]
+    return tensors[0]
 
 
-def _read(
+def _read_tensor(
     paths: Sequence[Path],
     name: str,
     spec: ShardingSpec,
@@ -329,18 +329,18 @@ def _read(
     with TensorFiles(paths) as files:
         stored = files.find(name)
         if stored is None:
-            raise CheckpointError(_not_there(name, paths, list(files.known)))
+            raise CheckpointError(_describe_missing(name, paths, list(files.known)))
         properties = TensorProperties(dtype=dtype or stored.dtype)
         metadata = cut_by(spec, stored.shape, properties, group)
         shards = []
         for place in metadata.held_by(dist.get_rank()):
             assert place.placement is not None
-            found = _copied(stored, place.box)
-            shards.append(Shard(found.to(place.placement.device(), properties.dtype), place))
+            copy = _copy_box(stored, place.box)
+            shards.append(Shard(copy.to(place.placement.device(), properties.dtype), place))
     return ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=spec)
 
 
-def _copied(stored: StoredTensor, box: Box) -> Tensor:
+def _copy_box(stored: StoredTensor, box: Box) -> Tensor:
     """Return a copy of the elements in `box`."""
     if box.is_empty:
         return torch.empty(box.sizes, dtype=stored.dtype)
@@ -348,7 +348,7 @@ def _copied(stored: StoredTensor, box: Box) -> Tensor:
     return bits.clone(memory_format=torch.contiguous_format).view(stored.dtype)
 
 
-def _not_there(name: str, paths: Sequence[Path], known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f"near names: {', '.join(near)}" if near else f"it has {len(known)} others, such as {known[:3]}"
+def _describe_missing(name: str, paths: Sequence[Path], names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    hint = f"near names: {', '.join(near)}" if near else f"it has {len(names)} others, such as {names[:3]}"
     return f"{name!r} is not in {', '.join(map(str, paths))}; {hint}"

@@ -88,11 +88,11 @@ class Flat:
     # states of optimizers, by the prefix of names
     optimizers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def leave_out(self, begin: str) -> None:
-        """Remove every entry whose name begins with `begin`."""
+    def leave_out(self, prefix: str) -> None:
+        """Remove every entry whose name begins with `prefix`."""
         for entries in (self.leaves, self.lists):
-            for each in [each for each in entries if each.startswith(begin)]:
-                del entries[each]
+            for name in [name for name in entries if name.startswith(prefix)]:
+                del entries[name]
 
 
 def flatten(state: dict[str, Any], *, rank: int = 0, ranks: int = 1) -> Flat:
@@ -111,28 +111,28 @@ def flatten(state: dict[str, Any], *, rank: int = 0, ranks: int = 1) -> Flat:
     return flat
 
 
-def _walk(container: Any, prefix: str, flat: Flat, own: str) -> None:
+def _walk(container: Any, prefix: str, flat: Flat, suffix: str) -> None:
     items = container.items() if isinstance(container, dict) else enumerate(container)
-    known = dict(items)
-    if isinstance(known.get("state"), dict) and isinstance(known.get("param_groups"), list):
+    entries = dict(items)
+    if isinstance(entries.get("state"), dict) and isinstance(entries.get("param_groups"), list):
         flat.optimizers[prefix] = container
-    for key, value in known.items():
+    for key, value in entries.items():
         name = f"{prefix}{key}"
         if isinstance(value, PerRank):
             flat.per_rank.append(name)
             flat.optional += [name] * value.optional
-            _enter(vars(value), "value", f"{name}.{own}", flat, own)
+            _enter(vars(value), "value", f"{name}.{suffix}", flat, suffix)
         else:
-            _enter(container, key, name, flat, own)
+            _enter(container, key, name, flat, suffix)
 
 
-def _enter(container: Any, key: Any, name: str, flat: Flat, own: str) -> None:
+def _enter(container: Any, key: Any, name: str, flat: Flat, suffix: str) -> None:
     value = container[key]
     if isinstance(value, dict):
-        _walk(value, f"{name}.", flat, own)
+        _walk(value, f"{name}.", flat, suffix)
     elif isinstance(value, list) and _has_tensors(value):
         flat.lists[name] = len(value)
-        _walk(value, f"{name}.", flat, own)
+        _walk(value, f"{name}.", flat, suffix)
     elif name in flat.leaves:
         raise CheckpointError(f"{here()}: two entries of the state are named {name!r}; rename one")
     else:
@@ -157,22 +157,22 @@ def describe(leaf: Leaf) -> dict[str, Any]:
 def check_dense(name: str, tensor: torch.Tensor) -> None:
     """Raise for a tensor whose numbers could not be written and read back."""
     if is_lazy(tensor):
-        what, fix = "parameter without a shape", "run the model once before"
+        kind, fix = "parameter without a shape", "run the model once before"
     elif tensor.is_meta or isinstance(tensor, _compat.FakeTensor):
-        what, fix = "tensor without numbers", "give it memory (to_empty), or leave it out"
+        kind, fix = "tensor without numbers", "give it memory (to_empty), or leave it out"
     elif tensor.is_nested:
-        what, fix = "nested tensor", "give what it is made of: its values() and offsets(), or unbind() it"
+        kind, fix = "nested tensor", "give what it is made of: its values() and offsets(), or unbind() it"
     elif tensor.layout != torch.strided:
-        what, fix = f"tensor of {tensor.layout}", "give its values() and indices, or to_dense() of it"
+        kind, fix = f"tensor of {tensor.layout}", "give its values() and indices, or to_dense() of it"
     elif tensor.is_quantized:
-        what, fix = "quantized tensor", "give its int_repr() and scales, or dequantize() it"
+        kind, fix = "quantized tensor", "give its int_repr() and scales, or dequantize() it"
     elif not _compat.is_plain(type(tensor.detach())):
-        what, fix = type(tensor.detach()).__name__, "give the plain tensors that it is made of"
+        kind, fix = type(tensor.detach()).__name__, "give the plain tensors that it is made of"
     elif tensor.numel() and not tensor.untyped_storage().nbytes():
-        what, fix = "tensor whose memory is freed", "give sharded parameters, outside of a pass"
+        kind, fix = "tensor whose memory is freed", "give sharded parameters, outside of a pass"
     else:
         return
-    raise CheckpointError(f"{name}: expected a plain dense tensor with numbers, found a {what}; {fix}")
+    raise CheckpointError(f"{name}: expected a plain dense tensor with numbers, found a {kind}; {fix}")
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -198,14 +198,14 @@ def to_json(name: str, value: Any) -> Any:
         return {stored: [to_json(name, item) for item in value]}
     if stored in _OF_PAIRS:
         return {stored: [[to_json(name, key), to_json(name, item)] for key, item in value.items()]}
-    found = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    label = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, PerRank) or _is_tensor(value):
         raise CheckpointError(
-            f"{here()}: {name}: found a {found} within a tuple or as a key; expected it in a dict or a list."
+            f"{here()}: {name}: found a {label} within a tuple or as a key; expected it in a dict or a list."
             " Make the tuple a list"
         )
     raise CheckpointError(
-        f"{here()}: {name}: found a {found}; expected a tensor or a plain value: None, bool, int, float, str,"
+        f"{here()}: {name}: found a {label}; expected a tensor or a plain value: None, bool, int, float, str,"
         " or a list, tuple, torch.Size, dict, OrderedDict or Counter of these. Convert it before saving"
     )
 

@@ -42,9 +42,9 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._noted = 0  # the signal's number
-        self._at = 0.0
+        self._noted_at = 0.0
         self._answer = 0  # the signal's number that all ranks know
-        self._before: dict[int, Any] = {}
+        self._handlers: dict[int, Any] = {}
         self._group: dist.ProcessGroup | None = None
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
@@ -53,14 +53,14 @@ class StopSignals:
             self._group = group_of_all("enter StopSignals")
             watch_also(self._group)
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+            self._handlers = {number: signal.signal(number, self._note) for number in _SIGNALS}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
         if self._group is not None and kind is None:
-            self._arrived()
+            self._receive_answer()
             dist.destroy_process_group(self._group)
 
     def __bool__(self) -> bool:
@@ -82,7 +82,7 @@ class StopSignals:
             CheckpointError: on all ranks, if a save in flight has failed.
             RankMismatchError: a rank has ended, or did not come in time.
         """
-        self._answer, failed = (self._noted, failed_here()) if self._group is None else self._arrived()
+        self._answer, failed = (self._noted, failed_here()) if self._group is None else self._receive_answer()
         if failed:
             wait_for_saving()
         if self._group is not None:
@@ -92,7 +92,7 @@ class StopSignals:
             self._pending = work, flag
         return bool(self)
 
-    def _arrived(self) -> tuple[int, bool]:
+    def _receive_answer(self) -> tuple[int, bool]:
         """Return any rank's signal, and whether any knew of a failed save, as of the previous `asked`."""
         if self._pending is None:
             return 0, False
@@ -106,9 +106,9 @@ class StopSignals:
         return number, failed != 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._noted and time.monotonic() - self._at > _TWICE:
-            for each, handler in self._before.items():
-                signal.signal(each, handler)
+        if self._noted and time.monotonic() - self._noted_at > _TWICE:
+            for signum, handler in self._handlers.items():
+                signal.signal(signum, handler)
             signal.raise_signal(number)
         if not self._noted:
-            self._noted, self._at = number, time.monotonic()
+            self._noted, self._noted_at = number, time.monotonic()

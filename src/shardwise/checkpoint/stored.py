@@ -103,19 +103,19 @@ def _locate(file: io.BufferedReader, begin: int, length: int) -> Stored:
         order = archive.read(entries["byteorder"]).decode() if "byteorder" in entries else "little"
         if order != sys.byteorder:
             raise CheckpointError(f"written in {order} byte order; this machine has {sys.byteorder}")
-        described = _described(archive.read(entries["data.pkl"]))
-        info = entries[f"data/{described.key}"]
+        description = _describe(archive.read(entries["data.pkl"]))
+        info = entries[f"data/{description.key}"]
     file.seek(begin + info.header_offset)
     at = info.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size)))
-    itemsize = described.dtype.itemsize
-    end = (described.offset + _span(described.shape, described.strides)) * itemsize
+    itemsize = description.dtype.itemsize
+    end = (description.offset + _span(description.shape, description.strides)) * itemsize
     if end > info.file_size or at + info.file_size > length:
         raise CheckpointError(
-            f"a {described.dtype} tensor of shape {described.shape} needs {end} bytes; there are"
+            f"a {description.dtype} tensor of shape {description.shape} needs {end} bytes; there are"
             f" {min(info.file_size, max(0, length - at))}"
         )
     return Stored(
-        described.dtype, described.shape, described.strides, begin + at + described.offset * itemsize
+        description.dtype, description.shape, description.strides, begin + at + description.offset * itemsize
     )
 
 
@@ -127,7 +127,7 @@ def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
-class _Described:
+class _Description:
     key: str
     dtype: torch.dtype
     offset: int
@@ -136,26 +136,26 @@ class _Described:
 
 
 @functools.lru_cache(1024)
-def _described(content: bytes) -> _Described:
+def _describe(content: bytes) -> _Description:
     """Return the description of a tensor in its pickle; cached, since equal tensors have equal pickles."""
-    found = read_records(content, find=_find, persistent=_storage)
-    if not isinstance(found, _Described):
-        raise CheckpointError(f"expected one plain tensor, found {type(found).__name__}")
-    return found
+    description = read_records(content, find=_find, persistent=_storage)
+    if not isinstance(description, _Description):
+        raise CheckpointError(f"expected one plain tensor, found {type(description).__name__}")
+    return description
 
 
 class _Bytes:
     """A storage without a dtype, which the tensor has instead."""
 
 
-def _storage(found: Any) -> tuple[str, Any]:
-    word, kind, key, _, _ = found
+def _storage(reference: Any) -> tuple[str, Any]:
+    word, kind, key, _, _ = reference
     if word != "storage" or not isinstance(key, str) or not (kind is _Bytes or isinstance(kind, torch.dtype)):
         raise CheckpointError("expected a tensor's storage, found something else")
     return key, kind
 
 
-def _tensor_v2(storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any) -> _Described:
+def _tensor_v2(storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any) -> _Description:
     """Describe a tensor whose dtype has its own storage class; replaces `_rebuild_tensor_v2`."""
     key, dtype = storage
     if len(rest) > 2 and rest[2]:
@@ -164,18 +164,18 @@ def _tensor_v2(storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any) 
         raise CheckpointError(f"no tensor: {dtype}, offset {offset!r}, {sizes!r:.100}, {strides!r:.100}")
     if len(sizes) != len(strides):
         raise CheckpointError(f"a tensor of {len(sizes)} sizes and {len(strides)} strides")
-    return _Described(key, dtype, offset, sizes, strides)
+    return _Description(key, dtype, offset, sizes, strides)
 
 
 def _tensor_v3(
     storage: Any, offset: Any, sizes: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
-) -> _Described:
+) -> _Description:
     """Describe a tensor of a later dtype; replaces `_rebuild_tensor_v3`."""
     return _tensor_v2((storage[0], dtype), offset, sizes, strides, grad, hooks, *rest)
 
 
-def _are_sizes(*found: Any) -> bool:
-    return all(isinstance(each, tuple) and all(type(n) is int and n >= 0 for n in each) for each in found)
+def _are_sizes(*values: Any) -> bool:
+    return all(isinstance(value, tuple) and all(type(n) is int and n >= 0 for n in value) for value in values)
 
 
 def _find(module: str, name: str) -> Any:
@@ -183,10 +183,10 @@ def _find(module: str, name: str) -> Any:
     if module == "torch":
         dtype = _STORAGES.get(name, getattr(torch, name, None))
         return dtype if isinstance(dtype, torch.dtype) else None
-    known = {
+    objects = {
         ("torch.storage", "UntypedStorage"): _Bytes,
         ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
         ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
         ("collections", "OrderedDict"): tuple,
     }
-    return known.get((module, name))
+    return objects.get((module, name))

@@ -32,7 +32,7 @@ from shardwise.checkpoint.commit import (
     tidy,
 )
 from shardwise.checkpoint.part import Part, staged, write_index, write_part, write_values
-from shardwise.checkpoint.plan import Chunk, Held, Plan, held_of, plan
+from shardwise.checkpoint.plan import Chunk, Held, Plan, held_chunks, plan
 from shardwise.checkpoint.state import Flat, as_bytes, describe, flatten, to_json
 from shardwise.comm.agree import each_its_own, merge_or_raise, together
 from shardwise.errors import CheckpointError
@@ -71,8 +71,8 @@ def save(
     wait_for_saving()
     job = prepare_save("saving", path, state, step=step, keep=keep, keep_every=keep_every)
     with job.cleaning():
-        parts = together(job.what, lambda: write_part(job.staging, rank, job.mine()))
-        return location(together(job.what, lambda: str(job.commit(parts)) if rank == 0 else "")[0])
+        parts = together(job.operation, lambda: write_part(job.staging, rank, job.local_chunks()))
+        return location(together(job.operation, lambda: str(job.commit(parts)) if rank == 0 else "")[0])
 
 
 def save_async(
@@ -92,15 +92,17 @@ def save_async(
     wait_for_saving()
     job = prepare_save("save_async of", path, state, step=step, keep=keep, keep_every=keep_every)
     with job.cleaning():
-        copies = each_its_own(job.what, lambda: [(chunk, staged(tensor)) for chunk, tensor in job.mine()])
-    return Saving(job.what, job.staging, copies, job.commit)
+        copies = each_its_own(
+            job.operation, lambda: [(chunk, staged(tensor)) for chunk, tensor in job.local_chunks()]
+        )
+    return Saving(job.operation, job.staging, copies, job.commit)
 
 
 @dataclass(frozen=True)
 class Job:
     """A save that all ranks have agreed on."""
 
-    what: str
+    operation: str
     contents: dict[str, Any]  # the manifest's
     held: Held
     plan: Plan
@@ -110,7 +112,7 @@ class Job:
     keep_every: int | None
     keeper: int  # the rank that makes and removes the folder
 
-    def mine(self) -> Iterator[tuple[Chunk, Tensor]]:
+    def local_chunks(self) -> Iterator[tuple[Chunk, Tensor]]:
         """Yield the chunks that this rank writes, one by one."""
         for chunk in self.plan.of(rank_and_size()[0]):
             _, tensor = self.held[chunk[0], tuple(chunk[1])]
@@ -157,7 +159,7 @@ def prepare_save(
     keep: int | None = None,
     keep_every: int | None = None,
     hosts: Sequence[int] | None = None,
-    fits: Callable[[Plan], None] = lambda plan: None,
+    check_room: Callable[[Plan], None] = lambda plan: None,
 ) -> Job:
     """Agree on a save among all ranks, and make a folder to write in. Collective.
 
@@ -168,8 +170,8 @@ def prepare_save(
         fits: raises if this rank has no room for a plan.
     """
     rank, size = rank_and_size()
-    what = f"{call} step {step} to {path}"
-    own: list[Held] = []
+    operation = f"{call} step {step} to {path}"
+    held: list[Held] = []
 
     def tell() -> dict[str, Any]:
         location(path)
@@ -178,47 +180,47 @@ def prepare_save(
             check_count(name, value, 1, optional=True)
         flat = flatten(state, rank=rank, ranks=size)
         tensors = {name: leaf.value for name, leaf in flat.leaves.items() if leaf.is_tensor}
-        own.append(held_of(tensors))
+        held.append(held_chunks(tensors))
         call: dict[str, Any] = {"step": step, "keep": keep, "keep_every": keep_every}
         call |= {"path": os.fspath(path)} if hosts is None else {}
-        chunks = [chunk for chunk, _ in own[0].values()]
-        return {"call": call, "chunks": chunks, **_described(flat, compare=size > 1)}
+        chunks = [chunk for chunk, _ in held[0].values()]
+        return {"call": call, "chunks": chunks, **_describe_state(flat, compare=size > 1)}
 
-    by_rank = together(what, tell)
-    contents = _agreed(what, by_rank)
+    by_rank = together(operation, tell)
+    contents = _merge_contents(operation, by_rank)
     keeper = hosts[rank] if hosts else 0
     plans: list[Plan] = []
 
     def make_room() -> str:
-        plans.append(plan([each["chunks"] for each in by_rank]))
-        fits(plans[0])
+        plans.append(plan([entry["chunks"] for entry in by_rank]))
+        check_room(plans[0])
         if rank != keeper:
             return ""
-        where = location(path)
-        if isinstance(where, Path) and hosts is None:
-            where.mkdir(parents=True, exist_ok=True)
-            lock(where)
-        opened.append(open_staging(where, step))
+        folder = location(path)
+        if isinstance(folder, Path) and hosts is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock(folder)
+        opened.append(open_staging(folder, step))
         if isinstance(opened[0], StorePath) and size > 1:
             write_whole(opened[0] / _MARK, b"")
         return str(opened[0])
 
     opened: list[Location] = []
     try:
-        staging = location(together(what, make_room)[keeper])
+        staging = location(together(operation, make_room)[keeper])
     except CheckpointError:
-        for one in opened:
-            discard(one)
+        for folder in opened:
+            discard(folder)
         raise
     if isinstance(staging, StorePath) and size > 1:
-        _check_shared(what, staging, is_keeper=rank == keeper)
-    return Job(what, contents, own[0], plans[0], staging, step, keep, keep_every, keeper)
+        _check_shared(operation, staging, is_keeper=rank == keeper)
+    return Job(operation, contents, held[0], plans[0], staging, step, keep, keep_every, keeper)
 
 
-def _check_shared(what: str, staging: StorePath, *, is_keeper: bool) -> None:
-    """Raise on every rank unless all see a file that one has written. Collective."""
+def _check_shared(operation: str, staging: StorePath, *, is_keeper: bool) -> None:
+    """Raise on every rank unless all see a file that rank 0 has written. Collective."""
 
-    def look() -> None:
+    def check() -> None:
         if not (staging / _MARK).is_file():
             raise CheckpointError(
                 f"{staging.parent}: this store is not shared by all ranks: a file that rank 0 wrote is not"
@@ -226,7 +228,7 @@ def _check_shared(what: str, staging: StorePath, *, is_keeper: bool) -> None:
             )
 
     try:
-        together(what, look)
+        together(operation, check)
     finally:
         if is_keeper:
             with suppress(Exception):  # a store that removes nothing keeps it
@@ -236,7 +238,7 @@ def _check_shared(what: str, staging: StorePath, *, is_keeper: bool) -> None:
 # ------------------------------------------------------------ descriptions that ranks exchange
 
 
-def _described(flat: Flat, *, compare: bool) -> dict[str, Any]:
+def _describe_state(flat: Flat, *, compare: bool) -> dict[str, Any]:
     tensors = {name: leaf for name, leaf in flat.leaves.items() if leaf.is_tensor}
     return {
         "tensors": {name: describe(leaf) for name, leaf in tensors.items()},
@@ -264,11 +266,12 @@ _FIX_CONTENT = (
 _KINDS = {"call": _FIX, "tensors": _FIX, "values": _FIX_CONTENT, "lists": _FIX, "contents": _FIX_CONTENT}
 
 
-def _agreed(what: str, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+def _merge_contents(operation: str, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the manifest's contents over all ranks. Raises on every rank if they differ."""
-    found = merge_or_raise(what, by_rank, _KINDS)
-    mixed = sorted(set(found["tensors"]) & set(found["values"]))
-    if mixed:
-        raise CheckpointError(f"{what} failed: {mixed[0]}: a tensor on one rank, a plain value on another")
-    per_rank = list(dict.fromkeys(name for each in by_rank for name in each["per_rank"]))
-    return {**{kind: found[kind] for kind in ("tensors", "values", "lists")}, "per_rank": per_rank}
+    merged = merge_or_raise(operation, by_rank, _KINDS)
+    if mixed := sorted(set(merged["tensors"]) & set(merged["values"])):
+        raise CheckpointError(
+            f"{operation} failed: {mixed[0]}: a tensor on one rank, a plain value on another"
+        )
+    per_rank = list(dict.fromkeys(name for entry in by_rank for name in entry["per_rank"]))
+    return {**{kind: merged[kind] for kind in ("tensors", "values", "lists")}, "per_rank": per_rank}
