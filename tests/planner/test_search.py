@@ -20,7 +20,14 @@ from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError
 from shardwise.planner.decoder import Decoder
 from shardwise.planner.models import model_of
-from shardwise.planner.search import _degrees, _front, _kept_bytes, _sent, _sent_seconds, _space
+from shardwise.planner.search import (
+    _degrees,
+    _front,
+    _message_seconds,
+    _space,
+    _state_bytes,
+    _step_collectives,
+)
 from shardwise.planner.setup import Setup
 from shardwise.planner.shapes import Shape
 
@@ -43,7 +50,7 @@ def test_a_search_finds_the_fastest_plan_for_each_amount_of_memory_from_few_reco
     assert sizes == sorted(sizes, reverse=True)
     device = planner.hardware_of("h100")
     for plan in (mine[0], mine[-1]):
-        assert _sent_seconds(plan.setup, plan, device) == pytest.approx(
+        assert _message_seconds(plan.setup, plan, device) == pytest.approx(
             plan.step_times.communication, rel=0.6
         )
         assert plan == planner.plan(gpt, plan.setup, hardware="h100")
@@ -137,11 +144,11 @@ def test_what_is_estimated_of_a_cut_is_nearly_what_its_plan_keeps_and_sends(cut:
     made = planner.plan(wide, Setup(**{"ranks": 16} | asked | cut))
     (first, *_) = [one for one in made.groups if one.name.startswith("block")]
     block = sum(p.numel() for p in wide().blocks[0].parameters())
-    estimated = sum(times * call.wire_bytes for call, _, times in _sent(made.setup, block))
+    estimated = sum(times * call.wire_bytes for call, _, times in _step_collectives(made.setup, block))
     assert estimated == pytest.approx(first.wire_bytes, rel=0.05)
     if made.setup.reshard_after_forward is None:  # else more is kept during the step
         kept = sum(made.moments[-1].alive.get(name, 0) for name in KEPT)
-        assert _kept_bytes(made.setup, made.parameters) == pytest.approx(kept, rel=0.05)
+        assert _state_bytes(made.setup, made.parameters) == pytest.approx(kept, rel=0.05)
 
 
 KEPT = ("parameters", "gradients", "optimizer", "gathered")

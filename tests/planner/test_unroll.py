@@ -15,10 +15,10 @@ from shardwise.planner.late import freed_late
 from shardwise.planner.measure import allocated, groups, moments, sent
 from shardwise.planner.models import model_of
 from shardwise.planner.pipeline import stage_of
-from shardwise.planner.plan import numbers_of_blocks, plan, recorded, recording_of
+from shardwise.planner.plan import numbers_of_blocks, plan, record_step, recording_of
 from shardwise.planner.record import record
 from shardwise.planner.setup import Setup
-from shardwise.planner.unroll import FEW, NotRegular, Pattern, grown, unroll
+from shardwise.planner.unroll import FEW, NotRegular, Pattern, extrapolate, unroll
 
 
 class Block(nn.Module):
@@ -105,7 +105,7 @@ def test_what_few_blocks_do_tells_exactly_what_more_do(of: Any, setup: Setup) ->
 def test_stages_of_a_pipeline_are_unrolled_too(how: dict[str, Any], number: int) -> None:
     setup = Setup(sequence=16, ranks=4, pipeline=2, accumulation=4, **how)
     stage = stage_of(model_of(tiny, sequence=16), setup, number)
-    few, more, deep = (recorded(stage, setup, FEW + i) for i in range(3))
+    few, more, deep = (record_step(stage, setup, FEW + i) for i in range(3))
     assert figures(unroll(few, more, FEW + 2)) == figures(deep)
 
 
@@ -323,5 +323,5 @@ def test_two_sizes_of_micro_batches_tell_exactly_what_larger_ones_do(layout: Any
         return record(model, setup, layers=layers)
 
     few, more = recorded(1, 4), recorded(1, 5)
-    small, large = unroll(few, more, 6), unroll(few, more, 6, instead=recorded(2, 4))
-    assert figures(grown(small, large, 3)) == figures(recorded(4, 6))
+    small, large = unroll(few, more, 6), unroll(few, more, 6, variant=recorded(2, 4))
+    assert figures(extrapolate(small, large, 3)) == figures(recorded(4, 6))

@@ -17,14 +17,14 @@ from shardwise.planner.setup import MOST, Setup
 from shardwise.planner.tensor import cuts
 
 
-def lines(model: str | Model | Factory, made: Plan, hardware: str | Hardware) -> Iterator[str]:
+def lines(model: str | Model | Factory, plan: Plan, hardware: str | Hardware) -> Iterator[str]:
     """Yield the largest part of a plan's memory, then each change as it is planned."""
-    yield cause(made)
-    best = made
-    for words, changed in advise(model, made.setup, hardware=hardware, planned=made):
+    yield cause(plan)
+    best = plan
+    for words, changed in advise(model, plan.setup, hardware=hardware, planned=plan):
         end = "" if changed.free_bytes > best.free_bytes else ", so without that"
         yield f"{words}: {'fits, with' if changed.fits else 'short of'} {sized(abs(changed.free_bytes))}{end}"
-        best = max(best, changed, key=lambda one: one.free_bytes)
+        best = max(best, changed, key=lambda plan: plan.free_bytes)
 
 
 def advise(
@@ -50,12 +50,12 @@ def advise(
         best = changed if changed.free_bytes > best.free_bytes else best
 
 
-def cause(made: Plan) -> str:
+def cause(plan: Plan) -> str:
     """Name the largest part of peak memory, and the cause if that is tensor parallelism's plan."""
-    category, size = max(made.peak.alive.items(), key=lambda item: item[1])
-    words = f"Most at the peak: {category}, {sized(size)} of {sized(made.peak_bytes)}"
-    logits, setup = made.peak.alive.get(LOGITS, 0), made.setup
-    if made.whole_logits and 4 * logits > made.peak_bytes:
+    category, size = max(plan.peak.alive.items(), key=lambda item: item[1])
+    words = f"Most at the peak: {category}, {sized(size)} of {sized(plan.peak_bytes)}"
+    logits, setup = plan.peak.alive.get(LOGITS, 0), plan.setup
+    if plan.whole_logits and 4 * logits > plan.peak_bytes:
         words += (
             f"; logits and loss, {sized(logits)}, are whole on each of {setup.tensor} tensor-parallel ranks:"
             " loss_parallel=True cuts them"
@@ -63,17 +63,17 @@ def cause(made: Plan) -> str:
     return words
 
 
-def _changes(model: Model, made: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    setup = made.setup
+def _changes(model: Model, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    setup = plan.setup
     if setup.tensor > 1 and setup.loss == "whole":
         with torch.device("meta"):
             module = model.build(1)
         if not cuts(module, setup)[1]:
             yield "cut the logits up to the loss (loss_parallel=True)", {"loss_parallel": True}
-    apart = setup.pipeline * setup.ulysses * setup.experts * setup.tensor == 1
-    if apart and setup.loss == "whole" and 4 * made.peak.alive.get(LOGITS, 0) > made.peak_bytes:
-        of_whole = {"loop_holds": "nothing", "compile_loss": False}
-        yield "compute the loss in chunks (loss='chunked')", {"loss": "chunked", **of_whole}
+    data_only = setup.pipeline * setup.ulysses * setup.experts * setup.tensor == 1
+    if data_only and setup.loss == "whole" and 4 * plan.peak.alive.get(LOGITS, 0) > plan.peak_bytes:
+        options = {"loop_holds": "nothing", "compile_loss": False}
+        yield "compute the loss in chunks (loss='chunked')", {"loss": "chunked", **options}
     if setup.reshard_after_forward is False:
         yield "free parameters after forward (reshard_after_forward=True)", {"reshard_after_forward": True}
     if setup.layout == "interleaved":
@@ -87,7 +87,7 @@ def _changes(model: Model, made: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "smaller micro-batches, more of them", {"micro_batch": 1, "accumulation": steps}
     if setup.replicas > 1:
         yield "cut over all ranks (replicas=1)", {"replicas": 1}
-    if apart and setup.loss == "whole" and setup.axes["shard"] % 8 == 0:
+    if data_only and setup.loss == "whole" and setup.axes["shard"] % 8 == 0:
         yield "share experts out over 8 ranks (experts=8)", {"experts": 8}
     for words, times in (("twice", 2), ("four times", 4)):
         if times * setup.ranks <= MOST:

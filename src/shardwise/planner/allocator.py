@@ -55,13 +55,13 @@ class Allocator:
         if at < len(pool.pieces):
             piece = pool.pieces.pop(at)[2]
         else:
-            if self.limit is not None and self.reserved + self._missing(pool, size) > self.limit:
+            if self.limit is not None and self.reserved + self._missing_bytes(pool, size) > self.limit:
                 self._give_back()
             piece = self._grow(pool, size)
         piece.free = False
-        left = piece.size - size
-        if left >= (ROUND if small or self.expandable else SMALL + 1):
-            rest = Piece(left, pool, piece.address + size)
+        remainder = piece.size - size
+        if remainder >= (ROUND if small or self.expandable else SMALL + 1):
+            rest = Piece(remainder, pool, piece.address + size)
             piece.size = size
             self._link(rest, piece.after)
             self._link(piece, rest)
@@ -87,22 +87,22 @@ class Allocator:
                 piece.pool.last = piece
         self._put(piece)
 
-    def _missing(self, pool: Pool, size: int) -> int:
+    def _missing_bytes(self, pool: Pool, size: int) -> int:
         """Return the bytes to reserve for a request of `size` for which no piece is large enough."""
         if self.expandable:
             page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
-            there = pool.last.size if pool.last is not None and pool.last.free else 0
-            return -(-(size - there) // page) * page
+            free_bytes = pool.last.size if pool.last is not None and pool.last.free else 0
+            return -(-(size - free_bytes) // page) * page
         if pool.small:
             return SMALL_SEGMENT
         return LARGE_SEGMENT if size < MEDIUM else -(-size // LARGE_ROUND) * LARGE_ROUND
 
     def _grow(self, pool: Pool, size: int) -> Piece:
         """Add a segment, or pages at the end of the pool's segment, merged with free memory there."""
-        whole = self._missing(pool, size)
-        piece = Piece(whole, pool, self._addresses)
-        self._addresses += whole
-        self.reserved += whole
+        nbytes = self._missing_bytes(pool, size)
+        piece = Piece(nbytes, pool, self._addresses)
+        self._addresses += nbytes
+        self.reserved += nbytes
         self.peak = max(self.peak, self.reserved)
         if self.expandable:
             end, pool.last = pool.last, piece
@@ -120,13 +120,13 @@ class Allocator:
         for pool in self._pools.values():
             page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
             for _, _, piece in pool.pieces[:]:
-                alone = piece.before is None and piece.after is None
-                given = piece.size // page * page if self.expandable else piece.size * alone
-                if not given:
+                is_segment = piece.before is None and piece.after is None
+                nbytes = piece.size // page * page if self.expandable else piece.size * is_segment
+                if not nbytes:
                     continue
-                self.reserved -= given
+                self.reserved -= nbytes
                 self._take(piece)
-                piece.size -= given
+                piece.size -= nbytes
                 if piece.size:
                     self._put(piece)
                     continue

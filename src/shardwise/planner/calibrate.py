@@ -67,11 +67,11 @@ def calibrate(*, like: Hardware | None = None, sizes: Sizes | None = None, name:
         efficiency = rate / peak
         copied, summed = _memory(device, sizes)
         bandwidth = like.memory_bytes_per_s if like else max(copied, summed)
-        made = Hardware(
+        hardware = Hardware(
             name=name or _device_name(device),
             source=_source(like),
             memory_bytes=_memory_bytes(device),
-            peak_flops={_name(one): of[0] / efficiency for one, of in rates.items()},
+            peak_flops={_name(dtype): rate[0] / efficiency for dtype, rate in rates.items()},
             memory_bytes_per_s=bandwidth,
             devices_per_host=_local_ranks(),
             host_link_bytes_per_s=like.host_link_bytes_per_s if like else bandwidth,
@@ -86,9 +86,9 @@ def calibrate(*, like: Hardware | None = None, sizes: Sizes | None = None, name:
             context_bytes=0,
         )
         if like:
-            made = replace(made, peak_flops=like.peak_flops, devices_per_host=like.devices_per_host)
-        made = _links(made, device, sizes)
-        return replace(made, context_bytes=_context_bytes(device))
+            hardware = replace(hardware, peak_flops=like.peak_flops, devices_per_host=like.devices_per_host)
+        hardware = _links(hardware, device, sizes)
+        return replace(hardware, context_bytes=_context_bytes(device))
 
 
 def to_toml(hardware: Hardware) -> str:
@@ -122,7 +122,7 @@ def _group() -> Iterator[torch.device]:
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int, *, ends: bool = True) -> float:
     """Return the median seconds of one call, after warm-up; without `ends`, those to issue its work."""
-    taken = []
+    durations = []
     for turn in range(repeats + 2):
         _wait(device)
         begin = time.perf_counter()
@@ -130,8 +130,8 @@ def _seconds(run: Callable[[], object], device: torch.device, repeats: int, *, e
         if ends:
             _wait(device)
         if turn > 1:
-            taken.append(time.perf_counter() - begin)
-    return statistics.median(taken)
+            durations.append(time.perf_counter() - begin)
+    return statistics.median(durations)
 
 
 def _wait(device: torch.device) -> None:
@@ -177,11 +177,11 @@ def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
 
 
 def _host_seconds(device: torch.device) -> float:
-    one, calls = torch.zeros(8, device=device), 200
+    tensor, calls = torch.zeros(8, device=device), 200
 
     def run() -> None:
         for _ in range(calls):
-            one.add_(1.0)
+            tensor.add_(1.0)
 
     return _seconds(run, device, 5, ends=False) / calls
 
@@ -215,13 +215,13 @@ def _collectives(group: dist.ProcessGroup, device: torch.device, sizes: Sizes) -
     ranks = dist.get_world_size(group)
     amounts, seconds = [], []
     for nbytes in sizes.sent_bytes:
-        part = torch.zeros(max(1, nbytes // 4 // ranks), device=device)
-        whole = torch.zeros(part.numel() * ranks, device=device)
-        gather = partial(all_gather_single, whole, part, group, async_op=False)
-        reduce = partial(dist.all_reduce, whole, group=group)
+        shard = torch.zeros(max(1, nbytes // 4 // ranks), device=device)
+        buffer = torch.zeros(shard.numel() * ranks, device=device)
+        gather = partial(all_gather_single, buffer, shard, group, async_op=False)
+        reduce = partial(dist.all_reduce, buffer, group=group)
         for kind, run in (("all_gather", gather), ("all_reduce", reduce)):
             dist.barrier(group)
-            amounts.append(float(sent_bytes(kind, whole.nbytes, ranks=ranks)))
+            amounts.append(float(sent_bytes(kind, buffer.nbytes, ranks=ranks)))
             seconds.append(_seconds(run, device, sizes.repeats))
     return line(amounts, seconds)
 
@@ -230,8 +230,8 @@ def _collectives(group: dist.ProcessGroup, device: torch.device, sizes: Sizes) -
 
 
 def _local_ranks() -> int:
-    known = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or torch.accelerator.device_count()
-    return known or (dist.get_world_size() if dist.is_initialized() else 1)
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or torch.accelerator.device_count()
+    return count or (dist.get_world_size() if dist.is_initialized() else 1)
 
 
 def _device_name(device: torch.device) -> str:

@@ -11,18 +11,18 @@ from torch.distributed import device_mesh, pipelining, tensor
 from torch.distributed.tensor import parallel
 
 from shardwise.planner.decoder import Decoder
-from shardwise.planner.models import Factory, Model, chunked, exits_told, resolve
+from shardwise.planner.models import Factory, Model, chunked, report_exits, resolve
 from shardwise.planner.setup import Setup
 from shardwise.planner.shapes import check_divided
 from shardwise.planner.sharding import CASTS, OPTIMIZERS, other_dtypes
 from shardwise.planner.tensor import STYLES, UNCUT, counts_positions, heads_by_rows, sizes_of, tied, words_of
 
 
-@exits_told()
+@report_exits()
 def python(model: str | Model | Factory, setup: Setup) -> str:
     """Return the source of `build(model)`, which shards the model and returns its optimizer, on each rank."""
-    asked, setup = resolve(model, setup)
-    body = list(_build(chunked(asked) if setup.loss == "chunked" else asked, setup))
+    model, setup = resolve(model, setup)
+    body = list(_build(chunked(model) if setup.loss == "chunked" else model, setup))
     return "\n".join([*_imports("\n".join(body)), "", "", *body, ""])
 
 
@@ -36,10 +36,10 @@ def _imports(body: str) -> Iterator[str]:
             yield f"from {module.__name__} import {', '.join(used)}"
     yield ""
     names = ["MixedPrecisionPolicy", "fully_shard"]
-    names += [one for one in ("hf", "optim") if re.search(rf"(?<![.\w]){one}\.", body)]
+    names += [package for package in ("hf", "optim") if re.search(rf"(?<![.\w]){package}\.", body)]
     yield f"from shardwise import {', '.join(names)}"
-    for home, known in _HOMES.items():
-        if helpers := sorted(known.intersection(re.findall(r"\w+", body))):
+    for home, available in _HOMES.items():
+        if helpers := sorted(available.intersection(re.findall(r"\w+", body))):
             yield f"from {home} import {', '.join(helpers)}"
 
 
@@ -86,16 +86,16 @@ def _build(model: Model, setup: Setup) -> Iterator[str]:
         yield "    # before the optimizer's step: shardwise.clip_grad_norm_(model.parameters(), 1.0)"
     if setup.expandable_segments:
         yield "    # in the environment: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    made = OPTIMIZERS[setup.optimizer]
+    optimizers = OPTIMIZERS[setup.optimizer]
     if not staged:
-        yield f"    return {made}"
+        yield f"    return {optimizers}"
         return
     if not several:
         yield f"    stages = PipelineStage(model, number, {count}, device, group=group)"
     kind = f"Schedule{setup.schedule}"
     yield f"    schedule = {kind}(stages, {setup.accumulation}, loss_fn=loss)"
     yield "    # schedule.step(..., return_outputs=False), or the last stage keeps all logits"
-    yield f"    return schedule, {made}"
+    yield f"    return schedule, {optimizers}"
 
 
 def _meshes(setup: Setup) -> Iterator[str]:
@@ -106,8 +106,8 @@ def _meshes(setup: Setup) -> Iterator[str]:
         yield "    mesh = dense_mesh(whole)"
     else:
         named = f", mesh_dim_names=({quoted})" if len(names) > 1 else ""
-        made = "whole" if setup.tensor > 1 else "mesh"
-        yield f'    {made} = init_device_mesh("{setup.device}", {sizes}{named})'
+        mesh = "whole" if setup.tensor > 1 else "mesh"
+        yield f'    {mesh} = init_device_mesh("{setup.device}", {sizes}{named})'
         if setup.tensor > 1:
             yield f"    mesh = whole[{quoted.rpartition(', ')[0]}]"
     yield f"    policy = MixedPrecisionPolicy(torch.{setup.param_dtype}, torch.{setup.reduce_dtype})"
@@ -138,18 +138,18 @@ def _shards(model: Model, setup: Setup) -> Iterator[str]:
     if setup.checkpointing != "none":
         yield f"    for block in blocks{'[1::2]' * (setup.checkpointing == 'alternate')}:"
         yield f"        recompute(block, selective={setup.checkpointing == 'selective'})"
-    apart = "".join(f", model.{name}" for name in ends) if setup.ends_apart else ""
-    yield f"    for module in [*blocks{apart}]:"
+    extra = "".join(f", model.{name}" for name in ends) if setup.ends_apart else ""
+    yield f"    for module in [*blocks{extra}]:"
     indent = " " * 8
-    if setup.pipeline > 1 and apart:
+    if setup.pipeline > 1 and extra:
         yield f"{indent}if module is not None:  # another stage's"
         indent += " " * 4
     yield f"{indent}fully_shard(module, reshard_after_forward={setup.reshard}, **options)"
     yield "    fully_shard(model, **options)"
     if setup.float8:
         rows = setup.float8_scales == "row"
-        how = 'the recipe "rowwise"' if rows else "enable_fsdp_float8_all_gather"
-        yield f"    # before: torchao's convert_to_float8_training(block), with {how}"
+        recipe = 'the recipe "rowwise"' if rows else "enable_fsdp_float8_all_gather"
+        yield f"    # before: torchao's convert_to_float8_training(block), with {recipe}"
     if setup.nvfp4:
         yield "    # before: linear layers of NVFP4 in blocks, as by Transformer Engine's NVFP4BlockScaling"
     if setup.compile:
@@ -183,14 +183,14 @@ def _tensor_parallel(module: nn.Module, name: str, setup: Setup, axis: str) -> I
         yield f"        rows = distribute_tensor(p.detach(), {axis}, [Shard(0)])"
         yield "        setattr(head, name, torch.nn.Parameter(rows))"
     if setup.pipeline == 1:  # no stage has both
-        yield from (f"    model.{other} = model.{first}" for other, first in tied(module))
+        yield from (f"    model.{alias} = model.{original}" for alias, original in tied(module))
     if {"head_of_sequence", "head_of_loss"} & {*words.values()}:
         yield "    # the loss, with its backward, is for torch.distributed.tensor.parallel.loss_parallel()"
 
 
 def _parts(model: Model, module: nn.Module) -> tuple[str, list[str]]:
     """Return code for the blocks, and names of the modules at the ends."""
-    names = {id(one): name for name, one in module.named_modules()}
+    names = {id(child): name for name, child in module.named_modules()}
     blocks = [names[id(block)] for block in model.blocks(module)]
     parents = list(dict.fromkeys(name.rpartition(".")[0] for name in blocks))
     ends = [names[id(end)] for end in model.ends(module)]

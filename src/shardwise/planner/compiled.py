@@ -41,7 +41,7 @@ class Touched(NamedTuple):
 
     reads: list[tuple[Memory, int]]
     writes: list[tuple[Memory, int]]
-    own: bool  # whether it belongs to a block's forward or backward, not to the library
+    in_block: bool  # whether it belongs to a block's forward or backward, not to the library
 
 
 Touches = dict[int, Touched]  # by the event's id
@@ -50,12 +50,12 @@ Touches = dict[int, Touched]  # by the event's id
 def compiled(segments: list[Segment], touches: Touches, *, narrow: str | None) -> list[Segment]:
     """Return the step with compiled blocks, in float8 with scales of a "tensor" or a "row", or in "nvfp4"."""
     compiler = _Compiler(segments, touches)
-    made = [Segment(one.place, list(compiler.rewritten(one))) for one in segments]
+    step = [Segment(segment.place, list(compiler.rewrite(segment))) for segment in segments]
     if narrow == "tensor":
-        return [Segment(one.place, list(_in_float8(one, touches))) for one in made]
+        return [Segment(segment.place, list(_in_float8(segment, touches))) for segment in step]
     if narrow is not None:
-        return [Segment(one.place, list(_cast_for_each(one, touches, narrow))) for one in made]
-    return made
+        return [Segment(segment.place, list(_cast_each(segment, touches, narrow))) for segment in step]
+    return step
 
 
 class _Compiler:
@@ -70,8 +70,8 @@ class _Compiler:
         events = [event for segment in segments for event in segment.events]
         self._number_kernels(segments)
         self._find_uses(events)
-        self.never: set[int] = set()  # memory that is not made
-        self.early: dict[int, list[Event]] = {}  # frees, by the event that they now come after
+        self.eliminated: set[int] = set()  # memory that is not made
+        self.early_frees: dict[int, list[Event]] = {}  # frees, by the event that they now come after
         self.moved: set[int] = set()  # memory whose free is not where it was, including that of `never`
         for event in events:
             if isinstance(event, Free):
@@ -86,7 +86,7 @@ class _Compiler:
                 for memory, _ in touched.writes if touched else ():
                     self.maker.setdefault(id(memory), id(event))
                 fuses = isinstance(event, Compute) and not event.flops and "complex" not in event.dtype
-                if touched is not None and touched.own and fuses:
+                if touched is not None and touched.in_block and fuses:
                     self.kernel[id(event)] = number
                 elif not isinstance(event, (Allocate, Free)):
                     number += 1
@@ -98,61 +98,61 @@ class _Compiler:
             if touched is None:
                 continue
             written = [id(memory) for memory, _ in touched.writes]
-            if touched.own and all(
-                self._is_own(one) and one in freed and one not in self.last for one in written
+            if touched.in_block and all(
+                self._in_block(memory) and memory in freed and memory not in self.last for memory in written
             ):
                 continue
             self.live.add(id(event))
-            for one in [*written, *(id(memory) for memory, _ in touched.reads)]:
-                self.last.setdefault(one, id(event))
+            for memory in [*written, *(id(memory) for memory, _ in touched.reads)]:
+                self.last.setdefault(memory, id(event))
 
-    def _is_own(self, memory: int) -> bool:
-        return memory in self.maker and self.touches[self.maker[memory]].own
+    def _in_block(self, memory: int) -> bool:
+        return memory in self.maker and self.touches[self.maker[memory]].in_block
 
     def _place_free(self, event: Free) -> None:
         memory = id(event.memory)
-        if not self._is_own(memory):
+        if not self._in_block(memory):
             return
         last = self.last.get(memory)
         if last is None or self.kernel.get(self.maker[memory], -1) == self.kernel.get(last):
-            self.never.add(memory)
+            self.eliminated.add(memory)
             self.moved.add(memory)
-        elif self.touches[last].own and last != self.maker[memory]:
-            self.early.setdefault(last, []).append(event)
+        elif self.touches[last].in_block and last != self.maker[memory]:
+            self.early_frees.setdefault(last, []).append(event)
             self.moved.add(memory)
 
-    def rewritten(self, segment: Segment) -> Iterator[Event]:
-        together: list[Compute] = []
+    def rewrite(self, segment: Segment) -> Iterator[Event]:
+        group: list[Compute] = []
         for event in segment.events:
             if isinstance(event, (Allocate, Free)):
-                if id(event.memory) not in (self.never if isinstance(event, Allocate) else self.moved):
+                if id(event.memory) not in (self.eliminated if isinstance(event, Allocate) else self.moved):
                     yield event
             elif isinstance(event, Compute) and id(event) in self.kernel:
-                together += [event] if id(event) in self.live else []
+                group += [event] if id(event) in self.live else []
             else:
-                yield from self._fused(together)
-                together = []
+                yield from self._fuse(group)
+                group = []
                 if id(event) in self.live or id(event) not in self.touches:
                     yield event
-                    yield from self.early.get(id(event), ())
-        yield from self._fused(together)
+                    yield from self.early_frees.get(id(event), ())
+        yield from self._fuse(group)
 
-    def _fused(self, together: list[Compute]) -> Iterator[Event]:
-        reads, writes, made = dict[int, int](), dict[int, int](), set[int]()
-        for event in together:
+    def _fuse(self, group: list[Compute]) -> Iterator[Event]:
+        reads, writes, written = dict[int, int](), dict[int, int](), set[int]()
+        for event in group:
             touched = self.touches[id(event)]
             for memory, nbytes in touched.reads:
-                if id(memory) not in made:
+                if id(memory) not in written:
                     reads[id(memory)] = max(nbytes, reads.get(id(memory), 0))
             for memory, nbytes in touched.writes:
-                made.add(id(memory))
-                if id(memory) not in self.never:
+                written.add(id(memory))
+                if id(memory) not in self.eliminated:
                     writes[id(memory)] = max(nbytes, writes.get(id(memory), 0))
-        if together:
+        if group:
             nbytes = sum(reads.values()) + sum(writes.values())
-            yield together[0]._replace(name="prims.fused", nbytes=nbytes)
-        for event in together:
-            yield from self.early.get(id(event), ())
+            yield group[0]._replace(name="prims.fused", nbytes=nbytes)
+        for event in group:
+            yield from self.early_frees.get(id(event), ())
 
 
 def _in_float8(segment: Segment, touches: Touches) -> Iterator[Event]:
@@ -162,19 +162,19 @@ def _in_float8(segment: Segment, touches: Touches) -> Iterator[Event]:
         if isinstance(event, Send) and isinstance(event.group, int) and event.collective.kind == "all_gather":
             half = event.collective.bytes // 2
             yield event._replace(collective=replace(event.collective, bytes=half))
-        elif isinstance(event, Compute) and touched and touched.own and event.name in _MATMULS:
+        elif isinstance(event, Compute) and touched and touched.in_block and event.name in _MATMULS:
             factors = touched.reads[-2:]
             for memory, nbytes in factors:
                 if memory.category != GATHERED and id(memory) not in cast:
                     cast.add(id(memory))
                     yield event._replace(name="prims.cast", flops=0, nbytes=nbytes + nbytes // 2)
-            saved = sum(nbytes // 2 for _, nbytes in factors)
-            yield event._replace(nbytes=event.nbytes - saved, dtype=FLOAT8)
+            saved_bytes = sum(nbytes // 2 for _, nbytes in factors)
+            yield event._replace(nbytes=event.nbytes - saved_bytes, dtype=FLOAT8)
         else:
             yield event
 
 
-def _cast_for_each(segment: Segment, touches: Touches, narrow: str) -> Iterator[Event]:
+def _cast_each(segment: Segment, touches: Touches, narrow: str) -> Iterator[Event]:
     dtype = FLOAT8 if narrow == "row" else NVFP4
     uses: list[dict[tuple[int, int, int], int]] = []  # by event: bytes of each factor, by its rows
     columns: list[bool] = []  # by event: whether it sums along the columns of both
@@ -182,16 +182,16 @@ def _cast_for_each(segment: Segment, touches: Touches, narrow: str) -> Iterator[
         touched = touches.get(id(event))
         uses.append({})
         columns.append(False)
-        if isinstance(event, Compute) and touched and touched.own and event.name in _MATMULS:
-            (left, one), (right, other) = touched.reads[-2:]
+        if isinstance(event, Compute) and touched and touched.in_block and event.name in _MATMULS:
+            (left, left_bytes), (right, right_bytes) = touched.reads[-2:]
             columns[-1] = GATHERED not in (left.category, right.category)
             products = event.flops // 2  # m k n, of factors of 2 m k and 2 k n bytes
             for memory, rows, nbytes in (
-                (left, products * 2 // other, one),
-                (right, products * 2 // one, other),
+                (left, products * 2 // right_bytes, left_bytes),
+                (right, products * 2 // left_bytes, right_bytes),
             ):
-                alone = number if memory.category == GATHERED else -1  # which may hold several weights
-                uses[-1][id(memory), rows, alone] = nbytes
+                use = number if memory.category == GATHERED else -1  # which may hold several weights
+                uses[-1][id(memory), rows, use] = nbytes
     last = {key: number for number, keys in enumerate(uses) for key in keys}
     copies: dict[tuple[int, int, int], Memory] = {}
     for number, (event, factors) in enumerate(zip(segment.events, uses, strict=True)):
@@ -204,10 +204,10 @@ def _cast_for_each(segment: Segment, touches: Touches, narrow: str) -> Iterator[
                 cast = values + 4 * key[1] if narrow == "row" else values // 2 + values // 16
                 copies[key] = Memory(cast, event.stream)
                 yield Allocate(copies[key])
-                moved = nbytes + copies[key].nbytes
+                moved_bytes = nbytes + copies[key].nbytes
                 if columns[number] and narrow == "row":
-                    moved = _TRANSPOSED * (nbytes + moved)
-                yield event._replace(name="prims.cast", flops=0, nbytes=moved)
-        saved = sum(nbytes - copies[key].nbytes for key, nbytes in factors.items())
-        yield event._replace(nbytes=event.nbytes - saved, dtype=dtype)
+                    moved_bytes = _TRANSPOSED * (nbytes + moved_bytes)
+                yield event._replace(name="prims.cast", flops=0, nbytes=moved_bytes)
+        saved_bytes = sum(nbytes - copies[key].nbytes for key, nbytes in factors.items())
+        yield event._replace(nbytes=event.nbytes - saved_bytes, dtype=dtype)
         yield from (Free(copies[key]) for key in factors if last[key] == number)

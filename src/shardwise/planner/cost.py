@@ -28,7 +28,7 @@ def cost_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int, s
     name = _name_of(func)
     if name is None:
         return None
-    tensors = {id(one): one for one in tensors_of((args, kwargs, result))}
+    tensors = {id(tensor): tensor for tensor in tensors_of((args, kwargs, result))}
     if not tensors:
         return None
     nbytes = sum(map(_nbytes, tensors.values()))
@@ -50,15 +50,15 @@ def _name_of(func: Any) -> str | None:
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
     if name == _CPU_ATTENTION:
-        return int(sdpa_flop_count(*(one.shape for one in args[:3])))
+        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
     if name == f"{_CPU_ATTENTION}_backward":  # (gradient, query, key, value, ...): five matmuls for two
-        return int(sdpa_flop_count(*(one.shape for one in args[1:4]))) * 5 // 2
+        return int(sdpa_flop_count(*(tensor.shape for tensor in args[1:4]))) * 5 // 2
     if name == "aten::_grouped_mm":  # a side without a group dim is split between groups
         a, b = args[:2]
         groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
         return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
     if name == "aten::convolution_backward":  # torch's own formula leaves groups out for one gradient
-        gradient, x, weight = (list(one.shape) for one in args[:3])
+        gradient, x, weight = (list(tensor.shape) for tensor in args[:3])
         return int(conv_flop_count(x, weight, gradient, transposed=args[7])) * int(sum(args[10][:2]))
     formula = flop_registry.get(func.overloadpacket)
     return int(formula(*args, **kwargs, out_val=result)) if formula else 0
@@ -70,5 +70,5 @@ def tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, (list, tuple)):
-        return [one for item in value for one in tensors_of(item)]
+        return [tensor for item in value for tensor in tensors_of(item)]
     return []

@@ -68,7 +68,7 @@ class Block(nn.Module):
 def _mixed(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # (batch, heads, length, head width)
     repeat = q.shape[1] // k.shape[1]  # of the heads that a rank has
     if repeat > 1:
-        k, v = (one.transpose(1, 2).repeat_interleave(repeat, dim=2).transpose(1, 2) for one in (k, v))
+        k, v = (states.transpose(1, 2).repeat_interleave(repeat, dim=2).transpose(1, 2) for states in (k, v))
     if shape.dropout is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     # In several kernels, as before it was one; softmax includes scale and mask.
@@ -132,7 +132,7 @@ class Decoder(nn.Module):
         self.register_buffer("angles", angles if shape.rotary else None, persistent=False)
 
     def ends(self) -> list[nn.Module]:
-        return [] if self.tied else [one for one in (self.embedding, self.head) if one is not None]
+        return [] if self.tied else [end for end in (self.embedding, self.head) if end is not None]
 
     def cut_sequences(self, cut: SequenceCut) -> None:
         """Make the model take and compute only this rank's piece of each sequence from now on."""

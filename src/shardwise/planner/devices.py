@@ -82,50 +82,50 @@ def check_rate(device: Hardware, dtype: str) -> None:
 def hardware_of(name: str) -> Hardware:
     """Return the profile with this name, or from this file (TOML)."""
     folder = resources.files("shardwise.planner") / "hardware"
-    own = sorted(one.name.removesuffix(".toml") for one in folder.iterdir() if one.name.endswith(".toml"))
-    if name in own:
+    names = sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
+    if name in names:
         path: Any = folder / f"{name}.toml"
     elif name.endswith(".toml") and Path(name).exists():
         path = Path(name)
     else:
-        raise ShardingError(f"unknown hardware {name!r}: give one of {', '.join(own)}, or a file (.toml)")
+        raise ShardingError(f"unknown hardware {name!r}: give one of {', '.join(names)}, or a file (.toml)")
     try:
         values = tomllib.loads(path.read_text())
     except (ValueError, OSError) as error:
         raise ShardingError(f"{name} is no profile of hardware: {error}") from error
-    known = {one.name: one.default is MISSING for one in fields(Hardware)}  # whether it must be there
+    known = {field.name: field.default is MISSING for field in fields(Hardware)}  # whether it must be there
     lacking = {key for key, required in known.items() if required and key not in values}
-    for what, keys in (("lacks", lacking), ("has unknown", values.keys() - known)):
+    for problem, keys in (("lacks", lacking), ("has unknown", values.keys() - known)):
         if keys:
-            raise ShardingError(f"{name} is no profile of hardware: it {what} {', '.join(sorted(keys))}")
-    made = Hardware(**values)
+            raise ShardingError(f"{name} is no profile of hardware: it {problem} {', '.join(sorted(keys))}")
+    hw = Hardware(**values)
     for key in ("name", "source"):
-        if not isinstance(getattr(made, key), str):
-            raise ShardingError(f"{name}: {key} must be text, got {getattr(made, key)!r}")
-    if not isinstance(made.peak_flops, dict) or not made.peak_flops:
-        raise ShardingError(f"{name}: peak_flops must be a table of dtypes, got {made.peak_flops!r}")
-    if unknown := sorted(made.peak_flops.keys() - _DTYPES):
+        if not isinstance(getattr(hw, key), str):
+            raise ShardingError(f"{name}: {key} must be text, got {getattr(hw, key)!r}")
+    if not isinstance(hw.peak_flops, dict) or not hw.peak_flops:
+        raise ShardingError(f"{name}: peak_flops must be a table of dtypes, got {hw.peak_flops!r}")
+    if unknown := sorted(hw.peak_flops.keys() - _DTYPES):
         raise ShardingError(
             f"{name}: peak_flops has {', '.join(unknown)}; its dtypes are {', '.join(_DTYPES)}"
         )
-    numbers = {key: value for key, value in vars(made).items() if key not in ("name", "source", "peak_flops")}
-    for key, value in (numbers | {f"peak_flops.{key}": one for key, one in made.peak_flops.items()}).items():
+    numbers = {key: value for key, value in vars(hw).items() if key not in ("name", "source", "peak_flops")}
+    for key, value in (numbers | {f"peak_flops.{key}": peak for key, peak in hw.peak_flops.items()}).items():
         _check_number(f"{name}: {key}", value, may_be_zero=key.endswith(_MAY_BE_ZERO))
         _check_unit(name, key, value)
-        most = 2 if key == "attention_efficiency" else 1
-        if key.endswith("_efficiency") and not LEAST_EFFICIENCY <= value <= most:
+        limit = 2 if key == "attention_efficiency" else 1
+        if key.endswith("_efficiency") and not LEAST_EFFICIENCY <= value <= limit:
             raise ShardingError(
-                f"{name}: {key} is a share of the peak, at most {most} and at least {LEAST_EFFICIENCY},"
+                f"{name}: {key} is a share of the peak, at most {limit} and at least {LEAST_EFFICIENCY},"
                 f" got {value!r}"
             )
-    if not isinstance(made.devices_per_host, int):
-        raise ShardingError(f"{name}: devices_per_host must be a whole number, got {made.devices_per_host!r}")
-    if made.usable_bytes <= 0:
+    if not isinstance(hw.devices_per_host, int):
+        raise ShardingError(f"{name}: devices_per_host must be a whole number, got {hw.devices_per_host!r}")
+    if hw.usable_bytes <= 0:
         raise ShardingError(
-            f"{name}: context_bytes must be less than memory_bytes, {made.memory_bytes!r},"
-            f" got {made.context_bytes!r}"
+            f"{name}: context_bytes must be less than memory_bytes, {hw.memory_bytes!r},"
+            f" got {hw.context_bytes!r}"
         )
-    return made
+    return hw
 
 
 def _check_unit(name: str, key: str, value: float) -> None:

@@ -22,54 +22,54 @@ class Window:
     moment: Moment
 
 
-def windows(made: Plan) -> list[Window]:
+def windows(plan: Plan) -> list[Window]:
     """Return the step's memory over the time of its computation."""
-    if made.times is None:
-        return [Window(i, i + 1, moment) for i, moment in enumerate(made.moments)]
-    spans = sorted((one for one in made.times.spans if one.stream == COMPUTATION), key=lambda one: one.begin)
-    found: list[tuple[float, Moment]] = []
+    if plan.times is None:
+        return [Window(i, i + 1, moment) for i, moment in enumerate(plan.moments)]
+    spans = sorted((s for s in plan.times.spans if s.stream == COMPUTATION), key=lambda s: s.begin)
+    starts: list[tuple[float, Moment]] = []
     place = 0
-    for moment in made.moments:
-        following = [(one.phase, one.layer) for one in spans[place : place + AHEAD]]
-        here = (moment.phase, moment.layer)
-        if here in following:
-            place += following.index(here) + 1
-            found.append((spans[place - 1].begin if found else 0.0, moment))
-        elif not found:
-            found.append((0.0, moment))
-        elif moment.alive_bytes > found[-1][1].alive_bytes:  # computes nothing, so it takes no time
-            found[-1] = (found[-1][0], moment)
-    ends = [*(begin for begin, _ in found[1:]), made.times.step]
-    return [Window(begin, end, moment) for (begin, moment), end in zip(found, ends, strict=True)]
+    for moment in plan.moments:
+        following = [(span.phase, span.layer) for span in spans[place : place + AHEAD]]
+        key = (moment.phase, moment.layer)
+        if key in following:
+            place += following.index(key) + 1
+            starts.append((spans[place - 1].begin if starts else 0.0, moment))
+        elif not starts:
+            starts.append((0.0, moment))
+        elif moment.alive_bytes > starts[-1][1].alive_bytes:  # computes nothing, so it takes no time
+            starts[-1] = (starts[-1][0], moment)
+    ends = [*(begin for begin, _ in starts[1:]), plan.times.step]
+    return [Window(begin, end, moment) for (begin, moment), end in zip(starts, ends, strict=True)]
 
 
-def categories(made: Plan) -> list[str]:
-    return [name for name in CATEGORIES if any(name in moment.alive for moment in made.moments)]
+def categories(plan: Plan) -> list[str]:
+    return [name for name in CATEGORIES if any(name in moment.alive for moment in plan.moments)]
 
 
-def top_bytes(made: Plan) -> int:
+def top_bytes(plan: Plan) -> int:
     """Return the top of the memory axis: the device's memory, unless that would flatten the plan's."""
-    most = int(1.1 * max(made.peak_bytes, made.reserved_bytes))
-    device = 0 if made.hardware is None else made.hardware.usable_bytes
-    return int(1.05 * device) if most < 1.05 * device < 2 * most else most
+    total = int(1.1 * max(plan.peak_bytes, plan.reserved_bytes))
+    device = 0 if plan.hardware is None else plan.hardware.usable_bytes
+    return int(1.05 * device) if total < 1.05 * device < 2 * total else total
 
 
-def levels(made: Plan) -> Iterator[tuple[int, str]]:
-    yield made.reserved_bytes, "reserved"
-    if made.hardware is not None and made.hardware.usable_bytes <= top_bytes(made):
-        yield made.hardware.usable_bytes, "device"
+def levels(plan: Plan) -> Iterator[tuple[int, str]]:
+    yield plan.reserved_bytes, "reserved"
+    if plan.hardware is not None and plan.hardware.usable_bytes <= top_bytes(plan):
+        yield plan.hardware.usable_bytes, "device"
 
 
 def ticks(top: int) -> list[int]:
     """Return four to eight round numbers of GiB up to `top`."""
-    steps = (one * 10.0**power for power in range(-6, 6) for one in (1, 2, 5))
-    step = next(one for one in steps if top / GIB / one < 8)
+    steps = (digit * 10.0**power for power in range(-6, 6) for digit in (1, 2, 5))
+    step = next(digit for digit in steps if top / GIB / digit < 8)
     return [round(i * step * GIB) for i in range(1, int(top / GIB / step) + 1)]
 
 
-def streams(made: Plan) -> list[str]:
-    found = [] if made.times is None else list(dict.fromkeys(span.stream for span in made.times.spans))
-    return sorted(found, key=lambda stream: stream != COMPUTATION)
+def streams(plan: Plan) -> list[str]:
+    names = [] if plan.times is None else list(dict.fromkeys(span.stream for span in plan.times.spans))
+    return sorted(names, key=lambda stream: stream != COMPUTATION)
 
 
 def colour_of(span: Span) -> str:
@@ -77,11 +77,11 @@ def colour_of(span: Span) -> str:
     return span.stream if span.stream in LANES else span.phase
 
 
-def held(made: Plan) -> list[tuple[str, int]]:
+def held(plan: Plan) -> list[tuple[str, int]]:
     """List the parts of the device's memory at the peak, by name."""
-    parts = [(name, made.peak.alive[name]) for name in CATEGORIES if name in made.peak.alive]
-    parts.append(("reserved, not in use", max(0, made.reserved_bytes - made.peak_bytes)))
-    if made.hardware is not None:
-        parts.append(("driver", made.hardware.context_bytes))
-        parts.append(("free", max(0, made.free_bytes)))
+    parts = [(name, plan.peak.alive[name]) for name in CATEGORIES if name in plan.peak.alive]
+    parts.append(("reserved, not in use", max(0, plan.reserved_bytes - plan.peak_bytes)))
+    if plan.hardware is not None:
+        parts.append(("driver", plan.hardware.context_bytes))
+        parts.append(("free", max(0, plan.free_bytes)))
     return [(name, size) for name, size in parts if size]

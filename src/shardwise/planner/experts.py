@@ -25,15 +25,15 @@ def routed(load: float) -> Iterator[None]:
     lists: list[list[int]] = []  # tokens to each rank, and from each
     rows = 0  # that arrive
 
-    def counts(cut: ExpertCut, wanted: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def counts(cut: ExpertCut, experts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         nonlocal lists, rows
-        sent = [end - begin for begin, end in even_intervals(len(wanted), cut.ranks)]
-        got = [round(load * count) for count in sent]
-        lists, rows = [sent, got], sum(got)
-        said = wanted.new_empty(cut.ranks, cut.count // cut.ranks + 2)
+        sent_tokens = [end - begin for begin, end in even_intervals(len(experts), cut.ranks)]
+        received_tokens = [round(load * count) for count in sent_tokens]
+        lists, rows = [sent_tokens, received_tokens], sum(received_tokens)
+        table = experts.new_empty(cut.ranks, cut.count // cut.ranks + 2)
         if cut.mesh is not None:
-            dist.all_to_all_single(said, said.clone(), group=cut.mesh.get_group())
-        return said[:, :-2], said[:, :-2]
+            dist.all_to_all_single(table, table.clone(), group=cut.mesh.get_group())
+        return table[:, :-2], table[:, :-2]
 
     values, repeat = FakeTensor.tolist, Tensor.repeat_interleave
 

@@ -51,21 +51,21 @@ class Search:
         return "\n".join(_lines(self))
 
 
-def why(figures: Figures, before: Setup, here: Setup) -> str:
-    slower = figures[here][0] / figures[before][0] - 1
-    smaller = 1 - figures[here][1] / figures[before][1]
-    words = zip(_words(here), _words(before), strict=True)
-    change = ", ".join(f"{mine} for {theirs}" for mine, theirs in words if mine != theirs)
+def describe_tradeoff(figures: Figures, previous: Setup, setup: Setup) -> str:
+    slower = figures[setup][0] / figures[previous][0] - 1
+    smaller = 1 - figures[setup][1] / figures[previous][1]
+    words = zip(_words(setup), _words(previous), strict=True)
+    change = ", ".join(f"{new} for {old}" for new, old in words if new != old)
     return f"{smaller:.0%} less memory for {slower:.0%} more time: {change}"
 
 
 def gain(figures: Figures, front: list[Setup], setup: Setup) -> str:
     """Compare a setting of another precision with the smallest on the front that takes as much memory."""
-    like = [one for one in front if figures[one][1] >= SMALLER * figures[setup][1]]
-    beside = like[-1] if like else front[0]
-    faster = figures[beside][0] / figures[setup][0] - 1
-    larger = figures[setup][1] / figures[beside][1] - 1
-    number = front.index(beside) + 1
+    comparable = [point for point in front if figures[point][1] >= SMALLER * figures[setup][1]]
+    nearest = comparable[-1] if comparable else front[0]
+    faster = figures[nearest][0] / figures[setup][0] - 1
+    larger = figures[setup][1] / figures[nearest][1] - 1
+    number = front.index(nearest) + 1
     return f"{faster:+.0%} tokens/s and {larger:+.0%} memory beside {number}, but it rounds more"
 
 
@@ -97,22 +97,22 @@ def _words(setup: Setup) -> list[str]:
     ]
 
 
-def _lines(found: Search) -> Iterator[str]:
+def _lines(search: Search) -> Iterator[str]:
     yield (
-        f"{found.settings:,} settings on {found.chosen.setup.ranks:,} ranks: {found.planned} planned from"
-        f" {found.recordings} recordings, the others estimated to be worse"
+        f"{search.settings:,} settings on {search.chosen.setup.ranks:,} ranks: {search.planned} planned from"
+        f" {search.recordings} recordings, the others estimated to be worse"
     )
-    if not found.chosen.fits:
-        yield f"None fits: the smallest is short of {sized(-found.chosen.free_bytes)}"
+    if not search.chosen.fits:
+        yield f"None fits: the smallest is short of {sized(-search.chosen.free_bytes)}"
     rows = [["", "tokens/s", "MFU", "GiB", *_HEADER, "why"]]
-    for number, one in enumerate(found.points, 1):
-        figures = [str(number), f"{one.plan.tokens_per_s:,.0f}", f"{one.plan.mfu:.1%}"]
-        figures.append(f"{one.plan.reserved_bytes / GIB:.1f}")
-        rows.append([*figures, *_words(one.plan.setup), one.why])
+    for number, point in enumerate(search.points, 1):
+        figures = [str(number), f"{point.plan.tokens_per_s:,.0f}", f"{point.plan.mfu:.1%}"]
+        figures.append(f"{point.plan.reserved_bytes / GIB:.1f}")
+        rows.append([*figures, *_words(point.plan.setup), point.why])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row[:4], widths, strict=False)]
         cells += [cell.ljust(width) for cell, width in zip(row[4:], widths[4:], strict=True)]
         yield "  ".join(cells).rstrip()
     yield ""
-    yield found.code
+    yield search.code

@@ -39,18 +39,18 @@ def kernels(setup: Setup) -> Iterator[tuple[set[str], set[str]]]:
         if warn is not None:
             stack.enter_context(mock.patch.object(logging.Logger, "warning_once", listen))
         if setup.device == "cuda":
-            own: dict[str, Any] = {"scaled_dot_product_attention": _attention, "dropout": _dropout}
-            own |= {"rms_norm": _rms_norm} if setup.fused_norms else {}
-            stack.enter_context(_compat.operators_on_cpu(own))
-            modules = [one for path, one in sys.modules.items() if path.startswith("transformers.models.")]
+            patches: dict[str, Any] = {"scaled_dot_product_attention": _attention, "dropout": _dropout}
+            patches |= {"rms_norm": _rms_norm} if setup.fused_norms else {}
+            stack.enter_context(_compat.operators_on_cpu(patches))
+            modules = [m for path, m in sys.modules.items() if path.startswith("transformers.models.")]
             for module, name in itertools.product(modules, FUNCTIONS):
                 if name in vars(module):
-                    named = _named(*FUNCTIONS[name], as_kernels)
-                    stack.enter_context(mock.patch.object(module, name, named))
+                    noting = _note_calls(*FUNCTIONS[name], as_kernels)
+                    stack.enter_context(mock.patch.object(module, name, noting))
         yield as_kernels, by_reference
 
 
-def _named(name: str, kernel: Callable[..., Any], names: set[str]) -> Callable[..., Any]:
+def _note_calls(name: str, kernel: Callable[..., Any], names: set[str]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         names.add(name)
         return kernel(*args, **kwargs)
@@ -85,19 +85,19 @@ def _attention(
 
     The CPU has no such kernels, and would hold all scores in memory.
     """
-    alike = query.ndim == 4 and (enable_gqa or query.shape[:2] == key.shape[:2])
+    same_heads = query.ndim == 4 and (enable_gqa or query.shape[:2] == key.shape[:2])
     cuda: Any = torch.backends.cuda
     enabled = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
-    one_kernel = alike and query.dtype != torch.float64 and enabled
+    has_kernel = same_heads and query.dtype != torch.float64 and enabled
     learned = attn_mask is not None and attn_mask.requires_grad
     usual = query.shape[-1] == value.shape[-1] and not learned
-    if not one_kernel or usual or query.shape[1] != key.shape[1]:
-        args = (query, key, value, attn_mask, 0.0 if one_kernel else dropout_p, is_causal)
+    if not has_kernel or usual or query.shape[1] != key.shape[1]:
+        args = (query, key, value, attn_mask, 0.0 if has_kernel else dropout_p, is_causal)
         attention = torch.ops.aten.scaled_dot_product_attention.default
         return attention.decompose(*args, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -math.inf)
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-    learns = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
+    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     return _compat.efficient_attention(query, key, value, attn_mask, learns, 0.0, is_causal, scale=scale)[0]

@@ -69,29 +69,29 @@ def groups(recording: Recording, accumulation: int) -> list[GroupSent]:
     reductions, wire_bytes = Counter[int | str](), Counter[int | str]()
     for _, event, times in last_step(recording, accumulation):
         if isinstance(event, Send):
-            one = event.collective
-            mine = gathers.setdefault(event.group, Counter())
-            wire_bytes[event.group] += one.wire_bytes * times
-            if one.kind == "all_gather" and one.dtype is not None:
-                mine[one.bytes, one.group_size, one.dtype.itemsize] += times
-            elif one.kind in ("reduce_scatter", "all_reduce"):
+            call = event.collective
+            sizes = gathers.setdefault(event.group, Counter())
+            wire_bytes[event.group] += call.wire_bytes * times
+            if call.kind == "all_gather" and call.dtype is not None:
+                sizes[call.bytes, call.group_size, call.dtype.itemsize] += times
+            elif call.kind in ("reduce_scatter", "all_reduce"):
                 reductions[event.group] += times
     equal: dict[tuple[Any, ...], list[int | str]] = {}
-    for group, counted in gathers.items():
-        largest = max(counted, default=(0, 1, 1))
+    for group, calls in gathers.items():
+        largest = max(calls, default=(0, 1, 1))
         is_block = isinstance(group, int)
-        key = (is_block, *largest, sum(counted.values()), reductions[group], wire_bytes[group])
+        key = (is_block, *largest, sum(calls.values()), reductions[group], wire_bytes[group])
         equal.setdefault(key if is_block else (*key, group), []).append(group)
-    found = []
+    result = []
     for (is_block, nbytes, ranks, itemsize, gathered, reduced, wire, *_), names in equal.items():
-        own = recording.gathered_parameters[int(names[0])] if is_block else 0
-        padding = 1 - own * itemsize / nbytes if is_block and nbytes else None
+        numel = recording.gathered_parameters[int(names[0])] if is_block else 0
+        padding = 1 - numel * itemsize / nbytes if is_block and nbytes else None
         shard = nbytes // ranks
-        found.append(GroupSent(_named(names), len(names), nbytes, shard, gathered, reduced, wire, padding))
-    return found
+        result.append(GroupSent(_label(names), len(names), nbytes, shard, gathered, reduced, wire, padding))
+    return result
 
 
-def _named(names: list[int | str]) -> str:
+def _label(names: list[int | str]) -> str:
     numbers = sorted(name for name in names if isinstance(name, int))
     if not numbers:
         return str(names[0]) or "the root"
@@ -103,22 +103,22 @@ def _named(names: list[int | str]) -> str:
 def moments(recording: Recording) -> list[Moment]:
     """Return the last step's memory, segment by segment."""
     alive: Counter[str] = Counter()
-    found = []
+    result = []
     last = recording.segments[-1].place.step
     for segment in recording.segments:
-        now, most = sum(alive.values()), -1
+        alive_bytes, peak_bytes = sum(alive.values()), -1
         highest: dict[str, int] = {}
         for event in [None, *segment.events]:
             if isinstance(event, (Allocate, Free)):
                 change = event.memory.nbytes if isinstance(event, Allocate) else -event.memory.nbytes
                 alive[event.memory.category] += change
-                now += change
-            if now > most:
-                most, highest = now, dict(alive)
+                alive_bytes += change
+            if alive_bytes > peak_bytes:
+                peak_bytes, highest = alive_bytes, dict(alive)
         if segment.place.step == last:
-            kept = {category: size for category, size in highest.items() if size}
-            found.append(Moment(segment.place.phase, segment.place.layer, kept))
-    return found
+            sizes = {category: size for category, size in highest.items() if size}
+            result.append(Moment(segment.place.phase, segment.place.layer, sizes))
+    return result
 
 
 def allocated(recording: Recording, *, expandable: bool, limit: int | None = None) -> Allocator:
@@ -146,18 +146,18 @@ def needed(recording: Recording, *, expandable: bool, limit: int) -> int:
     near = limit * (1 - NEAR), limit * (1 + NEAR)
     while high > near[0] and high - low > (limit // 200 if low < near[1] else high // 50):
         middle = (low + high) // 2
-        enough = allocated(recording, expandable=expandable, limit=middle).peak <= middle
-        low, high = (low, middle) if enough else (middle, high)
+        fits = allocated(recording, expandable=expandable, limit=middle).peak <= middle
+        low, high = (low, middle) if fits else (middle, high)
     return high
 
 
 def last_step(recording: Recording, accumulation: int) -> Iterator[tuple[Place, Event, int]]:
     """Yield the events of the last step, each with its number of occurrences."""
     last = recording.segments[-1].place.step
-    more = max(1, accumulation - RECORDED_MICRO_BATCHES + 1)
+    repeats = max(1, accumulation - RECORDED_MICRO_BATCHES + 1)
     for segment in recording.segments:
         if segment.place.step == last:
-            times = more if segment.place.micro == 1 else 1
+            times = repeats if segment.place.micro == 1 else 1
             for event in segment.events:
                 yield segment.place, event, times
 
@@ -167,9 +167,9 @@ def sent(recording: Recording, accumulation: int) -> list[Sent]:
     counts: Counter[tuple[str, int, str, int, int]] = Counter()
     for _, event, times in last_step(recording, accumulation):
         if isinstance(event, Send):
-            one = event.collective
-            dtype = str(one.dtype).removeprefix("torch.")
-            counts[one.kind, one.bytes, dtype, one.group_size, one.wire_bytes] += times
+            call = event.collective
+            dtype = str(call.dtype).removeprefix("torch.")
+            counts[call.kind, call.bytes, dtype, call.group_size, call.wire_bytes] += times
     return [Sent(*key[:4], count=count, wire_bytes=key[4] * count) for key, count in counts.items()]
 
 
@@ -178,8 +178,8 @@ def unknown_operators(recording: Recording) -> list[str]:
     events = (event for segment in recording.segments for event in segment.events)
     silent = {event.name for event in events if isinstance(event, Compute) and not event.flops}
     names = {name for name in silent if not name.startswith("shardwise.")}
-    own = ("aten.", "prims.", "prim.")
-    return sorted(name for name in names if not name.startswith(own) or _MULTIPLIES.search(name))
+    builtin = ("aten.", "prims.", "prim.")
+    return sorted(name for name in names if not name.startswith(builtin) or _MULTIPLIES.search(name))
 
 
 def flops(recording: Recording, accumulation: int) -> tuple[int, int]:
@@ -187,10 +187,10 @@ def flops(recording: Recording, accumulation: int) -> tuple[int, int]:
 
     With frozen parameters, backward computes less than twice as much as forward.
     """
-    forward = computed = again = 0
+    forward = computed = recomputed = 0
     for place, event, times in last_step(recording, accumulation):
         if isinstance(event, Compute):
             computed += event.flops * times
             forward += event.flops * times if place.phase == "forward" else 0
-            again += event.flops * times if event.recomputes else 0
-    return min(3 * forward, computed - again), computed
+            recomputed += event.flops * times if event.recomputes else 0
+    return min(3 * forward, computed - recomputed), computed

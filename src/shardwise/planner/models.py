@@ -121,17 +121,17 @@ def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
     if isinstance(source, Model):
         return source
     if not isinstance(source, str):
-        return _of_factory(source)
+        return _model_of_factory(source)
     if source in PUBLISHED:
         return of_shape(source, PUBLISHED[source], sequence)
     if source.endswith(".json"):
-        return _of_transformers(Path(source))
+        return _model_of_config(Path(source))
     check_source(source)
     try:
         factory = pkgutil.resolve_name(source)
     except (ImportError, AttributeError) as error:
         raise ShardingError(f"{source!r} cannot be imported: {error}") from error
-    return _of_factory(factory)
+    return _model_of_factory(factory)
 
 
 def logits_loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -152,19 +152,19 @@ def whole_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 def loss_of_piece(logits: Tensor, targets: Tensor, cut: SequenceCut) -> Tensor:
     """Return a piece's cross-entropy in float32; its mean over the ranks is that of all `targets`."""
-    mine = cut(targets).flatten()
-    total = F.cross_entropy(logits.flatten(0, 1).float(), mine, reduction="sum")
-    return cut.mean(total, mine.numel())
+    piece = cut(targets).flatten()
+    total = F.cross_entropy(logits.flatten(0, 1).float(), piece, reduction="sum")
+    return cut.mean(total, piece.numel())
 
 
 def _logits(output: Any) -> Tensor:
-    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if not isinstance(found, Tensor):
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
         raise ShardingError(
             "the module must return its logits, a tensor (batch, length, vocabulary), or an object with the"
             f" attribute `logits`; it returned a {type(output).__name__}"
         )
-    return found
+    return logits
 
 
 def chunked(model: Model) -> Model:
@@ -173,22 +173,22 @@ def chunked(model: Model) -> Model:
         raise ShardingError(f"{model.name} has its own loss, which cannot be chunked: plan with loss='whole'")
 
     def build(layers: int) -> nn.Module:
-        made = model.build(layers)
-        in_blocks = {id(one) for block in model.blocks(made) for one in block.modules()}
-        linear = {name: one for name, one in made.named_modules() if isinstance(one, nn.Linear)}
-        heads = [name for name, one in linear.items() if id(one) not in in_blocks]
+        module = model.build(layers)
+        in_blocks = {id(child) for block in model.blocks(module) for child in block.modules()}
+        linear = {name: child for name, child in module.named_modules() if isinstance(child, nn.Linear)}
+        heads = [name for name, child in linear.items() if id(child) not in in_blocks]
         if not heads:
             raise ShardingError(
                 f"{model.name} has no linear layer beside its blocks, which a chunked loss takes for the head"
             )
         head: Any = linear[heads[-1]]
-        whole: Any = made
+        root: Any = module
         head.forward = lambda x: linear_cross_entropy(
-            x.full_tensor() if isinstance(x, DTensor) else x, head.weight, whole.targets, bias=head.bias
+            x.full_tensor() if isinstance(x, DTensor) else x, head.weight, root.targets, bias=head.bias
         )
-        if plan := plan_of(made):
-            whole.tensor_plan = plan | {heads[-1]: ROWS}
-        return made
+        if plan := plan_of(module):
+            root.tensor_plan = plan | {heads[-1]: ROWS}
+        return module
 
     def loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         cast(Any, module).targets = targets
@@ -205,12 +205,12 @@ def no_packed_sequences() -> AbstractContextManager[Any]:
     masks = sys.modules.get("transformers.masking_utils")
     if masks is None:
         return nullcontext()
-    found: Any = lambda position_ids: None  # noqa: E731  # a mock would keep its argument
-    return mock.patch.object(masks, "find_packed_sequence_indices", found)
+    find_none: Any = lambda position_ids: None  # noqa: E731  # a mock would keep its argument
+    return mock.patch.object(masks, "find_packed_sequence_indices", find_none)
 
 
 @contextmanager
-def exits_told() -> Iterator[None]:
+def report_exits() -> Iterator[None]:
     """Turn an exit in user code, such as an argument parser's, into an ordinary error.
 
     Its exit status would be taken for the plan's.
@@ -218,9 +218,9 @@ def exits_told() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        where = f" at {line}" if (line := place(error)) else ""
+        position = f" at {line}" if (line := place(error)) else ""
         raise ShardingError(
-            f"the model could not be planned: SystemExit: {error.code}, raised{where}. A factory has"
+            f"the model could not be planned: SystemExit: {error.code}, raised{position}. A factory has"
             " no command line: keep code that parses one or ends the program out of the factory and its"
             " module"
         ) from error
@@ -236,17 +236,17 @@ def block_lists(module: nn.Module) -> dict[str, nn.ModuleList]:
 
     The longest is taken as the list of blocks.
     """
-    found: dict[str, nn.ModuleList] = {}
-    for name, one in module.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if isinstance(one, nn.ModuleList) and len(one) and not inside:
-            found[name] = one
-    if not found:
+    lists: dict[str, nn.ModuleList] = {}
+    for name, child in module.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in lists)
+        if isinstance(child, nn.ModuleList) and len(child) and not inside:
+            lists[name] = child
+    if not lists:
         raise ShardingError(
             f"{type(module).__name__} has no ModuleList of blocks: pass a shardwise.planner.Model that says"
             " which modules are its blocks"
         )
-    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+    return dict(sorted(lists.items(), key=lambda item: -len(item[1])))
 
 
 @functools.lru_cache(maxsize=8)  # one for all plans of it, which then share how its blocks repeat
@@ -277,7 +277,7 @@ def of_shape(name: str, shape: Shape, sequence: int) -> Model:
     )
 
 
-def _of_factory(factory: Factory) -> Model:
+def _model_of_factory(factory: Factory) -> Model:
     if isinstance(factory, nn.Module) or not callable(factory):
         raise ShardingError(
             "a model is planned from its name, its config or a function that returns a module, not a"
@@ -286,14 +286,14 @@ def _of_factory(factory: Factory) -> Model:
     parameters = inspect.signature(factory).parameters
     takes_layers = "layers" in parameters
     takes_stage = takes_layers and {"first", "last"} <= parameters.keys()
-    needed = [
+    required = [
         name
-        for name, one in parameters.items()
-        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        for name, param in parameters.items()
+        if param.default is param.empty and param.kind not in (param.VAR_POSITIONAL, param.VAR_KEYWORD)
     ]
-    if needed:
+    if required:
         raise ShardingError(
-            f"the factory of a model is called without arguments, but needs {', '.join(needed)}: give a"
+            f"the factory of a model is called without arguments, but needs {', '.join(required)}: give a"
             " function that returns a module of tokens to logits; `layers`, if it takes that, needs a default"
         )
     with torch.device("meta"):
@@ -309,11 +309,11 @@ def _of_factory(factory: Factory) -> Model:
     def stage(layers: int, first: bool, last: bool) -> nn.Module:
         return factory(layers=layers, first=first, last=last)
 
-    made = _of_lists(getattr(factory, "__name__", "model"), module, build, logits_loss, [module])
-    return replace(made, stage=stage if takes_stage else None)
+    model = _model_of_lists(getattr(factory, "__name__", "model"), module, build, logits_loss, [module])
+    return replace(model, stage=stage if takes_stage else None)
 
 
-def _of_lists(
+def _model_of_lists(
     name: str, module: nn.Module, make: Callable[[int], nn.Module], loss: Loss, towers: list[nn.Module]
 ) -> Model:
     """Return the model whose blocks are the longest `ModuleList` of each tower; a single one is cut short.
@@ -322,33 +322,33 @@ def _of_lists(
         module: the whole module; `towers` are modules in it.
         make: makes it with at least a given number of blocks.
     """
-    names = {one: name for name, one in module.named_modules()}
+    names = {path: name for name, path in module.named_modules()}
     lists = block_lists(module)
     chosen = list(dict.fromkeys(names[next(iter(block_lists(tower).values()))] for tower in towers))
-    others = [one for one in lists if one not in chosen]
+    others = [path for path in lists if path not in chosen]
 
     def blocks(module: nn.Module) -> list[nn.Module]:
-        return [block for one in chosen for block in cast(nn.ModuleList, module.get_submodule(one))]
+        return [block for path in chosen for block in cast(nn.ModuleList, module.get_submodule(path))]
 
     def build(layers: int) -> nn.Module:
-        made = make(layers)
+        module = make(layers)
         if len(chosen) == 1:
-            del cast(nn.ModuleList, made.get_submodule(chosen[0]))[layers:]
-        return made
+            del cast(nn.ModuleList, module.get_submodule(chosen[0]))[layers:]
+        return module
 
     places: dict[nn.Module, str] = {}
-    for one in chosen:
-        for index, block in enumerate(lists[one]):
-            place = f"{one}.{index}"
-            if (other := places.setdefault(block, place)) != place:
+    for path in chosen:
+        for index, block in enumerate(lists[path]):
+            place = f"{path}.{index}"
+            if (earlier := places.setdefault(block, place)) != place:
                 raise ShardingError(
-                    f"'{other}' and '{place}' are one module, which cannot be sharded as two blocks: plan"
+                    f"'{earlier}' and '{place}' are one module, which cannot be sharded as two blocks: plan"
                     " blocks of their own"
                 )
-    mine = " and ".join(f"'{one}'" for one in chosen)
+    quoted = " and ".join(f"'{path}'" for path in chosen)
     count, rest = len(places), ", ".join(f"'{name}' ({len(lists[name])})" for name in others)
     assumed = (
-        f"Its blocks are the {count} of {mine}, the longest ModuleList; the modules of"
+        f"Its blocks are the {count} of {quoted}, the longest ModuleList; the modules of"
         f" {rest} are no groups of their own: pass a shardwise.planner.Model that says which are"
     )
     return Model(name, count, build, blocks, lambda _: [], loss, (assumed,) if others else ())
@@ -363,7 +363,7 @@ _KINDS = {
 }
 
 
-def _of_transformers(path: Path) -> Model:
+def _model_of_config(path: Path) -> Model:
     values = read_config(path)
     attention = values.get("attn_implementation", "sdpa")
     if attention not in ("eager", "sdpa"):  # kernels that the CPU lacks, with the same memory
@@ -376,36 +376,36 @@ def _of_transformers(path: Path) -> Model:
     classes = {
         kind: getattr(transformers, mapping).get(type(config), None) for kind, mapping in _KINDS.items()
     }
-    found = [kind for kind, one in classes.items() if one is not None]
-    if not found:
+    kinds = [kind for kind, model_class in classes.items() if model_class is not None]
+    if not kinds:
         raise ShardingError(
             f"{path}: expected a language model's config: transformers makes none of {', '.join(_KINDS)}"
             f" from {type(config).__name__}"
         )
-    trained = next((one for one in config.architectures or () if hasattr(transformers, one)), "")
-    _check_takes_tokens(path, getattr(transformers, trained, None))
-    named = [kind for kind in found if classes[kind].__name__ == trained]
+    architecture = next((name for name in config.architectures or () if hasattr(transformers, name)), "")
+    _check_takes_tokens(path, getattr(transformers, architecture, None))
+    matching = [kind for kind in kinds if classes[kind].__name__ == architecture]
     decodes = getattr(config, "is_decoder", True)
-    wanted = "Seq2Seq" if config.is_encoder_decoder else ("CausalLM" if decodes else "MaskedLM")
-    kind = [*named, *(kind for kind in found if wanted in kind), *found][0]
-    both = "Seq2Seq" in kind and config.is_encoder_decoder
-    if config.is_encoder_decoder and not both and not named:
+    family = "Seq2Seq" if config.is_encoder_decoder else ("CausalLM" if decodes else "MaskedLM")
+    kind = [*matching, *(kind for kind in kinds if family in kind), *kinds][0]
+    seq2seq = "Seq2Seq" in kind and config.is_encoder_decoder
+    if config.is_encoder_decoder and not seq2seq and not matching:
         raise ShardingError(
             f"{path}: from this encoder-decoder config transformers makes only a {classes[kind].__name__};"
             " to plan that, name it in the config's architectures"
         )
     text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
-    whole_layers = getattr(text, "num_hidden_layers", 0)
-    each = {key: one for key, one in vars(text).items() if isinstance(one, list) and len(one) == whole_layers}
+    depth = getattr(text, "num_hidden_layers", 0)
+    lists = {key: item for key, item in vars(text).items() if isinstance(item, list) and len(item) == depth}
 
     def build(layers: int | None) -> nn.Module:
         text.use_cache = config.use_cache = False
-        if not both and layers is not None:
+        if not seq2seq and layers is not None:
             text.num_hidden_layers = layers
-            for key, one in each.items():  # of each block
-                setattr(text, key, one[:layers])
-        made: nn.Module = getattr(transformers, kind).from_config(copy.deepcopy(config))
-        return made
+            for key, item in lists.items():  # of each block
+                setattr(text, key, item[:layers])
+        module: nn.Module = getattr(transformers, kind).from_config(copy.deepcopy(config))
+        return module
 
     def loss_of_both(module: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         return whole_loss(module(input_ids=tokens, decoder_input_ids=tokens).logits, targets)
@@ -417,38 +417,38 @@ def _of_transformers(path: Path) -> Model:
 
     try:
         with torch.device("meta"):
-            whole: Any = build(None)
+            module: Any = build(None)
     except Exception as error:  # of transformers
-        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise ShardingError(
-            f"{path}: transformers' {classes[kind].__name__} cannot be made: {why}"
+            f"{path}: transformers' {classes[kind].__name__} cannot be made: {reason}"
         ) from error
-    _check_takes_tokens(path, type(whole))
-    learned: int = getattr(config, "max_position_embeddings", 0)
-    words = whole.get_input_embeddings()
-    tables = [one for one in whole.modules() if isinstance(one, nn.Embedding) and one is not words]
-    limits = any(learned <= one.num_embeddings <= learned + 2 for one in tables)  # some leave two out
-    decoder = whole.get_decoder()
-    has_blocks = any(isinstance(one, nn.ModuleList) and len(one) for one in decoder.modules())
-    towers = [whole.get_encoder(), decoder] if both else [decoder if has_blocks else whole]
+    _check_takes_tokens(path, type(module))
+    limit: int = getattr(config, "max_position_embeddings", 0)
+    words = module.get_input_embeddings()
+    tables = [table for table in module.modules() if isinstance(table, nn.Embedding) and table is not words]
+    learned = any(limit <= table.num_embeddings <= limit + 2 for table in tables)  # some leave two out
+    decoder = module.get_decoder()
+    has_blocks = any(isinstance(child, nn.ModuleList) and len(child) for child in decoder.modules())
+    towers = [module.get_encoder(), decoder] if seq2seq else [decoder if has_blocks else module]
     count = len(next(iter(block_lists(towers[-1]).values())))
-    make = build if count == whole_layers else lambda _: build(None)  # it runs blocks several times
-    made = _of_lists(path.stem, whole, make, loss_of_both if both else logits_loss, towers)
-    name = type(whole).__name__
-    said: tuple[str, ...] = () if kind == next(iter(_KINDS)) else (f"It is planned as a {name}",)
-    if trained and not named:
-        said = (f"It is planned as a {name}, not as the {trained} that its architectures name",)
+    make = build if count == depth else lambda _: build(None)  # it runs blocks several times
+    model = _model_of_lists(path.stem, module, make, loss_of_both if seq2seq else logits_loss, towers)
+    name = type(module).__name__
+    notes: tuple[str, ...] = () if kind == next(iter(_KINDS)) else (f"It is planned as a {name}",)
+    if architecture and not matching:
+        notes = (f"It is planned as a {name}, not as the {architecture} that its architectures name",)
     if attention not in ("eager", "sdpa"):
-        said += (f"Its attn_implementation, {attention}, is planned as sdpa",)
-    if both:
-        said += ("Its encoder reads as many tokens as its decoder",)
+        notes += (f"Its attn_implementation, {attention}, is planned as sdpa",)
+    if seq2seq:
+        notes += ("Its encoder reads as many tokens as its decoder",)
     if getattr(config, "quantization_config", None) is not None:
-        said += ("Its quantization_config is not planned: all parameters are in stored_dtype, and trained",)
+        notes += ("Its quantization_config is not planned: all parameters are in stored_dtype, and trained",)
     return replace(
-        made,
-        assumed=(*said, *made.assumed),
-        cut_sequences=None if both else cut_sequences,
-        positions=learned if learned and limits else None,
+        model,
+        assumed=(*notes, *model.assumed),
+        cut_sequences=None if seq2seq else cut_sequences,
+        positions=limit if limit and learned else None,
     )
 
 

@@ -109,22 +109,22 @@ def _register() -> None:
 
 @contextmanager
 def listening(
-    heard: Callable[[Collective, list[torch.Tensor], dist.ProcessGroup], None],
+    listener: Callable[[Collective, list[torch.Tensor], dist.ProcessGroup], None],
 ) -> Iterator[None]:
-    """Call `heard` for every collective on a no-op group, with its tensors and the group."""
+    """Call `listener` for every collective on a no-op group, with its tensors and the group."""
 
-    def telling(operator: str) -> Callable[..., dist.Work]:
+    def announcing(operator: str) -> Callable[..., dist.Work]:
         form = form_of(NATIVE, operator)
         assert form is not None
 
         def tell(group: NoopGroup, *args: Any, **kwargs: Any) -> dist.Work:
-            heard(collective(form, args, ranks=group.size()), list(tensors_in(args)), group)
+            listener(collective(form, args, ranks=group.size()), list(tensors_in(args)), group)
             return group._finished
 
         return tell
 
     for name, operator in COLLECTIVES.items():
-        setattr(NoopGroup, name, telling(operator))
+        setattr(NoopGroup, name, announcing(operator))
     try:
         yield
     finally:
@@ -155,8 +155,8 @@ def make_smaller_shards(mesh: DeviceMesh, ranks: int) -> None:
     """Make the mesh for a `reshard_after_forward` number in advance: fake tensors cannot make one."""
     if ranks > 1 and mesh.size() % ranks == 0:
         axes = {"replicate": mesh.size() // ranks, "shard": ranks}
-        made = mesh_of(mesh.mesh.flatten(), axes, device_type=mesh.device_type)
-        smaller_shards(mesh, ranks, made=made)
+        smaller = mesh_of(mesh.mesh.flatten(), axes, device_type=mesh.device_type)
+        smaller_shards(mesh, ranks, made=smaller)
 
 
 def mesh_of(ranks: torch.Tensor, axes: dict[str, int], *, device_type: str = "cpu") -> DeviceMesh:

@@ -89,55 +89,55 @@ def trace(made: Plan) -> str:
     return json.dumps({"traceEvents": events})
 
 
-def _held(made: Plan) -> Iterator[Box]:
+def _held(plan: Plan) -> Iterator[Box]:
     """Yield one bar: the whole device."""
-    parts = drawing.held(made)
-    whole, x = sum(size for _, size in parts), 0.0
+    parts = drawing.held(plan)
+    total, x = sum(size for _, size in parts), 0.0
     for name, size in parts:
         kind = f"part{CATEGORIES.index(name)}" if name in CATEGORIES else name.split(",")[0]
-        width = 100 * size / whole
+        width = 100 * size / total
         yield Box(x, 0, width, 0, kind, f"{name}: {size / GIB:.2f} GiB")
         x += width
 
 
-def _x(at: float, made: Plan) -> float:
+def _x(at: float, plan: Plan) -> float:
     """Return the x of a time of the step, in both drawings."""
-    whole = len(made.moments) if made.times is None else made.times.step
-    return LEFT + (WIDTH - LEFT) * at / whole
+    total = len(plan.moments) if plan.times is None else plan.times.step
+    return LEFT + (WIDTH - LEFT) * at / total
 
 
-def _y(size: int, made: Plan) -> float:
-    return TOP + HEIGHT * (1 - size / drawing.top_bytes(made))
+def _y(size: int, plan: Plan) -> float:
+    return TOP + HEIGHT * (1 - size / drawing.top_bytes(plan))
 
 
-def _memory(made: Plan) -> Iterator[Box]:
+def _memory(plan: Plan) -> Iterator[Box]:
     """Yield a bar for each moment, its categories on top of each other."""
-    for window in drawing.windows(made):
-        moment, below = window.moment, 0
-        x = _x(window.begin, made)
-        width = _x(window.end, made) - x + 0.3
+    for window in drawing.windows(plan):
+        moment, base = window.moment, 0
+        x = _x(window.begin, plan)
+        width = _x(window.end, plan) - x + 0.3
         for category in CATEGORIES:
             size = moment.alive.get(category, 0)
             if not size:
                 continue
-            y = _y(below + size, made)
-            of = f"{size / GIB:.2f} GiB of {moment.alive_bytes / GIB:.2f}"
-            text = f"{name_of_place(moment.phase, moment.layer)}: {category} {of}"
-            yield Box(x, y, width, _y(below, made) - y, f"part{CATEGORIES.index(category)}", text)
-            below += size
+            y = _y(base + size, plan)
+            share = f"{size / GIB:.2f} GiB of {moment.alive_bytes / GIB:.2f}"
+            text = f"{name_of_place(moment.phase, moment.layer)}: {category} {share}"
+            yield Box(x, y, width, _y(base, plan) - y, f"part{CATEGORIES.index(category)}", text)
+            base += size
 
 
-def _phases(made: Plan) -> Iterator[Mark]:
-    for phase, found in itertools.groupby(drawing.windows(made), lambda window: window.moment.phase):
+def _phases(plan: Plan) -> Iterator[Mark]:
+    for phase, windows in itertools.groupby(drawing.windows(plan), lambda window: window.moment.phase):
         if phase in ("forward", "backward", "optimizer"):
-            yield Mark(_x(next(found).begin, made), phase)
+            yield Mark(_x(next(windows).begin, plan), phase)
 
 
-def _lanes(made: Plan) -> Iterator[Box]:
-    if made.times is None:
+def _lanes(plan: Plan) -> Iterator[Box]:
+    if plan.times is None:
         return
-    streams, scale = drawing.streams(made), (WIDTH - LEFT) / made.times.step
-    for span in made.times.spans:
+    streams, scale = drawing.streams(plan), (WIDTH - LEFT) / plan.times.step
+    for span in plan.times.spans:
         text = (
             f"{span.stream}: {name_of_place(span.phase, span.layer)}, {span.begin * 1e3:.2f} to"
             f" {span.end * 1e3:.2f} ms, busy {span.busy * 1e3:.2f} ms"
@@ -147,23 +147,23 @@ def _lanes(made: Plan) -> Iterator[Box]:
         yield Box(x, y, width, LANE - 8, kind, text)
 
 
-def _warnings(made: Plan) -> Iterator[str]:
-    if made.whole:
-        yield f"All blocks were run, as a few do not stand for them: {made.whole}"
-    yield from made.assumed
-    for group in made.groups:
+def _warnings(plan: Plan) -> Iterator[str]:
+    if plan.whole:
+        yield f"All blocks were run, as a few do not stand for them: {plan.whole}"
+    yield from plan.assumed
+    for group in plan.groups:
         if group.padding is not None and group.padding > 0.01:
             yield f"{group.name}: {group.padding:.1%} of what is gathered is padding, as dims do not divide."
         if group.shard_bytes % 16:
             size = f"{group.shard_bytes:,} bytes"
             yield f"{group.name}: shards of {size} are no multiple of 16, which slows collectives down."
-    if made.given_back:
+    if plan.given_back:
         yield "The allocator gives memory back before it asks for more, which waits for the device: slower."
-    if made.hardware is None or made.times is None:
+    if plan.hardware is None or plan.times is None:
         return
-    if made.times.exposed > 0.1 * made.times.step:
-        share = made.times.exposed / made.times.step
+    if plan.times.exposed > 0.1 * plan.times.step:
+        share = plan.times.exposed / plan.times.step
         yield f"Computation waits for communication {share:.0%} of the step: give each rank more tokens."
-    if made.times.host > 0.9 * made.times.step:
+    if plan.times.host > 0.9 * plan.times.step:
         yield "The host issues operators about as fast as the device computes them: the step is bound by it."
-    yield from host_bound(made.times)
+    yield from host_bound(plan.times)

@@ -27,16 +27,16 @@ from shardwise.planner.recorder import Recorder
 def partitioned(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
     """Return `function` as its forward and backward graphs, which are all that the recorder sees of it."""
 
-    seen = functools.partial(mock.patch.multiple, recorder)
+    patched = functools.partial(mock.patch.multiple, recorder)
 
-    def graph(made: Any, inputs: Any) -> Any:
+    def graph(compiled: Any, inputs: Any) -> Any:
         def call(*args: Any) -> Any:
-            with seen(looks_away=False, in_graphs=True):
-                return made(*args)
+            with patched(looks_away=False, in_graphs=True):
+                return compiled(*args)
 
         return make_boxed_func(call)  # else AOTAutograd warns
 
-    both: Any = aot_function(
+    joint: Any = aot_function(
         function,
         fw_compiler=graph,
         bw_compiler=graph,
@@ -45,8 +45,8 @@ def partitioned(function: Callable[..., Any], recorder: Recorder) -> Callable[..
     )
 
     def call(*args: Any) -> Any:
-        with seen(looks_away=True):
-            return both(*args)
+        with patched(looks_away=True):
+            return joint(*args)
 
     return call
 
@@ -56,24 +56,24 @@ class _Plain(nn.Module):
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.block, self.own = block, block.forward
+        self.block, self.original = block, block.forward
 
     def forward(self, args: Any, kwargs: Any) -> Any:
-        return self.own(*args, **kwargs)
+        return self.original(*args, **kwargs)
 
 
 def partition(blocks: list[nn.Module], recorder: Recorder) -> None:
     """Make each block run its graphs, which blocks of equal code share."""
-    made: dict[str, Callable[..., Any]] = {}
+    graphs_by_code: dict[str, Callable[..., Any]] = {}
     for block in blocks:
         plain, key = _Plain(block), str(block)
-        if key not in made:
+        if key not in graphs_by_code:
 
-            def own(params: Any, args: Any, kwargs: Any, plain: _Plain = plain) -> Any:
+            def run_block(params: Any, args: Any, kwargs: Any, plain: _Plain = plain) -> Any:
                 return torch.func.functional_call(plain, params, (args, kwargs))
 
-            made[key] = partitioned(own, recorder)
-        graphs = made[key]
+            graphs_by_code[key] = partitioned(run_block, recorder)
+        graphs = graphs_by_code[key]
 
         def forward(*args: Any, plain: _Plain = plain, graphs: Any = graphs, **kwargs: Any) -> Any:
             return graphs(dict(plain.named_parameters()), args, kwargs)

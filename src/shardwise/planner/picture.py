@@ -36,43 +36,43 @@ def picture(made: Plan) -> bytes:
     return file.getvalue()
 
 
-def _title(made: Plan) -> str:
-    text = f"{made.model} on {made.setup.ranks:,} ranks"
-    if made.hardware is None:
+def _title(plan: Plan) -> str:
+    text = f"{plan.model} on {plan.setup.ranks:,} ranks"
+    if plan.hardware is None:
         return text
-    verdict = "to spare" if made.fits else "too much"
+    verdict = "to spare" if plan.fits else "too much"
     return (
-        f"{text}: {abs(made.free_bytes) / GIB:.1f} GiB {verdict}, {made.tokens_per_s:,.0f} tokens/s a device,"
-        f" MFU {made.mfu:.0%}"
+        f"{text}: {abs(plan.free_bytes) / GIB:.1f} GiB {verdict}, {plan.tokens_per_s:,.0f} tokens/s a device,"
+        f" MFU {plan.mfu:.0%}"
     )
 
 
-def _memory(axes: Any, made: Plan) -> None:
-    found = drawing.windows(made)
-    edges = [*(window.begin for window in found), found[-1].end]
-    below = [0.0] * len(found)
-    for name in drawing.categories(made):
-        above = [
-            low + window.moment.alive.get(name, 0) / GIB for low, window in zip(below, found, strict=True)
+def _memory(axes: Any, plan: Plan) -> None:
+    windows = drawing.windows(plan)
+    edges = [*(window.begin for window in windows), windows[-1].end]
+    base = [0.0] * len(windows)
+    for name in drawing.categories(plan):
+        top = [
+            low + window.moment.alive.get(name, 0) / GIB for low, window in zip(base, windows, strict=True)
         ]
-        axes.stairs(above, edges, baseline=below, fill=True, color=COLOURS[name], label=name)
-        below = above
-    for size, name in drawing.levels(made):
+        axes.stairs(top, edges, baseline=base, fill=True, color=COLOURS[name], label=name)
+        base = top
+    for size, name in drawing.levels(plan):
         axes.axhline(size / GIB, color=RULE, linestyle="--", linewidth=1.2)
         axes.text(edges[-1], size / GIB, f"{name} {size / GIB:.1f} GiB ", ha="right", va="bottom", color=RULE)
-    axes.set(xlim=(edges[0], edges[-1]), ylim=(0, drawing.top_bytes(made) / GIB), ylabel="GiB of a rank")
+    axes.set(xlim=(edges[0], edges[-1]), ylim=(0, drawing.top_bytes(plan) / GIB), ylabel="GiB of a rank")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=8, frameon=False, columnspacing=1.2)
-    if made.times is None:
+    if plan.times is None:
         axes.set_xticks([])
 
 
-def _lanes(axes: Any, made: Plan, lanes: list[str]) -> None:
-    for span in made.step_times.spans:
-        box = [(span.begin, max(span.end - span.begin, made.step_times.step / 2000))]
+def _lanes(axes: Any, plan: Plan, lanes: list[str]) -> None:
+    for span in plan.step_times.spans:
+        box = [(span.begin, max(span.end - span.begin, plan.step_times.step / 2000))]
         colour = PHASES.get(drawing.colour_of(span), OTHER)
         axes.broken_barh(box, (lanes.index(span.stream) - 0.38, 0.76), color=colour, linewidth=0)
-    axes.set(xlim=(0, made.step_times.step), ylim=(len(lanes) - 0.5, -0.5), xlabel="seconds")
+    axes.set(xlim=(0, plan.step_times.step), ylim=(len(lanes) - 0.5, -0.5), xlabel="seconds")
     axes.set_yticks(range(len(lanes)), lanes)
     axes.spines[["top", "right"]].set_visible(False)
     for name, colour in ((name, PHASES[name]) for name in PHASES if name in lanes or name not in LANES):

@@ -3,7 +3,7 @@
 Torch's stages run forward and backward of micro-batches one by one, and reduce gradients once, at the end.
 Before 2.15 they make receive buffers for all micro-batches of a step in advance, and keep what they have
 sent; since then, they make buffers as they receive. `Pipe` does as the installed torch, on fake tensors, for
-a few micro-batches; `filled` adds what the others keep. A schedule of p ranks with v stages each waits
+a few micro-batches; `fill_pipeline` adds what the others keep. A schedule of p ranks with v stages each waits
 (p - 1) / (v m + p - 1) of its m micro-batches' time, while filling and draining (Narayanan et al., 2021).
 """
 
@@ -88,14 +88,14 @@ def hidden_of(model: Model, setup: Setup, tokens: Tensor) -> Tensor:
     assert model.stage is not None
     first = model.stage(1, True, False).to("cpu")
     with torch.no_grad():
-        found: Any = first(tokens)
-    if not isinstance(found, Tensor):
+        hidden: Any = first(tokens)
+    if not isinstance(hidden, Tensor):
         raise ShardingError(
             f"a stage of {model.name} must return one tensor of hidden states, it returned a"
-            f" {type(found).__name__}"
+            f" {type(hidden).__name__}"
         )
-    parts = setup.tensor if setup.tensor > 1 and cuts(first, setup)[0] else 1
-    return found.chunk(parts, dim=1)[0].to(getattr(torch, setup.param_dtype))
+    pieces = setup.tensor if setup.tensor > 1 and cuts(first, setup)[0] else 1
+    return hidden.chunk(pieces, dim=1)[0].to(getattr(torch, setup.param_dtype))
 
 
 def buffered(at: Stage) -> int:
@@ -112,10 +112,10 @@ class Pipe:
 
     def __init__(self, model: Model, module: nn.Module, hidden: Tensor, group: dist.ProcessGroup) -> None:
         self.model, self.module, self.group, self.at = model, module, group, model.at
-        self.made = partial(torch.empty, hidden.shape, dtype=hidden.dtype)
+        self.new_buffer = partial(torch.empty, hidden.shape, dtype=hidden.dtype)
 
         def buffers(stages: int) -> list[list[Tensor]]:
-            return [[self.made() for _ in range(buffered(self.at))] for _ in range(stages)]
+            return [[self.new_buffer() for _ in range(buffered(self.at))] for _ in range(stages)]
 
         # By stage, then micro-batch; the model's first stage receives no input, its last no gradient.
         self.received = buffers(self.at.stages - self.at.first)
@@ -128,7 +128,7 @@ class Pipe:
         dist.send(tensor, group=self.group, group_dst=1)
 
     def _receive(self, buffers: list[Tensor], micro: int) -> Tensor:
-        buffer = buffers[micro] if buffers else self.made()
+        buffer = buffers[micro] if buffers else self.new_buffer()
         dist.recv(buffer, group=self.group, group_src=1)
         return buffer
 
@@ -139,12 +139,12 @@ class Pipe:
         output = self.module(x)
         between = []
         for buffers in self.received[1 - self.at.first :]:
-            sent = self.made()
+            sent = self.new_buffer()
             self._send(sent)
             received = self._receive(buffers, micro)
             between.append(sent if BUFFERS_STAY else received)
-        stays = BUFFERS_STAY or self.at.last
-        self.cache[micro] = output if stays else get_gradient_edge(output), x, between
+        keeps_output = BUFFERS_STAY or self.at.last
+        self.cache[micro] = output if keeps_output else get_gradient_edge(output), x, between
         self.held["output"] = output
         if self.at.last:
             self.losses[micro] = self.model.loss(cast(nn.Module, lambda _: output), x, tokens)
@@ -163,7 +163,7 @@ class Pipe:
             torch.autograd.backward(output, grad)
             del grad
         for buffers in self.gradients[1 - self.at.last :]:
-            self._send(self.made())
+            self._send(self.new_buffer())
             self._receive(buffers, micro)
         del between
         if not self.at.first:
@@ -171,18 +171,18 @@ class Pipe:
             self.held["sent"], x.grad = x.grad, None
             self._send(self.held["sent"])
 
-    def _end_backward(self, whole: bool) -> None:
+    def _end_backward(self, is_last: bool) -> None:
         module = cast(FSDPModule, self.module)
-        module.set_is_last_backward(whole)
-        module.set_reshard_after_backward(whole)
-        module.set_requires_gradient_sync(whole)
+        module.set_is_last_backward(is_last)
+        module.set_reshard_after_backward(is_last)
+        module.set_requires_gradient_sync(is_last)
 
     def reduce(self) -> None:
         """Reduce the gradients of all micro-batches."""
         self._end_backward(True)
-        found = state_of(self.module)
-        assert found is not None
-        StateOfStage(found)._root_post_backward_final_callback()
+        state = state_of(self.module)
+        assert state is not None
+        StateOfStage(state)._root_post_backward_final_callback()
 
     def average(self) -> None:
         """Average gradients, and drop what was kept for backward."""
@@ -194,7 +194,7 @@ class Pipe:
         self.held.clear()
 
 
-def kept(recording: Recording, step: int) -> list[Memory]:
+def kept_memory(recording: Recording, step: int) -> list[Memory]:
     """List the memory that the second micro-batch of a step keeps from forward to backward."""
     alive: dict[int, Memory] = {}
     for segment in recording.segments:
@@ -207,24 +207,24 @@ def kept(recording: Recording, step: int) -> list[Memory]:
     return [memory for memory in alive.values() if memory.category in (ACTIVATIONS, LOGITS)]
 
 
-def filled(recording: Recording, more: int) -> Recording:
-    """Return the recording with `more` micro-batches in flight: the second's memory, `more` times again."""
-    if more < 1:
+def fill_pipeline(recording: Recording, micro_batches: int) -> Recording:
+    """Return the recording with more micro-batches in flight: the second's memory, `micro_batches` times."""
+    if micro_batches < 1:
         return recording
-    made: list[Segment] = []
+    segments: list[Segment] = []
     copies: list[Memory] = []
     step = -1
     for segment in recording.segments:
         place = segment.place
         if place.phase == "backward" and place.micro == 0 and place.step != step:
             step = place.step
-            copies = [replace(memory) for memory in kept(recording, step) * more]
-            made.append(Segment(place._replace(layer=None), [Allocate(one) for one in copies]))
+            copies = [replace(memory) for memory in kept_memory(recording, step) * micro_batches]
+            segments.append(Segment(place._replace(layer=None), [Allocate(memory) for memory in copies]))
         elif place.phase == "backward" and place.micro == 2 and copies:
-            made.append(Segment(place._replace(layer=None), [Free(one) for one in copies]))
+            segments.append(Segment(place._replace(layer=None), [Free(memory) for memory in copies]))
             copies = []
-        made.append(segment)
-    return replace(recording, segments=made)
+        segments.append(segment)
+    return replace(recording, segments=segments)
 
 
 @dataclass(frozen=True)
@@ -247,18 +247,18 @@ class StageFigures:
 def figures(recordings: list[Recording], model: Model, setup: Setup) -> list[StageFigures]:
     """Return the figures of all ranks, from recordings of the first and the last."""
     first, last = recordings
-    sizes = [sum(one.nbytes for one in kept(of, of.segments[-1].place.step)) for of in recordings]
-    handed = _handed_bytes(first)
-    found = []
+    sizes = [sum(memory.nbytes for memory in kept_memory(r, r.segments[-1].place.step)) for r in recordings]
+    output_bytes = _handed_bytes(first)
+    stages = []
     for rank in range(setup.pipeline):
         begin, end = (model.layers * i // setup.pipeline for i in (rank, rank + 1))
-        of, size = (last, sizes[1]) if rank == setup.pipeline - 1 else (first, sizes[0])
+        recording, size = (last, sizes[1]) if rank == setup.pipeline - 1 else (first, sizes[0])
         ways = 2 * setup.stages - (rank in (0, setup.pipeline - 1))
-        moved = handed * ways * setup.accumulation
+        sent_bytes = output_bytes * ways * setup.accumulation
         count = in_flight(setup, rank)
-        held = count * size * (end - begin) // of.layers + moved * BUFFERS_STAY
-        found.append(StageFigures(rank, end - begin, count, held, moved))
-    return found
+        kept_bytes = count * size * (end - begin) // recording.layers + sent_bytes * BUFFERS_STAY
+        stages.append(StageFigures(rank, end - begin, count, kept_bytes, sent_bytes))
+    return stages
 
 
 def _handed_bytes(first: Recording) -> int:
@@ -267,22 +267,22 @@ def _handed_bytes(first: Recording) -> int:
     return next(e.collective.bytes for e in events if isinstance(e, Send) and e.collective.kind == "send")
 
 
-def pipelined(recordings: list[Recording], setup: Setup, device: Hardware) -> Times:
+def pipe_times(recordings: list[Recording], setup: Setup, device: Hardware) -> Times:
     """Return the times of the slowest rank, including waits while the pipeline fills and drains.
 
     Ranks between the two recorded ones send in both directions.
     """
-    found = []
+    rank_times = []
     hop = Collective("send", _handed_bytes(recordings[0]), None, setup.pipeline)
     sends = send_seconds(hop, device, stride=setup.ranks // setup.pipeline)
-    more = sends * (setup.pipeline > 2)
+    extra = sends * (setup.pipeline > 2)
     count = setup.accumulation
     for recording in recordings:
         times, longer = (time_of(recording, device, n) for n in (count, max(count, 3) + 1))
-        steady = (longer.step - time_of(recording, device, max(count, 3)).step) + more
-        whole = times.step + count * more + (setup.pipeline - 1) / setup.stages * steady
-        found.append(replace(times, step=whole))
-    return max(found, key=lambda times: times.step)
+        steady = (longer.step - time_of(recording, device, max(count, 3)).step) + extra
+        total = times.step + count * extra + (setup.pipeline - 1) / setup.stages * steady
+        rank_times.append(replace(times, step=total))
+    return max(rank_times, key=lambda times: times.step)
 
 
 def lines(stages: list[StageFigures], setup: Setup, planned: int) -> Iterator[str]:
@@ -294,9 +294,9 @@ def lines(stages: list[StageFigures], setup: Setup, planned: int) -> Iterator[st
         f" {setup.stages}: {bubble(setup):.1%} of a step waits for it to fill and drain. Memory is of rank"
         f" {planned}, which needs most"
     )
-    shown = [*stages[:3], *stages[-1:]] if len(stages) > 5 else stages
-    for one in shown:
+    rows = [*stages[:3], *stages[-1:]] if len(stages) > 5 else stages
+    for stage in rows:
         yield (
-            f"  rank {one.rank}: {one.blocks} blocks, activations of {one.micro_batches} micro-batches"
-            f" {one.activations_bytes / 2**30:,.2f} GiB, {one.sent_bytes / 2**30:,.2f} GiB sent to others"
+            f"  rank {stage.rank}: {stage.blocks} blocks, activations of {stage.micro_batches} micro-batches"
+            f" {stage.activations_bytes / 2**30:,.2f} GiB, {stage.sent_bytes / 2**30:,.2f} GiB sent to others"
         )

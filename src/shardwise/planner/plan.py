@@ -20,8 +20,8 @@ from shardwise.planner.events import CATEGORIES, Recording, name_of_place
 from shardwise.planner.late import freed_late
 from shardwise.planner.measure import GroupSent, Moment, Sent
 from shardwise.planner.memory_error import MEMORY_ERROR
-from shardwise.planner.models import Factory, Model, exits_told, quiet_fakes, resolve
-from shardwise.planner.pipeline import StageFigures, figures, filled, in_flight, pipelined, stage_of
+from shardwise.planner.models import Factory, Model, quiet_fakes, report_exits, resolve
+from shardwise.planner.pipeline import StageFigures, figures, fill_pipeline, in_flight, pipe_times, stage_of
 from shardwise.planner.pipeline import lines as pipeline_lines
 from shardwise.planner.record import record
 from shardwise.planner.setup import Setup, changed
@@ -48,9 +48,9 @@ _CONVERTED = "The model makes parameters in {}: they are converted to stored_dty
 class NotRun(ShardingError):  # noqa: N818
     """Raised if the model cannot be run on fake tensors; `advice` is a sentence."""
 
-    def __init__(self, why: str, advice: str = _NEEDS) -> None:
-        super().__init__(f"{why}. {advice}")
-        self.why = why
+    def __init__(self, reason: str, advice: str = _NEEDS) -> None:
+        super().__init__(f"{reason}. {advice}")
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Plan:
     @property
     def wire_bytes(self) -> int:
         """The bytes that a rank sends in a step, by the ideal ring."""
-        return sum(one.wire_bytes for one in self.sent)
+        return sum(call.wire_bytes for call in self.sent)
 
     @property
     def free_bytes(self) -> int:
@@ -161,7 +161,7 @@ class Plan:
         return "\n".join(_lines(self))
 
 
-@exits_told()
+@report_exits()
 def plan(
     model: str | Model | Factory,
     setup: Setup | None = None,
@@ -181,12 +181,12 @@ def plan(
         ShardingError: the setup does not fit the model, or the model cannot be run on fake tensors.
     """
     setup = changed(setup or Setup(), changes)
-    asked, setup = resolve(model, setup)
+    model, setup = resolve(model, setup)
     device = hardware_of(hardware) if isinstance(hardware, str) else hardware
     if setup.pipeline > 1:
-        return _pipelined(asked, setup, device)
-    recording, whole = recording_of(asked, setup)
-    return plan_of(recording, asked, setup, device, whole=whole)
+        return _plan_pipeline(model, setup, device)
+    recording, whole = recording_of(model, setup)
+    return plan_of(recording, model, setup, device, whole=whole)
 
 
 def plan_of(
@@ -197,21 +197,21 @@ def plan_of(
     model_flops, computed_flops = measure.flops(recording, setup.accumulation)
     limit = None if device is None else device.usable_bytes
     pieces = setup.tensor if setup.async_tensor else 1
-    held = recording
+    delayed = recording
     if device is not None and setup.record_streams:
-        held = freed_late(recording, device)
-    allocator = measure.allocated(held, expandable=setup.expandable_segments, limit=limit)
+        delayed = freed_late(recording, device)
+    allocator = measure.allocated(delayed, expandable=setup.expandable_segments, limit=limit)
     return Plan(
         model=model.name,
         layers=model.layers,
         parameters=recording.parameters,
         setup=setup,
-        moments=measure.moments(held),
+        moments=measure.moments(delayed),
         reserved_bytes=allocator.peak,
         given_back=allocator.given_back,
         needed_bytes=allocator.peak
         if limit is None
-        else measure.needed(held, expandable=setup.expandable_segments, limit=limit),
+        else measure.needed(delayed, expandable=setup.expandable_segments, limit=limit),
         sent=measure.sent(recording, setup.accumulation),
         groups=measure.groups(recording, setup.accumulation),
         model_flops=model_flops,
@@ -230,69 +230,69 @@ def plan_of(
     )
 
 
-def _pipelined(model: Model, setup: Setup, device: Hardware | None) -> Plan:
+def _plan_pipeline(model: Model, setup: Setup, device: Hardware | None) -> Plan:
     """Plan the first and the last rank of a pipeline; return the plan of the one that needs more memory."""
-    few = replace(setup, accumulation=min(setup.accumulation, measure.RECORDED_MICRO_BATCHES))
-    found: dict[int, tuple[Recording, Plan]] = {}
+    short = replace(setup, accumulation=min(setup.accumulation, measure.RECORDED_MICRO_BATCHES))
+    planned: dict[int, tuple[Recording, Plan]] = {}
     for number in (0, setup.pipeline - 1):
-        part = stage_of(model, setup, number)
-        recording, whole = recording_of(part, setup, of=model)
-        recording = filled(recording, in_flight(setup, number) - in_flight(few, number))
-        found[number] = recording, plan_of(recording, part, setup, device, whole=whole)
-    most = max(found, key=lambda number: found[number][1].needed_bytes)
-    recordings = [recording for recording, _ in found.values()]
-    first, last = (one for _, one in found.values())
+        stage = stage_of(model, setup, number)
+        recording, whole = recording_of(stage, setup, parent=model)
+        recording = fill_pipeline(recording, in_flight(setup, number) - in_flight(short, number))
+        planned[number] = recording, plan_of(recording, stage, setup, device, whole=whole)
+    largest = max(planned, key=lambda number: planned[number][1].needed_bytes)
+    recordings = [recording for recording, _ in planned.values()]
+    first, last = (plan for _, plan in planned.values())
     ranks = setup.pipeline
     return replace(
-        found[most][1],
+        planned[largest][1],
         layers=model.layers,
-        parameters=sum(of.parameters for of in recordings)
+        parameters=sum(recording.parameters for recording in recordings)
         + (model.layers - first.layers - last.layers) * recordings[0].block_parameters,
         model_flops=(first.model_flops * (ranks - 1) + last.model_flops) // ranks,
         computed_flops=(first.computed_flops * (ranks - 1) + last.computed_flops) // ranks,
-        times=None if device is None else pipelined(recordings, setup, device),
+        times=None if device is None else pipe_times(recordings, setup, device),
         stages=figures(recordings, model, setup),
-        stage=most,
+        stage=largest,
     )
 
 
-def recording_of(model: Model, setup: Setup, *, of: Model | None = None) -> tuple[Recording, str]:
+def recording_of(model: Model, setup: Setup, *, parent: Model | None = None) -> tuple[Recording, str]:
     """Record all blocks of the model, which may be a stage of `of`; also return why all were run, if so."""
     try:
-        return _run(model, setup, of=of)
+        return _record_blocks(model, setup, parent=parent)
     except NotRun as error:
-        if of is not None:
+        if parent is not None:
             raise
         explain(error, model, setup)
 
 
-def _run(model: Model, setup: Setup, *, of: Model | None = None) -> tuple[Recording, str]:
+def _record_blocks(model: Model, setup: Setup, *, parent: Model | None = None) -> tuple[Recording, str]:
     """Record as `recording_of` does, but raise NotRun without looking for the cause."""
     if model.layers <= RECORDED + 1:
-        return recorded(model, setup, model.layers), ""
+        return record_step(model, setup, model.layers), ""
     if setup.checkpointing == "alternate":
-        return recorded(model, setup, model.layers), "every second one is checkpointed"
+        return record_step(model, setup, model.layers), "every second one is checkpointed"
     try:
-        pattern = regular.check(of or model, setup)
+        pattern = regular.check(parent or model, setup)
     except NotRegular as error:
-        return recorded(model, setup, model.layers), str(error)
-    why = f"kinds of blocks alternate with a period of {pattern.period}" if pattern.period > 1 else ""
-    if of is not None and pattern.period > 1:  # a stage may begin within a period
-        return recorded(model, setup, model.layers), why
+        return record_step(model, setup, model.layers), str(error)
+    reason = f"kinds of blocks alternate with a period of {pattern.period}" if pattern.period > 1 else ""
+    if parent is not None and pattern.period > 1:  # a stage may begin within a period
+        return record_step(model, setup, model.layers), reason
     for number in numbers_of_blocks(setup, pattern, model.layers):
         try:
-            few, more = (recorded(model, setup, layers) for layers in (number, number + pattern.period))
-            return unroll(few, more, model.layers), ""
+            small, large = (record_step(model, setup, layers) for layers in (number, number + pattern.period))
+            return unroll(small, large, model.layers), ""
         except NotRegular as error:
-            why = str(error)
+            reason = str(error)
         except NotRun as error:
-            return recorded(model, setup, model.layers), error.why
-    return recorded(model, setup, model.layers), why
+            return record_step(model, setup, model.layers), error.reason
+    return record_step(model, setup, model.layers), reason
 
 
-def _runs(model: Model, setup: Setup) -> bool:
+def _can_run(model: Model, setup: Setup) -> bool:
     try:
-        _run(model, setup)
+        _record_blocks(model, setup)
     except ShardwiseError:
         return False
     return True
@@ -306,12 +306,12 @@ def numbers_of_blocks(setup: Setup, pattern: Pattern, layers: int) -> list[int]:
     numbers = (RECORDED,) if reaches_far else (FEW, RECORDED)
     leading, period = pattern
     least = 2 * leading + 3 if leading else 0  # so that the middle block and its neighbours do not differ
-    found = [max(number, least) + period - 1 for number in numbers]
-    found = [number + (layers - number) % period for number in found]  # so that they end like all blocks
-    return list(dict.fromkeys(one for one in found if period == 1 or 2 * one + period < layers))
+    counts = [max(number, least) + period - 1 for number in numbers]
+    counts = [number + (layers - number) % period for number in counts]  # so that they end like all blocks
+    return list(dict.fromkeys(count for count in counts if period == 1 or 2 * count + period < layers))
 
 
-def recorded(model: Model, setup: Setup, layers: int) -> Recording:
+def record_step(model: Model, setup: Setup, layers: int) -> Recording:
     """Record a step in which a few micro-batches represent all."""
     short = replace(setup, accumulation=min(setup.accumulation, measure.RECORDED_MICRO_BATCHES))
     try:
@@ -321,7 +321,7 @@ def recorded(model: Model, setup: Setup, layers: int) -> Recording:
         raise
     except Exception as error:  # of the user's model, on fake tensors
         raise NotRun(
-            f"{model.name} cannot be run on fake tensors with {layers} blocks{_where(error)}:"
+            f"{model.name} cannot be run on fake tensors with {layers} blocks{_failing_module(error)}:"
             f" {type(error).__name__}: {str(error).rstrip('.')}"
         ) from error
 
@@ -331,10 +331,10 @@ def explain(error: NotRun, model: Model, setup: Setup) -> NoReturn:
 
     If the model does not run without tensor parallelism either, raises the error of that run.
     """
-    raise NotRun(error.why, _advice(error.__cause__, model, setup)) from error.__cause__
+    raise NotRun(error.reason, _advice(error.__cause__, model, setup)) from error.__cause__
 
 
-def _advice(raised: BaseException | None, model: Model, setup: Setup) -> str:
+def _advice(error: BaseException | None, model: Model, setup: Setup) -> str:
     if setup.tensor > 1:
         recording_of(model, replace(setup, tensor=1))
         return (
@@ -342,16 +342,16 @@ def _advice(raised: BaseException | None, model: Model, setup: Setup) -> str:
             " brings: a module that this leaves out gets inputs of another size. With tensor=1 it is planned"
             " uncut"
         )
-    if type(raised).__module__ == FakeTensorMode.__module__:  # which cannot stand in for it
+    if type(error).__module__ == FakeTensorMode.__module__:  # which cannot stand in for it
         return _NEEDS
-    if setup.param_dtype != "float32" and _runs(model, replace(setup, param_dtype="float32")):
+    if setup.param_dtype != "float32" and _can_run(model, replace(setup, param_dtype="float32")):
         return (
             f"With param_dtype='float32' it runs, with '{setup.param_dtype}' it does not: see whether the"
             " module itself runs in that dtype, or plan it with param_dtype='float32', in Python"
         )
     lengths = [setup.length // times for times in (2, 4, 8, 16, 32) if setup.length >= 2 * times]
     for length in lengths:  # not of 1: a size of 1 fits any other
-        if _runs(model, replace(setup, sequence=length)):
+        if _can_run(model, replace(setup, sequence=length)):
             return (
                 f"With sequence={length} it runs, with {setup.length} it does not: plan a shorter sequence,"
                 " or a model that takes longer ones"
@@ -365,13 +365,13 @@ def _advice(raised: BaseException | None, model: Model, setup: Setup) -> str:
     )
 
 
-def _where(error: Exception) -> str:
+def _failing_module(error: Exception) -> str:
     """Return the innermost module whose forward raised the error."""
     running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    modules = [one for one in running if isinstance(one, nn.Module)]
+    modules = [module for module in running if isinstance(module, nn.Module)]
     if not modules:
         return ""
-    names = {id(one): name for name, one in modules[0].named_modules()}
+    names = {id(module): name for name, module in modules[0].named_modules()}
     kind = type(modules[-1])
     kind = kind.__bases__[1] if issubclass(kind, FSDPModule) else kind  # the user's own
     return f", in '{names.get(id(modules[-1]), '')}' ({kind.__name__})"
@@ -388,13 +388,13 @@ def _unit(nbytes: int) -> tuple[str, int]:
     return next((item for item in _UNITS.items() if nbytes >= item[1] / 10), ("KiB", 2**10))
 
 
-def _lines(made: Plan) -> Iterator[str]:
-    setup, peak = made.setup, made.peak
+def _lines(plan: Plan) -> Iterator[str]:
+    setup, peak = plan.setup, plan.peak
     axes = {"pipeline": setup.pipeline, "sequences": setup.ulysses, "experts": setup.experts}
     axes["tensor parallel"] = setup.tensor
     name, unit = _unit(peak.alive_bytes)
     yield (
-        f"{made.model}: {made.parameters:,} parameters, {made.layers} blocks, over {setup.ranks:,} ranks"
+        f"{plan.model}: {plan.parameters:,} parameters, {plan.layers} blocks, over {setup.ranks:,} ranks"
         f" ({setup.layout}{f', {setup.replicas} replicas' if setup.replicas > 1 else ''}"
         f"{''.join(f', {axis} over {size}' for axis, size in axes.items() if size > 1)}), checkpointing"
         f" {setup.checkpointing}{', compiled' * setup.compile}{', float8' * setup.float8}"
@@ -402,39 +402,39 @@ def _lines(made: Plan) -> Iterator[str]:
         f" {setup.accumulation} x {setup.micro_batch} x"
         f" {setup.length} tokens"
     )
-    if made.whole:
-        yield f"All blocks were run: {made.whole}"
-    yield from pipeline_lines(made.stages, setup, made.stage)
-    yield from made.assumed
-    where = name_of_place(peak.phase, peak.layer)
-    yield f"Memory of a rank, {name}: {peak.alive_bytes / unit:.2f} alive at most, in {where}"
+    if plan.whole:
+        yield f"All blocks were run: {plan.whole}"
+    yield from pipeline_lines(plan.stages, setup, plan.stage)
+    yield from plan.assumed
+    place = name_of_place(peak.phase, peak.layer)
+    yield f"Memory of a rank, {name}: {peak.alive_bytes / unit:.2f} alive at most, in {place}"
     for category in CATEGORIES:
         if category in peak.alive:
             yield f"  {category:<16}{peak.alive[category] / unit:8.2f}"
-    yield f"  {'reserved':<16}{made.reserved_bytes / unit:8.2f}   by the allocator's model"
-    if made.given_back:
+    yield f"  {'reserved':<16}{plan.reserved_bytes / unit:8.2f}   by the allocator's model"
+    if plan.given_back:
         yield "  The allocator gives back what it keeps before it asks for more: slower than planned"
-    if made.hardware is not None:
-        verdict = "fits, with" if made.fits else "does not fit: short of"
-        close = "" if made.sure else ", too close to call"
-        yield f"  {verdict} {sized(abs(made.free_bytes))} on {made.hardware.name}{close}"
-        likely = f"{made.likely:.0%} likely to fit, {1 - made.likely:.0%} not to"
-        yield f"  {likely}: it needs {sized(made.needed_bytes)}, and memory errs by {MEMORY_ERROR:.1%}"
-    yield f"Sent by a rank: {sized(made.wire_bytes)} a step"
-    for one in made.sent:
-        size = f"{one.nbytes / 2**20:10,.2f} MiB {one.dtype}"
-        yield f"  {one.count:>5} {one.kind:<15} of {size} over {one.ranks:,} ranks"
+    if plan.hardware is not None:
+        verdict = "fits, with" if plan.fits else "does not fit: short of"
+        close = "" if plan.sure else ", too close to call"
+        yield f"  {verdict} {sized(abs(plan.free_bytes))} on {plan.hardware.name}{close}"
+        likely = f"{plan.likely:.0%} likely to fit, {1 - plan.likely:.0%} not to"
+        yield f"  {likely}: it needs {sized(plan.needed_bytes)}, and memory errs by {MEMORY_ERROR:.1%}"
+    yield f"Sent by a rank: {sized(plan.wire_bytes)} a step"
+    for call in plan.sent:
+        size = f"{call.nbytes / 2**20:10,.2f} MiB {call.dtype}"
+        yield f"  {call.count:>5} {call.kind:<15} of {size} over {call.ranks:,} ranks"
     yield (
-        f"Operations of a rank: {made.model_flops:.3g} of the model (3 x forward; a multiply-add is 2,"
-        f" attention is not halved), {made.computed_flops:.3g} computed"
+        f"Operations of a rank: {plan.model_flops:.3g} of the model (3 x forward; a multiply-add is 2,"
+        f" attention is not halved), {plan.computed_flops:.3g} computed"
     )
-    if made.times is not None:
-        measured = made.hardware is not None and made.hardware.source.startswith("Measured")
+    if plan.times is not None:
+        measured = plan.hardware is not None and plan.hardware.source.startswith("Measured")
         origin = "were measured" if measured else "are assumed"
         yield (
-            f"Step: {made.times.step:.3f} s ({made.times.exposed:.3f} s of it communication that"
-            f" computation waits for); {made.tokens_per_s:,.0f} tokens/s a device; MFU {made.mfu:.1%}."
+            f"Step: {plan.times.step:.3f} s ({plan.times.exposed:.3f} s of it communication that"
+            f" computation waits for); {plan.tokens_per_s:,.0f} tokens/s a device; MFU {plan.mfu:.1%}."
             f" By a model of the hardware, whose efficiencies {origin}"
         )
-        for words in host_bound(made.times):
+        for words in host_bound(plan.times):
             yield f"Host-bound: {words}"

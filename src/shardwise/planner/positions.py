@@ -30,35 +30,35 @@ class Counted(NamedTuple):
         return self.first + self.step * int(place)
 
 
-def counted(func: Any, args: Any, known: Callable[[Tensor], Counted | None]) -> Counted | None:
-    """Return the count that an operator's result holds, if any; `known` returns that of its operands."""
+def count_of(func: Any, args: Any, count_of_operand: Callable[[Tensor], Counted | None]) -> Counted | None:
+    """Return the count that an operator's result holds, if any; `count_of_operand` returns an operand's."""
     if func.overloadpacket is aten.arange:
         begin, step = (args[0] if len(args) > 1 else 0), (args[2] if len(args) > 2 else 1)
-        whole = isinstance(begin, int) and isinstance(step, int) and step > 0
-        return Counted(begin, step) if whole else None
-    moves = func.overloadpacket is aten.add and len(args) == 2 and isinstance(args[1], int)
-    if not moves and func.overloadpacket is not aten._to_copy:
+        is_count = isinstance(begin, int) and isinstance(step, int) and step > 0
+        return Counted(begin, step) if is_count else None
+    adds = func.overloadpacket is aten.add and len(args) == 2 and isinstance(args[1], int)
+    if not adds and func.overloadpacket is not aten._to_copy:
         return None
-    before = known(args[0])
-    if before is None or args[0].dim() != 1 or args[0].storage_offset() or not args[0].is_contiguous():
+    operand = count_of_operand(args[0])
+    if operand is None or args[0].dim() != 1 or args[0].storage_offset() or not args[0].is_contiguous():
         return None
-    return before._replace(first=before.first + (args[1] if moves else 0))
+    return operand._replace(first=operand.first + (args[1] if adds else 0))
 
 
-def check_lookup(func: Any, args: Any, known: Callable[[Tensor], Counted | None]) -> None:
+def check_lookup(func: Any, args: Any, count_of_operand: Callable[[Tensor], Counted | None]) -> None:
     """Raise ShardingError if a table has no row for the last position that is looked up in it."""
     if func.overloadpacket is not aten.embedding or not args[1].numel():
         return
     table, positions = args[:2]
-    found = known(positions)
-    if found is not None:
-        check_positions(found.last_of(positions) + 1, len(table))
+    count = count_of_operand(positions)
+    if count is not None:
+        check_positions(count.last_of(positions) + 1, len(table))
 
 
-def check_positions(needed: int, there: int) -> None:
+def check_positions(needed: int, learned: int) -> None:
     """Raise ShardingError if a sequence needs more positions than were learned."""
-    if needed > there:
+    if needed > learned:
         raise ShardingError(
-            f"the model looks up {needed} positions, but its table has only {there} learned ones; plan a"
+            f"the model looks up {needed} positions, but its table has only {learned} learned ones; plan a"
             " shorter sequence, or a model with more positions"
         )

@@ -56,7 +56,7 @@ from shardwise.planner.partition import partition, partitioned
 from shardwise.planner.pipeline import Pipe, hidden_of, order
 from shardwise.planner.recorder import Recorder
 from shardwise.planner.setup import Setup
-from shardwise.planner.sharding import built, optimizers_of, shard, shard_experts, split
+from shardwise.planner.sharding import build_module, optimizers_of, shard, shard_experts, split
 from shardwise.planner.tensor import cuts, parallelize
 from shardwise.planner.watch import watching
 
@@ -87,9 +87,9 @@ class _Logits(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def holding(what: str) -> AbstractContextManager[Any]:
+def holding(variable: str) -> AbstractContextManager[Any]:
     """Return a stand-in for a training loop's variables: one that holds the logits, or nothing."""
-    return _Logits() if what == "logits" else nullcontext()
+    return _Logits() if variable == "logits" else nullcontext()
 
 
 def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDWISE) -> Recording:
@@ -105,11 +105,11 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         data, tensor = split(stack.enter_context(noop_world(setup.ranks, axes=setup.axes)))
         make_smaller_shards(data, reshard)
         lines = _lines(setup)
-        of_experts = data
+        expert_mesh = data
         if setup.experts > 1:  # beside the ranks that hold the same ones
             axes = setup.axes | {"shard": setup.axes["shard"] // setup.experts, EXPERTS: setup.experts}
             mesh = mesh_of(torch.arange(setup.ranks), axes)
-            of_experts, lines[EXPERTS] = mesh[tuple(setup.axes)], mesh[EXPERTS]
+            expert_mesh, lines[EXPERTS] = mesh[tuple(setup.axes)], mesh[EXPERTS]
         if tensor is not None:
             lines[TENSOR_PARALLEL] = tensor
         lanes = {str(mesh.get_group().group_name): lane for lane, mesh in lines.items()}
@@ -118,7 +118,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
             stack.callback(gc.enable)
         stack.enter_context(FastFakeTensorMode(allow_non_fake_inputs=True))
         stack.callback(code_book.cache_clear)  # of fake ones
-        module, converted = built(model, layers, setup.stored_dtype)
+        module, converted = build_module(model, layers, setup.stored_dtype)
         if not any(p.requires_grad for p in module.parameters()):
             raise ShardingError(f"{model.name} has no parameter that requires a gradient: nothing is trained")
         parameters = sum(p.numel() for p in module.parameters())
@@ -136,16 +136,16 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
                     " with cut_sequences, or plan with ulysses=1"
                 )
             model = replace(model, loss=model.cut_sequences(module, lines[ULYSSES]))
-        apart: list[nn.Module] = []
+        experts: list[nn.Module] = []
         if setup.experts > 1:
             hf: Any = importlib.import_module("shardwise.hf")
-            apart = hf.cut_experts(module, lines[EXPERTS])
+            experts = hf.cut_experts(module, lines[EXPERTS])
             stack.enter_context(routed(setup.expert_load))
-        elsewhere = {id(p) for one in apart for p in one.parameters()}
-        dense = ([p for p in block.parameters() if id(p) not in elsewhere] for block in blocks)
-        gathered = tuple(sum(_compat.local_of(p).numel() for p in those) for those in dense)
-        for one in apart:
-            shard_experts(one, setup, of_experts)
+        expert_params = {id(p) for expert in experts for p in expert.parameters()}
+        dense = ([p for p in block.parameters() if id(p) not in expert_params] for block in blocks)
+        gathered = tuple(sum(_compat.local_of(p).numel() for p in params) for params in dense)
+        for expert in experts:
+            shard_experts(expert, setup, expert_mesh)
         library.shard(module, model, setup, data)
         rows = setup.micro_batch * model.at.micro_batches
         tokens = torch.zeros(rows, setup.length, dtype=torch.int64)
@@ -154,13 +154,13 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
             hidden = hidden_of(model, setup, tokens[: setup.micro_batch])
             pipe = Pipe(model, module, hidden, lines[PIPELINE].get_group())
         optimizers = optimizers_of(module, model, setup)
-        looked_up_by_all: list[Tensor] = []
+        code_books: list[Tensor] = []
         if setup.optimizer == "AdamW 8 bits" and any(map(has_8_bits, module.parameters())):
             for signed in (False, True):
-                looked_up_by_all += code_book(signed=signed, device=tokens.device)
+                code_books += code_book(signed=signed, device=tokens.device)
         gc.collect(0)  # what was made since, and not what there was
         stack.enter_context(no_packed_sequences())
-        ran = stack.enter_context(kernels(setup))
+        functions = stack.enter_context(kernels(setup))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # kernels read what fakes do not have
         touches = setup.compile or setup.compile_loss
         recorder = Recorder(blocks, lanes, touches=touches, record_streams=setup.record_streams)
@@ -172,15 +172,15 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         stack.enter_context(library.watching(recorder, setup.device == "cuda"))
         stack.enter_context(recorder)
         _start(recorder, module, blocks, tokens, pipe)
-        recorder.share(looked_up_by_all)
+        recorder.share(code_books)
         for step in range(STEPS):
             _step(recorder, model, module, optimizers, tokens, step, setup, pipe)
         segments = recorder.finish()
         if recorder.touches is not None:
             segments = compiled(segments, recorder.touches, narrow=setup.narrow)
-        whole = tensor is not None and setup.loss == "whole" and not cuts(module, setup)[1]
-        named = [tuple(sorted(names)) for names in ran]
-        return Recording(layers, segments, parameters, in_block, gathered, converted, whole, *named)
+        whole_logits = tensor is not None and setup.loss == "whole" and not cuts(module, setup)[1]
+        called = [tuple(sorted(names)) for names in functions]
+        return Recording(layers, segments, parameters, in_block, gathered, converted, whole_logits, *called)
 
 
 def _lines(setup: Setup) -> dict[str, DeviceMesh]:
@@ -195,23 +195,23 @@ def _start(
     recorder: Recorder, module: nn.Module, blocks: list[nn.Module], tokens: Tensor, pipe: Pipe | None
 ) -> None:
     """Record the memory that exists before the first step."""
-    owned = {i: [*one.parameters(), *one.buffers()] for i, one in enumerate(blocks)}
+    owned = {i: [*block.parameters(), *block.buffers()] for i, block in enumerate(blocks)}
     layer_of = {id(tensor): i for i, tensors in owned.items() for tensor in tensors}
     for tensor in [*module.parameters(), *module.buffers(), tokens]:
         layer = layer_of.get(id(tensor))
-        together = [tensor] if layer is None else owned.pop(layer, [])  # all of a block's
-        if not together:
+        block_tensors = [tensor] if layer is None else owned.pop(layer, [])  # all of a block's
+        if not block_tensors:
             continue
         recorder.by_layer(layer)
         recorder.owner = layer
-        recorder.see([_compat.local_of(one) for one in together])
-        recorder.own(together, PARAMETERS)
+        recorder.see([_compat.local_of(tensor) for tensor in block_tensors])
+        recorder.categorize(block_tensors, PARAMETERS)
     if pipe is not None:
         recorder.by_layer(None)
         recorder.owner = None
         recorder.see(pipe.received + pipe.gradients)
         for tensors in pipe.received + pipe.gradients:
-            recorder.own(tensors, ACTIVATIONS)
+            recorder.categorize(tensors, ACTIVATIONS)
 
 
 def _step(
@@ -235,7 +235,7 @@ def _step(
             else:
                 if setup.reduce_once and syncs is not None:
                     syncs(micro == setup.accumulation - 1)
-                with holding(setup.loop_holds) as held:
+                with holding(setup.loop_holds) as variables:
                     loss = model.loss(module, tokens, tokens)
             recorder.end_forward()
             continue
@@ -244,14 +244,14 @@ def _step(
             pipe.backward(micro)
         else:
             loss.backward()
-            del loss, held
-        recorder.own([p.grad for p in module.parameters()], GRADIENTS)
+            del loss, variables
+        recorder.categorize([p.grad for p in module.parameters()], GRADIENTS)
     if pipe is not None:
         recorder.go(phase="end of backward", layer=None, after=False)
         pipe.reduce()
         recorder.by_layer(None)
         pipe.average()
-        recorder.own([p.grad for p in module.parameters()], GRADIENTS)
+        recorder.categorize([p.grad for p in module.parameters()], GRADIENTS)
     recorder.go(micro=0, phase="optimizer", layer=None, after=False)
     if setup.clip_norm:
         clip_grad_norm_(module.parameters(), 1.0)

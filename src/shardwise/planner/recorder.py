@@ -45,7 +45,7 @@ from shardwise.planner.events import (
     Send,
     Wait,
 )
-from shardwise.planner.positions import Counted, check_lookup, counted
+from shardwise.planner.positions import Counted, check_lookup, count_of
 from shardwise.planner.storages import Life, Storages
 
 _NOBODY = object()
@@ -73,7 +73,7 @@ class Recorder(Storages):
     ) -> None:
         super().__init__()
         self.record_streams = record_streams
-        self._used: dict[int, Mark] = {}  # by life: the end of the last collective that uses it
+        self._last_uses: dict[int, Mark] = {}  # by life: the end of the last collective that uses it
         self.lanes = lanes  # by name of groups for whose collectives computation waits at once
         self._strides: dict[str, int] = {}  # of groups, by name
         self.looks_away = False  # while only shapes are computed
@@ -87,15 +87,15 @@ class Recorder(Storages):
         self.last = len(blocks) - 1
         self.group: int | str = ""  # the group for which something is sent
         self.streams = [COMPUTATION]  # the current one is the last
-        self._now: dict[int, Memory] = {}  # by life
+        self._memory: dict[int, Memory] = {}  # by life
         self._layers: dict[int, int | None] = {}  # of memory, by life
         self._staged: list[Memory] = []
         self._freed: set[int] = set()  # lives that were emptied: gathered memory
-        self._counted: dict[int, Counted] = {}  # by life
-        self._of: dict[int, list[Memory]] = {}  # all memory of a life
+        self._counts: dict[int, Counted] = {}  # by life
+        self._memory_of_life: dict[int, list[Memory]] = {}  # all memory of a life
         self._in_block = False
-        self._holds = False  # whether allocations belong to the next operator's block
-        self._held: list[tuple[int, Event]] = []
+        self._defers_allocations = False  # whether allocations belong to the next operator's block
+        self._deferred: list[tuple[int, Event]] = []
         self._frees: list[tuple[int | None, Free]] = []
         self.owner: Any = _NOBODY  # of what an operator around forward and backward makes
         self._recomputed: list[Memory] | None = None
@@ -107,10 +107,10 @@ class Recorder(Storages):
     def place(self) -> Place:
         return self.segments[-1].place
 
-    def go(self, **to: Any) -> None:
+    def go(self, **changes: Any) -> None:
         """Move to another place, to which later events belong."""
         self._write_frees()
-        place = self.place._replace(**to)
+        place = self.place._replace(**changes)
         if place != self.place:
             self.segments.append(Segment(place))
 
@@ -140,10 +140,10 @@ class Recorder(Storages):
 
     def by_layer(self, layer: int | None) -> None:
         """Move to this block, for later events and for memory made for the next operator."""
-        held, self._held = self._held, []
+        deferred, self._deferred = self._deferred, []
         if layer != self.place.layer:
             self.go(layer=layer, after=layer is None and self.place.layer is not None)
-        for key, event in held:
+        for key, event in deferred:
             self._layers[key] = layer
             self.write(event)
 
@@ -163,24 +163,24 @@ class Recorder(Storages):
 
     # What
 
-    def _resized(self, life: Life, size: int) -> None:
-        before = life.sizes[-1] if life.sizes else None
-        super()._resized(life, size)
-        if size == before or (before is None and not size):
+    def _note_size(self, life: Life, size: int) -> None:
+        previous = life.sizes[-1] if life.sizes else None
+        super()._note_size(life, size)
+        if size == previous or (previous is None and not size):
             return
         key = id(life)
-        if before:
-            free = Free(self._now.pop(key), self._used.pop(key, None))
-            if any(held == key for held, _ in self._held):
-                self._held.append((key, free))
+        if previous:
+            free = Free(self._memory.pop(key), self._last_uses.pop(key, None))
+            if any(deferred == key for deferred, _ in self._deferred):
+                self._deferred.append((key, free))
             elif self._around:
                 self._frees.append((self._layers.get(key, self.place.layer), free))
             else:
                 self.write(free)
         if size:
             memory = Memory(size, self.streams[-1])
-            self._now[key] = memory
-            self._of.setdefault(key, []).append(memory)
+            self._memory[key] = memory
+            self._memory_of_life.setdefault(key, []).append(memory)
             if not self._around:
                 self._layers[key] = self.place.layer
             elif self.owner is not _NOBODY:
@@ -189,8 +189,8 @@ class Recorder(Storages):
                 self._forward.append(memory)
             if self._recomputed is not None:
                 self._recomputed.append(memory)
-            if self._holds:
-                self._held.append((key, Allocate(memory)))
+            if self._defers_allocations:
+                self._deferred.append((key, Allocate(memory)))
             else:
                 self.write(Allocate(memory))
 
@@ -207,27 +207,27 @@ class Recorder(Storages):
 
     def memory_of(self, tensor: Tensor) -> Memory | None:
         local = _compat.local_of(tensor)
-        known = self._alive.get(id(local.untyped_storage()))
-        return self._now.get(id(known[1])) if known else None
+        entry = self._alive.get(id(local.untyped_storage()))
+        return self._memory.get(id(entry[1])) if entry else None
 
-    def own(self, tensors: Any, category: str) -> None:
+    def categorize(self, tensors: Any, category: str) -> None:
         for tensor in tensors:
             if isinstance(tensor, Tensor) and (memory := self.memory_of(tensor)) is not None:
                 memory.category = category
 
-    def heard(self, call: Collective, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    def record_collective(self, call: Collective, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
         """Record a collective of these tensors."""
         self.see(tensors)
         self._touch(self._send(call, group)[0], tensors, tensors)
-        self._staged += [memory for one in tensors if (memory := self.memory_of(one)) is not None]
+        self._staged += [memory for tensor in tensors if (memory := self.memory_of(tensor)) is not None]
 
     def _send(self, call: Collective, group: dist.ProcessGroup) -> tuple[Send, Mark | None]:
         """Send on the current stream, or on the group's lane; this stream then waits for it by the mark."""
         self._write_frees()  # maybe another block's, and marks would count as its own
         name, current = group.group_name, self.streams[-1]
         if name not in self._strides:
-            first, *more = dist.get_process_group_ranks(group)[:2]
-            self._strides[name] = more[0] - first if more else 1
+            first, *rest = dist.get_process_group_ranks(group)[:2]
+            self._strides[name] = rest[0] - first if rest else 1
         stride = self._strides[name]
         lane = self.lanes.get(name)
         if lane is None:
@@ -259,27 +259,27 @@ class Recorder(Storages):
         self._follow_recomputation()
         if func is _COPY:  # only values are new
             self.now += 1
-            self.ran(func, args, kwargs or {}, args[0])
+            self.record_operator(func, args, kwargs or {}, args[0])
             return args[0]
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.record_streams and mark is not None:
-            self._used |= {id(self.life(one)): mark for one in tensors_of((args, result))}
+            self._last_uses |= {id(self.life(tensor)): mark for tensor in tensors_of((args, result))}
         return result
 
-    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        check_lookup(func, args, self._counted_by)
+    def record_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        check_lookup(func, args, self._count_of)
         if not self.in_library:
             self.operators[self.place[:2]] += 1
             if self.operators[self.place[:2]] > MOST:
                 self._refuse()
         if self._around:
-            self._ran_by_layer(func, args, kwargs, result)
+            self._record_by_layer(func, args, kwargs, result)
             return
         event = self._compute(func, args, kwargs, result)
         self.see((args, kwargs, result))
-        count = counted(func, args, self._counted_by)
+        count = count_of(func, args, self._count_of)
         if count is not None:
-            self._counted[id(self.life(result))] = count
+            self._counts[id(self.life(result))] = count
         if event is not None:
             self._touch(event, (args, kwargs), result)
 
@@ -292,8 +292,8 @@ class Recorder(Storages):
         )
         refuse_loop(counts)
 
-    def _counted_by(self, tensor: Tensor) -> Counted | None:
-        return self._counted.get(id(self.life(tensor))) if self._counted else None
+    def _count_of(self, tensor: Tensor) -> Counted | None:
+        return self._counts.get(id(self.life(tensor))) if self._counts else None
 
     def _compute(self, func: Any, args: Any, kwargs: Any, result: Any) -> Compute | None:
         cost = cost_of(func, args, kwargs, result)
@@ -303,69 +303,69 @@ class Recorder(Storages):
         self.write(event)
         return event
 
-    def _touch(self, event: Event, read: Any, written: Any) -> None:
+    def _touch(self, event: Event, inputs: Any, outputs: Any) -> None:
         if self.touches is None:
             return
         reads, writes = (
             [
-                (memory, min(one.nbytes, memory.nbytes))
-                for one in tensors_of(value)
-                if (memory := self.memory_of(one)) is not None
+                (memory, min(tensor.nbytes, memory.nbytes))
+                for tensor in tensors_of(value)
+                if (memory := self.memory_of(tensor)) is not None
             ]
-            for value in (read, written)
+            for value in (inputs, outputs)
         )
         inside = self.in_graphs or not (self.in_library or self._around or self.place.layer is None)
-        own = bool(inside) and isinstance(event, Compute) and event.stream == COMPUTATION
-        self.touches[id(event)] = Touched(reads, writes, own)
+        in_block = bool(inside) and isinstance(event, Compute) and event.stream == COMPUTATION
+        self.touches[id(event)] = Touched(reads, writes, in_block)
 
-    def _ran_by_layer(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _record_by_layer(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record an operator on many blocks' tensors at once as one event for each block."""
-        lists = [one for one in args if isinstance(one, (list, tuple)) and one and isinstance(one[0], Tensor)]
+        lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)]
         event: Compute | None = None
         if not lists:
-            tensors = [one for one in args if isinstance(one, Tensor) and not self._is_new(one)]
+            tensors = [tensor for tensor in args if isinstance(tensor, Tensor) and not self._is_new(tensor)]
             self.owner = self.owner_of(tensors)
             if self.owner is not _NOBODY:
                 self.by_layer(self.owner)
             if tensors:
                 event = self._compute(func, args, kwargs, result)
-            self._holds = not tensors
+            self._defers_allocations = not tensors
             self.see((args, kwargs, result))
         else:
             results = result if isinstance(result, (list, tuple)) else ()
             for i, first in enumerate(lists[0]):
-                row = [one[i] for one in lists if len(one) == len(lists[0])]
+                row = [tensors[i] for tensors in lists if len(tensors) == len(lists[0])]
                 self.owner = self.owner_of(row)
                 if self.owner is not _NOBODY:
                     self.by_layer(self.owner)
-                made = results[i] if len(results) == len(lists[0]) else None
-                nbytes = sum(one.nbytes for one in row) + (first if made is None else made).nbytes
+                out = results[i] if len(results) == len(lists[0]) else None
+                nbytes = sum(tensor.nbytes for tensor in row) + (first if out is None else out).nbytes
                 dtype = str(first.dtype).removeprefix("torch.")
                 event = Compute(str(func.overloadpacket), 0, nbytes, dtype, self.streams[-1])
                 self.write(event)
-                self.see((row, made))
+                self.see((row, out))
             self.see((args, kwargs, result))
         if event is not None:  # the last represents all: its inputs are used
             self._touch(event, (args, kwargs, result), ())
-        self.owner, self._holds = _NOBODY, False
+        self.owner, self._defers_allocations = _NOBODY, False
 
     def _is_new(self, tensor: Tensor) -> bool:
-        known = self._alive.get(id(tensor.untyped_storage()))
-        return known is None or any(key == id(known[1]) for key, _ in self._held)
+        entry = self._alive.get(id(tensor.untyped_storage()))
+        return entry is None or any(key == id(entry[1]) for key, _ in self._deferred)
 
     def owner_of(self, tensors: list[Tensor]) -> Any:
         """Return the block of the first tensor that has one; None means around the blocks, or nobody."""
         for tensor in tensors:
-            known = self._alive.get(id(tensor.untyped_storage()))
-            if known is not None and id(known[1]) in self._layers:
-                return self._layers[id(known[1])]
+            entry = self._alive.get(id(tensor.untyped_storage()))
+            if entry is not None and id(entry[1]) in self._layers:
+                return self._layers[id(entry[1])]
         return _NOBODY
 
     def share(self, tensors: list[Tensor]) -> None:
         """Share tensors that belong to no block, such as an optimizer's tables for all blocks."""
         self.by_layer(None)
         self.see(tensors)
-        self.own(tensors, OPTIMIZER)
+        self.categorize(tensors, OPTIMIZER)
         for tensor in tensors:
             self._layers.pop(id(self.life(tensor)), None)
 
@@ -380,9 +380,9 @@ class Recorder(Storages):
             self._keep(self._recomputed)
             self._recomputed = None
 
-    def _keep(self, made: list[Memory]) -> None:
-        alive = {id(memory) for memory in self._now.values()}
-        for memory in made:
+    def _keep(self, memories: list[Memory]) -> None:
+        alive = {id(memory) for memory in self._memory.values()}
+        for memory in memories:
             if id(memory) in alive and memory.category == TEMPORARY:
                 memory.category = ACTIVATIONS
 
@@ -393,9 +393,9 @@ class Recorder(Storages):
     def finish(self) -> list[Segment]:
         """Return what was recorded, with final categories."""
         self.by_layer(None)
-        for memory in itertools.chain.from_iterable(self._of.get(key, ()) for key in self._freed):
+        for memory in itertools.chain.from_iterable(self._memory_of_life.get(key, ()) for key in self._freed):
             memory.category = GATHERED
-        lasting = {id(memory) for memory in self._now.values()}
+        lasting = {id(memory) for memory in self._memory.values()}
         for memory in self._staged:
             if memory.category in (TEMPORARY, ACTIVATIONS) and id(memory) not in lasting:
                 memory.category = STAGING

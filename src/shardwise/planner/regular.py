@@ -22,7 +22,7 @@ from shardwise.planner.kernels import kernels
 from shardwise.planner.models import Model, chunked, no_packed_sequences, quiet_fakes
 from shardwise.planner.recorder import MOST, refuse_loop
 from shardwise.planner.setup import Setup
-from shardwise.planner.sharding import built
+from shardwise.planner.sharding import build_module
 from shardwise.planner.unroll import FEW, LEADING, LONGEST, NotRegular, Pattern
 
 DEVICE = torch.ops.prim.device.default
@@ -34,8 +34,8 @@ def check(model: Model, setup: Setup) -> Pattern:
     Raises:
         NotRegular: blocks do not repeat; names the first that differs.
     """
-    looked_at = ("micro_batch", "sequence", "param_dtype", "loss", "device", "fused_norms")
-    return _pattern(model, Setup(**{name: getattr(setup, name) for name in looked_at}))
+    relevant = ("micro_batch", "sequence", "param_dtype", "loss", "device", "fused_norms")
+    return _pattern(model, Setup(**{name: getattr(setup, name) for name in relevant}))
 
 
 @functools.lru_cache(maxsize=4)
@@ -43,20 +43,20 @@ def _pattern(model: Model, setup: Setup) -> Pattern:
     model = chunked(model) if setup.loss == "chunked" else model
     with quiet_fakes(), FastFakeTensorMode(allow_non_fake_inputs=True):
         try:
-            module, _ = built(model, model.layers, setup.param_dtype)
+            module, _ = build_module(model, model.layers, setup.param_dtype)
         except ShardwiseError:
             raise
         except Exception as error:  # of the user's model
             raise NotRegular(f"the model cannot be made: {error}") from error
         blocks = model.blocks(module)
         holders = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
-        found = [_compare("has", [list(_parts(block, holders)) for block in blocks])]
+        patterns = [_compare("has", [list(_describe_block(block, holders)) for block in blocks])]
         tokens = torch.zeros(setup.micro_batch, setup.length, dtype=torch.int64)
         watch = _Watch(blocks)
         try:
             with no_packed_sequences(), kernels(setup), watch:  # by now the model's code is imported
                 loss = model.loss(module, tokens, tokens)
-                found.append(_compare("does", watch.inside))
+                patterns.append(_compare("does", watch.inside))
                 watch.in_backward = True
                 loss.backward()
         except (NotRegular, ShardwiseError):
@@ -64,27 +64,27 @@ def _pattern(model: Model, setup: Setup) -> Pattern:
         except Exception as error:  # of the user's model
             phase = "backward" if watch.in_backward else "forward"
             raise NotRegular(f"one {phase} of the model cannot be looked at: {error}") from error
-    found.append(_compare("is followed by", watch.after[:-1]))
+    patterns.append(_compare("is followed by", watch.after[:-1]))
     # In backward, what precedes the blocks in forward follows block 0.
-    found.append(_compare("does in backward", watch.backward, first=1))
+    patterns.append(_compare("does in backward", watch.backward, first=1))
     firsts = list(dict.fromkeys(watch.order))
     if firsts != sorted(firsts):
         raise NotRegular(f"blocks run in the order {firsts}")
-    return Pattern(max(one.leading for one in found), math.lcm(*[one.period for one in found]))
+    return Pattern(max(p.leading for p in patterns), math.lcm(*[p.period for p in patterns]))
 
 
-def _compare(verb: str, of: list[list[Any]], first: int = 0) -> Pattern:
+def _compare(verb: str, items: list[list[Any]], first: int = 0) -> Pattern:
     """Return how the items of `of` repeat, with the shortest period."""
     for period in range(1, LONGEST + 1):
-        unlike = (i for i in range(len(of) - period, first, -1) if of[i - 1] != of[i - 1 + period])
+        unlike = (i for i in range(len(items) - period, first, -1) if items[i - 1] != items[i - 1 + period])
         leading = next(unlike, 0)
-        if leading <= LEADING and (period == 1 or leading + 2 * period <= len(of)):
+        if leading <= LEADING and (period == 1 or leading + 2 * period <= len(items)):
             return Pattern(leading, period)
-    other = next(i for i in range(first, len(of)) if of[i] != of[first])
-    raise NotRegular(f"block {other} {verb} something else than block {first}")
+    index = next(i for i in range(first, len(items)) if items[i] != items[first])
+    raise NotRegular(f"block {index} {verb} something else than block {first}")
 
 
-def _parts(block: nn.Module, holders: Counter[int]) -> Iterator[Any]:
+def _describe_block(block: nn.Module, holders: Counter[int]) -> Iterator[Any]:
     for name, module in block.named_modules():
         flags = sorted((key, value) for key, value in vars(module).items() if isinstance(value, bool))
         hooks = sorted((key, len(value)) for key, value in vars(module).items() if key.endswith("_hooks"))
@@ -106,7 +106,7 @@ class _Watch(EagerDispatchMode):
         self.order: list[int] = []
         self.inside, self.after, self.backward = ([list[Any]() for _ in blocks] for _ in range(3))
         self.in_backward = False
-        self._now: list[Any] | None = None
+        self._current: list[Any] | None = None
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(lambda *_, number=number: self._enter(number), prepend=True)
             block.register_forward_hook(lambda *call, number=number: self._leave(number, call[-1]))
@@ -115,30 +115,30 @@ class _Watch(EagerDispatchMode):
         if self.in_backward:  # which recomputes it
             return
         self.order.append(number)
-        self._now = self.inside[number]
-        self._now.append("call")
+        self._current = self.inside[number]
+        self._current.append("call")
 
     def _leave(self, number: int, output: Any) -> None:
         if self.in_backward:
             return
-        self._now = self.after[number]
+        self._current = self.after[number]
         for tensor in tensors_of(output):
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: self._enter_backward(number))
 
     def _enter_backward(self, number: int) -> None:
-        self._now = self.backward[number]
+        self._current = self.backward[number]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # read twice per operator: avoids another dispatch
         result = func(*args, **(kwargs or {}))
-        if self._now is not None:
-            tensors = [one for one in (*args, result) if isinstance(one, torch.Tensor)]
-            words = [(one.shape, one.dtype) for one in tensors]
-            self._now.append((func, torch.is_grad_enabled(), words))
+        if self._current is not None:
+            tensors = [tensor for tensor in (*args, result) if isinstance(tensor, torch.Tensor)]
+            words = [(tensor.shape, tensor.dtype) for tensor in tensors]
+            self._current.append((func, torch.is_grad_enabled(), words))
             # A recording has `FEW` blocks at least.
-            if len(self._now) > MOST // FEW and self._now is self.inside[self.order[-1]]:
-                names = (str(one[0].overloadpacket) for one in self._now if one != "call")
+            if len(self._current) > MOST // FEW and self._current is self.inside[self.order[-1]]:
+                names = (str(tensor[0].overloadpacket) for tensor in self._current if tensor != "call")
                 refuse_loop(Counter((name, "forward", self.order[-1]) for name in names))
         return result

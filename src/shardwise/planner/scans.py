@@ -46,11 +46,11 @@ def _operator(name: str) -> Callable[..., list[Tensor]]:
             for size, stride, dtype in ast.literal_eval(makes)
         ]
 
-    made = torch.library.custom_op(f"shardwise::{name}", run, mutates_args=())
-    made.register_fake(run)
+    operator = torch.library.custom_op(f"shardwise::{name}", run, mutates_args=())
+    operator.register_fake(run)
     packet = getattr(torch.ops.shardwise, name)
     register_flop_formula(packet, get_raw=True)(lambda reads, makes, flops, **_: flops)
-    return made
+    return operator
 
 
 _linear_attention = _operator("linear_attention")  # as a kernel would
@@ -81,43 +81,43 @@ class _Work:
 class _Kernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: _Work, *inputs: Tensor | None) -> Tensor:
-        given = [one for one in inputs if one is not None]
-        kept = [one for one in work.saved if isinstance(one, tuple) and one is not work.result]
-        own = [] if work.projections else [work.result]
-        made = _linear_attention(given, str([*kept, *work.forward, *own]), work.flops)
+        tensors = [tensor for tensor in inputs if tensor is not None]
+        saved = [item for item in work.saved if isinstance(item, tuple) and item is not work.result]
+        results = [] if work.projections else [work.result]
+        outputs = _linear_attention(tensors, str([*saved, *work.forward, *results]), work.flops)
         if work.projections:
-            made += _projections(made, str([work.result]), work.projections)
-        fresh, result = iter(made), made[-1]
+            outputs += _projections(outputs, str([work.result]), work.projections)
+        new, result = iter(outputs), outputs[-1]
         ctx.save_for_backward(
-            *(result if x is work.result else next(fresh) if isinstance(x, tuple) else x for x in work.saved)
+            *(result if x is work.result else next(new) if isinstance(x, tuple) else x for x in work.saved)
         )
         ctx.work = replace(work, saved=[])  # which would keep them until the whole of backward ends
-        ctx.inputs = [None if one is None else _like(one) for one in inputs]
+        ctx.inputs = [None if tensor is None else _like(tensor) for tensor in inputs]
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         work: _Work = ctx.work
-        wanted = [
-            one if needed else None for one, needed in zip(ctx.inputs, ctx.needs_input_grad[1:], strict=True)
+        specs = [
+            spec if needs else None for spec, needs in zip(ctx.inputs, ctx.needs_input_grad[1:], strict=True)
         ]
-        makes = [one for one in wanted if one is not None]
-        reads = [*grads, *(one for one in ctx.saved_tensors if one is not None)]
+        required = [spec for spec in specs if spec is not None]
+        reads = [*grads, *(tensor for tensor in ctx.saved_tensors if tensor is not None)]
         if work.projections:
             reads += _projections(reads, str(work.backward), 2 * work.projections)
-        meanwhile = [] if work.projections else work.backward
-        made = iter(_linear_attention(reads, str([*makes, *meanwhile]), work.flops * 5 // 2))
-        return None, *(None if one is None else next(made) for one in wanted)
+        temporary = [] if work.projections else work.backward
+        outputs = iter(_linear_attention(reads, str([*required, *temporary]), work.flops * 5 // 2))
+        return None, *(None if spec is None else next(outputs) for spec in specs)
 
 
-def _applied(work: _Work, *inputs: Tensor | None) -> Any:
+def _apply(work: _Work, *inputs: Tensor | None) -> Any:
     return _Kernel.apply(work, *inputs)  # type: ignore[no-untyped-call]
 
 
 def _rows(*tensors: Tensor | None) -> Iterator[Any]:
     """Yield tensors whose last dim lies together, copied where it does not."""
-    for one in tensors:
-        yield one if one is None or one.stride(-1) == 1 else one.contiguous()
+    for tensor in tensors:
+        yield tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _convolution(
@@ -125,11 +125,11 @@ def _convolution(
 ) -> Any:
     """Stand for causal-conv1d's: `hidden_states` are (batch, channels, tokens), in any order."""
     work = _Work(_like(hidden_states), [hidden_states, weight, bias])
-    return _applied(work, hidden_states, weight, bias)
+    return _apply(work, hidden_states, weight, bias)
 
 
-def _states(of: Sequence[int], width: int) -> _New:
-    batch, channels, tokens = of
+def _states(shape: Sequence[int], width: int) -> _New:
+    batch, channels, tokens = shape
     return _new((batch, channels, math.ceil(tokens / _SCAN_CHUNK), 2 * width), _FLOAT)
 
 
@@ -150,8 +150,8 @@ def _selective_scan(
     saved: list[Any] = [u, dt, A, B, C, D, z, delta_bias, _states(u.shape, A.shape[1])]
     saved += [] if z is None else [_like(u)]  # before the gate
     work = _Work(_like(u), saved, backward=[_like(B, _FLOAT), _like(C, _FLOAT)])
-    found = _applied(work, u, dt, A, B, C, D, z, delta_bias)
-    return (found, u.new_empty(*u.shape[:2], A.shape[1], dtype=_FLOAT)) if return_last_state else found
+    result = _apply(work, u, dt, A, B, C, D, z, delta_bias)
+    return (result, u.new_empty(*u.shape[:2], A.shape[1], dtype=_FLOAT)) if return_last_state else result
 
 
 def _mamba(
@@ -176,28 +176,28 @@ def _mamba(
     (xz,) = _rows(xz)
     batch, channels, tokens = xz.shape[0], xz.shape[1] // 2, xz.shape[2]
     rank, width, dtype = delta_proj_weight.shape[1], A.shape[1], xz.dtype
-    of_tokens = _new((batch, channels, tokens), dtype)
+    tokens_spec = _new((batch, channels, tokens), dtype)
     projected = _new((batch * tokens, x_proj_weight.shape[0]), dtype)
-    of_states = [_new((batch, 1, width, tokens), dtype) for one in (B, C) if one is None]
+    state_specs = [_new((batch, 1, width, tokens), dtype) for tensor in (B, C) if tensor is None]
     states = _states((batch, channels, tokens), width)
     inputs = [xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight]
-    more = [out_proj_bias, A, B, C, D, delta_bias]
+    others = [out_proj_bias, A, B, C, D, delta_bias]
     linear = x_proj_weight.shape[0] + rank + out_proj_weight.shape[0]
     work = _Work(
         _new((batch, tokens, out_proj_weight.shape[0]), dtype),
-        [*inputs, A, B, C, D, delta_bias, projected, *of_states, of_tokens, states],
+        [*inputs, A, B, C, D, delta_bias, projected, *state_specs, tokens_spec, states],
         # The convolution's result, the steps' sizes, the gated result.
-        forward=[of_tokens] * 3,
+        forward=[tokens_spec] * 3,
         # Those again, and the gradient of each.
-        backward=[*[of_tokens] * 6, projected],
+        backward=[*[tokens_spec] * 6, projected],
         projections=2 * batch * tokens * channels * linear,
     )
-    return _applied(work, *inputs, *more)
+    return _apply(work, *inputs, *others)
 
 
-def _chunks(of: Sequence[int], groups: int, width: int, chunk: int) -> tuple[list[_New], int]:
+def _chunks(shape: Sequence[int], groups: int, width: int, chunk: int) -> tuple[list[_New], int]:
     """Return what mamba-ssm's scan of Mamba 2 has meanwhile, and its FLOPs; `width` is of states."""
-    batch, tokens, heads, head = of
+    batch, tokens, heads, head = shape
     count = math.ceil(tokens / chunk)
     steps = _new((batch, heads, count, chunk), _FLOAT)
     states = _new((batch, count, heads, head, width), _FLOAT)
@@ -221,14 +221,14 @@ def _chunk_scan(
     """Stand for mamba-ssm's of Mamba 2: (batch, tokens, heads, width of one), `B` and `C` by groups."""
     x, dt, B, C = _rows(hidden_states, dt, B, C)
     batch, _tokens, heads, head = x.shape
-    meanwhile, flops = _chunks(x.shape, B.shape[2], B.shape[3], chunk_size)
-    steps, _sizes, states, _products = meanwhile
+    temporary, flops = _chunks(x.shape, B.shape[2], B.shape[3], chunk_size)
+    steps, _sizes, states, _products = temporary
     result = _like(x)
     saved = [result, x, dt, steps, A, B, C, D, dt_bias]
-    work = _Work(result, saved, meanwhile[1:], [*meanwhile, states, states], flops)
-    found = _applied(work, x, dt, A, B, C, D, dt_bias)
+    work = _Work(result, saved, temporary[1:], [*temporary, states, states], flops)
+    result_tensor = _apply(work, x, dt, A, B, C, D, dt_bias)
     last = (batch, heads, head, B.shape[-1])
-    return (found, x.new_empty(last, dtype=_FLOAT)) if return_final_states else found
+    return (result_tensor, x.new_empty(last, dtype=_FLOAT)) if return_final_states else result_tensor
 
 
 def _mamba2(
@@ -256,22 +256,22 @@ def _mamba2(
     head = headdim or D.shape[-1]
     convolved, inner = conv1d_weight.shape[0], heads * head
     width = (convolved - inner) // (2 * ngroups)
-    meanwhile, flops = _chunks((batch, tokens, heads, head), ngroups, width, chunk_size)
+    temporary, flops = _chunks((batch, tokens, heads, head), ngroups, width, chunk_size)
     out = inner if outproj_weight is None else outproj_weight.shape[0]
     norms = [] if rmsnorm_weight is None else [_new((ngroups * batch * tokens,), _FLOAT)]
-    of_inner, of_convolved = (_new((batch, tokens, one), dtype) for one in (inner, convolved))
+    inner_spec, convolved_spec = (_new((batch, tokens, size), dtype) for size in (inner, convolved))
     inputs = [zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, rmsnorm_weight, outproj_weight, outproj_bias]
     work = _Work(
         _new((batch, tokens, out), dtype),
-        [*inputs, of_inner, *norms],
-        forward=[*meanwhile, of_convolved, of_inner],
+        [*inputs, inner_spec, *norms],
+        forward=[*temporary, convolved_spec, inner_spec],
         # Gradients of states, and both in half the bytes; what was convolved, and its gradient; those of the
         # normed result and of the scan's, and the normed result again.
-        backward=[*meanwhile, meanwhile[2], meanwhile[2], of_convolved, of_convolved, *[of_inner] * 3],
+        backward=[*temporary, temporary[2], temporary[2], convolved_spec, convolved_spec, *[inner_spec] * 3],
         flops=flops,
         projections=0 if outproj_weight is None else 2 * batch * tokens * inner * out,
     )
-    return _applied(work, *inputs)
+    return _apply(work, *inputs)
 
 
 def _delta_rule(
@@ -288,28 +288,28 @@ def _delta_rule(
 
     Queries, keys and values are (batch, tokens, heads, width).
     """
-    query, key, value, g, beta = (one.contiguous() for one in (query, key, value, g, beta))
+    query, key, value, g, beta = (tensor.contiguous() for tensor in (query, key, value, g, beta))
     batch, tokens, heads, out = value.shape
     width, dtype, chunk = key.shape[-1], key.dtype, _DELTA_CHUNK
-    used: list[Any] = [query, key]
+    inputs: list[Any] = [query, key]
     if use_qk_l2norm_in_kernel:
-        used = [*map(_like, used), *(_new(one.shape[:-1], _FLOAT) for one in used)]
+        inputs = [*map(_like, inputs), *(_new(tensor.shape[:-1], _FLOAT) for tensor in inputs)]
     by_channel = g.ndim == key.ndim
     products = [_new((batch, tokens, heads, chunk), dtype)] * (2 if by_channel else 1)
     keys, values = _new((batch, tokens, heads, width), dtype), _like(value)
     states = _new((batch, math.ceil(tokens / chunk), heads, width, out), dtype)
-    meanwhile = [keys, *([keys] if by_channel else []), values, values, states]
+    temporary = [keys, *([keys] if by_channel else []), values, values, states]
     work = _Work(
         values,
-        [*used, value, _like(g, _FLOAT), *([g] if by_channel else []), beta, *products],
-        forward=meanwhile,
+        [*inputs, value, _like(g, _FLOAT), *([g] if by_channel else []), beta, *products],
+        forward=temporary,
         # Gradients of states, of values, and of queries and keys by each head.
-        backward=[*meanwhile, states, values, keys, keys, keys],
+        backward=[*temporary, states, values, keys, keys, keys],
         flops=2 * batch * tokens * heads * (chunk * (3 * width + 2 * out) + 3 * width * out),
     )
-    found = _applied(work, query, key, value, g, beta)
+    result = _apply(work, query, key, value, g, beta)
     last = value.new_empty(batch, heads, width, out, dtype=_FLOAT) if output_final_state else None
-    return found, last
+    return result, last
 
 
 FUNCTIONS: dict[str, tuple[str, Callable[..., Any]]] = {  # of transformers: their kernels' names, and they

@@ -28,13 +28,13 @@ from shardwise.planner import regular, tensor
 from shardwise.planner.code import python
 from shardwise.planner.devices import Hardware, hardware_of
 from shardwise.planner.events import LANES, Recording
-from shardwise.planner.found import SMALLER, Figures, Point, Search, gain, precision, why
-from shardwise.planner.models import Factory, Model, exits_told, resolve
-from shardwise.planner.plan import NotRun, Plan, explain, numbers_of_blocks, plan, plan_of, recorded
+from shardwise.planner.found import SMALLER, Figures, Point, Search, describe_tradeoff, gain, precision
+from shardwise.planner.models import Factory, Model, report_exits, resolve
+from shardwise.planner.plan import NotRun, Plan, explain, numbers_of_blocks, plan, plan_of, record_step
 from shardwise.planner.setup import Setup, changed, check_filled
 from shardwise.planner.shapes import undivided
 from shardwise.planner.timing import send_seconds
-from shardwise.planner.unroll import FEW, RECORDED, NotRegular, Pattern, grown, unroll
+from shardwise.planner.unroll import FEW, RECORDED, NotRegular, Pattern, extrapolate, unroll
 
 FASTER = 0.98  # a separate point has at most this fraction of another's time
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -42,7 +42,7 @@ PRECISIONS = (("float32", "bfloat16", "float32"), ("float32", "bfloat16", "bfloa
 _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-@exits_told()
+@report_exits()
 def search(
     model: str | Model | Factory,
     setup: Setup | None = None,
@@ -71,14 +71,14 @@ def search(
     setup = changed(setup or Setup(), changes)
     device = hardware_of(hardware) if isinstance(hardware, str) else hardware
     check_filled(setup)
-    asked, setup = resolve(model, setup)
-    space = [*dict.fromkeys(_space(setup, device, micro_batches, _degrees(asked, setup, device)))]
-    known = _Known(asked, setup, device, space)
-    known.look()
-    known.plan_more_axes()
-    points = known.points()
-    chosen = points[0].plan
-    return Search(points, len(known.space), len(known.plans), known.recordings, python(asked, chosen.setup))
+    model, setup = resolve(model, setup)
+    space = [*dict.fromkeys(_space(setup, device, micro_batches, _degrees(model, setup, device)))]
+    survey = _Survey(model, setup, device, space)
+    survey.run()
+    survey.plan_more_axes()
+    points = survey.points()
+    code = python(model, points[0].plan.setup)
+    return Search(points, len(survey.space), len(survey.plans), survey.recordings, code)
 
 
 def _space(
@@ -89,33 +89,33 @@ def _space(
         n
         for n in {setup.micro_batch, *micro_batches}
         if (sequences == 1 or sequences % n == 0)
-        and _made(setup, micro_batch=n, accumulation=max(1, sequences // n))
+        and _combine(setup, micro_batch=n, accumulation=max(1, sequences // n))
     ]
     cuts = [{}, *(cut for degree in degrees for cut in _cuts(setup, device, degree))]
     for cut, dtypes in itertools.product(cuts, [precision(setup), *PRECISIONS]):
-        mine = sequences  # of a rank and its tensor-parallel peers: the number per device is kept
+        group_sequences = sequences  # of a rank and its tensor-parallel peers: the number per device is kept
         if sequences > 1:
-            mine = sequences * cut.get("tensor", setup.tensor) // setup.tensor
+            group_sequences = sequences * cut.get("tensor", setup.tensor) // setup.tensor
         for checkpointing, size in itertools.product(("none", "selective", "full"), sorted(sizes)):
             choice: dict[str, Any] = {
                 **cut,
                 **dict(zip(("stored_dtype", "param_dtype", "reduce_dtype"), dtypes, strict=True)),
                 "checkpointing": checkpointing,
                 "micro_batch": size,
-                "accumulation": max(1, mine // size),
+                "accumulation": max(1, group_sequences // size),
             }
-            if (made := _made(setup, **choice)) is not None:
-                yield made
+            if (combined := _combine(setup, **choice)) is not None:
+                yield combined
 
 
-def _made(setup: Setup, **choice: Any) -> Setup | None:
+def _combine(setup: Setup, **choice: Any) -> Setup | None:
     """Return `setup` with this choice; None if they cannot be planned together."""
     try:
-        made = replace(setup, **choice)
-        check_filled(made)
+        combined = replace(setup, **choice)
+        check_filled(combined)
     except ShardingError:
         return None
-    return made
+    return combined
 
 
 def _degrees(model: Model, setup: Setup, device: Hardware) -> list[int]:
@@ -123,12 +123,12 @@ def _degrees(model: Model, setup: Setup, device: Hardware) -> list[int]:
     with torch.device("meta"):
         module = model.build(1)
     host, sequences = device.devices_per_host, setup.micro_batch * setup.accumulation
-    found = [n for n in (1, 2, 4, 8) if host % n == 0 and setup.ranks // setup.replicas % n == 0]
-    found = [n for n in found if sequences == 1 or sequences * n % setup.tensor == 0]
+    degrees = [n for n in (1, 2, 4, 8) if host % n == 0 and setup.ranks // setup.replicas % n == 0]
+    degrees = [n for n in degrees if sequences == 1 or sequences * n % setup.tensor == 0]
     if not tensor.plan_of(module):
         return [1]
     try:
-        return [n for n in found if n == 1 or not undivided(tensor.sizes_of(module, model.name), n)]
+        return [n for n in degrees if n == 1 or not undivided(tensor.sizes_of(module, model.name), n)]
     except ShardingError:  # torch has no such tensor-parallel style
         return [1]
 
@@ -138,15 +138,15 @@ def _cuts(setup: Setup, device: Hardware, tensor: int) -> Iterator[dict[str, Any
     host, ranks = device.devices_per_host // tensor, setup.ranks // setup.pipeline // tensor
     shards = [n for n in (host, 8 * host) if 1 < n < ranks and ranks % n == 0]
     for replicas in [1, *(ranks // n for n in shards)]:
-        cut = ranks // replicas
-        kept: list[bool | int | None] = [None, setup.pipeline > 1]  # None: the opposite of the bool
-        kept += [host] if tensor == 1 and host < cut and cut % host == 0 else []
-        ways: list[tuple[Any, ...]] = [("interleaved", None, one) for one in kept]
+        sharded = ranks // replicas
+        reshards: list[bool | int | None] = [None, setup.pipeline > 1]  # None: the opposite of the bool
+        reshards += [host] if tensor == 1 and host < sharded and sharded % host == 0 else []
+        choices: list[tuple[Any, ...]] = [("interleaved", None, reshard) for reshard in reshards]
         strategies = [None] if replicas == 1 else [None, "hierarchical_fsdp"]
-        ways += [("contiguous", *way) for way in itertools.product(strategies, kept)]
-        ways += [("contiguous", one, None) for one in ("zero2", "ddp") if replicas == 1]
+        choices += [("contiguous", *choice) for choice in itertools.product(strategies, reshards)]
+        choices += [("contiguous", strategy, None) for strategy in ("zero2", "ddp") if replicas == 1]
         names = ("tensor", "replicas", "layout", "strategy", "reshard_after_forward")
-        yield from (dict(zip(names, (tensor, replicas, *way), strict=True)) for way in ways)
+        yield from (dict(zip(names, (tensor, replicas, *choice), strict=True)) for choice in choices)
 
 
 # ---------------------------------------------------------------- memory and messages of each cut
@@ -156,55 +156,55 @@ def _axes(setup: Setup) -> list[tuple[AxisPlacement, int, int]]:
     """Return the strategy's row, size and stride for each data-parallel axis, the inner first."""
     sizes = setup.axes
     outer, inner = NAMED[setup.strategy or ("hsdp" if "replicate" in sizes else "fsdp")]
-    found = [(inner, sizes["shard"], setup.tensor)]
+    axes = [(inner, sizes["shard"], setup.tensor)]
     if outer is not None:
-        found.append((outer, sizes["replicate"], setup.tensor * sizes["shard"]))
-    return found
+        axes.append((outer, sizes["replicate"], setup.tensor * sizes["shard"]))
+    return axes
 
 
-def _kept_bytes(setup: Setup, parameters: int) -> float:
+def _state_bytes(setup: Setup, parameters: int) -> float:
     """Return the bytes of parameters, gradients, two optimizer moments, and parameters that stay gathered."""
-    stored, used = _SIZES[setup.stored_dtype], _SIZES[setup.param_dtype]
-    of = parameters / setup.pipeline / setup.tensor
-    cut = {
+    stored, gathered = _SIZES[setup.stored_dtype], _SIZES[setup.param_dtype]
+    numel = parameters / setup.pipeline / setup.tensor
+    shards = {
         state: math.prod(size for row, size, _ in _axes(setup) if getattr(row, state))
         for state in ("parameter", "optimizer")
     }
-    kept = of * 4 * stored / cut["optimizer"]
-    if cut["parameter"] < cut["optimizer"] or cut["parameter"] == 1:
-        shared = stored / cut["optimizer"] if used == stored else 0  # the shard is part of what forward uses
-        kept += of * (used / cut["parameter"] - shared)
+    nbytes = numel * 4 * stored / shards["optimizer"]
+    if shards["parameter"] < shards["optimizer"] or shards["parameter"] == 1:
+        shared = stored / shards["optimizer"] if gathered == stored else 0  # forward uses the shard itself
+        nbytes += numel * (gathered / shards["parameter"] - shared)
     reshard = setup.reshard
-    if cut["parameter"] > 1 and reshard not in (None, True):
-        kept += of * used / (reshard or 1)
-    return kept
+    if shards["parameter"] > 1 and reshard not in (None, True):
+        nbytes += numel * gathered / (reshard or 1)
+    return nbytes
 
 
-def _sent(setup: Setup, parameters: int) -> Iterator[tuple[Collective, int, int]]:
+def _step_collectives(setup: Setup, parameters: int) -> Iterator[tuple[Collective, int, int]]:
     """Yield the collectives of a step for `parameters` of a rank: collective, stride, number of calls."""
-    of = parameters / setup.tensor
-    used, reduced = of * _SIZES[setup.param_dtype], of * _SIZES[setup.reduce_dtype]
-    reshard, part, micros = setup.reshard, 1, setup.accumulation
+    numel = parameters / setup.tensor
+    gather_bytes, reduce_bytes = numel * _SIZES[setup.param_dtype], numel * _SIZES[setup.reduce_dtype]
+    reshard, divisor, micros = setup.reshard, 1, setup.accumulation
     reductions = 1 if setup.pipeline > 1 else micros
     gathers = reductions if reshard is False else micros
 
     def call(kind: str, nbytes: float, ranks: int) -> Collective:
-        return Collective(kind, int(nbytes) // part, None, ranks)
+        return Collective(kind, int(nbytes) // divisor, None, ranks)
 
     for row, ranks, stride in _axes(setup):
         gathered = row.parameter
         if gathered or row.optimizer:
-            yield call("all_gather", used, ranks), stride, gathers if gathered else 1
+            yield call("all_gather", gather_bytes, ranks), stride, gathers if gathered else 1
         if gathered and reshard is not False:
-            again = ranks if reshard in (None, True) else int(reshard)
-            yield call("all_gather", used, again), stride, gathers
+            backward_ranks = ranks if reshard in (None, True) else int(reshard)
+            yield call("all_gather", gather_bytes, backward_ranks), stride, gathers
         reduces = "reduce_scatter" if row.gradient else "all_reduce"
-        yield call(reduces, reduced, ranks), stride, reductions
-        part *= ranks if gathered else 1
+        yield call(reduces, reduce_bytes, ranks), stride, reductions
+        divisor *= ranks if gathered else 1
 
 
-def _sent_seconds(setup: Setup, plan: Plan, device: Hardware) -> float:
-    block = _sent(setup, plan.parameters // plan.layers)
+def _message_seconds(setup: Setup, plan: Plan, device: Hardware) -> float:
+    block = _step_collectives(setup, plan.parameters // plan.layers)
     seconds = sum(times * send_seconds(call, device, stride=n) for call, n, times in block)
     return plan.layers / setup.pipeline * seconds
 
@@ -225,9 +225,9 @@ _WEIGHTS = {  # by how badly a difference is estimated
 }
 
 
-def _distance(one: Setup, other: Setup) -> int:
-    mine, theirs = vars(one), vars(other)
-    return sum(weight for name, weight in _WEIGHTS.items() if mine[name] != theirs[name])
+def _distance(setup: Setup, other: Setup) -> int:
+    values, others = vars(setup), vars(other)
+    return sum(weight for name, weight in _WEIGHTS.items() if values[name] != others[name])
 
 
 def _figures(plan: Plan) -> tuple[float, float]:
@@ -236,11 +236,11 @@ def _figures(plan: Plan) -> tuple[float, float]:
 
 
 @dataclass
-class _Known:
-    """A partly known space of settings: plans of some, estimates of all."""
+class _Survey:
+    """A survey of the space of settings: plans of some, estimates of all."""
 
     model: Model
-    asked: Setup
+    setup: Setup
     device: Hardware
     space: list[Setup]
     plans: dict[Setup, Plan] = field(default_factory=dict)
@@ -251,27 +251,27 @@ class _Known:
     pattern: Pattern = field(default_factory=Pattern)  # how blocks repeat
     whole: str = ""  # why a few blocks do not represent all
 
-    def look(self) -> None:
-        """Plan what looks best, until everything that looks best is planned."""
+    def run(self) -> None:
+        """Plan the settings that look best, until all of them are planned."""
         try:
-            if self.model.layers > FEW + 1 and self.asked.pipeline == 1:
-                self.pattern = regular.check(self.model, self.asked)
+            if self.model.layers > FEW + 1 and self.setup.pipeline == 1:
+                self.pattern = regular.check(self.model, self.setup)
         except NotRegular as error:
             self.whole = str(error)
         for setup in self.space:
             if setup not in self.plans and setup == self._base(setup):
                 self._plan(setup)
-        other: Any = {"interleaved": "contiguous", "contiguous": "interleaved"}[self.asked.layout]
-        if (setup := replace(self.asked, layout=other, strategy=None)) in self.space:
+        layout: Any = {"interleaved": "contiguous", "contiguous": "interleaved"}[self.setup.layout]
+        if (setup := replace(self.setup, layout=layout, strategy=None)) in self.space:
             self._try(setup)
-        for degree in sorted({setup.tensor for setup in self.space} - {self.asked.tensor}):
-            others = [setup for setup in self.space if setup.tensor == degree]
+        for degree in sorted({setup.tensor for setup in self.space} - {self.setup.tensor}):
+            peers = [setup for setup in self.space if setup.tensor == degree]
             try:
-                self._plan(min(others, key=lambda one: _distance(one, self.asked)), alone=True)
+                self._plan(min(peers, key=lambda setup: _distance(setup, self.setup)), alone=True)
             except ShardingError:  # the optimizer cannot, say
                 self.space = [setup for setup in self.space if setup.tensor != degree]
-        while (best := self._next()) is not None:
-            self._try(best, alone=best.tensor != self.asked.tensor)
+        while (best := self._next_candidate()) is not None:
+            self._try(best, alone=best.tensor != self.setup.tensor)
 
     def plan_more_axes(self) -> None:
         """Plan the best with experts over ranks and, if little fits, as a pipeline or with split sequences.
@@ -282,9 +282,9 @@ class _Known:
         best = min(self._fitting(exact), key=exact.__getitem__)
         tight = not self.plans[best].fits or (best.checkpointing, best.micro_batch) == ("full", 1)
         degrees = [n for n in (2, 4, 8) if best.axes["shard"] % n == 0 and best.tensor == 1]
-        asked = best.pipeline * best.ulysses * best.experts > 1
+        has_axes = best.pipeline * best.ulysses * best.experts > 1
         axes = ("experts", "ulysses", "pipeline") if tight else ("experts",)
-        for degree, axis in itertools.product([] if asked else degrees, axes):
+        for degree, axis in itertools.product([] if has_axes else degrees, axes):
             shared = 1 if axis == "experts" else degree
             change: dict[str, Any] = {axis: degree, "accumulation": best.accumulation * shared}
             try:
@@ -295,7 +295,7 @@ class _Known:
             self.space.append(setup)
             self.recordings += 4 if axis == "pipeline" else 2
 
-    def _next(self) -> Setup | None:
+    def _next_candidate(self) -> Setup | None:
         """Return a setting that looks better than all plans.
 
         A setting in the requested precision is compared only with the plans in it.
@@ -308,64 +308,64 @@ class _Known:
         for setup in sorted(figures, key=figures.__getitem__):
             if setup in fitting and not any(
                 figures[setup][0] >= FASTER * time and figures[setup][1] >= SMALLER * nbytes
-                for one, (time, nbytes) in exact.items()
-                if one in fitting
-                and (precision(setup) != precision(self.asked) or precision(one) == precision(self.asked))
+                for rival, (time, nbytes) in exact.items()
+                if rival in fitting
+                and (precision(setup) != precision(self.setup) or precision(rival) == precision(self.setup))
             ):
                 return setup
         return None
 
     def points(self) -> list[Point]:
         exact = self._exact()
-        mine = _front(self._fitting({s: exact[s] for s in exact if precision(s) == precision(self.asked)}))
-        if not any(self.plans[setup].fits for setup in mine):
-            mine = mine[-1:]
-        fit = any(self.plans[setup].fits for setup in mine)
+        front = _front(self._fitting({s: exact[s] for s in exact if precision(s) == precision(self.setup)}))
+        if not any(self.plans[setup].fits for setup in front):
+            front = front[-1:]
+        fit = any(self.plans[setup].fits for setup in front)
         first = "the fastest that fits" if fit else "the smallest"
-        whys = [first, *(why(exact, *pair) for pair in pairwise(mine))]
-        found = [Point(self.plans[setup], why) for setup, why in zip(mine, whys, strict=True)]
+        reasons = [first, *(describe_tradeoff(exact, *pair) for pair in pairwise(front))]
+        results = [Point(self.plans[setup], reason) for setup, reason in zip(front, reasons, strict=True)]
         for setup in _front(self._fitting(exact)):
             time, nbytes = exact[setup]
-            if not any(FASTER * exact[one][0] <= time and SMALLER * exact[one][1] <= nbytes for one in mine):
-                found.append(Point(self.plans[setup], gain(exact, mine, setup)))
-        return found
+            if not any(FASTER * exact[s][0] <= time and SMALLER * exact[s][1] <= nbytes for s in front):
+                results.append(Point(self.plans[setup], gain(exact, front, setup)))
+        return results
 
     def _exact(self) -> Figures:
         return {setup: _figures(plan) for setup, plan in self.plans.items()}
 
     def _fitting(self, figures: Figures) -> Figures:
-        return {setup: one for setup, one in figures.items() if one[1] <= self.device.usable_bytes} or figures
+        return {setup: fig for setup, fig in figures.items() if fig[1] <= self.device.usable_bytes} or figures
 
     def _base(self, setup: Setup) -> Setup:
         """Return the requested setup, with the checkpointing and micro-batch of `setup`."""
-        sequences = self.asked.micro_batch * self.asked.accumulation
+        sequences = self.setup.micro_batch * self.setup.accumulation
         same: dict[str, Any] = {"checkpointing": setup.checkpointing, "micro_batch": setup.micro_batch}
-        return replace(self.asked, **same, accumulation=max(1, sequences // setup.micro_batch))
+        return replace(self.setup, **same, accumulation=max(1, sequences // setup.micro_batch))
 
     def _estimate(self, setup: Setup) -> tuple[float, float]:
         _, near = self.nearest[setup]
         time, nbytes = _figures(self.plans[near])
-        mine, theirs = (self.plans[self._base(one)] for one in (setup, near))
+        base, near_base = (self.plans[self._base(option)] for option in (setup, near))
         spans = (span.busy for span in self.plans[near].step_times.spans if span.stream in LANES)
-        computes = mine.step_times.computation / mine.setup.tokens * self.asked.sharing
-        computes += sum(spans) / near.tokens * near.sharing
-        busy, before = (
-            max(computes, _sent_seconds(one, mine, self.device) / one.tokens * one.sharing)
-            for one in (setup, near)
+        compute_seconds = base.step_times.computation / base.setup.tokens * self.setup.sharing
+        compute_seconds += sum(spans) / near.tokens * near.sharing
+        busy, near_busy = (
+            max(compute_seconds, _message_seconds(option, base, self.device) / option.tokens * option.sharing)
+            for option in (setup, near)
         )
-        nbytes += int((mine.reserved_bytes - theirs.reserved_bytes) * self.asked.tensor / setup.tensor)
-        nbytes += _kept_bytes(setup, mine.parameters) - _kept_bytes(near, mine.parameters)
-        time *= _figures(mine)[0] / _figures(theirs)[0]
-        return time + busy - before, nbytes
+        nbytes += int((base.reserved_bytes - near_base.reserved_bytes) * self.setup.tensor / setup.tensor)
+        nbytes += _state_bytes(setup, base.parameters) - _state_bytes(near, base.parameters)
+        time *= _figures(base)[0] / _figures(near_base)[0]
+        return time + busy - near_busy, nbytes
 
     def _try(self, setup: Setup, *, alone: bool = False) -> None:
         """Plan the setup; if it cannot be planned, drop it and its other micro-batches."""
         try:
             self._plan(setup, alone=alone)
         except ShardingError:
-            mine = _but_micro_batches(setup)
-            self.space = [one for one in self.space if one in self.plans or _but_micro_batches(one) != mine]
-            self.estimates = {one: found for one, found in self.estimates.items() if one in self.space}
+            family = _family(setup)
+            self.space = [setup for setup in self.space if setup in self.plans or _family(setup) != family]
+            self.estimates = {setup: fig for setup, fig in self.estimates.items() if setup in self.space}
 
     def _plan(self, setup: Setup, *, alone: bool = False) -> None:
         """Plan the setup and its other micro-batches."""
@@ -373,18 +373,18 @@ class _Known:
             self._add(plan(self.model, setup, hardware=self.device))
             self.recordings += 4
             return
-        mine = _but_micro_batches(setup)
-        left = [setup] if alone else [one for one in self.space if _but_micro_batches(one) == mine]
-        while left:
-            first = min(3, left[0].accumulation)
-            together = [one for one in left if min(3, one.accumulation) == first]
-            left = [one for one in left if one not in together]
-            for one, recording in zip(together, self._recordings(together), strict=True):
-                self._add(plan_of(recording, self.model, one, self.device, whole=self.whole))
+        family = _family(setup)
+        remaining = [setup] if alone else [setup for setup in self.space if _family(setup) == family]
+        while remaining:
+            count = min(3, remaining[0].accumulation)
+            batch = [setup for setup in remaining if min(3, setup.accumulation) == count]
+            remaining = [setup for setup in remaining if setup not in batch]
+            for member, recording in zip(batch, self._recordings(batch), strict=True):
+                self._add(plan_of(recording, self.model, member, self.device, whole=self.whole))
 
-    def _add(self, made: Plan) -> None:
-        planned = made.setup
-        self.plans[planned] = made
+    def _add(self, plan: Plan) -> None:
+        planned = plan.setup
+        self.plans[planned] = plan
         self.estimates.pop(planned, None)
         for setup in self.space:
             far = _distance(setup, planned)
@@ -395,52 +395,52 @@ class _Known:
     def _recordings(self, setups: list[Setup]) -> list[Recording]:
         first, layers = setups[0], self.model.layers
         period = self.pattern.period
-        for few in numbers_of_blocks(first, self.pattern, layers):
-            if self.whole or (few < RECORDED and not self.regular) or layers <= few + period:
+        for blocks in numbers_of_blocks(first, self.pattern, layers):
+            if self.whole or (blocks < RECORDED and not self.regular) or layers <= blocks + period:
                 continue
             try:
-                small, more = (self._record(first, few + i) for i in (0, period))
-                made = [unroll(small, more, layers)]
+                small, large = (self._record(first, blocks + i) for i in (0, period))
+                recordings = [unroll(small, large, layers)]
             except NotRegular:
                 continue
             except NotRun as error:
-                self.whole = error.why
+                self.whole = error.reason
                 break
             self.regular = True
             try:
                 if len(setups) > 1:
-                    made.append(unroll(small, more, layers, instead=self._record(setups[1], few)))
-                return made + [_larger(made, setups, i) for i in range(2, len(setups))]
+                    recordings.append(unroll(small, large, layers, variant=self._record(setups[1], blocks)))
+                return recordings + [_larger(recordings, setups, i) for i in range(2, len(setups))]
             except NotRegular:  # a single sequence may be gathered in place, say, and several not
-                return made[:1] + self._recordings(setups[1:])
+                return recordings[:1] + self._recordings(setups[1:])
         return [self._record(setup, layers) for setup in setups]
 
     def _record(self, setup: Setup, layers: int) -> Recording:
         self.recordings += 1
         try:
-            return recorded(self.model, setup, layers)
+            return record_step(self.model, setup, layers)
         except NotRun as error:
             if layers < self.model.layers:
                 raise
             explain(error, self.model, setup)
 
 
-def _but_micro_batches(setup: Setup) -> dict[str, Any]:
-    return {name: one for name, one in vars(setup).items() if name not in ("micro_batch", "accumulation")}
+def _family(setup: Setup) -> dict[str, Any]:
+    return {name: value for name, value in vars(setup).items() if name not in ("micro_batch", "accumulation")}
 
 
-def _larger(made: list[Recording], setups: list[Setup], number: int) -> Recording:
+def _larger(recordings: list[Recording], setups: list[Setup], number: int) -> Recording:
     sizes = [setup.micro_batch for setup in setups]
     times, rest = divmod(sizes[number] - sizes[0], sizes[1] - sizes[0])
     if rest:
         raise NotRegular(f"micro-batches of {sizes}")
-    return grown(made[0], made[1], times)
+    return extrapolate(recordings[0], recordings[1], times)
 
 
 def _front(figures: Figures) -> list[Setup]:
     """Return the settings that are fastest for their memory, fastest first."""
-    found: list[Setup] = []
+    front: list[Setup] = []
     for setup in sorted(figures, key=figures.__getitem__):
-        if not found or figures[setup][1] < SMALLER * figures[found[-1]][1]:
-            found.append(setup)
-    return found
+        if not front or figures[setup][1] < SMALLER * figures[front[-1]][1]:
+            front.append(setup)
+    return front

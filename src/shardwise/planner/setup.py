@@ -145,23 +145,23 @@ class Setup:
                 "async_tensor needs compiled blocks and tensor parallelism: give compile=True and tensor > 1"
             )
         if self.loss == "chunked" and (self.compile_loss or self.loop_holds == "logits"):
-            what = "loop_holds='logits'" if self.loop_holds == "logits" else "compile_loss"
+            setting = "loop_holds='logits'" if self.loop_holds == "logits" else "compile_loss"
             raise ShardingError(
-                f"{what} needs whole logits, but loss='chunked' never has them: give loss='whole'"
+                f"{setting} needs whole logits, but loss='chunked' never has them: give loss='whole'"
             )
         if self.compile_loss and self.tensor > 1:
             raise ShardingError(
                 "compile_loss needs logits that are not cut by tensor parallelism: give tensor=1"
             )
         _check_strategy(self)
-        left = self.ranks
+        ranks = self.ranks
         for index, name in enumerate(_AXES):
-            if left % (size := getattr(self, name)):
-                before = f", left of {self.ranks} after {', '.join(_AXES[:index])}" if index else ""
+            if ranks % (size := getattr(self, name)):
+                note = f", left of {self.ranks} after {', '.join(_AXES[:index])}" if index else ""
                 raise ShardingError(
-                    f"{name}={size} does not divide {left} ranks{before}: choose {name} among their divisors"
+                    f"{name}={size} does not divide {ranks} ranks{note}: choose {name} among their divisors"
                 )
-            left //= size
+            ranks //= size
         _check_dimensions(self)
 
     @property
@@ -172,8 +172,8 @@ class Setup:
     @property
     def reshard(self) -> bool | int | None:
         """The effective `reshard_after_forward`: a pipeline by default gathers once for all micro-batches."""
-        asked = self.reshard_after_forward
-        return False if asked is None and self.pipeline > 1 else asked
+        requested = self.reshard_after_forward
+        return False if requested is None and self.pipeline > 1 else requested
 
     @property
     def axes(self) -> dict[str, int]:
@@ -214,10 +214,10 @@ def _check_strategy(setup: Setup) -> None:
             f"strategy {setup.strategy!r} needs the contiguous layout: give layout='contiguous'"
         )
     if (setup.strategy in ("hsdp", "hierarchical_fsdp")) != (setup.replicas > 1):
-        needs, how = "more than 1 replica", "replicas (--replicas), a divisor of ranks"
+        needs, fix = "more than 1 replica", "replicas (--replicas), a divisor of ranks"
         if setup.replicas > 1:
-            needs, how = f"1 replica, got {setup.replicas}", "replicas=1, or hsdp or hierarchical_fsdp"
-        raise ShardingError(f"strategy {setup.strategy!r} needs {needs}: give {how}")
+            needs, fix = f"1 replica, got {setup.replicas}", "replicas=1, or hsdp or hierarchical_fsdp"
+        raise ShardingError(f"strategy {setup.strategy!r} needs {needs}: give {fix}")
 
 
 def _check_dimensions(setup: Setup) -> None:
@@ -228,8 +228,8 @@ def _check_dimensions(setup: Setup) -> None:
             " stage on each rank, other schedules exactly one"
         )
     if setup.pipeline == 1 and (setup.schedule == "GPipe" or setup.stages > 1):
-        what = "stages > 1" if setup.stages > 1 else "schedule='GPipe'"
-        raise ShardingError(f"{what} needs a pipeline: give pipeline (--pipeline) of more than 1 rank")
+        setting = "stages > 1" if setup.stages > 1 else "schedule='GPipe'"
+        raise ShardingError(f"{setting} needs a pipeline: give pipeline (--pipeline) of more than 1 rank")
     if setup.length % setup.ulysses:
         raise ShardingError(
             f"ulysses={setup.ulysses} does not divide sequence={setup.length}: choose one of its divisors"
@@ -237,10 +237,10 @@ def _check_dimensions(setup: Setup) -> None:
     others = [name for name in ("pipeline", "ulysses", "experts") if getattr(setup, name) > 1]
     if others and setup.loss == "chunked":
         raise ShardingError(f"loss='chunked' cannot be planned with {', '.join(others)}: choose loss='whole'")
-    apart = [("tensor", "ulysses"), ("tensor", "experts"), ("pipeline", "ulysses"), ("pipeline", "experts")]
-    for one, other in apart:
-        if getattr(setup, one) > 1 and getattr(setup, other) > 1:
-            raise ShardingError(f"{one} and {other} cannot be planned together: choose {other}=1")
+    pairs = [("tensor", "ulysses"), ("tensor", "experts"), ("pipeline", "ulysses"), ("pipeline", "experts")]
+    for first, second in pairs:
+        if getattr(setup, first) > 1 and getattr(setup, second) > 1:
+            raise ShardingError(f"{first} and {second} cannot be planned together: choose {second}=1")
 
 
 def check_filled(setup: Setup) -> None:
@@ -278,18 +278,18 @@ def changed(setup: Setup, changes: dict[str, Any]) -> Setup:
     return replace(setup, **changes)
 
 
-def _check_names(kind: type, given: dict[str, Any]) -> None:
-    if unknown := sorted(given.keys() - _hints(kind).keys()):
+def _check_names(kind: type, changes: dict[str, Any]) -> None:
+    if unknown := sorted(changes.keys() - _hints(kind).keys()):
         known = ", ".join(_hints(kind))
         raise ShardingError(f"{kind.__name__} has no field {', '.join(unknown)}: its fields are {known}")
 
 
-def _check_types(made: Any) -> None:
+def _check_types(instance: Any) -> None:
     """Raises ShardingError for a field of a dataclass whose value does not match its annotation."""
-    kind: Any = type(made)
+    kind: Any = type(instance)
     for name, hint in _hints(kind).items():
-        value = getattr(made, name)
-        if not _is(value, hint):
+        value = getattr(instance, name)
+        if not _matches(value, hint):
             choices = ", ".join(map(repr, _choices(hint)))
             expected = f"one of {choices}" if choices else f"of type {kind.__annotations__[name]}"
             raise ShardingError(f"{kind.__name__}: {name} must be {expected}, got {value!r}")
@@ -300,15 +300,15 @@ def _choices(hint: Any) -> list[Any]:
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
         return [*arguments]
-    return [one for part in arguments for one in _choices(part)]
+    return [choice for part in arguments for choice in _choices(part)]
 
 
-def _is(value: Any, hint: Any) -> bool:
+def _matches(value: Any, hint: Any) -> bool:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return value in arguments
     if origin in (typing.Union, types.UnionType):
-        return any(_is(value, one) for one in arguments)
+        return any(_matches(value, argument) for argument in arguments)
     if origin is not None:
         return isinstance(value, origin)
     if hint in (int, float):
@@ -327,22 +327,22 @@ def from_json(kind: type[T], text: str) -> T:
         value = json.loads(text)
     except ValueError as error:
         raise ShardingError(f"{kind.__name__} cannot be read: this is no JSON: {error}") from error
-    made: T = _made(kind, value)
-    return made
+    result: T = _convert(kind, value)
+    return result
 
 
-def _made(kind: Any, value: Any) -> Any:
+def _convert(kind: Any, value: Any) -> Any:
     """Convert `value`, read from JSON, to the type that `kind` annotates."""
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        kind = next((one for one in arguments if is_dataclass(one)), None)
-        return value if kind is None or value is None else _made(kind, value)
+        kind = next((argument for argument in arguments if is_dataclass(argument)), None)
+        return value if kind is None or value is None else _convert(kind, value)
     if isinstance(kind, type) and is_dataclass(kind):
         return _dataclass(kind, value)
     if typing.get_origin(kind) in (list, tuple) and isinstance(value, list):
-        return typing.get_origin(kind)(_made(arguments[0], one) for one in value)
+        return typing.get_origin(kind)(_convert(arguments[0], item) for item in value)
     if typing.get_origin(kind) is dict and isinstance(value, dict):
-        return {key: _made(arguments[1], one) for key, one in value.items()}
+        return {key: _convert(arguments[1], item) for key, item in value.items()}
     return value
 
 
@@ -350,9 +350,9 @@ def _dataclass(kind: Any, value: Any) -> Any:
     if not isinstance(value, dict):
         raise ShardingError(f"{kind.__name__} is read from a JSON object of its fields, got {value!r}")
     _check_names(kind, value)
-    needed = [one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
-    if missing := [name for name in needed if name not in value]:
+    required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+    if missing := [name for name in required if name not in value]:
         raise ShardingError(f"{kind.__name__} needs {', '.join(missing)}, which the JSON does not have")
-    made = kind(**{name: _made(_hints(kind)[name], one) for name, one in value.items()})
-    _check_types(made)
-    return made
+    instance = kind(**{name: _convert(_hints(kind)[name], item) for name, item in value.items()})
+    _check_types(instance)
+    return instance

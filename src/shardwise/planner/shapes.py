@@ -105,9 +105,9 @@ def read_config(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ShardingError(f"{path} is no transformers config: {error}") from error
     if not isinstance(values, dict) or "model_type" not in values:
-        found = "one without" if isinstance(values, dict) else f"a {type(values).__name__}"
+        actual = "one without" if isinstance(values, dict) else f"a {type(values).__name__}"
         raise ShardingError(
-            f"{path} is no transformers config: expected an object with model_type, found {found}"
+            f"{path} is no transformers config: expected an object with model_type, found {actual}"
         )
     return values
 
@@ -130,10 +130,10 @@ def check_source(source: str) -> None:
             f"unknown model {source!r}: give one of {', '.join(PUBLISHED)}, a transformers config (.json) or"
             " package.module:factory, a function without arguments that returns a module of tokens to logits"
         )
-    package, first, known = module.partition(".")[0], name.partition(".")[0], sys.modules.get(module)
+    package, first, loaded = module.partition(".")[0], name.partition(".")[0], sys.modules.get(module)
     if package not in sys.modules and find_spec(package) is None:
         raise ShardingError(f"{source!r} cannot be imported: no module named {package!r}")
-    if known is not None and not hasattr(known, first):
+    if loaded is not None and not hasattr(loaded, first):
         raise ShardingError(f"{source!r} cannot be imported: module {module!r} has no attribute {first!r}")
 
 
@@ -154,14 +154,14 @@ def check_cut(source: str, setup: Setup) -> None:
 
 def undivided(sizes: Mapping[str, int], degree: int) -> list[str]:
     """List descriptions of the sizes that the degree does not divide."""
-    return [f"{size:,} {what}" for what, size in sizes.items() if size % degree]
+    return [f"{size:,} {label}" for label, size in sizes.items() if size % degree]
 
 
 def check_divided(name: str, sizes: Mapping[str, int], degree: int) -> None:
     """Raises ShardingError if the degree does not divide the cut sizes; names degrees that do."""
     if wrong := undivided(sizes, degree):
-        whole = math.gcd(*sizes.values())
-        fit = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+        divisor = math.gcd(*sizes.values())
+        fit = ", ".join(str(n) for n in range(1, divisor + 1) if divisor % n == 0)
         raise ShardingError(
             f"{name}: tensor={degree} does not divide its {' and '.join(wrong[:3])}; choose one of {fit}"
         )

@@ -27,7 +27,7 @@ OPTIMIZERS: dict[Optimizer, str] = {
 }
 aten = torch.ops.aten
 CASTS = {"float32": "float", "bfloat16": "bfloat16", "float16": "half"}  # methods of modules
-_KEPT = (
+_SAVED = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
@@ -35,7 +35,7 @@ _KEPT = (
 _MATMULS = (aten.mm.default, aten.addmm.default)
 
 
-def built(model: Model, layers: int, dtype: str) -> tuple[nn.Module, tuple[str, ...]]:
+def build_module(model: Model, layers: int, dtype: str) -> tuple[nn.Module, tuple[str, ...]]:
     """Return `model` on fake tensors, parameters converted to `dtype`, and their other original dtypes."""
     with fakes_convert():
         module = model.build(layers)
@@ -48,23 +48,23 @@ def built(model: Model, layers: int, dtype: str) -> tuple[nn.Module, tuple[str, 
 
 def _off_meta(module: nn.Module) -> None:
     """Move meta tensors to the device of the rest; shared tensors stay shared."""
-    made: dict[int, torch.Tensor] = {}
-    for one in module.modules():
-        for name, p in one._parameters.items():
+    fakes: dict[int, torch.Tensor] = {}
+    for child in module.modules():
+        for name, p in child._parameters.items():
             if p is not None and p.is_meta:
-                fake = made.setdefault(
+                fake = fakes.setdefault(
                     id(p), nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad)
                 )
-                one._parameters[name] = cast(nn.Parameter, fake)
-        for name, buffer in one._buffers.items():
+                child._parameters[name] = cast(nn.Parameter, fake)
+        for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
-                one._buffers[name] = made.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))
+                child._buffers[name] = fakes.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))
 
 
 def other_dtypes(module: nn.Module, dtype: str) -> list[str]:
     """List the floating dtypes of parameters other than `dtype`."""
-    found = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.is_floating_point()}
-    return sorted(found - {dtype})
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.is_floating_point()}
+    return sorted(dtypes - {dtype})
 
 
 def split(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
@@ -120,10 +120,10 @@ def _keep_every_second_matmul() -> Any:
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if func in _MATMULS:
             matmuls[context.is_recompute] += 1
-            kept = matmuls[context.is_recompute] % 2 == 1
+            saves = matmuls[context.is_recompute] % 2 == 1
         else:
-            kept = func in _KEPT
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+            saves = func in _SAVED
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
@@ -131,7 +131,7 @@ def _keep_every_second_matmul() -> Any:
 def optimizers_of(module: nn.Module, model: Model, setup: Setup) -> list[torch.optim.Optimizer]:
     """Make the optimizers by running the code in `OPTIMIZERS`."""
     matrices = [p for block in model.blocks(module) for p in block.parameters() if p.ndim == 2]
-    others = [p for p in module.parameters() if all(p is not one for one in matrices)]
+    others = [p for p in module.parameters() if all(p is not matrix for matrix in matrices)]
     names = {"torch": torch, "optim": optim, "model": module, "matrices": matrices, "others": others}
-    made = eval(OPTIMIZERS[setup.optimizer], names)
-    return [*made] if isinstance(made, tuple) else [made]
+    optimizers = eval(OPTIMIZERS[setup.optimizer], names)
+    return [*optimizers] if isinstance(optimizers, tuple) else [optimizers]

@@ -82,10 +82,10 @@ class Storages(EagerDispatchMode):
             return NotImplemented  # the subclass runs; its operators on wrapped tensors come through here
         result = func(*args, **(kwargs or {}))
         self.now += 1
-        self.ran(func, args, kwargs or {}, result)
+        self.record_operator(func, args, kwargs or {}, result)
         return result
 
-    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def record_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note that an operator has run."""
         self.see((args, kwargs, result))
 
@@ -111,33 +111,33 @@ class Storages(EagerDispatchMode):
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
-        known = self._alive.get(key)
-        if known is not None:
-            sizes = known[1].sizes
+        entry = self._alive.get(key)
+        if entry is not None:
+            sizes = entry[1].sizes
             if sizes and sizes[-1] == storage.nbytes():  # as nearly always
                 return
         else:
-            known = (weakref.ref(storage, lambda _: self._forget(key)), Life())
-            self._alive[key] = known
-            self.lives.append(known[1])
-        self._resized(known[1], storage.nbytes())
+            entry = (weakref.ref(storage, lambda _: self._forget(key)), Life())
+            self._alive[key] = entry
+            self.lives.append(entry[1])
+        self._note_size(entry[1], storage.nbytes())
 
     def _forget(self, key: int) -> None:
         _, life = self._alive.pop(key)
-        self._resized(life, 0)
+        self._note_size(life, 0)
 
     def _living(self) -> list[torch.UntypedStorage]:
         """List storages that are not freed yet; garbage collection may remove some from the table."""
         return [storage for ref, _ in list(self._alive.values()) if (storage := ref()) is not None]
 
-    def _resized(self, life: Life, size: int) -> None:
-        before = life.sizes[-1] if life.sizes else 0
-        if size == before and life.sizes:
+    def _note_size(self, life: Life, size: int) -> None:
+        previous = life.sizes[-1] if life.sizes else 0
+        if size == previous and life.sizes:
             return
         self.now += 1
         life.times.append(self.now)
         life.sizes.append(size)
-        self.live += size - before
+        self.live += size - previous
         self._highest = max(self._highest, self.live)
 
     @contextmanager
@@ -150,5 +150,5 @@ class Storages(EagerDispatchMode):
         self.peaks[name] = self._highest
 
     def _check(self) -> None:
-        found = sum(storage.nbytes() for storage in self._living())
-        assert found == self.live, f"{found} bytes alive, {self.live} counted: memory changed unseen"
+        counted = sum(storage.nbytes() for storage in self._living())
+        assert counted == self.live, f"{counted} bytes alive, {self.live} counted: memory changed unseen"

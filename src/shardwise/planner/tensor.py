@@ -73,15 +73,15 @@ def parallelize(module: nn.Module, name: str, mesh: DeviceMesh, setup: Setup) ->
         module.register_forward_pre_hook(with_positions, with_kwargs=True)
     ties = dict(tied(module))
     names = vars(parallel) | {"Replicate": Replicate, "Shard": Shard}
-    styles = {one: eval(STYLES[word], names) for one, word in words.items() if word not in UNCUT}
+    styles = {path: eval(STYLES[word], names) for path, word in words.items() if word not in UNCUT}
     parallel.parallelize_module(module, mesh, styles, src_data_rank=None)
     for head in map(module.get_submodule, heads_by_rows(module, words)):
         for key, p in list(head.named_parameters()):
             rows = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)
             setattr(head, key, nn.Parameter(rows))
-    for other, first in ties.items():
-        owner, _, attribute = other.rpartition(".")
-        setattr(module.get_submodule(owner), attribute, module.get_parameter(first))
+    for alias, original in ties.items():
+        owner, _, attribute = alias.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, module.get_parameter(original))
 
 
 def counts_positions(module: nn.Module, words: dict[str, str]) -> bool:
@@ -108,22 +108,22 @@ def plan_of(module: nn.Module) -> dict[str, str]:
     Raises:
         ShardingError: a `tensor_plan` that does not map text to text, or a name in it that matches no module.
     """
-    own: Any = getattr(module, "tensor_plan", None)
-    if not own:
+    plan: Any = getattr(module, "tensor_plan", None)
+    if not plan:
         return dict(getattr(module, "_tp_plan", None) or {})
     kind = type(module).__name__
-    if not isinstance(own, Mapping) or not all(isinstance(one, str) for pair in own.items() for one in pair):
+    if not isinstance(plan, Mapping) or not all(isinstance(s, str) for pair in plan.items() for s in pair):
         raise ShardingError(
             f"the tensor_plan of {kind} must map names of modules to styles, such as"
-            f' {{"blocks.*.up": "colwise"}}, got {own!r}; styles are {", ".join(STYLES)}'
+            f' {{"blocks.*.up": "colwise"}}, got {plan!r}; styles are {", ".join(STYLES)}'
         )
     names = [name for name, _ in module.named_modules()]
-    if wrong := [one for one in own if not any(_fits(name, _of_any_block(one)) for name in names)]:
+    if wrong := [path for path in plan if not any(_fits(name, _of_any_block(path)) for name in names)]:
         raise ShardingError(
             f"the tensor_plan of {kind} has names that match no module: {', '.join(map(repr, wrong))};"
             f" modules with parameters are {', '.join(_with_parameters(module))}"
         )
-    return dict(own)
+    return dict(plan)
 
 
 def _of_any_block(pattern: str) -> str:
@@ -134,10 +134,10 @@ def _of_any_block(pattern: str) -> str:
 def _with_parameters(module: nn.Module) -> list[str]:
     """List names of modules with parameters, once for all blocks."""
     names = (
-        name for name, one in module.named_modules() if name and next(one.parameters(False), None) is not None
+        name for name, m in module.named_modules() if name and next(m.parameters(False), None) is not None
     )
-    found = list(dict.fromkeys(map(_of_any_block, names)))
-    return [*found[:20], "..."] if len(found) > 20 else found
+    patterns = list(dict.fromkeys(map(_of_any_block, names)))
+    return [*patterns[:20], "..."] if len(patterns) > 20 else patterns
 
 
 def styles_of(module: nn.Module, name: str) -> dict[str, str]:
@@ -152,16 +152,16 @@ def styles_of(module: nn.Module, name: str) -> dict[str, str]:
             f"{name} has no plan for tensor parallelism: give the nn.Module a tensor_plan attribute,"
             ' such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or plan with tensor=1'
         )
-    unknown = [f"{word!r} for {one!r}" for one, word in plan.items() if word not in (*STYLES, *UNCUT)]
+    unknown = [f"{word!r} for {pattern!r}" for pattern, word in plan.items() if word not in (*STYLES, *UNCUT)]
     if unknown:
         raise ShardingError(
             f"{name}: unknown styles in the model's tensor-parallel plan: {', '.join(unknown)}; known are"
             f" {', '.join(STYLES)}. Plan with tensor=1"
         )
-    names = [one for one, _ in module.named_modules()]
-    words = {one: word for one, word in plan.items() if any(_fits(other, one) for other in names)}
-    for other, first in tied(module):
-        head, table = other.rpartition(".")[0], first.rpartition(".")[0]
+    names = [path for path, _ in module.named_modules()]
+    words = {pattern: word for pattern, word in plan.items() if any(_fits(path, pattern) for path in names)}
+    for alias, original in tied(module):
+        head, table = alias.rpartition(".")[0], original.rpartition(".")[0]
         if isinstance(module.get_submodule(table), nn.Embedding) and head in words and table not in words:
             words = {table: "embedding_rowwise", **words}
     return words
@@ -170,9 +170,9 @@ def styles_of(module: nn.Module, name: str) -> dict[str, str]:
 def cuts(module: nn.Module, setup: Setup) -> tuple[bool, bool]:
     """Return whether the sequence is cut between matmuls, and whether logits are, up to the loss."""
     preferred: str = getattr(module, "auto_tensor_plan", "transformers")
-    both = (preferred if setup.tensor_plan == "auto" else setup.tensor_plan) == "torchtitan"
+    torchtitan = (preferred if setup.tensor_plan == "auto" else setup.tensor_plan) == "torchtitan"
     sequence, loss = setup.sequence_parallel, setup.loss_parallel
-    return both if sequence is None else sequence, both if loss is None else loss
+    return torchtitan if sequence is None else sequence, torchtitan if loss is None else loss
 
 
 def words_of(module: nn.Module, name: str, setup: Setup) -> dict[str, str]:
@@ -180,24 +180,24 @@ def words_of(module: nn.Module, name: str, setup: Setup) -> dict[str, str]:
     words = styles_of(module, name)
     sequence, loss = cuts(module, setup)
     if not sequence:
-        return {one: "head_of_loss" if loss and word in _TO_WHOLE else word for one, word in words.items()}
+        return {key: "head_of_loss" if loss and word in _TO_WHOLE else word for key, word in words.items()}
     head = "head_of_sequence" if loss else "head_of_sequence_gather_output"
-    cut = {one: head if word in _TO_WHOLE else _IN_SEQUENCE.get(word, word) for one, word in words.items()}
-    takes_tokens = setup.pipeline == 1 or any(isinstance(one, nn.Embedding) for one in module.modules())
+    cut = {key: head if word in _TO_WHOLE else _IN_SEQUENCE.get(word, word) for key, word in words.items()}
+    takes_tokens = setup.pipeline == 1 or any(isinstance(child, nn.Embedding) for child in module.modules())
     if takes_tokens and "embedding_to_sequence" not in cut.values():
         raise ShardingError(
             f"{name} cannot be planned with sequence parallelism: its tensor-parallel plan does not shard its"
             " embedding. Give that the style embedding_rowwise, or plan with sequence_parallel=False"
         )
-    whole = {one.rpartition(".")[0] for one, word in words.items() if word == "colwise"}
-    for one, child in module.named_modules():
-        pattern = _of_any_block(one)
-        if pattern in whole:
+    parents = {key.rpartition(".")[0] for key, word in words.items() if word == "colwise"}
+    for path, child in module.named_modules():
+        pattern = _of_any_block(path)
+        if pattern in parents:
             takes = [*inspect.signature(child.forward).parameters]
             by_keyword = takes[0] == "hidden_states" and len(takes) > 1
             cut.setdefault(pattern, "gather_hidden_states" if by_keyword else "gather_sequence")
         elif next(child.parameters(recurse=False), None) is not None and not any(
-            _fits(one, known) for known in cut
+            _fits(path, key) for key in cut
         ):
             cut[pattern] = "sequence_parallel"
     return cut
@@ -205,8 +205,8 @@ def words_of(module: nn.Module, name: str, setup: Setup) -> dict[str, str]:
 
 def heads_by_rows(module: nn.Module, words: dict[str, str]) -> list[str]:
     """Return heads whose rows are cut, except those tied to an embedding."""
-    also = {name.rpartition(".")[0] for name, _ in tied(module)}
-    return [name for name, word in words.items() if word == ROWS and name not in also]
+    tied_heads = {name.rpartition(".")[0] for name, _ in tied(module)}
+    return [name for name, word in words.items() if word == ROWS and name not in tied_heads]
 
 
 def tied(module: nn.Module) -> Iterator[tuple[str, str]]:
@@ -225,16 +225,16 @@ def _fits(name: str, pattern: str) -> bool:
 def _sizes(module: nn.Module, words: dict[str, str]) -> Iterator[tuple[str, int]]:
     """Yield descriptions and sizes of what must be divided."""
     config: Any = getattr(module, "config", None) or getattr(module, "shape", None)
-    for what, names in {
+    for label, names in {
         "heads": ("num_attention_heads", "heads"),
         "heads of keys": ("num_key_value_heads", "kv_heads"),
     }.items():
-        found = [getattr(config, one) for one in names if isinstance(getattr(config, one, None), int)]
-        yield from ((what, one) for one in found[:1])
-    for name, one in module.named_modules():
+        sizes = [getattr(config, key) for key in names if isinstance(getattr(config, key, None), int)]
+        yield from ((label, size) for size in sizes[:1])
+    for name, child in module.named_modules():
         word = next((word for pattern, word in words.items() if _fits(name, pattern)), "")
-        if isinstance(one, nn.Linear) and word not in ("colwise_gather_output", "head_of_sequence", ROWS):
+        if isinstance(child, nn.Linear) and word not in ("colwise_gather_output", "head_of_sequence", ROWS):
             if "colwise" in word:
-                yield f"outputs of {name}", one.out_features
+                yield f"outputs of {name}", child.out_features
             elif "rowwise" in word:
-                yield f"inputs of {name}", one.in_features
+                yield f"inputs of {name}", child.in_features

@@ -74,7 +74,7 @@ class _Pieces:
         self.first = self.last = 0.0  # ends of the previous matmul's first piece, and a gather's last piece
         self.gathered: float | None = None  # when the first piece was gathered
 
-    def sent(self, call: Collective, begin: float, takes: float, *, whole: bool) -> float:
+    def end_of_collective(self, call: Collective, begin: float, takes: float, *, whole: bool) -> float:
         """Return when this collective ends; `begin` is when all its inputs are ready.
 
         Args:
@@ -89,7 +89,7 @@ class _Pieces:
         adds = (call.bytes + call.bytes / call.group_size) / self.bytes_per_s
         return max(self.first + takes, begin + takes / self.count) + adds
 
-    def multiplied(self, begin: float, takes: float) -> float:
+    def end_of_matmul(self, begin: float, takes: float) -> float:
         """Return when this matmul ends."""
         self.first = begin + takes / self.count
         end, self.last = max(begin + takes, self.last + takes / self.count), 0.0
@@ -115,22 +115,22 @@ def time_of(recording: Recording, hardware: Hardware, accumulation: int, *, piec
                 computation += takes
             end = begin + takes
             if event.stream == TENSOR_PARALLEL and isinstance(event, Send):
-                end = tensor.sent(event.collective, begin, takes, whole=place.layer is None)
+                end = tensor.end_of_collective(event.collective, begin, takes, whole=place.layer is None)
             elif event.stream == COMPUTATION and isinstance(event, Compute) and event.flops:
-                end = tensor.multiplied(begin, takes)
+                end = tensor.end_of_matmul(begin, takes)
             clocks[event.stream] = end
             new = Span(event.stream, place.phase, place.layer, begin, 0, 0)
-            known = spans.get((event.stream, place), new)
-            busy, issued = known.busy + takes, known.host + issues
-            spans[event.stream, place] = replace(known, end=end, busy=busy, host=issued)
+            span = spans.get((event.stream, place), new)
+            busy, issuing = span.busy + takes, span.host + issues
+            spans[event.stream, place] = replace(span, end=end, busy=busy, host=issuing)
         elif isinstance(event, Record):
-            now = clocks.get(event.stream, 0.0)
+            reached = clocks.get(event.stream, 0.0)
             early = tensor.gathered if event.stream == TENSOR_PARALLEL else None
-            marks[event.mark] = now if early is None else early
+            marks[event.mark] = reached if early is None else early
         elif isinstance(event, Wait):
-            until, now = marks.get(event.mark, 0.0), max(clocks.get(event.stream, 0.0), host)
-            if until > now:
-                exposed += until - now if event.stream == COMPUTATION else 0.0
+            until, reached = marks.get(event.mark, 0.0), max(clocks.get(event.stream, 0.0), host)
+            if until > reached:
+                exposed += until - reached if event.stream == COMPUTATION else 0.0
                 clocks[event.stream] = until
     step = max([host, *clocks.values()])
     return Times(step, computation, communication, exposed, host, list(spans.values()))
@@ -141,15 +141,15 @@ def host_bound(times: Times) -> Iterator[str]:
     groups: dict[tuple[str, int | None], list[Span]] = {}
     for span in times.spans:
         groups.setdefault((span.phase, span.layer), []).append(span)
-    found: dict[tuple[str, bool], list[tuple[float, float]]] = {}
-    for (phase, layer), of in groups.items():
-        host, busy = sum(span.host for span in of), max(span.busy for span in of)
+    bound: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+    for (phase, layer), members in groups.items():
+        host, busy = sum(span.host for span in members), max(span.busy for span in members)
         if host > busy and phase in ("forward", "backward"):
-            found.setdefault((phase, layer is None), []).append((host, busy))
-    for (phase, around), both in found.items():
-        host, busy = (sum(times) / len(both) for times in zip(*both, strict=True))
-        what = "the first and last modules" if around else f"{len(both)} blocks"
-        yield f"{phase} of {what}: the host takes {1e3 * host:.2f} ms to issue {1e3 * busy:.2f} ms of work"
+            bound.setdefault((phase, layer is None), []).append((host, busy))
+    for (phase, around), pairs in bound.items():
+        host, busy = (sum(times) / len(pairs) for times in zip(*pairs, strict=True))
+        subject = "the first and last modules" if around else f"{len(pairs)} blocks"
+        yield f"{phase} of {subject}: the host takes {1e3 * host:.2f} ms to issue {1e3 * busy:.2f} ms of work"
 
 
 def seconds_of(event: Compute | Send, hardware: Hardware) -> float:

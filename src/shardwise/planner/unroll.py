@@ -56,7 +56,7 @@ class Pattern(NamedTuple):
     period: int = 1
 
 
-def unroll(small: Recording, large: Recording, layers: int, *, instead: Recording | None = None) -> Recording:
+def unroll(small: Recording, large: Recording, layers: int, *, variant: Recording | None = None) -> Recording:
     """Return the recording of the same model with `layers` blocks.
 
     Args:
@@ -67,37 +67,37 @@ def unroll(small: Recording, large: Recording, layers: int, *, instead: Recordin
     Raises:
         NotRegular: the two recordings do not determine it.
     """
-    loops, more = list(_loops(small)), list(_loops(large))
-    if len(loops) != len(more):
-        raise NotRegular(f"{len(loops)} loops with {small.layers} blocks, {len(more)} with {large.layers}")
+    loops, larger = list(_loops(small)), list(_loops(large))
+    if len(loops) != len(larger):
+        raise NotRegular(f"{len(loops)} loops with {small.layers} blocks, {len(larger)} with {large.layers}")
     growths: dict[int, list[Any]] = {}
     window = _window(small, large)
-    for one, other in zip(loops, more, strict=True):
-        theirs = {segment.place.layer: segment for segment in other}
-        for segment in one:
+    for loop, large_loop in zip(loops, larger, strict=True):
+        by_layer = {segment.place.layer: segment for segment in large_loop}
+        for segment in loop:
             layer = segment.place.layer
             if layer is not None and layer >= window.stop:
                 layer += len(window)
-            if layer not in theirs or len(theirs[layer].events) != len(segment.events):
+            if layer not in by_layer or len(by_layer[layer].events) != len(segment.events):
                 raise NotRegular(f"{segment.place}: something else with {large.layers} blocks")
-            pairs = zip(segment.events, theirs[layer].events, strict=True)
-            growths[id(segment)] = [_growth(mine, its) for mine, its in pairs]
-    made = _unrolled(small, loops, growths, large, large.layers)
-    for mine, theirs in zip(_words(made), _words(large), strict=False):
-        if mine != theirs:
-            place = (mine if theirs == "the end" else theirs)[0]
-            where = name_of_place(place.phase, place.layer)
-            raise NotRegular(f"with {large.layers} blocks, {where} does something else than with fewer")
-    if instead is not None:
+            pairs = zip(segment.events, by_layer[layer].events, strict=True)
+            growths[id(segment)] = [_growth(event, grown) for event, grown in pairs]
+    unrolled = _unroll_loops(small, loops, growths, large, large.layers)
+    for words, expected in zip(_words(unrolled), _words(large), strict=False):
+        if words != expected:
+            place = (words if expected == "the end" else expected)[0]
+            place_name = name_of_place(place.phase, place.layer)
+            raise NotRegular(f"with {large.layers} blocks, {place_name} does something else than with fewer")
+    if variant is not None:
         kinds = [
-            [[type(one) for one in segment.events] for segment in of.segments] for of in (small, instead)
+            [[type(event) for event in segment.events] for segment in r.segments] for r in (small, variant)
         ]
         if kinds[0] != kinds[1]:
             raise NotRegular("other things happen with other sizes")
-        both = zip(small.segments, instead.segments, strict=True)
-        growths |= {id(theirs): growths[id(mine)] for mine, theirs in both}
-        return _unrolled(instead, list(_loops(instead)), growths, large, layers)
-    return made if layers == large.layers else _unrolled(small, loops, growths, large, layers)
+        segments = zip(small.segments, variant.segments, strict=True)
+        growths |= {id(other): growths[id(segment)] for segment, other in segments}
+        return _unroll_loops(variant, list(_loops(variant)), growths, large, layers)
+    return unrolled if layers == large.layers else _unroll_loops(small, loops, growths, large, layers)
 
 
 def _window(small: Recording, large: Recording) -> range:
@@ -115,7 +115,7 @@ def _loops(recording: Recording) -> Iterator[list[Segment]]:
             if len(run) == recording.layers:
                 yield run
             else:
-                yield from ([one] for one in run)
+                yield from ([single] for single in run)
             run = []
         if segment is not None:
             run.append(segment)
@@ -139,9 +139,9 @@ def _growth(small: Event, large: Event) -> Any:
     return 0
 
 
-def _grown(event: Event, growth: Any, times: int) -> Event:
+def _grow(event: Event, growth: Any, times: int) -> Event:
     if isinstance(event, Compute):
-        flops, nbytes = (now + one * times for now, one in zip(event[1:3], growth, strict=True))
+        flops, nbytes = (number + change * times for number, change in zip(event[1:3], growth, strict=True))
         return event._replace(flops=flops, nbytes=nbytes)
     if isinstance(event, Allocate):
         event.memory.nbytes += growth * times
@@ -151,40 +151,40 @@ def _grown(event: Event, growth: Any, times: int) -> Event:
     return event
 
 
-def grown(small: Recording, large: Recording, times: int) -> Recording:
+def extrapolate(small: Recording, large: Recording, times: int) -> Recording:
     """Return `small` with its change to `large` applied `times` times, as for larger micro-batches.
 
     Raises:
         NotRegular: the two have different events.
     """
-    made: dict[int, tuple[Any, Any]] = {}  # memory and marks by those of `small`: the new ones, `large`'s
+    copies: dict[int, tuple[Any, Any]] = {}  # memory and marks by those of `small`: the new ones, `large`'s
     segments = []
-    for mine, theirs in zip(small.segments, large.segments, strict=False):
-        if mine.place != theirs.place or len(mine.events) != len(theirs.events):
-            raise NotRegular(f"{mine.place}: something else")
-        segments.append(Segment(mine.place))
-        for event, other in zip(mine.events, theirs.events, strict=True):
+    for segment, larger in zip(small.segments, large.segments, strict=False):
+        if segment.place != larger.place or len(segment.events) != len(larger.events):
+            raise NotRegular(f"{segment.place}: something else")
+        segments.append(Segment(segment.place))
+        for event, other in zip(segment.events, larger.events, strict=True):
             new: Any = event
             if type(event) is not type(other):
-                raise NotRegular(f"{mine.place}: {event} is {other}")
+                raise NotRegular(f"{segment.place}: {event} is {other}")
             if isinstance(event, (Allocate, Record)):
                 old: Any = event[0]
                 fresh: Any = replace(old)
-                made[id(old)] = (fresh, other[0])
+                copies[id(old)] = (fresh, other[0])
                 new = type(event)(fresh, *event[1:])
             elif isinstance(event, (Free, Wait)):
-                if any(made[id(a)][1] is not b for a, b in zip(event, other, strict=True) if _is_made(a)):
-                    raise NotRegular(f"{mine.place}: frees or waits for something else")
-                of: list[Any] = [made[id(one)][0] if _is_made(one) else one for one in event]
-                new = type(event)(*of)
+                if any(copies[id(a)][1] is not b for a, b in zip(event, other, strict=True) if _is_born(a)):
+                    raise NotRegular(f"{segment.place}: frees or waits for something else")
+                values: list[Any] = [copies[id(item)][0] if _is_born(item) else item for item in event]
+                new = type(event)(*values)
             growth = _growth(event, other)
-            segments[-1].events.append(_grown(new, growth, times) if growth else new)
+            segments[-1].events.append(_grow(new, growth, times) if growth else new)
     if len(small.segments) != len(large.segments):
         raise NotRegular(f"{len(small.segments)} segments are {len(large.segments)}")
     return replace(small, segments=segments)
 
 
-def _unrolled(
+def _unroll_loops(
     small: Recording, loops: list[list[Segment]], growths: dict[int, list[Any]], large: Recording, layers: int
 ) -> Recording:
     window = _window(small, large)
@@ -199,14 +199,14 @@ def _unrolled(
         ordered = sorted(loop, key=lambda segment: segment.place.layer or 0)
         copies = list(zip(ordered[: window.stop], range(window.stop), strict=True))
         copies += [(ordered[i], i + n * len(window)) for n in range(1, times + 1) for i in window]
-        copies += [(ordered[i], i + copier.more) for i in range(window.stop, small.layers)]
+        copies += [(ordered[i], i + copier.added) for i in range(window.stop, small.layers)]
         if loop[0] is not ordered[0]:
             copies.reverse()
         segments += [copier.copy(segment, number, layer) for segment, layer in copies]
     parameters = small.parameters + times * (large.parameters - small.parameters)
-    each = small.gathered_parameters
-    each = each[: window.stop] + each[window.start : window.stop] * times + each[window.stop :]
-    return replace(small, layers=layers, segments=segments, parameters=parameters, gathered_parameters=each)
+    sizes = small.gathered_parameters
+    sizes = sizes[: window.stop] + sizes[window.start : window.stop] * times + sizes[window.stop :]
+    return replace(small, layers=layers, segments=segments, parameters=parameters, gathered_parameters=sizes)
 
 
 def _births(loops: list[list[Segment]]) -> dict[int, Birth]:
@@ -214,8 +214,8 @@ def _births(loops: list[list[Segment]]) -> dict[int, Birth]:
     for number, loop in enumerate(loops):
         for segment in loop:
             for kind in (Allocate, Record):
-                new = [event for event in segment.events if isinstance(event, kind)]
-                births |= {id(one[0]): (number, segment.place.layer, kind, i) for i, one in enumerate(new)}
+                new = [e for e in segment.events if isinstance(e, kind)]
+                births |= {id(e[0]): (number, segment.place.layer, kind, i) for i, e in enumerate(new)}
     return births
 
 
@@ -226,8 +226,8 @@ class _Copier:
         self, window: range, times: int, births: dict[int, Birth], growths: dict[int, list[Any]]
     ) -> None:
         self.window, self.times, self.births, self.growths = window, times, births, growths
-        self.more = times * len(window)
-        self.made: dict[Birth, Any] = {}
+        self.added = times * len(window)
+        self.copies: dict[Birth, Any] = {}
 
     def copy_single(self, segment: Segment, number: int) -> Segment:
         layer = segment.place.layer
@@ -235,23 +235,23 @@ class _Copier:
 
     def _shift(self, layer: int) -> int:
         """Return the shift of a block as seen from around the blocks: the first stay, the last move."""
-        return self.more if layer >= self.window.stop else 0
+        return self.added if layer >= self.window.stop else 0
 
-    def _copied(self, value: Any, moved: int | None, segment: Segment) -> Any:
+    def _copy_value(self, value: Any, offset: int | None, segment: Segment) -> Any:
         """Return the deeper model's memory or mark for `value`; anything else unchanged."""
-        if not _is_made(value):
+        if not _is_born(value):
             return value
-        loop, where, kind, nth = self.births[id(value)]
-        if where is not None:
-            where += self._shift(where) if moved is None else moved
-        if (loop, where, kind, nth) not in self.made:
+        loop, layer, kind, nth = self.births[id(value)]
+        if layer is not None:
+            layer += self._shift(layer) if offset is None else offset
+        if (loop, layer, kind, nth) not in self.copies:
             raise NotRegular(f"{segment.place}: something is used before it is made")
-        return self.made[loop, where, kind, nth]
+        return self.copies[loop, layer, kind, nth]
 
     def copy(self, segment: Segment, number: int, layer: int | None) -> Segment:
         """Return `segment` as that of block `layer` of the deeper model, with all distances unchanged."""
-        was = segment.place.layer
-        moved = None if layer is None or was is None else layer - was
+        old_layer = segment.place.layer
+        offset = None if layer is None or old_layer is None else layer - old_layer
         counts = {Allocate: itertools.count(), Record: itertools.count()}
         events: list[Event] = []
         for event in segment.events:
@@ -261,22 +261,22 @@ class _Copier:
                 new: Any = Mark(layer)
                 if kind is Allocate:
                     new = Memory(old.nbytes, old.stream, old.category)
-                self.made[number, layer, kind, next(counts[kind])] = new
+                self.copies[number, layer, kind, next(counts[kind])] = new
                 events.append(type(event)(new, *event[1:]))
             elif isinstance(event, (Free, Wait)):
-                of: list[Any] = [self._copied(one, moved, segment) for one in event]
-                events.append(type(event)(*of))
+                values: list[Any] = [self._copy_value(value, offset, segment) for value in event]
+                events.append(type(event)(*values))
             elif isinstance(event, Send) and isinstance(event.group, int):
-                shift = self._shift(event.group) if moved is None else moved
+                shift = self._shift(event.group) if offset is None else offset
                 events.append(event._replace(group=event.group + shift))
             else:
                 events.append(event)
         growths = self.growths[id(segment)]
-        events = [_grown(e, by, self.times) if by else e for e, by in zip(events, growths, strict=True)]
+        events = [_grow(e, g, self.times) if g else e for e, g in zip(events, growths, strict=True)]
         return Segment(segment.place._replace(layer=layer), events)
 
 
-def _is_made(value: Any) -> bool:
+def _is_born(value: Any) -> bool:
     return isinstance(value, (Memory, Mark))
 
 
@@ -287,8 +287,8 @@ def _words(recording: Recording) -> Iterator[Any]:
         for event in segment.events:
             if isinstance(event, (Allocate, Record)):
                 numbers[id(event[0])] = len(numbers)
-            told = (numbers[id(one)] if _is_made(one) else one for one in event)
-            words: list[Any] = [segment.place, type(event).__name__, *told]
+            values = (numbers[id(value)] if _is_born(value) else value for value in event)
+            words: list[Any] = [segment.place, type(event).__name__, *values]
             if isinstance(event, Allocate):
                 words += [event.memory.nbytes, event.memory.category, event.memory.stream]
             yield words

@@ -87,14 +87,14 @@ class _Watcher:
         return result
 
     def pre_backward(
-        self, original: Method, state: FSDPState, ending: Sequence[tuple[FSDPState, Any]], grad: Any
+        self, original: Method, state: FSDPState, ended: Sequence[tuple[FSDPState, Any]], grad: Any
     ) -> Any:
-        for one, _ in ending:  # still in its own block
-            one.post_backward()
+        for other, _ in ended:  # still in its own block
+            other.post_backward()
         recorder, layer = self.recorder, self.layer(state)
         # If a root returns its last block's output, this is the block's backward.
-        of_last = layer is None and bool(state.below) and recorder.place.layer == recorder.last
-        if not of_last and (layer is not None or recorder.place.layer is not None):
+        is_last_output = layer is None and bool(state.below) and recorder.place.layer == recorder.last
+        if not is_last_output and (layer is not None or recorder.place.layer is not None):
             recorder.go(layer=layer, after=False)
         return original(state, (), grad)
 
@@ -118,9 +118,9 @@ class _Watcher:
         """Make state that counts for its parameter's block."""
         layer = self.recorder.owner_of([_compat.local_of(param)])
         self.recorder.by_layer(layer)
-        made = original(param, **options)
+        state = original(param, **options)
         self.recorder.by_layer(layer)
-        return made
+        return state
 
     def unshard(self, original: Method, group: ParamGroup, **kwargs: Any) -> None:
         self.recorder.group = self.names.get(id(group), group.name)
@@ -154,17 +154,17 @@ class Stream:
 @contextmanager
 def hearing(recorder: Recorder, streams: bool) -> Iterator[dict[str, Stream]]:
     """Tell `recorder` of collectives and, with `streams`, of stand-in streams, which are yielded by name."""
-    made = {name: Stream(name, recorder) for name in (COMPUTATION, *STREAMS)}
+    stand_ins = {name: Stream(name, recorder) for name in (COMPUTATION, *STREAMS)}
     with ExitStack() as stack:
-        stack.enter_context(listening(recorder.heard))
+        stack.enter_context(listening(recorder.record_collective))
         stack.enter_context(_compat.shapes_of_dtensors_unseen(recorder))
         if streams:
-            create = staticmethod(lambda device: CommStreams(*(made[name] for name in STREAMS)))  # type: ignore
+            create = staticmethod(lambda device: CommStreams(*(stand_ins[name] for name in STREAMS)))  # type: ignore
             stack.enter_context(mock.patch.object(CommStreams, "create", create))
-            current: Any = lambda device=None: made[recorder.streams[-1]]  # noqa: E731
+            current: Any = lambda device=None: stand_ins[recorder.streams[-1]]  # noqa: E731
             stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", current))
             stack.enter_context(mock.patch.object(seen, "computing", None))  # put back when this ends
             stack.enter_context(mock.patch.dict(adamw8bit.ELEMENTS_AT_ONCE))
             del adamw8bit.ELEMENTS_AT_ONCE["cpu"]
             stack.enter_context(mock.patch.object(norm, "PART", 1 << 62))  # in parts on CPUs alone
-        yield made
+        yield stand_ins

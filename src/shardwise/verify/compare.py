@@ -197,8 +197,8 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _not_finite(found: int, expected: int) -> str:
     sides = [
-        f"{count} non-finite value{'s' if count > 1 else ''} {where}"
-        for count, where in ((found, "on the ranks"), (expected, "in the reference"))
+        f"{count} non-finite value{'s' if count > 1 else ''} {side}"
+        for count, side in ((found, "on the ranks"), (expected, "in the reference"))
         if count
     ]
     return " and ".join(sides)

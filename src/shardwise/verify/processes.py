@@ -102,11 +102,11 @@ def run_ranks(
 
 def _start(job: _Job, label: str) -> _Child:
     context = _context()
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_main, args=(job, theirs), daemon=True)  # type: ignore[attr-defined]
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_main, args=(job, sender), daemon=True)  # type: ignore[attr-defined]
     process.start()
-    theirs.close()
-    return _Child(job, label, process, ours)
+    sender.close()
+    return _Child(job, label, process, receiver)
 
 
 def _context() -> mp.context.BaseContext:
@@ -172,12 +172,12 @@ def _one_line(error: BaseException) -> str:
 def _listen(children: list[_Child], timeout: float) -> None:
     """Receive reports until all are done, one failed and its grace period is over, or none makes progress."""
     deadline = time.monotonic() + timeout
-    ending = math.inf
+    grace_end = math.inf
     while open_children := [child for child in children if not child.done and child.failure is None]:
-        remaining = min(deadline, ending) - time.monotonic()
+        remaining = min(deadline, grace_end) - time.monotonic()
         ready = wait([child.pipe for child in open_children], max(remaining, 0.0))
         if not ready:
-            if ending == math.inf:
+            if grace_end == math.inf:
                 _record_hang(open_children, timeout)
             return
         deadline = time.monotonic() + timeout
@@ -185,7 +185,7 @@ def _listen(children: list[_Child], timeout: float) -> None:
             if child.pipe in ready:
                 _take(child)
             if child.failure is not None:
-                ending = min(ending, time.monotonic() + GRACE_S)
+                grace_end = min(grace_end, time.monotonic() + GRACE_S)
 
 
 def _take(child: _Child) -> None:
@@ -199,8 +199,8 @@ def _take(child: _Child) -> None:
     if report[0] == "done":
         child.done, child.value = True, report[1]
     elif report[0] == "failed":
-        _, when, message, trace = report
-        child.failure = (when, f"{child.label}: {message}", trace)
+        _, moment, message, trace = report
+        child.failure = (moment, f"{child.label}: {message}", trace)
 
 
 def _death(exitcode: int | None) -> str:
@@ -225,8 +225,8 @@ def _raise_failure(children: list[_Child]) -> None:
     failed = [(*child.failure, child.job) for child in children if child.failure is not None]
     if failed:
         _, message, trace, job = min(failed, key=itemgetter(0))
-        shown = "" if trace is None else trace or _tail(job.log)
-        raise RankError(message, rank=job.rank, traceback=shown)
+        output = "" if trace is None else trace or _tail(job.log)
+        raise RankError(message, rank=job.rank, traceback=output)
 
 
 def _tail(log: Path) -> str:

@@ -62,9 +62,9 @@ def read_step(folder: str, step: int) -> dict[str, Any]:
     return loaded
 
 
-def named(module: nn.Module) -> tuple[Parameters, dict[str, str]]:
+def parameters_by_name(module: nn.Module) -> tuple[Parameters, dict[str, str]]:
     """Return parameters by name, each once, and {other name: first name} for tied ones."""
-    first: Parameters = {}
+    parameters: Parameters = {}
     tied: dict[str, str] = {}
     names: dict[int, str] = {}
     for raw, parameter in module.named_parameters(remove_duplicate=False):
@@ -73,8 +73,8 @@ def named(module: nn.Module) -> tuple[Parameters, dict[str, str]]:
             tied[name] = names[id(parameter)]
         else:
             names[id(parameter)] = name
-            first[name] = parameter
-    return first, tied
+            parameters[name] = parameter
+    return parameters, tied
 
 
 def take_batch(case: Case, step: int) -> tuple[torch.Tensor, ...]:
@@ -93,11 +93,11 @@ def take_batch(case: Case, step: int) -> tuple[torch.Tensor, ...]:
     return batch
 
 
-def _kind(found: object) -> str:
+def _kind(value: object) -> str:
     """Describe a tensor by its shape, a number by its value, anything else by its type."""
-    if isinstance(found, torch.Tensor):
-        return f"a tensor of shape {tuple(found.shape)}"
-    return repr(found) if isinstance(found, (int, float)) else f"of type {type(found).__name__}"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return repr(value) if isinstance(value, (int, float)) else f"of type {type(value).__name__}"
 
 
 def take_loss(case: Case, module: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -122,7 +122,7 @@ def run_reference(alive: Callable[[], None], plan: Plan) -> Tolerance:
     torch.manual_seed(plan.seed)
     case = load_case(plan.spec)
     module = case.build()
-    parameters, tied = named(module)
+    parameters, tied = parameters_by_name(module)
     if not parameters:
         raise CaseError("build() returned a module without parameters; there is nothing to compare.")
     optimizer = case.optimizer(module)
@@ -146,15 +146,15 @@ def run_reference(alive: Callable[[], None], plan: Plan) -> Tolerance:
                 f"{plan.spec}: all gradients of the first step are zero in the unsharded run, so any sharded"
                 " run would match it. Return a loss that depends on the parameters"
             )
-        kept = {name: gradient.clone() for name, gradient in gradients.items()}  # step() may change them
+        saved = {name: gradient.clone() for name, gradient in gradients.items()}  # step() may change them
         optimizer.step()
         after = _copies(parameters)
         for name, value in slack.items():
             allowed = tolerance.at(step) * gradient_scales.get(name, 0.0)
-            value += optimizer_slack(before[name], after[name], kept.get(name), allowed_gradient=allowed)
+            value += optimizer_slack(before[name], after[name], saved.get(name), allowed_gradient=allowed)
         record = {
             "loss": float(loss.detach()),
-            "gradients": kept,
+            "gradients": saved,
             "gradient_scales": gradient_scales,
             "parameters": after,
             "parameter_scales": _scales(after),
@@ -171,9 +171,9 @@ def _tolerance(
 ) -> Tolerance:
     if plan.tolerance is not None:
         return fixed_tolerance(plan.tolerance)
-    found = coarsest([p.dtype for p in parameters.values()] + [g.dtype for g in gradients.values()])
+    dtype = coarsest([p.dtype for p in parameters.values()] + [g.dtype for g in gradients.values()])
     terms = max(entry.numel() for entry in batch)
-    return derived_tolerance(plan.dtype or found, terms=terms, layers=len(parameters))
+    return derived_tolerance(plan.dtype or dtype, terms=terms, layers=len(parameters))
 
 
 def _copies(parameters: Parameters) -> dict[str, torch.Tensor]:

@@ -50,8 +50,8 @@ class VerifyResult:
 
     def largest(self, kind: Kind, step: int) -> tuple[float, float]:
         """Return the largest (absolute, relative) difference of a kind in a step, over all its tensors."""
-        found = [d for d in self.differences if d.kind == kind and d.step == step]
-        return max((d.absolute for d in found), default=0.0), max((d.relative for d in found), default=0.0)
+        diffs = [d for d in self.differences if d.kind == kind and d.step == step]
+        return max((d.absolute for d in diffs), default=0.0), max((d.relative for d in diffs), default=0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; numbers that are not finite become the strings "inf" and "nan"."""
@@ -79,10 +79,10 @@ class _Result(Protocol):
 
 def write_json(path: str | Path, results: Sequence[_Result]) -> None:
     """Write a result's `to_dict()` as JSON; several results become a list under the worst verdict."""
-    parts = [result.to_dict() for result in sorted(results, key=lambda result: result.ok)]
-    content = parts[0]
+    entries = [result.to_dict() for result in sorted(results, key=lambda result: result.ok)]
+    content = entries[0]
     if len(results) > 1:
-        content = {"verdict": parts[0]["verdict"], "results": [result.to_dict() for result in results]}
+        content = {"verdict": entries[0]["verdict"], "results": [result.to_dict() for result in results]}
     Path(path).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
@@ -134,15 +134,15 @@ def verdict(result: VerifyResult) -> str:
 
 def describe(difference: Difference) -> str:
     """Describe a difference and its place in one line."""
-    what = "the loss" if difference.kind == "loss" else f"the {difference.kind} {difference.name}"
+    subject = "the loss" if difference.kind == "loss" else f"the {difference.kind} {difference.name}"
     if difference.kind == "gradient":
-        what = f"the gradient of {difference.name}"
-    where = "before the first step" if difference.step == START else f"step {difference.step}"
+        subject = f"the gradient of {difference.name}"
+    moment = "before the first step" if difference.step == START else f"step {difference.step}"
     on = f" (rank {difference.rank})" if difference.rank else ""
     if difference.problem:
-        return f"{where}: {what}{on}: {difference.problem}"
+        return f"{moment}: {subject}{on}: {difference.problem}"
     return (
-        f"{where}: {what}{on} differs by {difference.absolute:.3g} ({difference.relative:.3g} times its"
+        f"{moment}: {subject}{on} differs by {difference.absolute:.3g} ({difference.relative:.3g} times its"
         f" scale, {difference.used:.3g} times the allowed difference)"
     )
 

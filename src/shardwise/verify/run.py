@@ -53,33 +53,33 @@ def verify(
     _check_arguments(case_spec, ranks=ranks, steps=steps, replicas=replicas)
     if tolerance is not None:
         fixed_tolerance(tolerance)
-    asked: dict[str, Any] = {"spec": case_spec, "ranks": ranks, "replicas": replicas}
-    asked |= {"steps": steps, "seed": seed, "layout": layout, "mesh": mesh}
+    arguments: dict[str, Any] = {"spec": case_spec, "ranks": ranks, "replicas": replicas}
+    arguments |= {"steps": steps, "seed": seed, "layout": layout, "mesh": mesh}
     with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
-        plan = Plan(**asked, folder=folder, tolerance=tolerance, dtype=dtype)
+        plan = Plan(**arguments, folder=folder, tolerance=tolerance, dtype=dtype)
         try:
-            [used] = run_ranks(run_reference, plan, world_size=1, timeout=timeout, name="reference")
-            differences, *_ = run_ranks(run_sharded, plan, used, world_size=ranks, timeout=timeout)
+            [derived] = run_ranks(run_reference, plan, world_size=1, timeout=timeout, name="reference")
+            differences, *_ = run_ranks(run_sharded, plan, derived, world_size=ranks, timeout=timeout)
         except RankError as failure:
             raise CaseError(f"{case_spec} could not be run: {failure}", traceback=failure.traceback) from None
-        found = VerifyResult(**asked, tolerance=used, differences=tuple(differences))
-        return found if found.ok else replace(found, alone=_alone(plan, used, timeout))
+        result = VerifyResult(**arguments, tolerance=derived, differences=tuple(differences))
+        return result if result.ok else replace(result, alone=_run_dimensions(plan, derived, timeout))
 
 
-def _alone(plan: Plan, tolerance: Tolerance, timeout: float) -> dict[str, str]:
+def _run_dimensions(plan: Plan, tolerance: Tolerance, timeout: float) -> dict[str, str]:
     """Train on each mesh dimension alone; return its first difference beyond tolerance, or ""."""
     sizes = Dimensions(plan.mesh).sizes if plan.mesh else {}
-    found = {}
+    results = {}
     for name, size in sizes.items():
         if 1 < size < plan.ranks:
-            one = replace(plan, mesh=f"{name}{size}", ranks=size)
+            subplan = replace(plan, mesh=f"{name}{size}", ranks=size)
             try:
-                differences, *_ = run_ranks(run_sharded, one, tolerance, world_size=size, timeout=timeout)
+                differences, *_ = run_ranks(run_sharded, subplan, tolerance, world_size=size, timeout=timeout)
                 first = first_beyond(differences)
-                found[f"{name}{size}"] = describe(first) if first else ""
+                results[f"{name}{size}"] = describe(first) if first else ""
             except RankError as failure:
-                found[f"{name}{size}"] = f"could not be run: {failure}"
-    return found
+                results[f"{name}{size}"] = f"could not be run: {failure}"
+    return results
 
 
 def _ranks_of(mesh: str, replicas: int) -> int:

@@ -22,7 +22,7 @@ from shardwise.dimensions import Dimensions, share_of_batch
 
 from .case import apply_shard, load_case, local_batch
 from .compare import START, Difference, Kind, Tolerance, compare_losses, compare_tensors, merge_ranks
-from .reference import Parameters, Plan, named, read_step, take_batch, take_gradients
+from .reference import Parameters, Plan, parameters_by_name, read_step, take_batch, take_gradients
 
 ABSENT, EMPTY, PRESENT = 0, 1, 2  # no such parameter; parameter without this tensor; with it
 DESCRIBED = {ABSENT: "no such parameter", EMPTY: "none", PRESENT: "present"}
@@ -37,7 +37,7 @@ def run_sharded(alive: Callable[[], None], plan: Plan, tolerance: Tolerance) -> 
     case = load_case(plan.spec)
     mesh = Dimensions(plan.mesh).mesh("cpu") if plan.mesh else mesh_of("cpu", plan.ranks, plan.replicas)
     module = apply_shard(case, case.build(), mesh, layout=plan.layout)
-    parameters, tied = named(module)
+    parameters, tied = parameters_by_name(module)
     optimizer = case.optimizer(module)
     start = read_step(plan.folder, START)
     shards = [name for name in mesh.mesh_dim_names or () if name in ("shard", "dp", "sp", "ep")]
@@ -54,8 +54,8 @@ def run_sharded(alive: Callable[[], None], plan: Plan, tolerance: Tolerance) -> 
         optimizer.zero_grad()
         loss = take_gradients(case, module, batch)
         expected = read_step(plan.folder, step)
-        found = _mean_over_ranks(loss)
-        differences.append(compare_losses(found, expected["loss"], step=step, tolerance=tolerance.at(step)))
+        mean = _mean_over_ranks(loss)
+        differences.append(compare_losses(mean, expected["loss"], step=step, tolerance=tolerance.at(step)))
         differences += compare("gradient", step, expected)
         optimizer.step()
         differences += compare("parameter", step, expected)
@@ -69,8 +69,8 @@ def mesh_of(device: str, ranks: int, replicas: int) -> DeviceMesh:
 
 
 def _mean_over_ranks(loss: torch.Tensor | None) -> float:
-    held = (0.0, 0.0) if loss is None else (float(loss.detach()), 1.0)
-    total = torch.tensor(held, dtype=torch.float64)
+    pair = (0.0, 0.0) if loss is None else (float(loss.detach()), 1.0)
+    total = torch.tensor(pair, dtype=torch.float64)
     dist.all_reduce(total)
     return float(total[0] / total[1])
 
@@ -95,15 +95,15 @@ class _Comparison:
     def __call__(self, kind: Kind, step: int, expected: dict[str, Any]) -> list[Difference]:
         """Compare all tensors of one kind. Collective; every rank passes the same `kind` and `step`."""
         start_names = list(expected["parameters"])
-        wanted, scales = expected[f"{kind}s"], expected[f"{kind}_scales"]
+        values, scales = expected[f"{kind}s"], expected[f"{kind}_scales"]
         slack = expected.get("slack", {}) if kind == "parameter" else {}
-        mine = [self._state(kind, name) for name in start_names]
-        by_rank = together(f"comparing the {kind}s", lambda: mine)
+        local_states = [self._state(kind, name) for name in start_names]
+        by_rank = together(f"comparing the {kind}s", lambda: local_states)
         differences: list[Difference] = []
         for name, *states in zip(start_names, *by_rank, strict=True):
-            reference = PRESENT if name in wanted else EMPTY
-            held = _on_its_stages(states, self.stages)
-            if problem := _presence_problem(held, reference):
+            reference = PRESENT if name in values else EMPTY
+            states_by_rank = _on_its_stages(states, self.stages)
+            if problem := _presence_problem(states_by_rank, reference):
                 differences.append(Difference(kind, step, name, problem=problem))
                 continue
             if reference == EMPTY or name not in self.parameters:
@@ -111,12 +111,12 @@ class _Comparison:
             parameter = self.parameters[name]
             source: Any = parameter if kind == "parameter" else parameter.grad
             is_sharded = hasattr(source, "full_tensor")
-            whole = source.full_tensor() if is_sharded else source
+            full = source.full_tensor() if is_sharded else source
             if self.compares or not is_sharded:
                 at = Difference(kind, step, name, rank=dist.get_rank())
-                scale, tolerance, more = scales[name], self.tolerance.at(step), slack.get(name)
-                found = compare_tensors(whole, wanted[name], at, scale=scale, tolerance=tolerance, slack=more)
-                differences.append(found)
+                scale, tolerance, extra = scales[name], self.tolerance.at(step), slack.get(name)
+                diff = compare_tensors(full, values[name], at, scale=scale, tolerance=tolerance, slack=extra)
+                differences.append(diff)
         if step == START:
             differences += _name_problems(self.parameters, self.tied, start_names, expected["tied"])
         return _gather_differences(differences)
@@ -127,22 +127,22 @@ class _Comparison:
         return PRESENT if kind == "parameter" or self.parameters[name].grad is not None else EMPTY
 
 
-def _on_its_stages(held: list[int], stages: list[int]) -> dict[int, int]:
+def _on_its_stages(states: list[int], stages: list[int]) -> dict[int, int]:
     """Return states by rank, for the stages that have the parameter, or for all if none has it."""
-    having = {stage for stage, state in zip(stages, held, strict=True) if state != ABSENT} or set(stages)
-    return {rank: state for rank, state in enumerate(held) if stages[rank] in having}
+    having = {stage for stage, state in zip(stages, states, strict=True) if state != ABSENT} or set(stages)
+    return {rank: state for rank, state in enumerate(states) if stages[rank] in having}
 
 
-def _presence_problem(held: dict[int, int], reference: int) -> str:
+def _presence_problem(by_rank: dict[int, int], reference: int) -> str:
     """Describe how a tensor's states by rank differ from the reference's; "" if they do not."""
-    found = sorted(set(held.values()))
-    if found == [reference]:
+    distinct = sorted(set(by_rank.values()))
+    if distinct == [reference]:
         return ""
-    if len(found) == 1:
-        return f"{DESCRIBED[found[0]]} on the ranks, {DESCRIBED[reference]} in the reference"
+    if len(distinct) == 1:
+        return f"{DESCRIBED[distinct[0]]} on the ranks, {DESCRIBED[reference]} in the reference"
     states = [
-        f"{DESCRIBED[state]} on {named_ranks([rank for rank, each in held.items() if each == state])}"
-        for state in found
+        f"{DESCRIBED[state]} on {named_ranks([rank for rank, s in by_rank.items() if s == state])}"
+        for state in distinct
     ]
     return f"{'; '.join(states)}; {DESCRIBED[reference]} in the reference"
 
@@ -168,4 +168,4 @@ def _gather_differences(differences: list[Difference]) -> list[Difference]:
     by_rank = together("merging all ranks' findings", lambda: list(map(asdict, differences)))
     if dist.get_rank() != 0:
         return []
-    return merge_ranks([Difference(**fields) for fields in each] for each in by_rank)
+    return merge_ranks([Difference(**fields) for fields in entries] for entries in by_rank)

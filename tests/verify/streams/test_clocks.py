@@ -69,7 +69,7 @@ class World:
 
 def test_overlapping_accesses_race_unless_both_read_or_one_waits() -> None:
     world = World()
-    world.memory.allocate(100, 50, owner=1, made="")
+    world.memory.allocate(100, 50, owner=1, origin="")
     world.use(1, 100, 120, "write", writes=True)
     world.use(2, 120, 150, "beside it", writes=True)
     assert not world.races
@@ -82,7 +82,7 @@ def test_overlapping_accesses_race_unless_both_read_or_one_waits() -> None:
 
 def test_readers_do_not_race_and_a_writer_must_follow_all_of_them() -> None:
     world = World()
-    world.memory.allocate(0, 8, owner=1, made="")
+    world.memory.allocate(0, 8, owner=1, origin="")
     world.use(1, 0, 8, "first", writes=False)
     world.use(2, 0, 8, "second", writes=False)
     world.use(1, 0, 8, "write", writes=True)
@@ -91,12 +91,12 @@ def test_readers_do_not_race_and_a_writer_must_follow_all_of_them() -> None:
 
 def test_memory_is_given_out_again_at_worst_to_the_next_allocation_of_its_stream() -> None:
     world = World()
-    block = world.memory.allocate(0, 8, owner=1, made="")
+    block = world.memory.allocate(0, 8, owner=1, origin="")
     world.use(2, 0, 8, "still reads", writes=False)
     world.memory.free(block, world.lines[1].last)
-    world.memory.allocate(500, 8, owner=2, made="of the other stream")
+    world.memory.allocate(500, 8, owner=2, origin="of the other stream")
     world.use(2, 500, 508, "apart", writes=True)
-    world.memory.allocate(900, 8, owner=1, made="of the same stream")
+    world.memory.allocate(900, 8, owner=1, origin="of the same stream")
     assert not world.races
     world.use(1, 900, 908, "first write", writes=True)
     assert world.races == [("still reads", "first write", True)]
@@ -104,10 +104,10 @@ def test_memory_is_given_out_again_at_worst_to_the_next_allocation_of_its_stream
 
 def test_memory_may_be_freed_on_a_stream_that_waits_before_it_uses_it_again() -> None:
     world = World()
-    block = world.memory.allocate(0, 8, owner=1, made="")
+    block = world.memory.allocate(0, 8, owner=1, origin="")
     world.use(2, 0, 8, "still reads", writes=False)
     world.memory.free(block, world.lines[1].last)
-    world.memory.allocate(900, 8, owner=1, made="")
+    world.memory.allocate(900, 8, owner=1, origin="")
     world.wait(1, 2)
     world.use(1, 900, 908, "first write", writes=True)
     assert not world.races
@@ -115,21 +115,21 @@ def test_memory_may_be_freed_on_a_stream_that_waits_before_it_uses_it_again() ->
 
 def test_whoever_first_writes_new_memory_must_follow_the_stream_that_it_is_of() -> None:
     world = World()
-    block = world.memory.allocate(0, 8, owner=1, made="")
+    block = world.memory.allocate(0, 8, owner=1, origin="")
     world.use(1, 0, 8, "old", writes=True)
     world.memory.free(block, world.lines[1].last)
-    world.memory.allocate(0, 8, owner=1, made="")
+    world.memory.allocate(0, 8, owner=1, origin="")
     world.use(2, 0, 8, "new, elsewhere", writes=True)
     assert world.races == [("old", "new, elsewhere", True)]
 
 
 def test_a_stream_that_the_allocator_was_told_of_may_go_on() -> None:
     world = World()
-    block = world.memory.allocate(0, 8, owner=1, made="")
+    block = world.memory.allocate(0, 8, owner=1, origin="")
     world.use(2, 0, 8, "still reads", writes=False)
     block.guarded.add(2)
     world.memory.free(block, world.lines[1].last)
-    world.memory.allocate(0, 8, owner=1, made="")
+    world.memory.allocate(0, 8, owner=1, origin="")
     world.use(1, 0, 8, "first write", writes=True)
     assert not world.races
 

@@ -48,7 +48,7 @@ class Backward(Generic[S]):
     def __init__(
         self,
         roots: Sequence[Any],
-        asked: Sequence[Any],
+        requested: Sequence[Any],
         caller: S,
         stream_of: Callable[[int], S],
         record_stream: Callable[[Tensor, S], None],
@@ -56,10 +56,10 @@ class Backward(Generic[S]):
         self.caller = self.stream = caller
         self.parent = _compat.autograd_node()
         self._stream_of_number, self._record_stream = stream_of, record_stream
-        self._roots, self._asked = {id(node) for node in roots}, list(asked)
+        self._roots, self._requested = {id(node) for node in roots}, list(requested)
         self._began: Clock = dict(caller.line.clock)
         self._arrivals: dict[int, Clock] = {}  # of the gradients that a node receives
-        self._given: set[tuple[int, int]] = set()  # nodes and places that have a gradient already
+        self._received: set[tuple[int, int]] = set()  # nodes and places that have a gradient already
         # Nodes whose gradients the engine adds next, after the last node that ended.
         self._sums: deque[Any] = deque()
         self._running: Any = None
@@ -69,12 +69,12 @@ class Backward(Generic[S]):
         self._nodes = self._graph(roots)
 
     def _graph(self, roots: Sequence[Any]) -> dict[int, Any]:
-        found, ahead = {}, list(roots)
-        while ahead:
-            node = ahead.pop()
-            if id(node) in found:
+        nodes, pending = {}, list(roots)
+        while pending:
+            node = pending.pop()
+            if id(node) in nodes:
                 continue
-            found[id(node)] = node
+            nodes[id(node)] = node
             number = _compat.node_number(node)
             if not node.next_functions:
                 self._leaves[id(node)] = node
@@ -82,8 +82,8 @@ class Backward(Generic[S]):
                 if following is not None:
                     first = self._first_uses.get(id(following), number)
                     self._first_uses[id(following)] = min(first, number)
-                    ahead.append(following)
-        return found
+                    pending.append(following)
+        return nodes
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -113,7 +113,7 @@ class Backward(Generic[S]):
             self._begin(self._sums[0])
         return True
 
-    def issued(self) -> None:
+    def record_operation(self) -> None:
         """Record an issued operation; it belongs to the engine if the running node has ended."""
         if self._has_ended and self._sums:
             merge(self._arrivals.setdefault(id(self._sums.popleft()), {}), self.stream.line.clock)
@@ -137,15 +137,15 @@ class Backward(Generic[S]):
             merge(self._arrivals.setdefault(id(following), {}), self.stream.line.clock)
             if (consumer := self._stream_of(following)).line is not self.stream.line:
                 self._record_stream(gradient, consumer)
-            if (id(following), place) in self._given:
+            if (id(following), place) in self._received:
                 self._sums.append(following)
-            self._given.add((id(following), place))
+            self._received.add((id(following), place))
 
     def _finish(self) -> None:
         if self._is_over:
             return
         self._is_over = True
-        for node in (*self._leaves.values(), *self._asked):
+        for node in (*self._leaves.values(), *self._requested):
             line = self._stream_of(node).line
             merge(line.clock, self._arrivals.get(id(node), {}))
             merge(self.caller.line.clock, line.clock)

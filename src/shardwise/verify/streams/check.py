@@ -85,15 +85,15 @@ class Findings:
         streams = self.simulation.timeline.lines[1:]
         return sum(line.clock.get(line.number, 0) for line in streams)
 
-    def _report(self, earlier: Operation, later: Operation, block: Block, address: int, again: bool) -> None:
+    def _report(self, earlier: Operation, later: Operation, block: Block, address: int, reused: bool) -> None:
         """Record a race."""
-        if (key := (earlier.name, earlier.place, later.name, later.place, again)) not in self._known:
+        if (key := (earlier.name, earlier.place, later.name, later.place, reused)) not in self._known:
             self._known.add(key)
-            self.findings.append(Finding(earlier, later, self.name_of(block, address), again))
+            self.findings.append(Finding(earlier, later, self.name_of(block, address), reused))
 
     def name_of(self, block: Block, address: int) -> str:
         """Describe what lies at an address of a block."""
-        return name_at(address, self.models) or block.made
+        return name_at(address, self.models) or block.origin
 
 
 @contextmanager
@@ -115,9 +115,9 @@ def simulated(order: Order | None = None) -> Iterator[Findings]:
     if not isinstance(order, Order | None):
         raise TypeError(f"order must be an Order or None, got {order!r}; pass one such as Order.of(1)")
     _compat.register_device(_module)
-    found = Findings()
-    found.simulation = simulation = Simulation(found._report)
-    others = set(threading.enumerate())
+    findings = Findings()
+    findings.simulation = simulation = Simulation(findings._report)
+    threads_before = set(threading.enumerate())
     # This wraps autograd's engine permanently, so it must come before the temporary wrapper.
     watch_backward(live_states)
     with ExitStack() as stack:
@@ -128,18 +128,18 @@ def simulated(order: Order | None = None) -> Iterator[Findings]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(collectives.reporting_to(simulation))
         stack.enter_context(simulation.mode)
-        late = None if order is None else Late(simulation, order, found.differences)
+        late = None if order is None else Late(simulation, order, findings.differences)
         if late is not None:
             stack.enter_context(mock.patch.object(agreement.Order, "pause", late.pause))
-        yield found
+        yield findings
         end = time.monotonic() + _SECONDS
         for thread in threading.enumerate():
-            if thread not in others and not thread.daemon:  # a pool's thread never ends
+            if thread not in threads_before and not thread.daemon:  # a pool's thread never ends
                 thread.join(timeout=max(0.0, end - time.monotonic()))
         if simulation.refused is not None:
             raise simulation.refused
         if late is not None:
-            late.finish(found.name_of)
+            late.finish(findings.name_of)
 
 
 def _patches(simulation: Simulation) -> list[Any]:
@@ -161,36 +161,36 @@ def _patches(simulation: Simulation) -> list[Any]:
     def to_indexed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         return to(tensor, *map(_indexed, args), **{key: _indexed(value) for key, value in kwargs.items()})
 
-    def load_there(file: Any, map_location: Any = None, *args: Any, **how: Any) -> Any:
-        if isinstance(map_location, dict) and any(map(_is_there, map_location.values())):
+    def load_simulated(file: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
+        if isinstance(map_location, dict) and any(map(_is_simulated, map_location.values())):
             raise simulation.refuse(
                 f"map_location={map_location!r}: a dict cannot map to the simulated device. Pass the device"
                 " itself, or load to the CPU and move tensors afterwards"
             )
-        there = _is_there(map_location)
-        loaded = load(file, "cpu" if there else map_location, *args, **how)
-        return _moved(loaded, {}) if there else loaded
+        is_simulated = _is_simulated(map_location)
+        loaded = load(file, "cpu" if is_simulated else map_location, *args, **options)
+        return _move(loaded, {}) if is_simulated else loaded
 
-    def refuse_replicas(self: DistributedDataParallel, module: nn.Module, *args: Any, **how: Any) -> None:
+    def refuse_replicas(self: DistributedDataParallel, module: nn.Module, *args: Any, **options: Any) -> None:
         if any(isinstance(_compat.local_of(param), SimTensor) for param in module.parameters()):
             raise simulation.refuse(
                 "cannot simulate DistributedDataParallel (or replicate, which creates one) of a"
                 f" {type(module).__name__}: it waits in C++, where the simulation cannot see it. Use"
                 ' shardwise.fully_shard(model, layout="contiguous", strategy="ddp") instead'
             )
-        replicate(self, module, *args, **how)
+        replicate(self, module, *args, **options)
 
-    def named(device: torch.device) -> CommStreams | None:
-        made = create(device)
-        for each in ("copy_in", "all_gather", "reduce_scatter", "all_reduce") if made is not None else ():
-            stream: Any = getattr(made, each)
-            stream.call(f"the {each.replace('_', '-')} stream")
-        return made
+    def named_streams(device: torch.device) -> CommStreams | None:
+        streams = create(device)
+        for name in ("copy_in", "all_gather", "reduce_scatter", "all_reduce") if streams is not None else ():
+            stream: Any = getattr(streams, name)
+            stream.call(f"the {name.replace('_', '-')} stream")
+        return streams
 
     reads = ("numpy", "tolist", "__repr__", "__reduce_ex__")
-    replaced: dict[Any, dict[str, Any]] = {
+    fakes: dict[Any, dict[str, Any]] = {
         Tensor: {
-            **{each: simulation.read_by(each, getattr(Tensor, each)) for each in reads},
+            **{name: simulation.wrap_read(name, getattr(Tensor, name)) for name in reads},
             "to": to_indexed,
             "pin_memory": lambda tensor, device=None: simulation.pin(tensor),
             "is_pinned": lambda tensor, device=None: simulation.is_pinned(tensor),
@@ -202,7 +202,7 @@ def _patches(simulation: Simulation) -> list[Any]:
         torch: {
             "Stream": Stream,
             "Event": Event,
-            "load": load_there,
+            "load": load_simulated,
             "Generator": _Generator,
             # None means the only accelerator.
             "get_device_module": lambda device=None: module_of(NAME if device is None else device),
@@ -217,17 +217,17 @@ def _patches(simulation: Simulation) -> list[Any]:
             **{name: answer for name, answer in _COMMON.items() if hasattr(torch.accelerator, name)},
         },
         torch.autograd: {engine: simulation.timeline.backward(getattr(torch.autograd, engine))},
-        CommStreams: {"create": staticmethod(named)},
+        CommStreams: {"create": staticmethod(named_streams)},
     }
-    made = [mock.patch.object(of, name, new) for of, names in replaced.items() for name, new in names.items()]
-    return [*made, _compat.shapes_of_dtensors_unseen(simulation)]
+    patches = [mock.patch.object(obj, name, new) for obj, fake in fakes.items() for name, new in fake.items()]
+    return [*patches, _compat.shapes_of_dtensors_unseen(simulation)]
 
 
-def _is_there(device: Any) -> bool:
+def _is_simulated(device: Any) -> bool:
     return isinstance(device, (str, torch.device)) and torch.device(device).type == NAME
 
 
-def _moved(value: Any, moved: dict[Any, Tensor]) -> Any:
+def _move(value: Any, moved: dict[Any, Tensor]) -> Any:
     """Move loaded values to the device; tensors of one storage share one there, recorded in `moved`."""
     if isinstance(value, nn.Module):
         return value.to(NAME)
@@ -237,16 +237,16 @@ def _moved(value: Any, moved: dict[Any, Tensor]) -> Any:
             key = storage.data_ptr(), value.dtype
             if key not in moved:
                 moved[key] = torch.empty(0, dtype=value.dtype).set_(storage).to(NAME)
-            made = moved[key].as_strided(value.shape, value.stride(), int(value.storage_offset()))
-            made = nn.Parameter(made) if isinstance(value, nn.Parameter) else made
-            moved[id(value)] = made.requires_grad_(value.requires_grad)
+            tensor = moved[key].as_strided(value.shape, value.stride(), int(value.storage_offset()))
+            tensor = nn.Parameter(tensor) if isinstance(value, nn.Parameter) else tensor
+            moved[id(value)] = tensor.requires_grad_(value.requires_grad)
         return moved[id(value)]
     if isinstance(value, dict):  # in place: a state dict has attributes too
-        value.update({key: _moved(item, moved) for key, item in value.items()})
+        value.update({key: _move(item, moved) for key, item in value.items()})
     if isinstance(value, list):
-        value[:] = [_moved(item, moved) for item in value]
+        value[:] = [_move(item, moved) for item in value]
     if isinstance(value, tuple):
-        items = [_moved(item, moved) for item in value]
+        items = [_move(item, moved) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
@@ -262,18 +262,18 @@ class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
 class _Generator(torch.Generator, metaclass=_AnyGenerator):
     """Stand-in for `torch.Generator` that draws the device's random numbers on the CPU."""
 
-    _named: torch.device
+    _device: torch.device
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return self._named
+        return self._device
 
     def __new__(cls, device: Any = "cpu") -> _Generator:
-        wanted = torch.device(device)
+        device = torch.device(device)
         make: Any = super().__new__
-        made: _Generator = make(cls, "cpu" if wanted.type == NAME else wanted)
-        made._named = wanted
-        return made
+        generator: _Generator = make(cls, "cpu" if device.type == NAME else device)
+        generator._device = device
+        return generator
 
 
 def _indexed(value: Any) -> Any:
@@ -328,7 +328,7 @@ def name_at(address: int, models: list[nn.Module]) -> str:
     Args:
         models: models whose parameters are reported by name.
     """
-    for words, tensor in _named(models):
+    for words, tensor in _named_tensors(models):
         local = _compat.local_of(tensor)
         if isinstance(local, SimTensor):
             low, high = span(local)
@@ -337,7 +337,7 @@ def name_at(address: int, models: list[nn.Module]) -> str:
     return ""
 
 
-def _named(models: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(models: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for model in models:
         for name, param in model.named_parameters():
             yield f"parameter '{name}'", param
@@ -345,12 +345,12 @@ def _named(models: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
                 yield f"the gradient of '{name}'", param.grad
     for state in live_states():
         for group in state.groups:
-            whose = group.title
-            for one in group.params:
-                yield f"parameter '{one.name}'", one.local
-                if one.sharded.grad is not None:
-                    yield f"the gradient of '{one.name}'", one.sharded.grad
-                if one.unsharded is not None and one.unsharded.grad is not None:
-                    yield f"the unsharded gradient of '{one.name}'", one.unsharded.grad
-            yield from ((f"the shard of {whose}", shard) for shard in group.shards)
-            yield from ((f"the gathered memory of {whose}", buffer.full) for buffer in group.buffers)
+            title = group.title
+            for member in group.params:
+                yield f"parameter '{member.name}'", member.local
+                if member.sharded.grad is not None:
+                    yield f"the gradient of '{member.name}'", member.sharded.grad
+                if member.unsharded is not None and member.unsharded.grad is not None:
+                    yield f"the unsharded gradient of '{member.name}'", member.unsharded.grad
+            yield from ((f"the shard of {title}", shard) for shard in group.shards)
+            yield from ((f"the gathered memory of {title}", buffer.full) for buffer in group.buffers)

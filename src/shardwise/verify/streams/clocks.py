@@ -32,11 +32,11 @@ class Operation:
         return f"{self.name} on {self.stream} ({self.place})"
 
 
-def merge(into: Clock, other: Clock) -> None:
-    """Update `into` to come after everything that `other` comes after."""
-    for line, tick in other.items():
-        if into.get(line, 0) < tick:
-            into[line] = tick
+def merge(target: Clock, source: Clock) -> None:
+    """Update `target` to come after everything that `source` comes after."""
+    for line, tick in source.items():
+        if target.get(line, 0) < tick:
+            target[line] = tick
 
 
 def comes_after(clock: Clock, operation: Operation) -> bool:
@@ -46,12 +46,12 @@ def comes_after(clock: Clock, operation: Operation) -> bool:
 
 def latest(operations: Iterable[Operation]) -> dict[int, Operation]:
     """Return the last operation of each line."""
-    found: dict[int, Operation] = {}
+    result: dict[int, Operation] = {}
     for operation in operations:
-        known = found.get(operation.line)
-        if known is None or known.tick < operation.tick:
-            found[operation.line] = operation
-    return found
+        current = result.get(operation.line)
+        if current is None or current.tick < operation.tick:
+            result[operation.line] = operation
+    return result
 
 
 @dataclass(eq=False)

@@ -82,7 +82,7 @@ class _Future(torch.futures.Future[Any]):
         self.then(callback)
 
 
-class _All(dist.Work):
+class _Works(dist.Work):
     """The work of several collectives. Each is waited for only once: a second wait on gloo never returns."""
 
     def __init__(self, works: list[Any]) -> None:
@@ -103,8 +103,8 @@ class _All(dist.Work):
 class _Part:
     """A collective of a batch: how and on which tensors to run it, and what it reads and writes."""
 
-    again: Callable[..., Any]
-    given: tuple[Any, dict[str, Any]]
+    rerun: Callable[..., Any]
+    inputs: tuple[Any, dict[str, Any]]
     operation: Operation
     read: Sequence[Tensor]
     written: Sequence[Tensor]
@@ -115,14 +115,14 @@ class _Backend:
 
     supports_coalescing = True
 
-    def __init__(self, behind: Callable[[], Any]) -> None:
-        self._behind = behind  # a no-op group has none
+    def __init__(self, get_backend: Callable[[], Any]) -> None:
+        self._get_backend = get_backend  # a no-op group has none
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return False
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._behind(), name)
+        return getattr(self._get_backend(), name)
 
 
 class Collectives:
@@ -145,8 +145,8 @@ class Collectives:
     def method(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a process group's method."""
 
-        def again(group: dist.ProcessGroup, given: Any, outcome: Any) -> Any:
-            args, kwargs = given
+        def rerun(group: dist.ProcessGroup, inputs: Any, outcome: Any) -> Any:
+            args, kwargs = inputs
             work = original(group, *args, **kwargs)
             if isinstance(group, NoopGroup):
                 _as_equal_ranks(name, args, group.size())
@@ -157,23 +157,23 @@ class Collectives:
             late = self.simulation.late
             if name == "barrier":  # NCCL's barrier blocks the host until the current stream reaches it
                 self.simulation.timeline.current().synchronize()
-            if not any(isinstance(one, SimTensor) for one in tensors):
+            if not any(isinstance(tensor, SimTensor) for tensor in tensors):
                 if late is not None:
                     late.host_blocks()
-                return again(group, (args, kwargs), None)
+                return rerun(group, (args, kwargs), None)
             batch = self._batches.get(group.group_name)
             asynchronous = asks_async(args, kwargs) or name in ("send", "recv") or batch is not None
             touched = _touched(name, args, tensors)
             operation = self.issue(name, group, *touched, asynchronous=asynchronous)
             if batch is not None:
-                batch.append(_Part(again, (args, kwargs), operation, *touched))
+                batch.append(_Part(rerun, (args, kwargs), operation, *touched))
                 return None
-            work = again(group, (args, kwargs), None)
+            work = rerun(group, (args, kwargs), None)
             if asynchronous:
-                work = _All([work])
+                work = _Works([work])
             if late is not None:
                 late.peers.wait(work)
-                late.collective(operation, group, again, (args, kwargs), *touched)
+                late.collective(operation, group, rerun, (args, kwargs), *touched)
             if not asynchronous:
                 return work
             work.wait()  # the simulation decides what runs when
@@ -189,15 +189,15 @@ class Collectives:
         """Run the collectives of a batch, and return work that waits for them."""
         parts = self._batches.pop(group.group_name)
 
-        def together(group: dist.ProcessGroup, given: Any, outcome: Any) -> dist.Work:
-            return _All([part.again(group, one, None) for part, one in zip(parts, given, strict=True)])
+        def rerun_all(group: dist.ProcessGroup, inputs: Any, outcome: Any) -> dist.Work:
+            return _Works([part.rerun(group, args, None) for part, args in zip(parts, inputs, strict=True)])
 
-        given = [part.given for part in parts]
-        work, late = together(group, given, None), self.simulation.late
+        inputs = [part.inputs for part in parts]
+        work, late = rerun_all(group, inputs, None), self.simulation.late
         if late is not None and parts:
             late.peers.wait(work)
             touched = ([t for part in parts for t in getattr(part, name)] for name in ("read", "written"))
-            late.collective(parts[-1].operation, group, together, given, *touched)
+            late.collective(parts[-1].operation, group, rerun_all, inputs, *touched)
         work.wait()
         tensors = [t for part in parts for t in (*part.read, *part.written)]
         return _Work(self, self.line_of(group), tensors)
@@ -236,17 +236,17 @@ class Collectives:
             clock, _ = self._functional.pop(args[0].untyped_storage().data_ptr(), ({}, []))
             merge(simulation.timeline.current().line.clock, clock)
             return args[0]
-        given = {storage_id(t) for t in tensors_in(bare)}
-        made = [t for t in tensors_in(result) if storage_id(t) not in given]
-        for tensor in made:
-            simulation.allocated(tensor.untyped_storage(), f"{tuple(tensor.shape)} of {name}")
+        input_ids = {storage_id(t) for t in tensors_in(bare)}
+        created = [t for t in tensors_in(result) if storage_id(t) not in input_ids]
+        for tensor in created:
+            simulation.record_allocation(tensor.untyped_storage(), f"{tuple(tensor.shape)} of {name}")
         group = resolve_process_group(args[-1])
-        tensors = [one for one in tensors_in(args) if isinstance(one, SimTensor)]
+        tensors = [tensor for tensor in tensors_in(args) if isinstance(tensor, SimTensor)]
         if isinstance(group, NoopGroup):
             for out, source in zip(tensors_in(result), tensors, strict=False):
                 _fill(name, bare_of(out), memory_of(source), group.size())
         in_place = name.partition(".")[0].endswith(("_", "_out"))
-        written = tensors if in_place else [on_device(t) for t in made]
+        written = tensors if in_place else [on_device(t) for t in created]
         operation = self.issue(name, group, tensors, written, asynchronous=True)
         if simulation.late is not None:
             real = not isinstance(group, NoopGroup)
@@ -254,21 +254,21 @@ class Collectives:
                 simulation.late.run_all()  # during the wait, this rank cannot run what others wait for
             for tensor in tensors_in(result):
                 wait_for_collective(tensor)
-            again = partial(_functional_again, func)
+            rerun = partial(_rerun_functional, func)
             simulation.late.collective(
-                operation, group, again, (args, kwargs), tensors, written, outcome=written
+                operation, group, rerun, (args, kwargs), tensors, written, outcome=written
             )
             if real:
                 simulation.late.run_all()  # nor while the repeated collective waits
-        for tensor in made or tensors:
-            kept = [*tensors, *made]
-            self._functional[tensor.untyped_storage().data_ptr()] = dict(self.line_of(group).clock), kept
-        return on_tensors(result, on_device) if made else args[0]
+        for tensor in created or tensors:
+            alive = [*tensors, *created]
+            self._functional[tensor.untyped_storage().data_ptr()] = dict(self.line_of(group).clock), alive
+        return on_tensors(result, on_device) if created else args[0]
 
 
 def asks_async(args: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether a process group's method is called asynchronously."""
-    options = [one for one in (*args, *kwargs.values()) if hasattr(one, "asyncOp")]
+    options = [option for option in (*args, *kwargs.values()) if hasattr(option, "asyncOp")]
     return bool(options and options[0].asyncOp) or kwargs.get("async_op") is True
 
 
@@ -294,8 +294,8 @@ def _all_but(part: Tensor, whole: Tensor) -> list[Tensor]:
     return [flat[:begin], flat[end:]]
 
 
-def _functional_again(func: Any, group: dist.ProcessGroup, given: Any, outcome: list[Tensor]) -> None:
-    args, kwargs = given
+def _rerun_functional(func: Any, group: dist.ProcessGroup, inputs: Any, outcome: list[Tensor]) -> None:
+    args, kwargs = inputs
     name = func.name().partition("::")[2]
     if isinstance(group, NoopGroup):
         for out, source in zip(outcome, tensors_in(args), strict=False):
@@ -317,15 +317,15 @@ def _as_equal_ranks(name: str, args: Any, ranks: int) -> None:
 
 
 def _fill(name: str, out: Tensor, source: Tensor, ranks: int) -> None:
-    flat, given = out.reshape(-1), source.reshape(-1)
+    flat, values = out.reshape(-1), source.reshape(-1)
     if out.data_ptr() == source.data_ptr() and out.numel() == source.numel():
         return
-    if "gather" in name and flat.numel() == ranks * given.numel():
-        flat.view(ranks, -1).copy_(given.clone())
-    elif "scatter" in name and given.numel() == ranks * flat.numel():
-        flat.copy_(given[: flat.numel()])
-    elif given.numel():  # in an all-to-all, even equal ranks may receive more or less than they send
-        flat.copy_(given.repeat(-(-flat.numel() // given.numel()))[: flat.numel()])
+    if "gather" in name and flat.numel() == ranks * values.numel():
+        flat.view(ranks, -1).copy_(values.clone())
+    elif "scatter" in name and values.numel() == ranks * flat.numel():
+        flat.copy_(values[: flat.numel()])
+    elif values.numel():  # in an all-to-all, even equal ranks may receive more or less than they send
+        flat.copy_(values.repeat(-(-flat.numel() // values.numel()))[: flat.numel()])
     else:
         flat.zero_()
 
@@ -343,24 +343,24 @@ def reporting_to(simulation: Simulation) -> Iterator[Collectives]:
                 stack.enter_context(mock.patch.object(kind, name, method))
         backend_of = getattr(dist.ProcessGroup, _compat.BACKEND_OF)
 
-        def of_device(group: dist.ProcessGroup, device: torch.device) -> Any:
+        def get_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
             if device.type != NAME:
                 return backend_of(group, device)
             return _Backend(lambda: backend_of(group, torch.device("cpu")))
 
-        by_device: dict[str, Any] = {
-            _compat.BACKEND_OF: of_device,
+        replacements: dict[str, Any] = {
+            _compat.BACKEND_OF: get_backend,
             _compat.START_COALESCING: lambda group, device: collectives.start_coalescing(group),
             _compat.END_COALESCING: lambda group, device: collectives.end_coalescing(group),
         }
-        stack.enter_context(mock.patch.multiple(dist.ProcessGroup, **by_device))
+        stack.enter_context(mock.patch.multiple(dist.ProcessGroup, **replacements))
         config_of = dist.get_backend_config
 
-        def with_device(group: dist.ProcessGroup | None = None) -> str:
+        def config_with_device(group: dist.ProcessGroup | None = None) -> str:
             return f"{config_of(group)},{NAME}:simulated"
 
-        stack.enter_context(mock.patch.object(dist, "get_backend_config", with_device))
+        stack.enter_context(mock.patch.object(dist, "get_backend_config", config_with_device))
         stack.enter_context(
-            mock.patch.object(torch.futures, "wait_all", lambda futures: [one.wait() for one in futures])
+            mock.patch.object(torch.futures, "wait_all", lambda futures: [f.wait() for f in futures])
         )
         yield collectives

@@ -79,19 +79,19 @@ def memory_of(tensor: Tensor) -> Tensor:
 
 def on_device(memory: Tensor) -> Tensor:
     """Wrap CPU memory as a tensor of the device."""
-    found: Tensor = _compat.as_device_tensor(SimTensor, memory, torch.device(NAME, 0))
-    return found
+    wrapped: Tensor = _compat.as_device_tensor(SimTensor, memory, torch.device(NAME, 0))
+    return wrapped
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
     """Return the addresses of the first element and of the end of the last."""
     if not tensor.numel():
         return 0, 0
-    reach = 1 + sum(
+    length = 1 + sum(
         (int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
     low = tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
-    return low, low + reach * tensor.element_size()
+    return low, low + length * tensor.element_size()
 
 
 def extent_of(tensor: Tensor) -> Extent:
@@ -122,17 +122,17 @@ class Simulation:
         self.refused: ShardwiseError | None = None
         self.looks_away = False  # while shapes are computed
         self._thread = threading.get_ident()
-        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block | None]] = {}
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block | None]] = {}
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self.mode = _Mode(self)
 
-    def is_elsewhere(self) -> bool:
+    def in_other_thread(self) -> bool:
         """Return whether the current thread is not the simulation's."""
         return threading.get_ident() != self._thread
 
-    def refuse(self, why: str) -> ShardwiseError:
+    def refuse(self, reason: str) -> ShardwiseError:
         """Return an error to raise, which is raised again when the simulation ends."""
-        error = ShardwiseError(why)
+        error = ShardwiseError(reason)
         self.refused = self.refused or error
         return error
 
@@ -156,54 +156,54 @@ class Simulation:
         if isinstance(local, SimTensor) and (block := self.block_of(local)) is not None:
             block.guarded.add(stream.line.number)
 
-    def allocated(self, storage: torch.UntypedStorage, made: str, *, blank: bool = False) -> None:
+    def record_allocation(self, storage: torch.UntypedStorage, origin: str, *, blank: bool = False) -> None:
         """Record a storage's allocation on the current stream; `blank` if it has no values yet."""
         block = None
         if storage.nbytes():
             owner = self.timeline.current().line.number
-            block = self.memory.allocate(storage.data_ptr(), storage.nbytes(), owner=owner, made=made)
+            block = self.memory.allocate(storage.data_ptr(), storage.nbytes(), owner=owner, origin=origin)
             if self.late is not None:
-                self.late.allocated(block, storage, blank=blank)
+                self.late.record_allocation(block, storage, blank=blank)
         key = id(storage)
-        self._seen[key] = weakref.ref(storage, lambda _: self._freed(key)), block
+        self._storages[key] = weakref.ref(storage, lambda _: self._freed(key)), block
 
-    def _keep_on(self, storage: torch.UntypedStorage) -> None:
+    def _adopt(self, storage: torch.UntypedStorage) -> None:
         """Track memory that an earlier simulation allocated."""
-        self.allocated(storage, "memory from before the simulation")
+        self.record_allocation(storage, "memory from before the simulation")
         block = self.memory.at(storage.data_ptr())
         if block is not None and block.shadow is not None:
             block.shadow.memory.copy_(storage)
 
     def _freed(self, key: int) -> None:
-        _, block = self._seen.pop(key, (None, None))
+        _, block = self._storages.pop(key, (None, None))
         if block is not None:
             self._free(block)
 
     def _free(self, block: Block) -> None:
         self.memory.free(block, self.timeline.lines[block.owner].last)
         if self.late is not None:
-            self.late.freed(block)
+            self.late.record_free(block)
 
     def resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `UntypedStorage.resize_` to free and allocate memory on the current stream."""
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            known = self._seen.get(id(storage))
-            if known is None:
+            entry = self._storages.get(id(storage))
+            if entry is None:
                 return resize(storage, size)
-            before, kept = known[1], min(size, storage.nbytes())
-            moves = before is not None and kept
+            old, kept = entry[1], min(size, storage.nbytes())
+            moves = old is not None and kept
             if moves:  # even to the same size: the device copies the contents
                 operation = self.timeline.issue(self.timeline.current().line, "resize_")
                 self._access(storage.data_ptr(), kept, operation, writes=False)
             result = resize(storage, size)
-            self.allocated(storage, f"resized to {size} bytes at {place_in_code()}", blank=not kept)
-            if before is not None:
-                self._free(before)
+            self.record_allocation(storage, f"resized to {size} bytes at {place_in_code()}", blank=not kept)
+            if old is not None:
+                self._free(old)
             if moves:
                 self._access(storage.data_ptr(), kept, operation, writes=True)
                 if self.late is not None:
-                    self.late.moved(operation, before, self.memory.at(storage.data_ptr()), storage, kept)
+                    self.late.record_move(operation, old, self.memory.at(storage.data_ptr()), storage, kept)
             return result
 
         return resize_
@@ -231,7 +231,7 @@ class Simulation:
         storage = tensor.untyped_storage()
         if storage.nbytes() and self.host.at(storage.data_ptr()) is None:
             block = self.host.allocate(
-                storage.data_ptr(), storage.nbytes(), owner=0, made="memory of the host"
+                storage.data_ptr(), storage.nbytes(), owner=0, origin="memory of the host"
             )
             # Torch reuses pinned memory only after copies from it have ended: no free is too early.
             weakref.finalize(storage, self.host.forget, block)
@@ -240,82 +240,82 @@ class Simulation:
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator with a tensor or result on the device."""
-        if self.is_elsewhere():
+        if self.in_other_thread():
             raise self.refuse_thread(func)
         if torch.is_inference_mode_enabled():  # inference mode could not make views of ordinary tensors again
             with torch.inference_mode(mode=False), torch.no_grad():
-                found = func.decompose(*args, **kwargs)
-                return self.run(func, args, kwargs) if found is NotImplemented else found
-        how = operators.of(func)
-        if how.communicates:
+                result = func.decompose(*args, **kwargs)
+                return self.run(func, args, kwargs) if result is NotImplemented else result
+        op = operators.of(func)
+        if op.communicates:
             return self.functional(func, args, kwargs)
-        if how.reshapes:
+        if op.reshapes:
             _compat.take_over(
                 args[0], on_device(func(*on_tensors(args, bare_of), **on_tensors(kwargs, bare_of)))
             )
             return args[0]
-        wanted = kwargs.get("device")
-        leaves = wanted is not None and torch.device(wanted).type != NAME
+        device = kwargs.get("device")
+        leaves = device is not None and torch.device(device).type != NAME
         # During a copy to the host, `to` pins the host memory.
         pins = bool(leaves and (kwargs.get("pin_memory") or kwargs.get("non_blocking")))
         kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
-        if wanted is not None and not leaves:
+        if device is not None and not leaves:
             kwargs["device"] = torch.device("cpu")
-        return self._compute(how, func, args, kwargs, leaves=leaves, pins=pins)
+        return self._compute(op, func, args, kwargs, leaves=leaves, pins=pins)
 
     def _compute(
-        self, how: operators.Operator, func: Any, args: Any, kwargs: Any, *, leaves: bool, pins: bool
+        self, op: operators.Operator, func: Any, args: Any, kwargs: Any, *, leaves: bool, pins: bool
     ) -> Any:
         bare_args, bare_kwargs = on_tensors(args, bare_of), on_tensors(kwargs, bare_of)
         draws = self.late is not None and torch.Tag.nondeterministic_seeded in func.tags
-        before = torch.get_rng_state() if draws else None
-        reads, writes = how.accesses(args, kwargs)
+        rng_state = torch.get_rng_state() if draws else None
+        reads, writes = op.accesses(args, kwargs)
         # To operators other than copies, a 0-dim host tensor is a number, read at launch.
-        numbers = [] if how.crosses else [t for t in reads if not t.ndim and self._is_on_host(t)]
+        numbers = [] if op.crosses else [t for t in reads if not t.ndim and self._is_on_host(t)]
         if numbers and self.late is not None:
-            self.late.host_reads(numbers, how.name)
+            self.late.host_reads(numbers, op.name)
         result = func(*bare_args, **bare_kwargs)
-        self._check_devices(how, (*reads, *writes))
-        given = {_compat.storage_id(t) for t in tensors_in((bare_args, bare_kwargs))}
-        made = [t for t in tensors_in(result) if _compat.storage_id(t) not in given]
-        if how.only_views and not made:
+        self._check_devices(op, (*reads, *writes))
+        input_ids = {_compat.storage_id(t) for t in tensors_in((bare_args, bare_kwargs))}
+        created = [t for t in tensors_in(result) if _compat.storage_id(t) not in input_ids]
+        if op.only_views and not created:
             return on_tensors(result, on_device)
         if pins:
-            self._pinned.update(t.untyped_storage() for t in made)
+            self._pinned.update(t.untyped_storage() for t in created)
         blocking = not kwargs.get("non_blocking", False) and not (len(args) > 2 and args[2] is True)
         # A copy to pageable memory is complete when it returns.
-        blocking |= any(self._is_pageable(t) for t in (*writes, *(made if leaves else ())))
+        blocking |= any(self._is_pageable(t) for t in (*writes, *(created if leaves else ())))
         if numbers:
-            self._host_uses(how.name, numbers, [])
+            self._host_uses(op.name, numbers, [])
         copies = leaves or any(
-            not isinstance(t, SimTensor) and (t.ndim or how.crosses) for t in (*reads, *writes)
+            not isinstance(t, SimTensor) and (t.ndim or op.crosses) for t in (*reads, *writes)
         )
         stream = self.timeline.current()
-        for tensor in made if not leaves else ():
-            what = f"{tuple(tensor.shape)} of {how.name} at {place_in_code()}"
-            self.allocated(tensor.untyped_storage(), what, blank=how.only_allocates)
+        for tensor in created if not leaves else ():
+            origin = f"{tuple(tensor.shape)} of {op.name} at {place_in_code()}"
+            self.record_allocation(tensor.untyped_storage(), origin, blank=op.only_allocates)
         operation = None
-        if not how.only_allocates:
-            operation = self.timeline.issue(stream.line, how.name)
-            for tensors, does_write in ((reads, False), ([*writes, *made], True)):
+        if not op.only_allocates:
+            operation = self.timeline.issue(stream.line, op.name)
+            for tensors, does_write in ((reads, False), ([*writes, *created], True)):
                 for tensor in tensors:
                     self.touch(
                         tensor, operation, stream.line, writes=does_write, copies=copies and not blocking
                     )
-        outcome = how.returned(args, kwargs, result, (lambda t: t) if leaves else on_device)
+        outcome = op.returned(args, kwargs, result, (lambda t: t) if leaves else on_device)
         if self.late is not None and operation is not None:
-            self.late.operator(operation, func, args, kwargs, outcome, before)
-        if operation is not None and (how.waits(args, kwargs) or (copies and blocking)):
+            self.late.operator(operation, func, args, kwargs, outcome, rng_state)
+        if operation is not None and (op.waits(args, kwargs) or (copies and blocking)):
             self.timeline.host_waits(dict(stream.line.clock))
         return outcome
 
-    def _check_devices(self, how: operators.Operator, tensors: Sequence[Tensor]) -> None:
-        if how.crosses or not any(isinstance(t, SimTensor) for t in tensors):
+    def _check_devices(self, op: operators.Operator, tensors: Sequence[Tensor]) -> None:
+        if op.crosses or not any(isinstance(t, SimTensor) for t in tensors):
             return
         for tensor in tensors:
             if tensor.ndim and self._is_on_host(tensor):
                 raise RuntimeError(
-                    f"{how.name} got tensors on two devices: one of shape {tuple(tensor.shape)} on the CPU,"
+                    f"{op.name} got tensors on two devices: one of shape {tuple(tensor.shape)} on the CPU,"
                     f" others on {NAME}:0. Move them to one device"
                 )
 
@@ -330,7 +330,7 @@ class Simulation:
                 return  # the host waits for the copy, or copies what it reads before it continues
             self._host_memory(tensor)
         elif extent.low < extent.high and self.memory.at(extent.low) is None:
-            self._keep_on(tensor.untyped_storage())
+            self._adopt(tensor.untyped_storage())
         memory = self.host if on_host else self.memory
         memory.access(extent, operation, line.clock, writes=writes)
 
@@ -339,17 +339,17 @@ class Simulation:
         pins = kwargs.get("pin_memory")
         if pins:
             kwargs = kwargs | {"pin_memory": False}
-        how = operators.of(func)
-        reads, writes = how.accesses(args, kwargs)
+        op = operators.of(func)
+        reads, writes = op.accesses(args, kwargs)
         if self.late is not None:
-            self.late.host_reads(reads, how.name)
+            self.late.host_reads(reads, op.name)
         result = func(*args, **kwargs)
         if self.late is not None:
-            self.late.host_wrote(writes)
+            self.late.record_host_write(writes)
         if pins:
             self._pinned.add(result.untyped_storage())
-        if not how.only_views and not how.reshapes:
-            self._host_uses(how.name, reads, writes)
+        if not op.only_views and not op.reshapes:
+            self._host_uses(op.name, reads, writes)
         return result
 
     def _host_uses(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
@@ -360,7 +360,7 @@ class Simulation:
                     operation = operation or self.timeline.issue(host, name)
                     self.host.access(extent_of(tensor), operation, host.clock, writes=does_write)
 
-    def read_by(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_read(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a tensor method that reads host memory without an operator, or exposes it to such reads."""
 
         def method(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -396,23 +396,23 @@ class _Mode(TorchDispatchMode):
         if any(kind is not SimTensor and operators.runs_its_own(kind) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        elsewhere = self.simulation.is_elsewhere()
+        other_thread = self.simulation.in_other_thread()
         # Inference mode passes composite operators undecomposed.
-        if torch.is_inference_mode_enabled() and not elsewhere:
+        if torch.is_inference_mode_enabled() and not other_thread:
             with self, torch.inference_mode(mode=False), torch.no_grad():
-                if (found := func.decompose(*args, **kwargs)) is not NotImplemented:
-                    return found
-        wanted = kwargs.get("device")
-        is_there = wanted is not None and torch.device(wanted).type == NAME
+                if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
+                    return result
+        device = kwargs.get("device")
+        simulated = device is not None and torch.device(device).type == NAME
         for tensor in tensors_in((args, kwargs)):
             if isinstance(tensor, SimTensor):
-                is_there = True
+                simulated = True
             elif tensor.device.type == NAME:
                 # Made by a thread that ran before the simulation began.
                 raise self.simulation.refuse_thread(func)
-        if is_there:
+        if simulated:
             return self.simulation.run(func, args, kwargs)
-        return func(*args, **kwargs) if elsewhere else self.simulation.on_host(func, args, kwargs)
+        return func(*args, **kwargs) if other_thread else self.simulation.on_host(func, args, kwargs)
 
 
 def bare_of(tensor: Tensor) -> Tensor:
@@ -431,5 +431,5 @@ def running() -> Simulation:
 def running_in(simulation: Simulation) -> Iterator[None]:
     """Run operators on the device in this simulation."""
     _latest[:] = [simulation]
-    with simulation.timeline.used():
+    with simulation.timeline.activate():
         yield

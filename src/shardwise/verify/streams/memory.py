@@ -43,7 +43,7 @@ class Extent:
         low, high = max(self.low, other.low), min(self.high, other.high)
         if low >= high:
             return False
-        parts = [found for one in (self, other) if (found := one._within(low, high)) is not None]
+        parts = [part for extent in (self, other) if (part := extent._within(low, high)) is not None]
         if len(parts) == 2:
             return bool(np.isin(parts[0], parts[1]).any())
         return all(part.size for part in parts)
@@ -58,10 +58,10 @@ class Extent:
         """Return the addresses of its bytes from `low` to `high`, or None for all of them."""
         if not self.steps:
             return None
-        found = np.arange(self.low, self.low + self.itemsize)
+        addresses = np.arange(self.low, self.low + self.itemsize)
         for size, stride in self.steps:
-            found = (found[:, None] + np.arange(size) * stride).reshape(-1)
-        return found[(found >= low) & (found < high)]
+            addresses = (addresses[:, None] + np.arange(size) * stride).reshape(-1)
+        return addresses[(addresses >= low) & (addresses < high)]
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class Block:
     low: int
     high: int
     owner: int
-    made: str
+    origin: str
     needs: dict[int, Operation] = field(default_factory=dict)
     accesses: list[Access] = field(default_factory=list)
     guarded: set[int] = field(default_factory=set)  # lines passed to `record_stream`
@@ -100,11 +100,11 @@ class Memory:
         # By owner: operations that its next allocation must follow.
         self._freed: dict[int, dict[int, Operation]] = {}
 
-    def allocate(self, low: int, nbytes: int, *, owner: int, made: str) -> Block:
+    def allocate(self, low: int, nbytes: int, *, owner: int, origin: str) -> Block:
         """Allocate a new block. Forget old blocks there, whose free was missed."""
         for old in self._overlapping(low, low + nbytes):
             self._blocks.remove(old)
-        block = Block(low, low + nbytes, owner, made, dict(self._freed.get(owner, {})))
+        block = Block(low, low + nbytes, owner, origin, dict(self._freed.get(owner, {})))
         insort(self._blocks, block, key=_LOW)
         return block
 
@@ -112,17 +112,17 @@ class Memory:
         """Return a block to the line on which it was allocated."""
         if not self.forget(block):
             return
-        used = [a.operation for a in block.accesses if a.operation.line not in block.guarded]
+        uses = [a.operation for a in block.accesses if a.operation.line not in block.guarded]
         pool = self._freed.get(block.owner, {})
-        own = [] if last_of_owner is None or not used else [last_of_owner]
-        self._freed[block.owner] = latest([*pool.values(), *block.needs.values(), *used, *own])
+        last = [] if last_of_owner is None or not uses else [last_of_owner]
+        self._freed[block.owner] = latest([*pool.values(), *block.needs.values(), *uses, *last])
 
     def forget(self, block: Block) -> bool:
         """Forget a block, so that nothing has to wait for it; return whether it was known."""
-        known = block in self._blocks
-        if known:
+        is_present = block in self._blocks
+        if is_present:
             self._blocks.remove(block)
-        return known
+        return is_present
 
     def living(self) -> list[Block]:
         """List blocks that have not been freed."""
@@ -131,8 +131,8 @@ class Memory:
     def at(self, address: int) -> Block | None:
         """Return the block at this address."""
         index = bisect_right(self._blocks, address, key=_LOW) - 1
-        found = self._blocks[index] if index >= 0 else None
-        return found if found is not None and address < found.high else None
+        block = self._blocks[index] if index >= 0 else None
+        return block if block is not None and address < block.high else None
 
     def _overlapping(self, low: int, high: int) -> list[Block]:
         first = max(0, bisect_right(self._blocks, low, key=_LOW) - 1)
@@ -148,15 +148,15 @@ class Memory:
             if not comes_after(clock, earlier):
                 del block.needs[earlier.line]
                 self._report(earlier, operation, block, extent.low, True)
-        kept = []
-        for known in block.accesses:
-            if known.operation is operation or not known.extent.overlaps(extent):
-                kept.append(known)
+        accesses = []
+        for prior in block.accesses:
+            if prior.operation is operation or not prior.extent.overlaps(extent):
+                accesses.append(prior)
                 continue
-            if (writes or known.writes) and not comes_after(clock, known.operation):
-                self._report(known.operation, operation, block, max(extent.low, known.extent.low), False)
-            replaced = writes or (not known.writes and known.operation.line == operation.line)
-            if not (replaced and extent.covers(known.extent)):
-                kept.append(known)
-        kept.append(Access(extent, operation, writes))
-        block.accesses = kept
+            if (writes or prior.writes) and not comes_after(clock, prior.operation):
+                self._report(prior.operation, operation, block, max(extent.low, prior.extent.low), False)
+            replaced = writes or (not prior.writes and prior.operation.line == operation.line)
+            if not (replaced and extent.covers(prior.extent)):
+                accesses.append(prior)
+        accesses.append(Access(extent, operation, writes))
+        block.accesses = accesses

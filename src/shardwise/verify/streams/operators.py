@@ -70,13 +70,13 @@ class Operator:
         if self.only_allocates or self.only_views:
             return [], []
         writes = self.writes
-        if (known := _STATISTICS.get(self.name)) is not None:
-            mean, variance, flag = known
+        if (positions := _STATISTICS.get(self.name)) is not None:
+            mean, variance, flag = positions
             writes += (mean, variance) if flag is None or args[flag] else ()
-        found = tuple(
+        tensors = tuple(
             [t for at in places for t in _tensors_at(at, args, kwargs)] for places in (self.reads, writes)
         )
-        return found[0], found[1]
+        return tensors[0], tensors[1]
 
     def waits(self, args: Any, kwargs: dict[str, Any]) -> bool:
         """Return whether the host waits for the operator's result."""
@@ -93,25 +93,25 @@ class Operator:
     ) -> Any:
         """Return the result, with written arguments replaced by the arguments themselves."""
         if not isinstance(result, (list, tuple)):
-            known = self.returns[0] if self.returns else None
-            return on_tensors(result, wrap) if known is None else _argument(known, args, kwargs)
+            position = self.returns[0] if self.returns else None
+            return on_tensors(result, wrap) if position is None else _argument(position, args, kwargs)
         places = self.returns if len(self.returns) == len(result) else (None,) * len(result)
         return type(result)(
             [
-                on_tensors(one, wrap) if at is None else _argument(at, args, kwargs)
-                for one, at in zip(result, places, strict=True)
+                on_tensors(item, wrap) if place is None else _argument(place, args, kwargs)
+                for item, place in zip(result, places, strict=True)
             ]
         )
 
 
-def _argument(at: int | str, args: Any, kwargs: dict[str, Any]) -> Any:
-    if isinstance(at, str):
-        return kwargs.get(at)
-    return args[at] if at < len(args) else None
+def _argument(place: int | str, args: Any, kwargs: dict[str, Any]) -> Any:
+    if isinstance(place, str):
+        return kwargs.get(place)
+    return args[place] if place < len(args) else None
 
 
-def _tensors_at(at: int | str, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    return list(tensors_in(_argument(at, args, kwargs)))
+def _tensors_at(place: int | str, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    return list(tensors_in(_argument(place, args, kwargs)))
 
 
 @cache
@@ -123,23 +123,23 @@ def of(func: Any) -> Operator:
     writes: list[int | str] = []
     written: dict[str, int | str] = {}
     for position, argument in enumerate(schema.arguments):
-        at: int | str = argument.name if argument.kwarg_only else position
+        place: int | str = argument.name if argument.kwarg_only else position
         alias = argument.alias_info
         if alias is not None and alias.is_write:
-            writes.append(at)
+            writes.append(place)
             if not argument.is_out:
-                reads.append(at)
-            for one in alias.before_set:
-                written[one] = at
+                reads.append(place)
+            for label in alias.before_set:
+                written[label] = place
         elif position or name not in _OF_A_SHAPE:
-            reads.append(at)
+            reads.append(place)
     returns: list[int | str | None] = []
-    for one in schema.returns:
-        alias = one.alias_info
-        known = None if alias is None or not alias.is_write else next(iter(alias.before_set), None)
-        returns.append(None if known is None else written.get(known))
+    for output in schema.returns:
+        alias = output.alias_info
+        label = None if alias is None or not alias.is_write else next(iter(alias.before_set), None)
+        returns.append(None if label is None else written.get(label))
     views = bool(schema.returns) and all(
-        one.alias_info is not None and not one.alias_info.is_write for one in schema.returns
+        output.alias_info is not None and not output.alias_info.is_write for output in schema.returns
     )
     return Operator(
         name,

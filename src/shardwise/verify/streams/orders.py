@@ -53,7 +53,7 @@ class Order:
         What does not wait for one overtakes it, while all memory that it uses still exists. Two operations
         that race have both begun before either runs.
         """
-        return Order(stalled=frozenset((one.line, one.tick) for one in operations))
+        return Order(stalled=frozenset((operation.line, operation.tick) for operation in operations))
 
     @staticmethod
     def of(seed: int) -> Order:
@@ -61,17 +61,17 @@ class Order:
         return Order(seed=seed)
 
     def runs_at_once(
-        self, own: Operation, clock: Clock, stalled: list[Operation], chance: random.Random
+        self, op: Operation, clock: Clock, stalled: list[Operation], chance: random.Random
     ) -> bool:
         """Return whether an operation that follows `clock` runs now; add one that stalls to `stalled`."""
         if self.seed is None and not self.stalled:
-            return (own.line in self.early) is not self.others
+            return (op.line in self.early) is not self.others
         if self.seed is not None and self.seed % 2:
-            often = random.Random(self.seed * 1009 + own.line).choice((0.0, 0.5, 1.0))
+            often = random.Random(self.seed * 1009 + op.line).choice((0.0, 0.5, 1.0))
             return chance.random() < often
-        if (own.line, own.tick) in self.stalled or (self.seed is not None and chance.random() < _STALLS):
-            stalled.append(own)
-        return not any(comes_after(clock, one) for one in stalled)
+        if (op.line, op.tick) in self.stalled or (self.seed is not None and chance.random() < _STALLS):
+            stalled.append(op)
+        return not any(comes_after(clock, late) for late in stalled)
 
 
 def all_orders(lines: int, *, seeds: int) -> list[Order]:

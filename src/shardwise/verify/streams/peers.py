@@ -35,7 +35,7 @@ class Peers:
     """
 
     def __init__(self) -> None:
-        self.put_off: dict[str, Callable[[], None]] = {}
+        self.deferred: dict[str, Callable[[], None]] = {}
         self._counts = Counter[str]()
         self._waiters = ThreadPoolExecutor(_WAITERS)
         self._run = 0
@@ -82,11 +82,11 @@ class Peers:
                 if name is not None:
                     _compat.default_store().set(name, "")
                     name = None
-                self.run_what_others_await()
+                self.run_awaited()
 
-    def run_what_others_await(self) -> None:
+    def run_awaited(self) -> None:
         """Run the deferred collectives that other ranks have announced."""
         store = _compat.default_store()
-        for name, run in list(self.put_off.items()):
-            if name in self.put_off and store.check([name]):
+        for name, run in list(self.deferred.items()):
+            if name in self.deferred and store.check([name]):
                 run()

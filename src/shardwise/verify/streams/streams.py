@@ -187,20 +187,20 @@ class Timeline:
     def __init__(self) -> None:
         self.host = Line(HOST, "the host")
         self.lines = [self.host]
-        self._named = Counter[str]()  # streams by the names they were given
+        self._name_counts = Counter[str]()  # streams by the names they were given
         self._current: list[tuple[Stream, int | None]] = []  # entered streams, and inside which node
         # Upper bounds of node numbers, and their streams.
-        self._made: tuple[list[int], list[Stream]] = ([], [])
+        self._node_streams: tuple[list[int], list[Stream]] = ([], [])
         self._backwards: list[Backward[Stream]] = []  # each called by a node of the one before
-        self.waited: Callable[[Clock], None] | None = None  # called with what the host waits for
-        self._asked: Clock | None = None  # what the host last asked about
+        self.on_wait: Callable[[Clock], None] | None = None  # called with what the host waits for
+        self._last_query: Clock | None = None  # what the host last asked about
         # Called with each operation, and the clock of what it comes after.
         self.listener: Callable[[Operation, Clock], None] | None = None
         # Called with a tensor, and with a stream that it must outlive.
         self.record_stream: Callable[[torch.Tensor, Stream], None] = lambda tensor, stream: None
 
     @contextmanager
-    def used(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         """Create streams on this timeline inside the context."""
         if _active:
             raise LifecycleError("a simulation is already running; leave its context before starting another")
@@ -245,16 +245,16 @@ class Timeline:
 
     def _note_nodes(self) -> None:
         """Record a change of the current stream: nodes made since the last change are on it."""
-        numbers, streams = self._made
-        now, current = _compat.next_node_number(), self.current()
-        if not numbers or now > numbers[-1]:
-            numbers.append(now)
+        numbers, streams = self._node_streams
+        number, current = _compat.next_node_number(), self.current()
+        if not numbers or number > numbers[-1]:
+            numbers.append(number)
             streams.append(current)
 
     def _stream_of_node(self, number: int) -> Stream:
-        numbers, streams = self._made
-        at = bisect_right(numbers, number)
-        return streams[at] if at < len(numbers) else self._outer
+        numbers, streams = self._node_streams
+        index = bisect_right(numbers, number)
+        return streams[index] if index < len(numbers) else self._outer
 
     def _node(self) -> int | None:
         """Return the node of backward that runs now."""
@@ -265,10 +265,10 @@ class Timeline:
         """Wrap autograd's engine to follow its nodes."""
 
         def call(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            asked = _compat.nodes_of(args[3] or ()) if len(args) > 3 else []
+            requested = _compat.nodes_of(args[3] or ()) if len(args) > 3 else []
             self._note_nodes()
             roots, caller = _compat.nodes_of(outputs), self.current()
-            run = Backward(roots, asked, caller, self._stream_of_node, self.record_stream)
+            run = Backward(roots, requested, caller, self._stream_of_node, self.record_stream)
             self._backwards.append(run)
             try:
                 with run.watched():
@@ -283,35 +283,35 @@ class Timeline:
     def line(self, name: str, group: str | None = None) -> Line:
         """Return a new line, of a stream or of the named process group."""
         if group is None:
-            self._named[name] += 1
-            name += f" ({self._named[name]})" if self._named[name] > 1 else ""
-        key = f"stream{self._named.total()}" if group is None else f"group{group}"
-        made = Line(len(self.lines), name, key)
-        self.lines.append(made)
-        return made
+            self._name_counts[name] += 1
+            name += f" ({self._name_counts[name]})" if self._name_counts[name] > 1 else ""
+        key = f"stream{self._name_counts.total()}" if group is None else f"group{group}"
+        line = Line(len(self.lines), name, key)
+        self.lines.append(line)
+        return line
 
     def issue(self, line: Line, name: str) -> Operation:
         operation = line.issue(name, place_in_code(), self.host.clock)
         if self.listener is not None:
             self.listener(operation, dict(line.clock))
         if self._backwards:
-            self._backwards[-1].issued()
+            self._backwards[-1].record_operation()
         return operation
 
     def host_waits(self, clock: Clock) -> None:
         """Make the host wait for all that comes before `clock`."""
         merge(self.host.clock, clock)
-        if self.waited is not None:
-            self.waited(clock)
+        if self.on_wait is not None:
+            self.on_wait(clock)
 
     def host_asks(self, clock: Clock) -> bool:
         """Return whether all that `clock` comes after has ended: false unless the host has waited for it.
 
         A second query of the same clock counts as polling, and so waits.
         """
-        asked = self._asked == clock
-        self._asked = dict(clock)
-        if asked:
+        repeated = self._last_query == clock
+        self._last_query = dict(clock)
+        if repeated:
             self.host_waits(clock)
         return all(self.host.clock.get(line, 0) >= tick for line, tick in clock.items())
 

@@ -47,22 +47,22 @@ class StreamsResult:
             "streams": self.streams,
             "findings": [
                 {
-                    "what": one.what,
-                    "earlier": str(one.earlier),
-                    "later": str(one.later),
-                    "again": one.again,
-                    "text": str(one),
+                    "what": finding.what,
+                    "earlier": str(finding.earlier),
+                    "later": str(finding.later),
+                    "again": finding.again,
+                    "text": str(finding),
                 }
-                for one in self.findings
+                for finding in self.findings
             ],
         }
 
     def describe(self) -> str:
         """Return the findings, one per line, and their number."""
-        looked = f"{self.operations} operations on {self.streams} streams"
+        checked = f"{self.operations} operations on {self.streams} streams"
         if self.ok:
-            return f"No missing waits among {looked}."
-        return "\n".join([*map(str, self.findings), f"Missing waits among {looked}: {len(self.findings)}."])
+            return f"No missing waits among {checked}."
+        return "\n".join([*map(str, self.findings), f"Missing waits among {checked}: {len(self.findings)}."])
 
 
 def check_streams(
@@ -88,35 +88,35 @@ def check_streams(
     if ranks % replicas:
         raise CaseError(f"{ranks} ranks cannot be divided into {replicas} replicas of equal size.")
     # The script sets its own arguments.
-    with mock.patch.object(sys, "argv", sys.argv), _named(case_spec, "when it was loaded"):
+    with mock.patch.object(sys, "argv", sys.argv), _blame_case(case_spec, "when it was loaded"):
         case = load_case(case_spec)
     receives = mock.patch.object(dist, "recv_object_list", _receive)
     findings: dict[str, Finding] = {}  # by text, as several ranks may find the same
     operations = streams = 0
-    held: set[str] = set()  # names of parameters of which a rank tried so far has a part
+    seen: set[str] = set()  # names of parameters of which a rank tried so far has a part
     rank: int | None = 0
     while rank is not None:
-        named = _named(case_spec, "on the simulated device")
-        with named, simulated() as found, noop_world(ranks, rank=rank), receives:
+        blame = _blame_case(case_spec, "on the simulated device")
+        with blame, simulated() as findings_of_rank, noop_world(ranks, rank=rank), receives:
             torch.manual_seed(seed)
             mesh = mesh_of(NAME, ranks, replicas)
-            rank = _holder_of_others(_train(case, mesh, found, steps, layout), held)
-        findings |= {str(one): one for one in found.findings}
-        operations += found.operations
-        streams = max(streams, len(found.simulation.timeline.lines) - 1)
+            rank = _rank_of_uncovered(_train(case, mesh, findings_of_rank, steps, layout), seen)
+        findings |= {str(finding): finding for finding in findings_of_rank.findings}
+        operations += findings_of_rank.operations
+        streams = max(streams, len(findings_of_rank.simulation.timeline.lines) - 1)
     return StreamsResult(tuple(findings.values()), operations, streams, layout)
 
 
-def _holder_of_others(module: nn.Module, held: set[str]) -> int | None:
-    """Add this rank's parameters to `held`; return a rank that holds part of one not held so far."""
-    named = dict(module.named_parameters())
-    held |= {name for name, param in named.items() if not param.numel() or _compat.local_of(param).numel()}
-    for name in [name for name in named if name not in held]:
-        held.add(name)  # each is looked at once
-        over = holding_of(named[name]).over_one_group()
-        if over is not None and over[0] is not None:
-            ranks = dist.get_process_group_ranks(over[0])
-            return next(rank for rank, box in zip(ranks, over[1], strict=True) if not box.is_empty)
+def _rank_of_uncovered(module: nn.Module, seen: set[str]) -> int | None:
+    """Add this rank's parameters to `seen`; return a rank that holds part of a parameter not seen so far."""
+    params = dict(module.named_parameters())
+    seen |= {name for name, param in params.items() if not param.numel() or _compat.local_of(param).numel()}
+    for name in [name for name in params if name not in seen]:
+        seen.add(name)  # each is looked at once
+        sharding = holding_of(params[name]).over_one_group()
+        if sharding is not None and sharding[0] is not None:
+            ranks = dist.get_process_group_ranks(sharding[0])
+            return next(rank for rank, box in zip(ranks, sharding[1], strict=True) if not box.is_empty)
     return None
 
 
@@ -128,26 +128,26 @@ def _receive(*args: Any, **kwargs: Any) -> None:
 
 
 @contextmanager
-def _named(case_spec: str, when: str) -> Iterator[None]:
+def _blame_case(case_spec: str, moment: str) -> Iterator[None]:
     """Raise what the case raises as a `CaseError` that names it."""
     try:
         yield
     except CaseError:
         raise
     except (Exception, SystemExit) as error:
-        what = f"{case_spec} raised {type(error).__name__} {when}: {error}"
-        raise CaseError(what, traceback=traceback.format_exc()) from error
+        message = f"{case_spec} raised {type(error).__name__} {moment}: {error}"
+        raise CaseError(message, traceback=traceback.format_exc()) from error
 
 
-def _train(case: Case, mesh: DeviceMesh, found: Findings, steps: int, layout: str | None) -> nn.Module:
+def _train(case: Case, mesh: DeviceMesh, findings: Findings, steps: int, layout: str | None) -> nn.Module:
     module = apply_shard(case, case.build().to(NAME), mesh, layout=layout)
-    found.models.append(module)
+    findings.models.append(module)
     optimizer = case.optimizer(module)
     computed: set[str] = set()
-    found.simulation.timeline.listener = lambda operation, _: computed.add(operation.name)
+    findings.simulation.timeline.listener = lambda operation, _: computed.add(operation.name)
     for step in range(steps):
         batch = local_batch(take_batch(case, step), step, mesh.size(), dist.get_rank())
-        take_gradients(case, module, tuple(_on_its_way(entry) for entry in batch))
+        take_gradients(case, module, tuple(_copy_async(entry) for entry in batch))
         optimizer.step()
         optimizer.zero_grad()
     torch.accelerator.synchronize()
@@ -159,6 +159,6 @@ def _train(case: Case, mesh: DeviceMesh, found: Findings, steps: int, layout: st
     return module
 
 
-def _on_its_way(entry: torch.Tensor) -> torch.Tensor:
+def _copy_async(entry: torch.Tensor) -> torch.Tensor:
     """Copy part of a batch as a fast loop does: the host continues, even into the next step."""
     return entry.pin_memory().to(NAME, non_blocking=True)

@@ -79,7 +79,7 @@ class _Job:
     uses: list[_Shadow]
     writes: list[_Shadow]
     started: bool = False
-    runs: bool = False
+    is_running: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -96,8 +96,8 @@ class _Shadow:
     block: Block
     memory: torch.UntypedStorage
     real: weakref.ref[torch.UntypedStorage]  # its memory in the first world
-    before: list[_Shadow] = field(default_factory=list)
-    after: list[_Shadow] = field(default_factory=list)
+    predecessors: list[_Shadow] = field(default_factory=list)
+    successors: list[_Shadow] = field(default_factory=list)
     waiting: list[_Job] = field(default_factory=list)
     is_new_on_host: bool = False
 
@@ -122,20 +122,20 @@ class Late:
         self._threads: set[int] = set()  # those that have deferred operations
         self.peers = Peers()
         self._first: Operation | None = None
-        simulation.late, simulation.timeline.waited = self, self.run_until
+        simulation.late, simulation.timeline.on_wait = self, self.run_until
 
     # Memory
 
-    def allocated(self, block: Block, storage: torch.UntypedStorage, *, blank: bool) -> None:
+    def record_allocation(self, block: Block, storage: torch.UntypedStorage, *, blank: bool) -> None:
         """Record an allocated block. If it is `blank`, it has no values in the first world either."""
         if blank:
             _forget(storage)
-        freed = self._freed[block.owner] = [one for one in self._freed.get(block.owner, ()) if one.waiting]
+        freed = self._freed[block.owner] = [s for s in self._freed.get(block.owner, ()) if s.waiting]
         block.shadow = _Shadow(block, torch.UntypedStorage(storage.nbytes()), weakref.ref(storage))
-        block.shadow.before = list(freed)
+        block.shadow.predecessors = list(freed)
         block.shadow.forget()
 
-    def freed(self, block: Block) -> None:
+    def record_free(self, block: Block) -> None:
         """Record that a block was freed."""
         if block.shadow is not None:
             self._freed.setdefault(block.owner, []).append(block.shadow)
@@ -173,105 +173,105 @@ class Late:
         random_state: Tensor | None,
     ) -> None:
         """Defer, in the second world, an operator that has run in the first."""
-        how = operators.of(func)
-        reads, writes = how.accesses(args, kwargs)
-        if how.name in _OVERWRITE:
-            reads = [t for t in reads if all(t is not one for one in writes)]
+        op = operators.of(func)
+        reads, writes = op.accesses(args, kwargs)
+        if op.name in _OVERWRITE:
+            reads = [t for t in reads if all(t is not written for written in writes)]
         twin = _Memo(self._twin)
-        given, named = on_tensors(args, twin), on_tensors(kwargs, twin)
+        twin_args, twin_kwargs = on_tensors(args, twin), on_tensors(kwargs, twin)
 
-        def again() -> Any:
+        def rerun() -> Any:
             with torch.random.fork_rng((), enabled=random_state is not None):
                 if random_state is not None:
                     torch.set_rng_state(random_state)
-                return func(*given, **named)
+                return func(*twin_args, **twin_kwargs)
 
-        self._put_off(operation, again, twin, reads, writes, outcome)
+        self._defer(operation, rerun, twin, reads, writes, outcome)
 
     def collective(
         self,
         operation: Operation,
         group: dist.ProcessGroup,
-        again: Callable[..., Any],
-        given: Any,
-        read: Sequence[Tensor],
-        written: Sequence[Tensor],
+        rerun: Callable[..., Any],
+        inputs: Any,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
         outcome: Any = None,
     ) -> None:
-        """Defer a collective that ran in the first world; `again(group, given, outcome)` repeats it."""
+        """Defer a collective that ran in the first world; `rerun(group, inputs, outcome)` repeats it."""
         twin = _Memo(self._twin)
-        twins, results = on_tensors(given, twin), on_tensors(outcome, twin)
+        twins, results = on_tensors(inputs, twin), on_tensors(outcome, twin)
         line = self.simulation.timeline.lines[operation.line]
         name, clock = self.peers.name(group, line.key), dict(line.clock)
 
-        sent = [(twin(t), _bytes(t)) for t in read if t.numel()] if isinstance(group, NoopGroup) else []
+        sent = [(twin(t), _bytes(t)) for t in reads if t.numel()] if isinstance(group, NoopGroup) else []
 
         def run() -> None:
-            self.peers.put_off.pop(name)
-            for now, was in sent:
-                if not torch.equal(_bytes(now), was):
-                    self._differs("data sent to other ranks", f"in {operation}", operation)
+            self.peers.deferred.pop(name)
+            for current, original in sent:
+                if not torch.equal(_bytes(current), original):
+                    self._report("data sent to other ranks", f"in {operation}", operation)
             twin_group = self.peers.twin(group, line.key, name)
-            self.peers.wait(again(twin_group, twins, results), name)
+            self.peers.wait(rerun(twin_group, twins, results), name)
 
-        self.peers.put_off[name] = lambda: self.run_until(clock)
-        self._put_off(operation, run, twin, read, written, outcome)
+        self.peers.deferred[name] = lambda: self.run_until(clock)
+        self._defer(operation, run, twin, reads, writes, outcome)
 
-    def moved(
-        self, operation: Operation, before: Block, block: Block, storage: torch.UntypedStorage, nbytes: int
+    def record_move(
+        self, operation: Operation, old_block: Block, block: Block, storage: torch.UntypedStorage, nbytes: int
     ) -> None:
         """Record that a storage with values was resized, and how many bytes of them stay."""
         with _compat.below_modes():
-            _of_bytes(storage)[nbytes:].fill_(_NO_VALUE)
-        old, new = _of_bytes(before.shadow.memory)[:nbytes], _of_bytes(block.shadow.memory)[:nbytes]
-        shadows = [before.shadow, block.shadow]
+            _as_bytes(storage)[nbytes:].fill_(_NO_VALUE)
+        old, new = _as_bytes(old_block.shadow.memory)[:nbytes], _as_bytes(block.shadow.memory)[:nbytes]
+        shadows = [old_block.shadow, block.shadow]
         self._wait_for_turn(
             operation, lambda: new.copy_(old), shadows, [block.shadow], begin=_begin([old], [new])
         )
 
-    def _put_off(
+    def _defer(
         self,
         operation: Operation,
-        again: Callable[[], Any],
+        rerun: Callable[[], Any],
         twin: _Memo,
-        read: Sequence[Tensor],
-        written: Sequence[Tensor],
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
         outcome: Any,
     ) -> None:
         returned = [twin(t) for t in tensors_in(outcome)]
         value = outcome if isinstance(outcome, (bool, int, float, complex)) else None
-        changed = {id(t): t for t in (*written, *tensors_in(outcome)) if t.numel()}
+        changed = {id(t): t for t in (*writes, *tensors_in(outcome)) if t.numel()}
         expected = [(twin(t), self._shadow_of(t) is None, _bytes(t)) for t in changed.values()]
 
         def run() -> None:
-            seen = f"in {operation}"
+            place = f"in {operation}"
             try:
-                result = again()
+                result = rerun()
             except (RuntimeError, IndexError) as error:
-                self._differs("an argument", f"{seen}, which fails: {error}", operation)
+                self._report("an argument", f"{place}, which fails: {error}", operation)
                 return
-            for to, made in zip(returned, tensors_in(result), strict=False):
-                if to.shape != made.shape:
-                    self._differs("a shape", f"{seen}: {tuple(made.shape)}", operation)
-                elif to.data_ptr() != made.data_ptr():
-                    to.copy_(made)
+            for target, source in zip(returned, tensors_in(result), strict=False):
+                if target.shape != source.shape:
+                    self._report("a shape", f"{place}: {tuple(source.shape)}", operation)
+                elif target.data_ptr() != source.data_ptr():
+                    target.copy_(source)
             if value is not None and result != value and value == value:
-                self._differs("a value read by the host", f"{seen}: {result} instead of {value}", operation)
-            for now, read_by_host, was in expected:
-                if not torch.equal(_bytes(now), was):
+                self._report("a value read by the host", f"{place}: {result} instead of {value}", operation)
+            for current, read_by_host, original in expected:
+                if not torch.equal(_bytes(current), original):
                     self._first = self._first or operation
                     if read_by_host:
-                        self._differs("a value read by the host", seen, operation)
+                        self._report("a value read by the host", place, operation)
 
         for t in changed.values():
             if (shadow := self._shadow_of(t)) is not None and shadow.is_new_on_host:
                 with _compat.below_modes():
                     _forget_values(twin(t))
-        kept = {id(t): twin(t) for t in read if t.numel()}
-        begin = _begin(list(kept.values()), [twin(t) for key, t in changed.items() if key not in kept])
-        uses = [shadow for t in twin.asked if t.numel() and (shadow := self._shadow_of(t))]
-        writes = [shadow for t in changed.values() if (shadow := self._shadow_of(t))]
-        self._wait_for_turn(operation, run, uses, writes, begin=begin)
+        inputs = {id(t): twin(t) for t in reads if t.numel()}
+        begin = _begin(list(inputs.values()), [twin(t) for key, t in changed.items() if key not in inputs])
+        uses = [shadow for t in twin.tensors if t.numel() and (shadow := self._shadow_of(t))]
+        overwritten = [shadow for t in changed.values() if (shadow := self._shadow_of(t))]
+        self._wait_for_turn(operation, run, uses, overwritten, begin=begin)
 
     def _wait_for_turn(
         self,
@@ -299,22 +299,22 @@ class Late:
             shadow.waiting.append(job)
         if self.order.runs_at_once(operation, clock, self._stalled, self._chance):
             self.run_until(clock)
-        self._begin_what_can()
+        self._begin_ready()
 
     # Running
 
     def run_until(self, clock: Clock) -> None:
         """Run only what comes before `clock`."""
-        while wanted := [
+        while heads := [
             jobs[0]
             for line, jobs in self._waiting.items()
             if jobs and jobs[0].operation.tick <= clock.get(line, 0)
         ]:
-            ready = [job for job in wanted if not job.runs and self._is_ready(job)]
-            if not ready and any(jobs[0].runs for jobs in self._waiting.values() if jobs):
+            ready = [job for job in heads if not job.is_running and self._is_ready(job)]
+            if not ready and any(jobs[0].is_running for jobs in self._waiting.values() if jobs):
                 return  # something that another rank needs waits for that rank
             if not ready:
-                raise ShardwiseError(f"operations wait for one another: {', '.join(map(str, wanted))}")
+                raise ShardwiseError(f"operations wait for one another: {', '.join(map(str, heads))}")
             by_seed = self.order.seed is not None
             self._run(self._chance.choice(ready) if by_seed else min(ready, key=lambda job: job.number))
 
@@ -329,7 +329,7 @@ class Late:
     def pause(self, seconds: float) -> None:
         """Sleep, as a host that waits for other ranks' words; what they await of it runs."""
         if threading.get_ident() in self._threads:
-            self.peers.run_what_others_await()
+            self.peers.run_awaited()
         time.sleep(seconds)
 
     def run_all(self) -> None:
@@ -342,7 +342,7 @@ class Late:
             if jobs
         )
 
-    def _begin_what_can(self) -> None:
+    def _begin_ready(self) -> None:
         """Begin operations that could run now; what they write has no value until they finish."""
         for jobs in self._waiting.values():
             if jobs and not jobs[0].started and self._is_ready(jobs[0]):
@@ -350,27 +350,27 @@ class Late:
                 self._use(job, job.begin)
 
     def _run(self, job: _Job) -> None:
-        job.started = job.runs = True
+        job.started = job.is_running = True
         if job.operation in self._stalled:
             self._stalled.remove(job.operation)
         for shadow in job.uses:
             shadow.waiting.remove(job)
         self._use(job, job.run)
         self._waiting[job.operation.line].popleft()
-        self._begin_what_can()
+        self._begin_ready()
 
     def _use(self, job: _Job, action: Callable[[], Any]) -> None:
         with _compat.below_modes():
             for shadow in job.uses:
-                shadow.before = [freed for freed in shadow.before if freed.waiting]
-                for freed in shadow.before:
+                shadow.predecessors = [freed for freed in shadow.predecessors if freed.waiting]
+                for freed in shadow.predecessors:
                     if freed.may_be_given_out():
                         freed.forget()
-                        if shadow not in freed.after:
-                            freed.after.append(shadow)
+                        if shadow not in freed.successors:
+                            freed.successors.append(shadow)
             action()
             for shadow in job.writes:
-                for later in shadow.after:
+                for later in shadow.successors:
                     later.forget()
 
     # Comparing
@@ -381,9 +381,9 @@ class Late:
             shadow = getattr(self.simulation.host.at(span(tensor)[0]), "shadow", None)
             if shadow is not None and not torch.equal(_bytes(self._twin(tensor)), _bytes(tensor)):
                 writers = (job.operation for job in shadow.waiting if shadow in job.writes)
-                self._differs("a value read by the host", f"in {name}", next(writers, self._first))
+                self._report("a value read by the host", f"in {name}", next(writers, self._first))
 
-    def host_wrote(self, tensors: Iterable[Tensor]) -> None:
+    def record_host_write(self, tensors: Iterable[Tensor]) -> None:
         """Record that the host has written its own memory, at once."""
         for tensor in tensors:
             block = self.simulation.host.at(span(tensor)[0])
@@ -397,25 +397,25 @@ class Late:
         for block in (*self.simulation.memory.living(), *self.simulation.host.living()):
             shadow = block.shadow
             real = None if shadow is None else shadow.real()
-            if real is not None and not torch.equal(_of_bytes(real), _of_bytes(shadow.memory)):
-                self._differs(name(block, block.low), "at the end", self._first)
+            if real is not None and not torch.equal(_as_bytes(real), _as_bytes(shadow.memory)):
+                self._report(name(block, block.low), "at the end", self._first)
 
-    def _differs(self, what: str, seen: str, first: Operation | None) -> None:
+    def _report(self, subject: str, place: str, first: Operation | None) -> None:
         self._first = self._first or first
-        self.differences.append(Difference(what, seen, self._first))
+        self.differences.append(Difference(subject, place, self._first))
 
 
 def _begin(reads: list[Tensor], overwrites: list[Tensor]) -> Callable[[], None]:
     """Return a function that invalidates what an operation will write, except what it reads."""
 
     touched = {tensor.untyped_storage().data_ptr() for tensor in overwrites}
-    same = [_once(tensor) for tensor in reads if tensor.untyped_storage().data_ptr() in touched]
+    shared = [_once(tensor) for tensor in reads if tensor.untyped_storage().data_ptr() in touched]
 
     def begin() -> None:
-        kept = [(tensor, tensor.clone()) for tensor in same]
+        saved = [(tensor, tensor.clone()) for tensor in shared]
         for tensor in overwrites:
             _forget_values(tensor)
-        for tensor, values in kept:
+        for tensor, values in saved:
             tensor.copy_(values)
 
     return begin
@@ -438,14 +438,14 @@ class _Memo:
     """Cache of the twins of an operation's tensors."""
 
     def __init__(self, twin: Callable[[Tensor], Tensor]) -> None:
-        self._make, self._made = twin, dict[int, Tensor]()
-        self.asked: list[Tensor] = []
+        self._make, self._twins = twin, dict[int, Tensor]()
+        self.tensors: list[Tensor] = []
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._made:
-            self._made[id(tensor)] = self._make(tensor)
-            self.asked.append(tensor)
-        return self._made[id(tensor)]
+        if id(tensor) not in self._twins:
+            self._twins[id(tensor)] = self._make(tensor)
+            self.tensors.append(tensor)
+        return self._twins[id(tensor)]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -454,11 +454,11 @@ def _bytes(tensor: Tensor) -> Tensor:
         return bare_of(tensor).clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
-def _of_bytes(storage: torch.UntypedStorage) -> Tensor:
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
     with _compat.below_modes():
         return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def _forget(storage: torch.UntypedStorage) -> None:
     with _compat.below_modes():
-        _of_bytes(storage).fill_(_NO_VALUE)
+        _as_bytes(storage).fill_(_NO_VALUE)
