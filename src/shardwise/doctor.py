@@ -79,7 +79,7 @@ def examine(folder: str | os.PathLike[str] = ".") -> list[CheckResult]:
         "host name": check_host_name,
         "gloo loopback": check_loopback,
     }
-    return [_guarded(name, check) for name, check in checks.items()]
+    return [_run_check(name, check) for name, check in checks.items()]
 
 
 def examine_ranks(folder: str | os.PathLike[str] = ".") -> list[CheckResult]:
@@ -92,8 +92,8 @@ def examine_ranks(folder: str | os.PathLike[str] = ".") -> list[CheckResult]:
         return [*local, CheckResult("rendezvous", Status.BROKEN, str(error).partition("\n")[0], fix)]
     rank, ranks, store = dist.get_rank(), dist.get_world_size(), _compat.default_store()
     dist.barrier()
-    mine = {"findings": [asdict(result) for result in local], "clock": time.time(), **_versions()}
-    store.set(f"shardwise/doctor/{rank}", json.dumps(mine))
+    report = {"findings": [asdict(result) for result in local], "clock": time.time(), **_versions()}
+    store.set(f"shardwise/doctor/{rank}", json.dumps(report))
     facts = [json.loads(store.get(f"shardwise/doctor/{r}")) for r in range(ranks)] if rank == 0 else []
     dist.barrier()
     dist.destroy_process_group()
@@ -128,30 +128,30 @@ def judge_ranks(facts: list[dict[str, Any]]) -> list[CheckResult]:
     else:
         fix = "Start equally many ranks on each host: meshes place ranks of one host side by side."
         results.append(CheckResult("ranks", Status.WARNING, found, fix))
-    for what, status in (("torch", Status.BROKEN), ("shardwise", Status.BROKEN), ("Python", Status.WARNING)):
-        results.append(_compared(facts, what, status, f"Install the same {what} on every host."))
-    results.append(_compared(facts, "CUDA", Status.WARNING, "Install the same build of torch on every host."))
+    for name, status in (("torch", Status.BROKEN), ("shardwise", Status.BROKEN), ("Python", Status.WARNING)):
+        results.append(_compare(facts, name, status, f"Install the same {name} on every host."))
+    results.append(_compare(facts, "CUDA", Status.WARNING, "Install the same build of torch on every host."))
     results.append(
-        _compared(facts, "devices", Status.WARNING, "Use equal devices: the slowest or smallest limits all.")
+        _compare(facts, "devices", Status.WARNING, "Use equal devices: the slowest or smallest limits all.")
     )
-    apart = max(rank["clock"] for rank in facts) - min(rank["clock"] for rank in facts)
-    late = apart > CLOCKS_APART_S
+    spread = max(rank["clock"] for rank in facts) - min(rank["clock"] for rank in facts)
+    late = spread > CLOCKS_APART_S
     fix = "Run an NTP client: logs and timeouts of different hosts will not agree." if late else ""
-    results.append(CheckResult("clocks", Status.WARNING if late else Status.OK, f"{apart:.2f} s apart", fix))
+    results.append(CheckResult("clocks", Status.WARNING if late else Status.OK, f"{spread:.2f} s apart", fix))
     return results
 
 
-def _compared(facts: list[dict[str, Any]], what: str, status: Status, fix: str) -> CheckResult:
-    """Check that all ranks have the same `what`; if not, list the hosts by value."""
-    said: dict[str, list[str]] = {}
+def _compare(facts: list[dict[str, Any]], name: str, status: Status, fix: str) -> CheckResult:
+    """Check that all ranks have the same `name`; if not, list the hosts by value."""
+    by_value: dict[str, list[str]] = {}
     for rank in facts:
-        hosts = said.setdefault(rank[what], [])
+        hosts = by_value.setdefault(rank[name], [])
         if rank["host"] not in hosts:
             hosts.append(rank["host"])
-    if len(said) == 1:
-        return CheckResult(f"{what} on all ranks", Status.OK, *said)
-    found = "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in said.items())
-    return CheckResult(f"{what} on all ranks", status, found, fix)
+    if len(by_value) == 1:
+        return CheckResult(f"{name} on all ranks", Status.OK, *by_value)
+    found = "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in by_value.items())
+    return CheckResult(f"{name} on all ranks", status, found, fix)
 
 
 def check_torch(version: str = torch.__version__) -> CheckResult:
@@ -169,13 +169,13 @@ def check_backends() -> CheckResult:
     """Check the process-group backends of this torch: gloo is needed, and NCCL where there are GPUs."""
     if not dist.is_available():
         return CheckResult("backends", Status.BROKEN, "none", "Install a torch built with USE_DISTRIBUTED=1.")
-    known = {
+    backends = {
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available(),
         "mpi": dist.is_mpi_available(),
         "ucc": dist.is_ucc_available(),
     }
-    return judge_backends({name for name, available in known.items() if available}, torch.cuda.device_count())
+    return judge_backends({name for name, works in backends.items() if works}, torch.cuda.device_count())
 
 
 def judge_backends(available: set[str], gpus: int) -> CheckResult:
@@ -229,27 +229,27 @@ def judge_descriptors(soft: int | None, hard: int | None) -> CheckResult:
 
 def check_disk(folder: str | os.PathLike[str] = ".") -> CheckResult:
     """Check that `folder` is writable and has room for checkpoints, or that a store keeps its objects."""
-    at = location(folder)
-    if isinstance(at, StorePath):
-        return check_store(at)
-    there = next(path for path in (at.resolve(), *at.resolve().parents) if path.exists())
-    return judge_disk(str(at.resolve()), shutil.disk_usage(there).free, os.access(there, os.W_OK))
+    place = location(folder)
+    if isinstance(place, StorePath):
+        return check_store(place)
+    existing = next(path for path in (place.resolve(), *place.resolve().parents) if path.exists())
+    return judge_disk(str(place.resolve()), shutil.disk_usage(existing).free, os.access(existing, os.W_OK))
 
 
-def check_store(at: StorePath) -> CheckResult:
+def check_store(url: StorePath) -> CheckResult:
     """Check whether an object can be written, seen and removed in a store."""
-    probe = at / f"shardwise-doctor-{uuid4().hex[:6]}"
+    probe = url / f"shardwise-doctor-{uuid4().hex[:6]}"
     try:
         write_whole(probe, b"")
-        kept = probe.is_file()
+        visible = probe.is_file()
         probe.unlink()
     except Exception as error:  # whatever a client raises
         fix = "Set the credentials and endpoint that the store's client reads, or choose another URL."
-        return CheckResult("disk", Status.BROKEN, f"{at}: {type(error).__name__}: {error}", fix)
-    if not kept:
+        return CheckResult("disk", Status.BROKEN, f"{url}: {type(error).__name__}: {error}", fix)
+    if not visible:
         fix = "Choose a store that shows objects as soon as they are written."
-        return CheckResult("disk", Status.BROKEN, f"{at} does not show an object that was just written", fix)
-    return CheckResult("disk", Status.OK, f"objects can be written to {at}")
+        return CheckResult("disk", Status.BROKEN, f"{url} does not show an object that was just written", fix)
+    return CheckResult("disk", Status.OK, f"objects can be written to {url}")
 
 
 def judge_disk(folder: str, free_bytes: int, writable: bool) -> CheckResult:
@@ -334,7 +334,7 @@ def _all_reduce_rank(alive: Callable[[], None]) -> float:
     return float(value)
 
 
-def _guarded(name: str, check: Callable[[], CheckResult]) -> CheckResult:
+def _run_check(name: str, check: Callable[[], CheckResult]) -> CheckResult:
     try:
         return check()
     except Exception as error:

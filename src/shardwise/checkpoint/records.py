@@ -48,8 +48,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         return self._persistent(reference)
 
     def find_class(self, module: str, name: str) -> Any:
-        value = self._find(module, name)
-        if value is None:
+        if (value := self._find(module, name)) is None:
             raise CheckpointError(f"names {module}.{name}, which a checkpoint has no use for; not read")
         return value
 

@@ -145,8 +145,7 @@ def _check_holders(local: Mapping[str, ShardedTensor | Tensor], by_rank: Sequenc
     for name, tensor in local.items():
         if isinstance(tensor, ShardedTensor):
             holders = {shard.rank for shard in tensor.metadata().shards_metadata}
-            missing = sorted(holder for holder in holders if name not in by_rank[holder]["tensors"])
-            if missing:
+            if missing := sorted(holder for holder in holders if name not in by_rank[holder]["tensors"]):
                 problems.append(
                     f"{name}: ranks {missing} hold shards of it, but do not save it; pass it there too"
                 )

@@ -92,9 +92,7 @@ def save_async(
     wait_for_saving()
     job = prepare_save("save_async of", path, state, step=step, keep=keep, keep_every=keep_every)
     with job.cleaning():
-        copies = each_its_own(
-            job.operation, lambda: [(chunk, staged(tensor)) for chunk, tensor in job.local_chunks()]
-        )
+        copies = each_its_own(job.operation, lambda: [(chunk, staged(t)) for chunk, t in job.local_chunks()])
     return Saving(job.operation, job.staging, copies, job.commit)
 
 

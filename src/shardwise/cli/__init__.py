@@ -57,8 +57,8 @@ class Precision(StrEnum):
     bfloat16 = "bfloat16"
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(enabled: bool) -> None:
+    if enabled:
         import torch
 
         from shardwise import __version__
@@ -67,12 +67,12 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-def _show_tracebacks(asked: bool) -> bool:
-    if asked:
+def _show_tracebacks(enabled: bool) -> bool:
+    if enabled:
         from shardwise.launch import TRACEBACK
 
         os.environ[TRACEBACK] = "1"  # in the ranks too
-    return asked
+    return enabled
 
 
 Traceback = Annotated[
@@ -156,11 +156,11 @@ def verify(
     if layout is Layout.both:
         layouts = ["interleaved", "contiguous"]
     results: list[Any] = []
-    how: dict[str, Any] = {"ranks": ranks, "steps": steps, "replicas": hsdp, "seed": seed}
+    options: dict[str, Any] = {"ranks": ranks, "steps": steps, "replicas": hsdp, "seed": seed}
     try:
-        for asked in layouts:
+        for name in layouts:
             if streams:
-                results.append(check_streams(case, layout=asked, **how))
+                results.append(check_streams(case, layout=name, **options))
                 print(results[-1].describe())
                 continue
             result = verification.verify(
@@ -168,9 +168,9 @@ def verify(
                 tolerance=tolerance,
                 dtype=getattr(torch, dtype.value) if dtype else None,
                 mesh=mesh,
-                layout=asked,
+                layout=name,
                 timeout=timeout,
-                **how,
+                **options,
             )
             console.print(verification.table(result))
             tolerated = result.tolerance
@@ -269,9 +269,9 @@ def plan(
         if tensor == 1 and not search:
             _refuse_unused(tensor_plan, sequence_parallel, loss_parallel)
         setup = Setup(ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, **choices)
-        for written in (json_path, html_path, trace_path, png_path):  # fail before a search, not after it
-            if written is not None:
-                _check_writable(written)
+        for path in (json_path, html_path, trace_path, png_path):  # fail before a search, not after it
+            if path is not None:
+                _check_writable(path)
         _check_plan(model, setup, hardware)
         if png_path is not None and not (json_path or html_path or trace_path):
             # Other files that were asked for are written first.
@@ -286,26 +286,26 @@ def plan(
     from shardwise.planner.advice import lines
 
     try:
-        found = planner.search(model, setup, hardware=hardware) if search else None
-        made = planner.plan(model, setup, hardware=hardware) if found is None else found.chosen
+        results = planner.search(model, setup, hardware=hardware) if search else None
+        best = planner.plan(model, setup, hardware=hardware) if results is None else results.chosen
         console = Console(emoji=False)
-        console.print(str(found or made), markup=False, highlight=False, soft_wrap=True)
+        console.print(str(results or best), markup=False, highlight=False, soft_wrap=True)
         if json_path is not None:
-            json_path.write_text(planner.to_json(found or made) + "\n")
+            json_path.write_text(planner.to_json(results or best) + "\n")
         for path, write in ((html_path, planner.page), (trace_path, planner.trace)):
             if path is not None:
-                path.write_text(write(made) + "\n")
+                path.write_text(write(best) + "\n")
         if png_path is not None:
-            png_path.write_bytes(planner.picture(made))
-        if made.fits:
+            png_path.write_bytes(planner.picture(best))
+        if best.fits:
             return
-        for line in lines(model, made, hardware):
+        for line in lines(model, best, hardware):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     except (
         Exception
     ) as error:  # from the user's factory, files and so on; status 1 would mean that it does not fit
-        where = f"{line}: " if (line := place(error)) else ""
-        failure = error if isinstance(error, ShardwiseError) else f"{where}{type(error).__name__}: {error}"
+        position = f"{line}: " if (line := place(error)) else ""
+        failure = error if isinstance(error, ShardwiseError) else f"{position}{type(error).__name__}: {error}"
         print_failure(ShardwiseError(str(failure)), traceback.format_exc() if show_tracebacks else "")
         raise typer.Exit(NOT_RUN) from None
     finally:
@@ -349,13 +349,13 @@ def calibrate(
         if "RANK" not in os.environ and count > 1:
             options = [*(["--like", like] if like else []), *(["--small"] if small else [])]
             raise typer.Exit(launch.launch(["-m", "shardwise", "calibrate", str(out), *options], ranks=count))
-        made = planner.calibrate(like=base, sizes=SMALL if small else None)
+        profile = planner.calibrate(like=base, sizes=SMALL if small else None)
     except ShardwiseError as error:
         print_failure(error, "")
         raise typer.Exit(NOT_RUN) from None
     if is_first:
-        out.write_text(planner.to_toml(made))
-        text = f"{out}:\n{planner.to_toml(made)}"
+        out.write_text(planner.to_toml(profile))
+        text = f"{out}:\n{planner.to_toml(profile)}"
         Console(emoji=False).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -446,10 +446,10 @@ def doctor(
 
 def _refuse_unused(tensor_plan: str, sequence_parallel: bool | None, loss_parallel: bool | None) -> None:
     """Raise if options of tensor parallelism are given without `--tensor`."""
-    given = {"tensor-plan": tensor_plan != "auto", "sequence-parallel": sequence_parallel is not None}
-    given |= {"loss-parallel": loss_parallel is not None}
-    if named := ", ".join(f"--{name}" for name, is_given in given.items() if is_given):
-        raise ShardwiseError(f"{named} cannot be used without tensor parallelism: give --tensor")
+    options = {"tensor-plan": tensor_plan != "auto", "sequence-parallel": sequence_parallel is not None}
+    options |= {"loss-parallel": loss_parallel is not None}
+    if names := ", ".join(f"--{name}" for name, is_set in options.items() if is_set):
+        raise ShardwiseError(f"{names} cannot be used without tensor parallelism: give --tensor")
 
 
 def _check_plan(model: str, setup: Setup, hardware: str) -> None:

@@ -44,7 +44,7 @@ def export(
     from shardwise.tensor_parallel.package import export_command
 
     try:
-        printed = export_command(
+        output = export_command(
             model,
             out,
             ranks=ranks,
@@ -55,11 +55,11 @@ def export(
         )
         if aot:
             compile_package(out)
-            printed += f"Compiled {ranks} programs\n"
+            output += f"Compiled {ranks} programs\n"
     except ShardwiseError as error:
         print_failure(error, "")
         raise typer.Exit(NOT_RUN) from None
-    Console(emoji=False).print(printed, markup=False, highlight=False, soft_wrap=True)
+    Console(emoji=False).print(output, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command(
@@ -77,11 +77,11 @@ def merge(
     from shardwise.tensor_parallel.package import merge_command
 
     try:
-        printed = merge_command(folder, out, strip=strip, overwrite=overwrite)
+        output = merge_command(folder, out, strip=strip, overwrite=overwrite)
     except ShardwiseError as error:
         print_failure(error, "")
         raise typer.Exit(NOT_RUN) from None
-    Console(emoji=False).print(printed, end="", markup=False, highlight=False, soft_wrap=True)
+    Console(emoji=False).print(output, end="", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("generate", epilog="Exit status: 0 generated; 2 the model, prompt or plan cannot be used.")
@@ -111,18 +111,18 @@ def generate(
     from shardwise.tensor_parallel.package import read_strategies
     from shardwise.verify.processes import RankError, run_ranks
 
-    started = dist.is_torchelastic_launched()
+    launched = dist.is_torchelastic_launched()
     try:
         plan = strategies if strategies in (None, "auto") else read_strategies(strategies)
-        asked: tuple[Any, ...] = (str(folder), ids, text, tokens, seed, plan)
-        if started:
+        arguments: tuple[Any, ...] = (str(folder), ids, text, tokens, seed, plan)
+        if launched:
             dist.init_process_group("gloo")
-            printed = generate_command(lambda: None, *asked)
-            printed = printed if dist.get_rank() == 0 else ""
+            output = generate_command(lambda: None, *arguments)
+            output = output if dist.get_rank() == 0 else ""
             dist.destroy_process_group()
         else:
-            printed, *_ = run_ranks(generate_command, *asked, world_size=ranks, timeout=timeout)
+            output, *_ = run_ranks(generate_command, *arguments, world_size=ranks, timeout=timeout)
     except ShardwiseError as error:
         print_failure(error, error.traceback if isinstance(error, RankError) else "")
         raise typer.Exit(NOT_RUN) from None
-    Console(emoji=False).print(printed, end="", markup=False, highlight=False, soft_wrap=True)
+    Console(emoji=False).print(output, end="", markup=False, highlight=False, soft_wrap=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from shardwise.errors import CheckpointError
 
 _NAME = ".saving"
-_held: dict[Path, int] = {}  # open files, by folder
+_locks: dict[Path, int] = {}  # open files, by folder
 
 
 def lock(folder: Path) -> None:
@@ -28,45 +28,45 @@ def lock(folder: Path) -> None:
     Raises:
         CheckpointError: another process holds it.
     """
-    if sys.platform == "win32" or folder in _held:
+    if sys.platform == "win32" or folder in _locks:
         return
     import fcntl
 
     file = folder / _NAME
     while True:
-        opened = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if file.exists() and os.path.samestat(os.fstat(opened), file.stat()):
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
                 break
         except (BlockingIOError, PermissionError) as error:  # which one depends on the system
-            raise CheckpointError(f"{folder}: {_holder(opened)}") from error
+            raise CheckpointError(f"{folder}: {_holder(descriptor)}") from error
         except OSError:
             break
-        os.close(opened)  # its holder has since removed the file
+        os.close(descriptor)  # its holder has since removed the file
     since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     me = {"host": socket.gethostname(), "process": os.getpid(), "since": since}
-    os.truncate(opened, 0)
-    os.pwrite(opened, json.dumps(me).encode(), 0)
-    _held[folder] = opened
+    os.truncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(me).encode(), 0)
+    _locks[folder] = descriptor
 
 
 def unlock(folder: Path) -> None:
     """Release the lock of a folder, if this process holds it."""
-    opened = _held.pop(folder, None)
-    if opened is not None:
+    descriptor = _locks.pop(folder, None)
+    if descriptor is not None:
         with suppress(OSError):
             (folder / _NAME).unlink()
-        os.close(opened)
+        os.close(descriptor)
 
 
-def _holder(opened: int) -> str:
+def _holder(descriptor: int) -> str:
     """Describe the process that holds the lock, and close the file."""
-    said: dict[str, object] = {}
+    owner: dict[str, object] = {}
     with suppress(ValueError):
-        said = json.loads(os.pread(opened, 4096, 0))
-    os.close(opened)
+        owner = json.loads(os.pread(descriptor, 4096, 0))
+    os.close(descriptor)
     return (
-        f"process {said.get('process', '?')} on host {said.get('host', '?')} has been saving there since"
-        f" {said.get('since', '?')}. Use a separate folder for each run, or wait until that process is done"
+        f"process {owner.get('process', '?')} on host {owner.get('host', '?')} has been saving there since"
+        f" {owner.get('since', '?')}. Use a separate folder for each run, or wait until that process is done"
     )

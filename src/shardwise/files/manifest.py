@@ -98,8 +98,8 @@ def whole_file(folder: At, name: str, expected: Mapping[str, Any]) -> At:
         CheckpointError: the file is missing, damaged, or outside the folder.
     """
     file = regular(inside(folder, name))
-    if (found := digest(file, _kind(expected))) != expected:
-        raise CheckpointError(f"{file}: damaged (expected {expected}, found {found})")
+    if (actual := digest(file, _kind(expected))) != expected:
+        raise CheckpointError(f"{file}: damaged (expected {expected}, found {actual})")
     return file
 
 
@@ -118,13 +118,13 @@ def _kind(entry: Mapping[str, Any]) -> str:
 
 def digest(file: Location, kind: str = "sha256") -> dict[str, Any]:
     """Return a file's size in bytes and its hash; `kind` is one of `HASHES`."""
-    found, size = HASHES[kind](), 0
+    hasher, size = HASHES[kind](), 0
     chunk = bytearray(_REQUEST_BYTES if isinstance(file, StorePath) else _CHUNK_BYTES)
     with file.open("rb") as stream:
         while count := stream.readinto(chunk):
-            found.update(memoryview(chunk)[:count])
+            hasher.update(memoryview(chunk)[:count])
             size += count
-    return {"bytes": size, kind: found.hexdigest()}
+    return {"bytes": size, kind: hasher.hexdigest()}
 
 
 def read_json(file: Location) -> Any:
@@ -143,23 +143,23 @@ def check_types(file: Location, manifest: Any, types: Types) -> None:
     """
     if not isinstance(manifest, dict):
         raise CheckpointError(f"{file}: expected a JSON object, found {manifest!r:.100}")
-    for key, (fits, what) in types.items():
-        good = False
+    for key, (check, description) in types.items():
+        valid = False
         with suppress(ValueError, TypeError, KeyError, RecursionError):
-            good = key in manifest and fits(manifest[key])
-        if not good:
+            valid = key in manifest and check(manifest[key])
+        if not valid:
             value = manifest.get(key, "nothing")
-            raise CheckpointError(f"{file}: expected {key!r} to be {what}, found {value!r:.100}")
+            raise CheckpointError(f"{file}: expected {key!r} to be {description}, found {value!r:.100}")
 
 
 def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def all_in(kind: Any, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Return a check that a value is a list, or a dict by name, whose items all pass `fits`."""
+def all_in(kind: Any, check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return a check that a value is a list, or a dict by name, whose items all pass `check`."""
 
-    def fit(found: Any) -> bool:
-        return isinstance(found, kind) and all(map(fits, found.values() if kind is dict else found))
+    def check_all(value: Any) -> bool:
+        return isinstance(value, kind) and all(map(check, value.values() if kind is dict else value))
 
-    return fit
+    return check_all

@@ -51,10 +51,10 @@ class StorePath:
         """Yield the entries of this folder, as the store lists them now; none if it is not a folder."""
         self.system.invalidate_cache()
         try:
-            found = self.system.ls(str(self.path), detail=False)
+            entries = self.system.ls(str(self.path), detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return
-        names = {PurePosixPath(str(each)).name for each in found}
+        names = {PurePosixPath(str(entry)).name for entry in entries}
         yield from (self / name for name in sorted(names - {self.name, ""}))
 
     def is_dir(self) -> bool:
@@ -75,8 +75,8 @@ class StorePath:
         if mode == "rb":
             path, system = str(self.path), self.system
             size = int(system.size(path))
-            found = Ranges(size, lambda at, end: system.cat_file(path, start=at, end=end), str(self))
-            return io.BufferedReader(found, _SMALL_BYTES)
+            ranges = Ranges(size, lambda at, end: system.cat_file(path, start=at, end=end), str(self))
+            return io.BufferedReader(ranges, _SMALL_BYTES)
         return self.system.open(str(self.path), mode)
 
     def unlink(self) -> None:
@@ -116,13 +116,13 @@ def on_disk(path: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointError: a URL of a store.
     """
-    found = location(path)
-    if isinstance(found, StorePath):
+    place = location(path)
+    if isinstance(place, StorePath):
         raise CheckpointError(
             f"{path}: expected a path in the file system, found the URL of a store, which is for checkpoints"
             " only; use a local folder, and copy it from or to the store with fsspec's get or put"
         )
-    return found
+    return place
 
 
 @contextmanager
@@ -190,14 +190,14 @@ class Ranges(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._size - self._at)
-        count = left if size is None or size < 0 else min(size, left)
-        found = self._fetch(self._at, self._at + count) if count else b""
-        self._at += len(found)
-        return found
+        remaining = max(0, self._size - self._at)
+        count = remaining if size is None or size < 0 else min(size, remaining)
+        content = self._fetch(self._at, self._at + count) if count else b""
+        self._at += len(content)
+        return content
 
     def readinto(self, buffer: Any) -> int:
         room = memoryview(buffer).cast("B")
-        found = self.read(len(room))
-        room[: len(found)] = found
-        return len(found)
+        content = self.read(len(room))
+        room[: len(content)] = content
+        return len(content)

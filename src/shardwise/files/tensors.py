@@ -62,8 +62,8 @@ class StoredTensor:
 
     def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
         """Read elements from `begins` to `ends`, one index per dim; may return a view of the mapped file."""
-        found: Tensor = self._stored[tuple(map(slice, begins, ends)) or ...]
-        return found
+        tensor: Tensor = self._stored[tuple(map(slice, begins, ends)) or ...]
+        return tensor
 
 
 class TensorFiles:
@@ -78,7 +78,7 @@ class TensorFiles:
 
     def __init__(self, paths: Iterable[str | os.PathLike[str]]) -> None:
         self.known: dict[str, Path] = {}
-        self._listed = self._list(paths)
+        self._names = self._list(paths)
         self._opened: dict[Path, Any] = {}
         self._stack = ExitStack()
 
@@ -96,7 +96,7 @@ class TensorFiles:
 
     def names(self) -> list[str]:
         """List all tensors' names. Raises CheckpointError as `find` does."""
-        return list(dict.fromkeys((*self.known, *self._listed)))
+        return list(dict.fromkeys((*self.known, *self._names)))
 
     def find(self, name: str) -> StoredTensor | None:
         """Return the tensor `name`; None if no file has it.
@@ -105,7 +105,7 @@ class TensorFiles:
             CheckpointError: a missing file or folder, a damaged file or index, a file outside the folder, or
                 a dtype that torch does not have.
         """
-        if name not in self.known and name not in self._listed:  # lists as far as needed
+        if name not in self.known and name not in self._names:  # lists as far as needed
             return None
         path = self.known[name]
         if path not in self._opened:
@@ -116,14 +116,14 @@ class TensorFiles:
 def _stored(path: Path, file: Any, name: str) -> StoredTensor:
     if name not in list(file.keys()):
         raise CheckpointError(f"{path} does not contain {name}, though the index says so; copy both again")
-    found = file.get_slice(name)
-    shape, dtype = list(found.get_shape()), DTYPES.get(found.get_dtype())
+    tensor = file.get_slice(name)
+    shape, dtype = list(tensor.get_shape()), DTYPES.get(tensor.get_dtype())
     if dtype is None:
-        raise CheckpointError(f"{name}: torch has no dtype {found.get_dtype()}; convert the file")
+        raise CheckpointError(f"{name}: torch has no dtype {tensor.get_dtype()}; convert the file")
     if dtype == torch.float4_e2m1fn_x2:  # safetensors would slice by the file's count
         shape[-1] //= 2
-        found = file.get_tensor(name)
-    return StoredTensor(tuple(shape), dtype, found)
+        tensor = file.get_tensor(name)
+    return StoredTensor(tuple(shape), dtype, tensor)
 
 
 def _tensor_files(path: Path) -> Iterator[tuple[str, Path]]:
@@ -140,7 +140,7 @@ def _tensor_files(path: Path) -> Iterator[tuple[str, Path]]:
         for file in files:
             yield from _tensor_files(inside(path, file.name))
     elif path.suffix == ".json":
-        yield from _of_index(path)
+        yield from _index_entries(path)
     elif not path.exists():
         raise CheckpointError(f"{path}: no such file or folder")
     else:
@@ -162,13 +162,13 @@ def _open(file: Path) -> Any:
         ) from error
 
 
-def _of_index(path: Path) -> Iterator[tuple[str, Path]]:
+def _index_entries(path: Path) -> Iterator[tuple[str, Path]]:
     try:
-        named = list(read_json(path)["weight_map"].items())
+        entries = list(read_json(path)["weight_map"].items())
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: expected an index with a weight_map ({error!r})") from error
     files: dict[str, Path] = {}
-    for name, file_name in named:
+    for name, file_name in entries:
         if not isinstance(file_name, str) or file_name not in files:
             files[file_name] = inside(path.parent, file_name)
         yield name, files[file_name]

@@ -34,40 +34,40 @@ def merge(model: Any) -> Any:
         ShardingError: on every rank, if an adapter cannot be merged, such as a prompt, or changes a weight
             that other modules share. The message names them.
     """
-    for one in model.modules():
-        if isinstance(one, FSDPModule):
-            one.reshard()  # writes to gathered parameters would be lost
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # writes to gathered parameters would be lost
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    within = {id(param) for param in base.parameters()}
+    inside = {id(param) for param in base.parameters()}
     _check(
-        {name: "outside of the model" for name, param in model.named_parameters() if id(param) not in within}
+        {name: "outside of the model" for name, param in model.named_parameters() if id(param) not in inside}
     )
     while layers := adapters_in(base):
         _check(_unmergeable(base, layers))
         for name, layer in layers.items():
             prefix, _, last = name.rpartition(".")
-            setattr(base.get_submodule(prefix), last, _merged(name, layer))
+            setattr(base.get_submodule(prefix), last, _merge_layer(name, layer))
     _untie(base)
     return base
 
 
 def adapters_in(model: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost adapter modules by name."""
-    found: dict[str, nn.Module] = {}
+    adapters: dict[str, nn.Module] = {}
     latest = "."
-    for name, one in model.named_modules():
-        of_peft = type(one).__module__.partition(".")[0] == "peft"
-        if (of_peft or hasattr(one, "base_layer")) and not name.startswith(f"{latest}."):
-            found[name] = one
+    for name, module in model.named_modules():
+        is_peft = type(module).__module__.partition(".")[0] == "peft"
+        if (is_peft or hasattr(module, "base_layer")) and not name.startswith(f"{latest}."):
+            adapters[name] = module
             latest = name
-    return found
+    return adapters
 
 
 def _check(wrong: dict[str, str]) -> None:
     if wrong:
-        named = "; ".join([*(f"{name} {reason}" for name, reason in wrong.items())][:5])
-        named += "; ..." if len(wrong) > 5 else ""
-        raise ShardingError(f"{here()}: expected adapters that can be merged into weights, found {named}")
+        summary = "; ".join([*(f"{name} {reason}" for name, reason in wrong.items())][:5])
+        summary += "; ..." if len(wrong) > 5 else ""
+        raise ShardingError(f"{here()}: expected adapters that can be merged into weights, found {summary}")
 
 
 def _unmergeable(base: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str]:
@@ -79,8 +79,8 @@ def _unmergeable(base: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str
             wrong[name] = f"({type(layer).__name__}), which PEFT cannot merge"
         # A layer with `token_indices` sets such rows in every module that has them.
         elif adapted is not None and not hasattr(layer, "token_indices"):
-            own = owners_of(adapted)
-            if any(everywhere[param] > count for param, count in own.items()):
+            counts = owners_of(adapted)
+            if any(everywhere[param] > count for param, count in counts.items()):
                 wrong[name] = (
                     "with a weight tied to another module's, which would change too; give it a copy of the"
                     " weight in hf.load(adapt=)"
@@ -88,33 +88,33 @@ def _unmergeable(base: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str
     return wrong
 
 
-def _merged(name: str, layer: Any) -> nn.Module:
+def _merge_layer(name: str, layer: Any) -> nn.Module:
     """Merge a layer and return the module that replaces it."""
-    own = [(one, short, p) for one in layer.modules() for short, p in one.named_parameters(recurse=False)]
+    entries = [(m, short, p) for m in layer.modules() for short, p in m.named_parameters(recurse=False)]
     try:
-        for one, short, param in own:
-            setattr(one, short, nn.Parameter(whole_of(param).detach(), requires_grad=False))
-        found: nn.Module
+        for module, short, param in entries:
+            setattr(module, short, nn.Parameter(whole_of(param).detach(), requires_grad=False))
+        merged: nn.Module
         if hasattr(layer, _UNLOAD):
-            found = getattr(layer, _UNLOAD)(merge=True, safe_merge=False, adapter_names=None)
+            merged = getattr(layer, _UNLOAD)(merge=True, safe_merge=False, adapter_names=None)
         else:
             layer.merge()
-            found = layer.base_layer
-        for one, short, param in own:
-            store_whole(param, getattr(one, short))
+            merged = layer.base_layer
+        for module, short, param in entries:
+            store_whole(param, getattr(module, short))
     except (NotImplementedError, ValueError) as error:
         raise ShardingError(
             f"{here()}: PEFT cannot merge {name} ({type(layer).__name__}): {error}"
         ) from error
     finally:
-        for one, short, param in own:
-            setattr(one, short, param)
-    return found
+        for module, short, param in entries:
+            setattr(module, short, param)
+    return merged
 
 
 def _untie(model: Any) -> None:
     """Set the config to no tied weights if copies replaced all that were tied."""
     tied = getattr(model, "all_tied_weights_keys", {})
     params = dict(model.named_parameters(remove_duplicate=False))
-    if tied and all(params.get(one) is not params.get(other) for one, other in tied.items()):
+    if tied and all(params.get(name) is not params.get(original) for name, original in tied.items()):
         model.config.tie_word_embeddings = False

@@ -41,7 +41,7 @@ class Piece:
     origin: tuple[int, ...]  # of the box in the source
     dims: tuple[int | None, ...]  # the tensor's dim for each dim of the source; None: a dim of one element
 
-    def within(self, box: Box) -> Piece | None:
+    def clip(self, box: Box) -> Piece | None:
         """Return the part inside `box`, or None if there is none."""
         common = self.box.intersect(box)
         if common is None:
@@ -54,7 +54,7 @@ class Piece:
     def source_box(self) -> Box:
         return Box(self.origin, tuple(1 if dim is None else self.box.sizes[dim] for dim in self.dims))
 
-    def here(self, box: Box) -> Box:
+    def to_tensor_box(self, box: Box) -> Box:
         """Translate a box of the source, inside `source_box`, to the tensor's coordinates."""
         offsets, sizes = list(self.box.offsets), list(self.box.sizes)
         for source_dim, dim in enumerate(self.dims):
@@ -63,15 +63,15 @@ class Piece:
                 sizes[dim] = box.sizes[source_dim]
         return Box(tuple(offsets), tuple(sizes))
 
-    def turned(self, values: Tensor) -> Tensor:
+    def arrange(self, values: Tensor) -> Tensor:
         """Return a view of the source's values with the tensor's dims."""
-        order = [at for _, at in sorted((dim, at) for at, dim in enumerate(self.dims) if dim is not None)]
+        order = [i for _, i in sorted((dim, i) for i, dim in enumerate(self.dims) if dim is not None)]
         dropped = [source_dim for source_dim, dim in enumerate(self.dims) if dim is None]
-        turned = values.permute(*dropped, *order)[(0,) * len(dropped)]
+        view = values.permute(*dropped, *order)[(0,) * len(dropped)]
         for dim in range(len(self.box.sizes)):
             if dim not in self.dims:
-                turned = turned.unsqueeze(dim)
-        return turned
+                view = view.unsqueeze(dim)
+        return view
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,12 +86,12 @@ class Computed:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that it is computed from."""
-        return sum(found.nbytes for found in tensors_in((self.args, self.kwargs)))
+        return sum(tensor.nbytes for tensor in tensors_in((self.args, self.kwargs)))
 
     def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
-        args, kwargs = on_tensors((self.args, self.kwargs), _read)
-        found = self.func(*args, **kwargs)
-        value: Tensor = found if self.index is None else found[self.index]
+        args, kwargs = on_tensors((self.args, self.kwargs), _values_of)
+        result = self.func(*args, **kwargs)
+        value: Tensor = result if self.index is None else result[self.index]
         return value[tuple(map(slice, begins, ends))]
 
 
@@ -114,32 +114,32 @@ class Boxes(Tensor):
     @staticmethod
     def of(source: Source, shape: Sequence[int], dtype: torch.dtype) -> Boxes:
         """Return all of `source` as one tensor."""
-        like = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        return Boxes._made(like, [_all_of(source, like)])
+        meta = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        return Boxes._wrap(meta, [_whole(source, meta)])
 
     @staticmethod
-    def _made(like: Tensor, pieces: Sequence[Piece]) -> Boxes:
-        made: Boxes = _compat.make_wrapper(
+    def _wrap(like: Tensor, pieces: Sequence[Piece]) -> Boxes:
+        boxes: Boxes = _compat.make_wrapper(
             Boxes, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("cpu")
         )
-        made.pieces, made.like = tuple(pieces), like
-        return made
+        boxes.pieces, boxes.like = tuple(pieces), like
+        return boxes
 
     def read(self, box: Box | None = None, into: Tensor | None = None) -> Tensor:
         """Read the values in `box` (default: all), converted to this tensor's dtype."""
         box = box or Box.whole(self.shape)
         out = torch.empty(box.sizes, dtype=self.dtype) if into is None else into
         for piece in self.pieces:
-            if (part := piece.within(box)) is not None:
+            if (part := piece.clip(box)) is not None:
                 begins = [o - first for o, first in zip(part.box.offsets, box.offsets, strict=True)]
                 place = tuple(slice(b, b + size) for b, size in zip(begins, part.box.sizes, strict=True))
-                found = part.source_box
-                out[place].copy_(part.turned(part.source.read(found.offsets, found.ends)))
+                source_box = part.source_box
+                out[place].copy_(part.arrange(part.source.read(source_box.offsets, source_box.ends)))
         return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Return another tensor with the same pieces."""
-        copy = Boxes._made(self.like, self.pieces)
+        copy = Boxes._wrap(self.like, self.pieces)
         return nn.Parameter(copy, self.requires_grad) if isinstance(self, nn.Parameter) else copy
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -153,112 +153,112 @@ class Boxes(Tensor):
         if func is aten.equal.default:
             return _equal(*args)
         on_meta = kwargs | ({"device": torch.device("meta")} if "device" in kwargs else {})
-        found = func(*on_tensors(args, _like), **on_tensors(on_meta, _like))
-        if isinstance(found, Tensor):
+        result = func(*on_tensors(args, _on_meta), **on_tensors(on_meta, _on_meta))
+        if isinstance(result, Tensor):
             pieces = _MOVES[func](*args, **kwargs) if func in _MOVES else None
-            return cls._made(found, pieces or [_all_of(Computed(func, args, kwargs, None), found)])
-        if not isinstance(found, (list, tuple)):
-            return found
-        parts = _PARTS[func](*args, **kwargs) if func in _PARTS else [None] * len(found)
+            return cls._wrap(result, pieces or [_whole(Computed(func, args, kwargs, None), result)])
+        if not isinstance(result, (list, tuple)):
+            return result
+        parts = _PARTS[func](*args, **kwargs) if func in _PARTS else [None] * len(result)
         return [
-            cls._made(each, pieces or [_all_of(Computed(func, args, kwargs, index), each)])
-            for index, (each, pieces) in enumerate(zip(found, parts, strict=True))
+            cls._wrap(tensor, pieces or [_whole(Computed(func, args, kwargs, index), tensor)])
+            for index, (tensor, pieces) in enumerate(zip(result, parts, strict=True))
         ]
 
 
-def _like(found: Tensor) -> Tensor:
-    return found.like if isinstance(found, Boxes) else found.to("meta")
+def _on_meta(tensor: Tensor) -> Tensor:
+    return tensor.like if isinstance(tensor, Boxes) else tensor.to("meta")
 
 
 def _equal(first: Tensor, second: Tensor, rows: int = 1024) -> bool:
     """Return whether the values are equal, reading `rows` rows at a time."""
     if first.shape != second.shape or not first.ndim:
-        return first.shape == second.shape and torch.equal(*on_tensors((first, second), _read))
+        return first.shape == second.shape and torch.equal(*on_tensors((first, second), _values_of))
     parts = zip(first.split(rows), second.split(rows), strict=True)
-    return all(torch.equal(*on_tensors(pair, _read)) for pair in parts)
+    return all(torch.equal(*on_tensors(pair, _values_of)) for pair in parts)
 
 
-def _read(found: Tensor) -> Tensor:
-    return found.read() if isinstance(found, Boxes) else found
+def _values_of(tensor: Tensor) -> Tensor:
+    return tensor.read() if isinstance(tensor, Boxes) else tensor
 
 
-def _all_of(source: Source, like: Tensor) -> Piece:
+def _whole(source: Source, like: Tensor) -> Piece:
     return Piece(Box.whole(like.shape), source, (0,) * like.ndim, tuple(range(like.ndim)))
 
 
 # ------------------------------------------------------------ operations that only move boxes
 
 
-def _pieces(found: Tensor) -> Sequence[Piece]:
-    return found.pieces if isinstance(found, Boxes) else [_all_of(Plain(found), found)]
+def _pieces(tensor: Tensor) -> Sequence[Piece]:
+    return tensor.pieces if isinstance(tensor, Boxes) else [_whole(Plain(tensor), tensor)]
 
 
-def _same(found: Tensor, *unused: Any, **more: Any) -> list[Piece]:
-    return list(_pieces(found))
+def _keep_pieces(tensor: Tensor, *unused: Any, **options: Any) -> list[Piece]:
+    return list(_pieces(tensor))
 
 
-def _view(found: Tensor, shape: Sequence[int]) -> list[Piece] | None:
-    return _same(found) if tuple(shape) == tuple(found.shape) else None
+def _view(tensor: Tensor, shape: Sequence[int]) -> list[Piece] | None:
+    return _keep_pieces(tensor) if tuple(shape) == tuple(tensor.shape) else None
 
 
-def _stack(found: Sequence[Tensor], dim: int = 0) -> list[Piece]:
-    dim %= found[0].ndim + 1
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> list[Piece]:
+    dim %= tensors[0].ndim + 1
     return [
         replace(
             piece,
-            box=Box(_inserted(piece.box.offsets, dim, at), _inserted(piece.box.sizes, dim, 1)),
+            box=Box(_insert(piece.box.offsets, dim, index), _insert(piece.box.sizes, dim, 1)),
             dims=tuple(None if d is None else d + (d >= dim) for d in piece.dims),
         )
-        for at, each in enumerate(found)
-        for piece in _pieces(each)
+        for index, tensor in enumerate(tensors)
+        for piece in _pieces(tensor)
     ]
 
 
-def _inserted(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
-    return (*values[:at], value, *values[at:])
+def _insert(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+    return (*values[:index], value, *values[index:])
 
 
-def _cat(found: Sequence[Tensor], dim: int = 0) -> list[Piece]:
-    ends = itertools.accumulate(each.shape[dim] for each in found)
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> list[Piece]:
+    ends = itertools.accumulate(tensor.shape[dim] for tensor in tensors)
     return [
-        _shifted(piece, dim % each.ndim, end - each.shape[dim])
-        for each, end in zip(found, ends, strict=True)
-        for piece in _pieces(each)
+        _shift(piece, dim % tensor.ndim, end - tensor.shape[dim])
+        for tensor, end in zip(tensors, ends, strict=True)
+        for piece in _pieces(tensor)
     ]
 
 
-def _shifted(piece: Piece, dim: int, by: int) -> Piece:
+def _shift(piece: Piece, dim: int, by: int) -> Piece:
     return replace(piece, box=piece.box.shifted([by if d == dim else 0 for d in range(len(piece.box.sizes))]))
 
 
-def _split(found: Tensor, size: int | Sequence[int], dim: int = 0) -> list[list[Piece]]:
-    length, dim = found.shape[dim], dim % found.ndim
+def _split(tensor: Tensor, size: int | Sequence[int], dim: int = 0) -> list[list[Piece]]:
+    length, dim = tensor.shape[dim], dim % tensor.ndim
     sizes = [min(size, length - b) for b in range(0, length, size)] if isinstance(size, int) else size
     parts = []
     for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
-        offsets = tuple(end - size if d == dim else 0 for d in range(found.ndim))
-        box = Box(offsets, tuple(size if d == dim else n for d, n in enumerate(found.shape)))
-        within = [part for piece in _pieces(found) if (part := piece.within(box)) is not None]
-        parts.append([_shifted(part, dim, size - end) for part in within])
+        offsets = tuple(end - size if d == dim else 0 for d in range(tensor.ndim))
+        box = Box(offsets, tuple(size if d == dim else n for d, n in enumerate(tensor.shape)))
+        clipped = [part for piece in _pieces(tensor) if (part := piece.clip(box)) is not None]
+        parts.append([_shift(part, dim, size - end) for part in clipped])
     return parts
 
 
-def _unbind(found: Tensor, dim: int = 0) -> list[list[Piece]]:
-    order = [d for d in range(found.ndim) if d != dim % found.ndim]
-    return [[_ordered(piece, order) for piece in part] for part in _split(found, 1, dim)]
+def _unbind(tensor: Tensor, dim: int = 0) -> list[list[Piece]]:
+    order = [d for d in range(tensor.ndim) if d != dim % tensor.ndim]
+    return [[_permute(piece, order) for piece in part] for part in _split(tensor, 1, dim)]
 
 
-def _squeeze(found: Tensor, dim: int) -> list[Piece]:
-    return _unbind(found, dim)[0] if found.shape[dim] == 1 else _same(found)
+def _squeeze(tensor: Tensor, dim: int) -> list[Piece]:
+    return _unbind(tensor, dim)[0] if tensor.shape[dim] == 1 else _keep_pieces(tensor)
 
 
-def _transpose(found: Tensor, first: int, second: int) -> list[Piece]:
-    order = list(range(found.ndim))
+def _transpose(tensor: Tensor, first: int, second: int) -> list[Piece]:
+    order = list(range(tensor.ndim))
     order[first], order[second] = order[second], order[first]
-    return [_ordered(piece, order) for piece in _pieces(found)]
+    return [_permute(piece, order) for piece in _pieces(tensor)]
 
 
-def _ordered(piece: Piece, order: Sequence[int]) -> Piece:
+def _permute(piece: Piece, order: Sequence[int]) -> Piece:
     """Return `piece` with its dims in `order`; dims left out have one element."""
     box = Box(tuple(piece.box.offsets[d] for d in order), tuple(piece.box.sizes[d] for d in order))
     dims = tuple(order.index(d) if d in order else None for d in piece.dims)
@@ -266,10 +266,10 @@ def _ordered(piece: Piece, order: Sequence[int]) -> Piece:
 
 
 _MOVES: dict[Any, Callable[..., list[Piece] | None]] = {
-    aten.alias.default: _same,
-    aten.detach.default: _same,
-    aten.clone.default: _same,
-    aten._to_copy.default: _same,
+    aten.alias.default: _keep_pieces,
+    aten.detach.default: _keep_pieces,
+    aten.clone.default: _keep_pieces,
+    aten._to_copy.default: _keep_pieces,
     aten.view.default: _view,
     aten.squeeze.dim: _squeeze,
     aten.transpose.int: _transpose,

@@ -37,39 +37,39 @@ def cut_experts(model: nn.Module, mesh: DeviceMesh, *, tp_mesh: DeviceMesh | Non
     Raises:
         ShardingError: if there is no such module, or the ranks do not divide the number of experts.
     """
-    found: list[Any] = [module for module in model.modules() if _takes_tokens(module)]
-    if not found:
+    modules: list[Any] = [module for module in model.modules() if _takes_tokens(module)]
+    if not modules:
         raise ShardingError(
             f"{here()}: {type(model).__name__} has no module of experts that takes ({', '.join(_TAKES)});"
             " cut them by shardwise.nn.ExpertCut"
         )
-    for module in found:
-        _cut(module, ExpertCut(mesh, module.num_experts, tp_mesh=tp_mesh))
-    return found
+    for module in modules:
+        _cut_module(module, ExpertCut(mesh, module.num_experts, tp_mesh=tp_mesh))
+    return modules
 
 
 def _takes_tokens(module: nn.Module) -> bool:
     takes = list(inspect.signature(module.forward).parameters)[:3]
-    own = dict(module.named_parameters(recurse=False))
-    return takes == _TAKES and bool(own) and hasattr(module, "num_experts")
+    parameters = dict(module.named_parameters(recurse=False))
+    return takes == _TAKES and bool(parameters) and hasattr(module, "num_experts")
 
 
-def _cut(module: nn.Module, cut: ExpertCut) -> None:
+def _cut_module(module: nn.Module, cut: ExpertCut) -> None:
     cut.distribute(module)
-    kind, mine = type(module), cut.count // cut.ranks
+    kind, local_count = type(module), cut.count // cut.ranks
 
-    def of_own_experts(tokens: Tensor, counts: Tensor) -> Tensor:
+    def run_local_experts(tokens: Tensor, counts: Tensor) -> Tensor:
         """Call the class's forward on a module that has only this rank's experts."""
-        own: Any = kind.__new__(kind)
-        own.__dict__.update(vars(module))
-        own.__dict__["_parameters"] = {
+        local: Any = kind.__new__(kind)
+        local.__dict__.update(vars(module))
+        local.__dict__["_parameters"] = {
             name: None if param is None else local_part(param) for name, param in module._parameters.items()
         }
-        own.__dict__["num_experts"] = mine
-        chosen = torch.arange(mine, device=tokens.device).repeat_interleave(counts).unsqueeze(1)
-        return kind.forward(own, tokens, chosen, torch.ones_like(chosen, dtype=tokens.dtype))  # type: ignore[no-any-return]
+        local.__dict__["num_experts"] = local_count
+        indices = torch.arange(local_count, device=tokens.device).repeat_interleave(counts).unsqueeze(1)
+        return kind.forward(local, tokens, indices, torch.ones_like(indices, dtype=tokens.dtype))  # type: ignore[no-any-return]
 
-    mixture = cut.mixture(of_own_experts)
+    mixture = cut.mixture(run_local_experts)
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return mixture(hidden_states, top_k_index, top_k_weights.to(hidden_states.dtype))

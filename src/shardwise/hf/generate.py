@@ -39,35 +39,35 @@ def cut_folder(
     """
     mode = _compat.FakeTensorMode(allow_non_fake_inputs=True)
 
-    def without_values(_: str, tensor: Tensor) -> Tensor:
+    def drop_values(_: str, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
 
     with TensorFiles([Path(folder)]) as files:
         model = skeleton_of(folder, None, "auto", True, files)
         values, buffers = take_values(model), _initialised_buffers(model)
         with mode:
-            replace_tensors(model, without_values)
-            whole = export_steps(model.eval(), torch.empty_like(prompt), tokens)
+            replace_tensors(model, drop_values)
+            steps = export_steps(model.eval(), torch.empty_like(prompt), tokens)
         plan = chosen_for(model, strategies)
-        return cut_steps(whole, rank, world_size, plan, fill=partial(_fill, values=values, buffers=buffers))
+        return cut_steps(steps, rank, world_size, plan, fill=partial(_fill, values=values, buffers=buffers))
 
 
 def _initialised_buffers(model: Any) -> dict[str, Tensor]:
     """Return the buffers that no file has, by name, initialised by the model's own rules."""
-    made: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
 
     def give_memory(name: str, tensor: Tensor) -> Tensor:
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # what transformers looks at
         if isinstance(tensor, nn.Parameter) or not tensor.is_meta:
             return tensor
-        made[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return made[name]
+        buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return buffers[name]
 
     replace_tensors(model, give_memory)
-    for one in model.modules():
-        one.__dict__.pop("_is_hf_initialized", None)
+    for module in model.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
     model.initialize_weights()
-    return {f"model.{name}": tensor for name, tensor in made.items()}
+    return {f"model.{name}": tensor for name, tensor in buffers.items()}
 
 
 def _fill(program: ExportedProgram, *, values: Mapping[str, Boxes], buffers: Mapping[str, Tensor]) -> None:
@@ -78,12 +78,12 @@ def _fill(program: ExportedProgram, *, values: Mapping[str, Boxes], buffers: Map
         value = values.get(name.removeprefix("model."))
         if value is None and name.startswith("model."):
             return None
-        return shapes[name], partial(_part, value, shapes[name])
+        return shapes[name], partial(_read_part, value, shapes[name])
 
     materialize(program, find, values=buffers)
 
 
-def _part(value: Boxes | None, shape: Sequence[int], dim: int, begin: int, end: int) -> Tensor:
+def _read_part(value: Boxes | None, shape: Sequence[int], dim: int, begin: int, end: int) -> Tensor:
     offsets, sizes = [0] * len(shape), list(shape)
     if end >= 0:
         offsets[dim], sizes[dim] = begin, end - begin
@@ -112,7 +112,7 @@ def generate_command(
     """
     group = default_group()
     rank, ranks = dist.get_rank(group), group.size()
-    made: list[Any] = []
+    prepared: list[Any] = []
 
     def prepare() -> None:
         config, prompt, tokenizer = _read_prompt(on_disk(folder), ids, text)
@@ -123,17 +123,17 @@ def generate_command(
             model = made_from(config)
             plan = chosen_for(model, strategies)
             programs = cut_steps(export_steps(model, prompt, tokens), rank, ranks, plan)
-        made.extend((programs, prompt, tokenizer))
+        prepared.extend((programs, prompt, tokenizer))
 
     together(f"reading {folder}", prepare, group=group, kind=ShardingError)
     alive()
-    programs, prompt, tokenizer = made
-    found = greedy(programs, prompt, tokens, ends=_ends(folder))[0]
-    lines = [" ".join(map(str, found.tolist()))]
-    lines += [] if tokenizer is None else [tokenizer.decode(found, skip_special_tokens=True)]
-    sent = ", ".join(f"{count} {kind}" for kind, count in counts(programs[1]).items()) or "nothing"
+    programs, prompt, tokenizer = prepared
+    generated = greedy(programs, prompt, tokens, ends=_ends(folder))[0]
+    lines = [" ".join(map(str, generated.tolist()))]
+    lines += [] if tokenizer is None else [tokenizer.decode(generated, skip_special_tokens=True)]
+    messages = ", ".join(f"{count} {kind}" for kind, count in counts(programs[1]).items()) or "nothing"
     return "\n".join(
-        [*lines, f"A token: {sent}; {cache_bytes(programs[1]):,} bytes of cache on rank {rank}", ""]
+        [*lines, f"A token: {messages}; {cache_bytes(programs[1]):,} bytes of cache on rank {rank}", ""]
     )
 
 
@@ -141,24 +141,24 @@ def _read_prompt(folder: str | Path, ids: str, text: str | None) -> tuple[Any, T
     """Read a folder's config, a prompt [1, length], and for a text the tokenizer. Download nothing."""
     transformers, tokenizer = library(), None
     try:
-        found = list(map(int, ids.split()))
+        tokens = list(map(int, ids.split()))
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         if text is not None:
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            found = tokenizer(text)["input_ids"]
+            tokens = tokenizer(text)["input_ids"]
     except (OSError, ValueError) as error:
         raise ShardingError(f"no config in {folder}, no tokenizer there, or no token ids: {error}") from error
-    size = config.get_text_config().vocab_size
-    if not found or not 0 <= min(found) <= max(found) < size:
-        raise ShardingError(f"the prompt has the tokens {found}; expected at least one, from 0 to {size - 1}")
-    return config, torch.tensor([found]), tokenizer
+    end = config.get_text_config().vocab_size
+    if not tokens or not 0 <= min(tokens) <= max(tokens) < end:
+        raise ShardingError(f"the prompt has the tokens {tokens}; expected at least one, from 0 to {end - 1}")
+    return config, torch.tensor([tokens]), tokenizer
 
 
 def _ends(folder: str | Path) -> list[int]:
     """Return the end-of-text tokens that the folder's configs name."""
     transformers = library()
     try:
-        found = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+        ends = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
     except OSError:
-        found = transformers.AutoConfig.from_pretrained(folder, local_files_only=True).eos_token_id
-    return found if isinstance(found, list) else [] if found is None else [found]
+        ends = transformers.AutoConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]

@@ -65,10 +65,10 @@ class HostMemory:
 
 def host_memory(model: nn.Module) -> HostMemory:
     """Return the host memory that loading `model` took on this rank. Local."""
-    found: HostMemory | None = model.__dict__.get("_shardwise_host_memory")
-    if found is None:
+    memory: HostMemory | None = model.__dict__.get("_shardwise_host_memory")
+    if memory is None:
         raise ShardingError(f"{here()}: hf.load has not made this {type(model).__name__}")
-    return found
+    return memory
 
 
 def load(
@@ -103,19 +103,22 @@ def load(
         ShardingError: if there is no class to build, the model is quantized, or `fully_shard` raises it.
         RankMismatchError: if ranks load different things, or draw values from different seeds.
     """
-    what = f"hf.load of {path_or_config if isinstance(path_or_config, (str, os.PathLike)) else 'a config'}"
+    source = path_or_config if isinstance(path_or_config, (str, os.PathLike)) else "a config"
+    operation = f"hf.load of {source}"
     group = group_or_default(None)
-    agree(f"{what} as {model_class}, dtype {dtype}, strict {strict}", group=group, what="what to load")
-    with TensorFiles(_weights(what, path_or_config)) as files:
-        skeleton = each_its_own(what, lambda: skeleton_of(path_or_config, model_class, dtype, strict, files))
+    agree(f"{operation} as {model_class}, dtype {dtype}, strict {strict}", group=group, what="what to load")
+    with TensorFiles(_find_weights(operation, path_or_config)) as files:
+        skeleton = each_its_own(
+            operation, lambda: skeleton_of(path_or_config, model_class, dtype, strict, files)
+        )
         _claim_values(skeleton)
         tied = [_place(skeleton, name) for name in skeleton.all_tied_weights_keys]  # adapters move modules
-        model = each_its_own(what, lambda: skeleton if adapt is None else adapt(skeleton))
+        model = each_its_own(operation, lambda: skeleton if adapt is None else adapt(skeleton))
         values = take_values(model)
         _shard(model, skeleton._no_split_modules or (), options)
         model.__dict__["_shardwise_host_memory"] = _memory_for(model, values)
         _initialise(skeleton, model, values, tied)
-        together(what, lambda: _read(model, values))
+        together(operation, lambda: _read_shards(model, values))
     return model.eval()
 
 
@@ -127,38 +130,38 @@ def library() -> Any:
 # ------------------------------------------------------------ the model without values
 
 
-def _weights(what: str, found: Any) -> list[Path]:
+def _find_weights(operation: str, source: Any) -> list[Path]:
     """Return a folder's weights file, or the index of several. Collective."""
-    if not isinstance(found, (str, os.PathLike)):
+    if not isinstance(source, (str, os.PathLike)):
         return []
 
-    def look() -> list[Path]:
-        folder = on_disk(found)
+    def find() -> list[Path]:
+        folder = on_disk(source)
         files = [inside(folder, name) for name in ("model.safetensors", "model.safetensors.index.json")]
-        there = [file for file in files if file.is_file()]
-        if not there:
+        existing = [file for file in files if file.is_file()]
+        if not existing:
             raise CheckpointError(
                 f"{folder}: expected a folder with model.safetensors or model.safetensors.index.json and"
                 " config.json, as save_pretrained writes it; pickled weights are not read, convert them"
             )
-        return there[:1]
+        return existing[:1]
 
-    return each_its_own(what, look)
+    return each_its_own(operation, find)
 
 
-def skeleton_of(found: Any, model_class: Any, dtype: Any, strict: bool, files: TensorFiles) -> Any:
+def skeleton_of(source: Any, model_class: Any, dtype: Any, strict: bool, files: TensorFiles) -> Any:
     """Return the model with `Boxes` for weights that files have, and other weights on the meta device."""
     transformers = library()
-    from_files = isinstance(found, (str, os.PathLike))
-    if not from_files and not isinstance(found, transformers.PreTrainedConfig):
+    from_files = isinstance(source, (str, os.PathLike))
+    if not from_files and not isinstance(source, transformers.PreTrainedConfig):
         raise ShardingError(
-            f"{here()}: expected a folder, or a config of transformers, found {type(found).__name__}"
+            f"{here()}: expected a folder, or a config of transformers, found {type(source).__name__}"
         )
     if model_class is not None and not hasattr(model_class, "from_pretrained"):
         raise ShardingError(
             f"{here()}: expected a class of transformers as model_class, found {model_class!r}"
         )
-    config = transformers.AutoConfig.from_pretrained(found, local_files_only=True) if from_files else found
+    config = transformers.AutoConfig.from_pretrained(source, local_files_only=True) if from_files else source
     if getattr(config, "quantization_config", None) is not None:
         raise ShardingError(f"{here()}: a quantized model cannot be cut; load weights that are not quantized")
     name = (config.architectures or ["no class"])[0]
@@ -167,11 +170,11 @@ def skeleton_of(found: Any, model_class: Any, dtype: Any, strict: bool, files: T
         raise ShardingError(f"{here()}: the config names {name}, which transformers lacks; pass model_class=")
     if not from_files:
         with torch.device("meta"):
-            made = cls._from_config(config, **({} if dtype == "auto" else {"dtype": dtype}))
-        replace_tensors(made, lambda _, one: one.to("meta") if isinstance(one, nn.Parameter) else one)
-        return made
+            model = cls._from_config(config, **({} if dtype == "auto" else {"dtype": dtype}))
+        replace_tensors(model, lambda _, t: t.to("meta") if isinstance(t, nn.Parameter) else t)
+        return model
     stored = {name: files.find(name) for name in files.names()}
-    weights = {name: Boxes.of(one, one.shape, one.dtype) for name, one in stored.items() if one is not None}
+    weights = {name: Boxes.of(t, t.shape, t.dtype) for name, t in stored.items() if t is not None}
     with _quiet(transformers.utils.logging), _NothingAllocated():  # type: ignore[no-untyped-call]
         try:
             model, info = cls.from_pretrained(
@@ -183,15 +186,15 @@ def skeleton_of(found: Any, model_class: Any, dtype: Any, strict: bool, files: T
                 output_loading_info=True,
             )
         except Exception as error:
-            raise CheckpointError(f"{found}: transformers cannot convert the weights: {error}") from error
-    _check(found, info, strict)
-    model.config.name_or_path = str(found)
-    if (Path(found) / "generation_config.json").is_file() and model.can_generate():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(found, local_files_only=True)
+            raise CheckpointError(f"{source}: transformers cannot convert the weights: {error}") from error
+    _check_info(source, info, strict)
+    model.config.name_or_path = str(source)
+    if (Path(source) / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(source, local_files_only=True)
     return model
 
 
-def _check(folder: Any, info: dict[str, Any], strict: bool) -> None:
+def _check_info(folder: Any, info: dict[str, Any], strict: bool) -> None:
     wrong = [
         f"{name}: expected shape {tuple(expected)}, found {tuple(shape)}"
         for name, shape, expected in sorted(info["mismatched_keys"])
@@ -203,15 +206,15 @@ def _check(folder: Any, info: dict[str, Any], strict: bool) -> None:
         wrong += [f"missing: {name}" for name in sorted(info["missing_keys"])]
         wrong += [f"unexpected: {name}" for name in sorted(info["unexpected_keys"])]
     if wrong:
-        more = [f"and {len(wrong) - 20} more"] if len(wrong) > 20 else []
+        suffix = [f"and {len(wrong) - 20} more"] if len(wrong) > 20 else []
         raise CheckpointError(
-            "\n".join([f"{folder}: the weights do not fit the model", *wrong[:20], *more, advice])
+            "\n".join([f"{folder}: the weights do not fit the model", *wrong[:20], *suffix, advice])
         )
 
 
 @contextmanager
 def _quiet(logging: Any) -> Iterator[None]:
-    """Silence transformers' warnings about weights; `_check` raises errors instead."""
+    """Silence transformers' warnings about weights; `_check_info` raises errors instead."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -248,7 +251,7 @@ def _is_undrawn(value: Boxes) -> bool:
 
 def _claim_values(model: nn.Module) -> None:
     """Replace meta tensors by `Boxes` without values, so that an adapter that reads weights gets an error."""
-    replace_tensors(model, lambda _, one: Boxes.of(_Undrawn(), one.shape, one.dtype) if one.is_meta else one)
+    replace_tensors(model, lambda _, t: Boxes.of(_Undrawn(), t.shape, t.dtype) if t.is_meta else t)
 
 
 def take_values(model: nn.Module) -> dict[str, Boxes]:
@@ -258,10 +261,10 @@ def take_values(model: nn.Module) -> dict[str, Boxes]:
     def take(name: str, tensor: Tensor) -> Tensor:
         is_parameter = isinstance(tensor, nn.Parameter)
         if is_parameter or isinstance(tensor, Boxes):
-            found = tensor.detach()
-            if not isinstance(found, Boxes):
-                found = Boxes.of(Plain(found), found.shape, found.dtype)
-            values[name] = found
+            value = tensor.detach()
+            if not isinstance(value, Boxes):
+                value = Boxes.of(Plain(value), value.shape, value.dtype)
+            values[name] = value
         elif not is_parameter:
             return tensor
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta" if is_parameter else "cpu")
@@ -272,16 +275,16 @@ def take_values(model: nn.Module) -> dict[str, Boxes]:
 
 def replace_tensors(model: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
     """Replace parameters and buffers by what `change` returns; keep ties."""
-    made: dict[int, tuple[Tensor, Tensor]] = {}
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}
     for prefix, module in model.named_modules():
-        own = [*module.named_parameters(recurse=False, remove_duplicate=False)]
-        for name, tensor in [*own, *module.named_buffers(recurse=False, remove_duplicate=False)]:
-            if id(tensor) not in made:
+        params = [*module.named_parameters(recurse=False, remove_duplicate=False)]
+        for name, tensor in [*params, *module.named_buffers(recurse=False, remove_duplicate=False)]:
+            if id(tensor) not in replaced:
                 new = change(f"{prefix}.{name}" if prefix else name, tensor)
                 if isinstance(tensor, nn.Parameter) and new is not tensor:
                     new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-                made[id(tensor)] = tensor, new
-            setattr(module, name, made[id(tensor)][1])
+                replaced[id(tensor)] = tensor, new
+            setattr(module, name, replaced[id(tensor)][1])
 
 
 # ------------------------------------------------------------ the model in shards
@@ -289,17 +292,17 @@ def replace_tensors(model: nn.Module, change: Callable[[str, Tensor], Tensor]) -
 
 def _shard(model: nn.Module, classes: Iterable[str], options: Options) -> None:
     """Apply `fully_shard` to every block, inner ones first, then to the model with what blocks share."""
-    named = [*model.named_modules(remove_duplicate=False)]
-    times = Counter(one for _, one in named if one is not model and type(one).__name__ in classes)
-    inside = tuple(f"{name}." for name, one in named if one in times)
+    modules = [*model.named_modules(remove_duplicate=False)]
+    times = Counter(m for _, m in modules if m is not model and type(m).__name__ in classes)
+    inside = tuple(f"{name}." for name, m in modules if m in times)
     params = [*model.named_parameters(remove_duplicate=False)]
     paths = Counter(id(param) for _, param in params)
-    beside = {param for name, param in params if not name.startswith(inside)}
+    outside = {param for name, param in params if not name.startswith(inside)}
     ignored = options.get("ignored_params") or set()
     for block in reversed(times):
-        own = Counter(param for _, param in block.named_parameters(remove_duplicate=False))
-        shared = {param for param, count in own.items() if paths[id(param)] != count * times[block]}
-        if own and shared <= beside:  # otherwise the model could not find parameters that only blocks have
+        counts = Counter(param for _, param in block.named_parameters(remove_duplicate=False))
+        shared = {param for param, count in counts.items() if paths[id(param)] != count * times[block]}
+        if counts and shared <= outside:  # else the model could not find parameters that only blocks have
             fully_shard(block, **options | {"ignored_params": ignored | shared})
     fully_shard(model, **options)
 
@@ -308,34 +311,34 @@ def owners_of(model: nn.Module) -> Counter[int]:
     """Count the registrations of each parameter, by its id."""
     return Counter(
         id(param)
-        for one in model.modules()
-        for _, param in one.named_parameters(recurse=False, remove_duplicate=False)
+        for module in model.modules()
+        for _, param in module.named_parameters(recurse=False, remove_duplicate=False)
     )
 
 
 def _memory_for(model: nn.Module, values: Mapping[str, Boxes]) -> HostMemory:
     """Allocate the shards, and return the host memory that loading takes."""
     groups = [group for state in states_in(model.modules()) for group in state.groups]
-    found = [_held_whole(values[name]) for name, _ in model.named_parameters()]
+    sizes = [_whole_bytes(values[name]) for name, _ in model.named_parameters()]
     adapters = sum(
         value.nbytes for value in values.values() for piece in value.pieces if isinstance(piece.source, Plain)
     )
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    whole = buffers + sum(param.nbytes for param in model.parameters())
+    total = buffers + sum(param.nbytes for param in model.parameters())
     for group in groups:
         group.pack(group.device)
     shards = sum(shard.untyped_storage().nbytes() for group in groups for shard in group.shards)
-    memory = HostMemory(whole, shards, buffers, max(found, default=0) + adapters)
-    _LOG.info("%s: loading takes %s bytes of host memory, of a model of %s", here(), memory.peak, whole)
+    memory = HostMemory(total, shards, buffers, max(sizes, default=0) + adapters)
+    _LOG.info("%s: loading takes %s bytes of host memory, of a model of %s", here(), memory.peak, total)
     return memory
 
 
-def _held_whole(value: Boxes) -> int:
+def _whole_bytes(value: Boxes) -> int:
     """Return the bytes that are held whole while a value is made."""
     if _is_undrawn(value):
         return value.nbytes
     computed = [piece.source for piece in value.pieces if isinstance(piece.source, Computed)]
-    return sum(value.nbytes + one.nbytes for one in computed)
+    return sum(value.nbytes + source.nbytes for source in computed)
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -347,22 +350,22 @@ def _initialise(
     skeleton: Any, model: nn.Module, values: Mapping[str, Boxes], tied: list[tuple[nn.Module, str]]
 ) -> None:
     """Initialise tensors without values by the model's own rules; copies get their original's. Collective."""
-    drawn = {name for name, value in values.items() if _is_undrawn(value)}
+    missing = {name for name, value in values.items() if _is_undrawn(value)}
     tensors = _tensors(model)
-    copies = _copies({name: values[name].pieces for name in values if name in drawn}, tensors, skeleton)
-    for name in [*(values.keys() - drawn), *copies]:
+    copies = _copies({name: values[name].pieces for name in values if name in missing}, tensors, skeleton)
+    for name in [*(values.keys() - missing), *copies]:
         tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]  # the flag that transformers checks
-    undrawn = sorted(name for name in drawn if isinstance(tensors[name], nn.Parameter))
+    params = sorted(name for name in missing if isinstance(tensors[name], nn.Parameter))
     state = f"{fingerprint(str(torch.get_rng_state().tolist())):x}"
-    source = [f"from seed {torch.initial_seed()}, state {state}"] if undrawn else []
+    source = [f"from seed {torch.initial_seed()}, state {state}"] if params else []
     agree(
-        "\n".join(["initialised:", *undrawn, *source]),
+        "\n".join(["initialised:", *params, *source]),
         group=group_or_default(None),
         what="the parameters to initialise, and the seed to initialise from",
         advice="Give every rank the same files, and call torch.manual_seed with the same number.",
     )
-    for one in skeleton.modules():
-        one.__dict__.pop("_is_hf_initialized", None)
+    for module in skeleton.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
     with _untied(tied), _Drawing() as drawing:
         skeleton.initialize_weights()
     drawing.store()
@@ -374,25 +377,25 @@ def _copies(
     pieces: Mapping[str, tuple[Piece, ...]], tensors: Mapping[str, Tensor], skeleton: nn.Module
 ) -> dict[str, str]:
     """Map each copy's name to its original's, the one of equal tensors that the model initialises."""
-    own = {id(param) for param in skeleton.parameters()}
+    param_ids = {id(param) for param in skeleton.parameters()}
     originals: dict[tuple[Piece, ...], str] = {}
-    first = {
+    original_of = {
         name: originals.setdefault(pieces[name], name)
-        for name in sorted(pieces, key=lambda name: id(tensors[name]) not in own)
+        for name in sorted(pieces, key=lambda name: id(tensors[name]) not in param_ids)
     }
-    return {name: original for name, original in first.items() if name != original}
+    return {name: original for name, original in original_of.items() if name != original}
 
 
 @contextmanager
 def _untied(tied: list[tuple[nn.Module, str]]) -> Iterator[None]:
     """Prevent tied parameters from being initialised twice."""
-    placed = [(owner, last, getattr(owner, last)) for owner, last in tied]
+    saved = [(owner, last, getattr(owner, last)) for owner, last in tied]
     for owner, last in tied:
         stand_in: Any = nn.Parameter(torch.empty(0))
         stand_in._is_hf_initialized = True
         setattr(owner, last, stand_in)
     yield
-    for owner, last, param in placed:
+    for owner, last, param in saved:
         setattr(owner, last, param)
 
 
@@ -432,7 +435,7 @@ class _Drawing(_compat.TorchDispatchMode):
 
 
 @torch.no_grad()
-def _read(model: nn.Module, values: dict[str, Boxes]) -> None:
+def _read_shards(model: nn.Module, values: dict[str, Boxes]) -> None:
     """Fill the shards. Local."""
     tensors = _tensors(model)
     for name in list(values):

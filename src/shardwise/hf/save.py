@@ -57,9 +57,9 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
             adapters are not merged. Nothing is left at the path.
         RankMismatchError: if ranks pass different arguments.
     """
-    what = f"hf.save to {path}"
-    path = each_its_own(what, lambda: on_disk(path))
-    agree(f"{what} in files of {max_shard_size}", group=group_or_default(None), what="what to save")
+    operation = f"hf.save to {path}"
+    path = each_its_own(operation, lambda: on_disk(path))
+    agree(f"{operation} in files of {max_shard_size}", group=group_or_default(None), what="what to save")
 
     def begin() -> str:
         if not isinstance(model, library().PreTrainedModel):
@@ -68,23 +68,23 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
                 " first, with hf.merge"
             )
         if adapters := list(adapters_in(model)):
-            found = ", ".join(adapters[:5]) + (", ..." if len(adapters) > 5 else "")
+            names = ", ".join(adapters[:5]) + (", ..." if len(adapters) > 5 else "")
             raise ShardingError(
-                f"{here()}: expected a model without adapters, found {found}; merge them first, with hf.merge"
+                f"{here()}: expected a model without adapters, found {names}; merge them first, with hf.merge"
             )
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise CheckpointError(f"{path} exists and is not empty; save to a new folder, or empty it")
-        _split({}, max_shard_size)  # raises if the size is invalid
+        _assign_files({}, max_shard_size)  # raises if the size is invalid
         staging = path.with_name(f"{path.name}.tmp-{uuid4().hex[:6]}")
         if dist.get_rank() == 0:
             staging.mkdir(parents=True)
         return str(staging)
 
-    staging = Path(together(what, begin)[0])
+    staging = Path(together(operation, begin)[0])
     try:
-        weights = _in_checkpoint_form(model)
+        weights = _checkpoint_weights(model)
         index = _write(weights, staging, max_shard_size)
-        together(what, lambda: _publish(model, index, staging, path) if dist.get_rank() == 0 else None)
+        together(operation, lambda: _publish(model, index, staging, path) if dist.get_rank() == 0 else None)
     except BaseException:
         if dist.get_rank() == 0:
             shutil.rmtree(staging, ignore_errors=True)
@@ -107,43 +107,43 @@ class _Parameter:
         return cast(ShardedTensor, to_sharded(self.tensor, cast(dist.ProcessGroup, dist.group.WORLD)))
 
 
-def _in_checkpoint_form(model: Any) -> dict[str, Boxes]:
+def _checkpoint_weights(model: Any) -> dict[str, Boxes]:
     """Return the weights by their names in files; of weights that loading ties, only one."""
     tied, ignored = model.all_tied_weights_keys, model._keys_to_ignore_on_save or ()
     names: dict[int, str] = {}
     state = {n: t for n, t in model.state_dict(keep_vars=True).items() if n not in ignored}
     for name in sorted(state, key=lambda name: name in tied):
         names.setdefault(id(state[name]), name)
-    kept = {n: t for n, t in state.items() if n not in tied or names[id(t)] == n}
-    boxes = {name: Boxes.of(_Parameter(one), one.shape, one.dtype) for name, one in kept.items()}
+    unique = {n: t for n, t in state.items() if n not in tied or names[id(t)] == n}
+    boxes = {name: Boxes.of(_Parameter(t), t.shape, t.dtype) for name, t in unique.items()}
     loading = from_extra("hf", "transformers.core_model_loading", what="shardwise.hf")
-    found: dict[str, Boxes] = loading.revert_weight_conversion(model, boxes)
-    return found
+    weights: dict[str, Boxes] = loading.revert_weight_conversion(model, boxes)
+    return weights
 
 
 def _write(weights: Mapping[str, Boxes], folder: Path, max_shard_size: int | str) -> dict[str, Any] | None:
     """Write the files, all ranks in parallel; return the index if there are several."""
-    split = _split({name: one.like for name, one in weights.items()}, max_shard_size)
-    for file, names in split.filename_to_tensors.items():
-        save_slices({n: _to_write(weights[n]) for n in names}, folder / file, metadata={"format": "pt"})
-    return {"metadata": split.metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
+    plan = _assign_files({name: tensor.like for name, tensor in weights.items()}, max_shard_size)
+    for file, names in plan.filename_to_tensors.items():
+        save_slices({n: _as_sharded(weights[n]) for n in names}, folder / file, metadata={"format": "pt"})
+    return {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename} if plan.is_sharded else None
 
 
-def _split(like: Mapping[str, Tensor], max_shard_size: int | str) -> Any:
+def _assign_files(tensors: Mapping[str, Tensor], max_shard_size: int | str) -> Any:
     """Assign tensors to files."""
     return from_extra("hf", "huggingface_hub", what="shardwise.hf").split_torch_state_dict_into_shards(
-        dict(like), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+        dict(tensors), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
 
 
-def _to_write(value: Boxes) -> ShardedTensor | Tensor:
+def _as_sharded(value: Boxes) -> ShardedTensor | Tensor:
     """Return a tensor of a file as the boxes that ranks hold."""
     sources = [piece.source for piece in value.pieces]
     tensors = [source.tensor for source in sources if isinstance(source, _Parameter)]
     if len(tensors) < len(sources) or not all(isinstance(tensor, DTensor) for tensor in tensors):
         return _cut_evenly(value)
     placed: list[tuple[Box, int]] = []
-    held: list[Tensor] = []
+    shards: list[Tensor] = []
     for piece in value.pieces:
         sharded = cast(_Parameter, piece.source).sharded
         local = iter(sharded.tensors)
@@ -153,25 +153,25 @@ def _to_write(value: Boxes) -> ShardedTensor | Tensor:
             common = piece.source_box.intersect(place.box)
             if common is None:
                 continue
-            placed.append((piece.here(common), cast(int, rank)))
+            placed.append((piece.to_tensor_box(common), cast(int, rank)))
             if shard is not None:
                 begins = [o - first for o, first in zip(common.offsets, place.box.offsets, strict=True)]
                 ends = [begin + size for begin, size in zip(begins, common.sizes, strict=True)]
-                held.append(piece.turned(shard[tuple(map(slice, begins, ends))]).to(value.dtype))
+                shards.append(piece.arrange(shard[tuple(map(slice, begins, ends))]).to(value.dtype))
     group: Any = dist.group.WORLD
-    return of_boxes(placed, held, shape=value.shape, like=torch.empty(0, dtype=value.dtype), group=group)
+    return of_boxes(placed, shards, shape=value.shape, like=torch.empty(0, dtype=value.dtype), group=group)
 
 
 def _cut_evenly(value: Boxes) -> ShardedTensor | Tensor:
     """Cut a value that is computed, or whole on every rank, evenly over the ranks. Collective."""
-    whole, group = value.read(), cast(dist.ProcessGroup, dist.group.WORLD)
-    if not whole.ndim:
-        return whole
-    cuts = even_boxes(tuple(whole.shape), group, 0)
-    own = cuts[group.rank()]
-    mine = whole[own.offsets[0] : own.ends[0]].clone()
+    full, group = value.read(), cast(dist.ProcessGroup, dist.group.WORLD)
+    if not full.ndim:
+        return full
+    cuts = even_boxes(tuple(full.shape), group, 0)
+    box = cuts[group.rank()]
+    local = full[box.offsets[0] : box.ends[0]].clone()
     return of_boxes(
-        zip(cuts, range(len(cuts)), strict=True), [mine], shape=whole.shape, like=mine, group=group
+        zip(cuts, range(len(cuts)), strict=True), [local], shape=full.shape, like=local, group=group
     )
 
 

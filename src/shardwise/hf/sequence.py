@@ -42,70 +42,70 @@ def cut_sequences(model: Any, group: dist.ProcessGroup | DeviceMesh) -> Sequence
     transformers = library()
     name, config = type(model).__name__, model.config
     kind = config._attn_implementation
-    known = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
     loss = getattr(getattr(model, "loss_function", None), "__name__", None)
-    if kind not in known or others or loss != "ForCausalLMLoss":
+    if kind not in functions or kinds or loss != "ForCausalLMLoss":
         raise ShardingError(
-            f"{name} has attention {kind!r}, other layers {others} and the loss {loss}; expected attention of"
+            f"{name} has attention {kind!r}, other layers {kinds} and the loss {loss}; expected attention of"
             " transformers' interface ('sdpa', 'flash_attention_2', ...), no other layers, and the loss"
             " ForCausalLMLoss. Load it with attn_implementation='sdpa', or use shardwise.nn.SequenceCut"
         )
     cut = SequenceCut(group)
-    own = f"{kind}_by_heads_of_{cut.group.group_name}"
-    seen: set[Any] = set()
+    interface = f"{kind}_by_heads_of_{cut.group.group_name}"
+    called: set[Any] = set()
 
-    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **how: Any) -> Any:
-        seen.add(module)
-        how.pop("position_ids", None)  # of this rank's tokens
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+        called.add(module)
+        options.pop("position_ids", None)  # of this rank's tokens
         groups = query.shape[-3] // key.shape[-3]
 
-        def whole(query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> Tensor:
+        def attend(query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> Tensor:
             grouped = query.shape[-3] == groups * key.shape[-3]
-            of = module if grouped else _Ungrouped(module)
-            found, _ = known[kind](of, query, key, value, attention_mask, **how)
-            return found.transpose(1, 2)  # type: ignore[no-any-return]
+            target = module if grouped else _Ungrouped(module)
+            output, _ = functions[kind](target, query, key, value, attention_mask, **options)
+            return output.transpose(1, 2)  # type: ignore[no-any-return]
 
-        return cut.attention(whole)(query, key, value, attention_mask=mask).transpose(1, 2), None
+        return cut.attention(attend)(query, key, value, attention_mask=mask).transpose(1, 2), None
 
     masks = transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     make_mask: Callable[..., Any] = masks[kind]
 
-    def mask(*args: Any, q_length: int, kv_length: int, **how: Any) -> Any:
-        return make_mask(*args, q_length=cut.length, kv_length=cut.length, **how)
+    def mask(*args: Any, q_length: int, kv_length: int, **options: Any) -> Any:
+        return make_mask(*args, q_length=cut.length, kv_length=cut.length, **options)
 
-    def take_piece(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        given = {**dict(zip(("input_ids", "attention_mask"), args, strict=False)), **given}
-        extra = {key for key in ("position_ids", "past_key_values") if given.get(key) is not None}
+    def take_piece(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        kwargs = {**dict(zip(("input_ids", "attention_mask"), args, strict=False)), **kwargs}
+        extra = {key for key in ("position_ids", "past_key_values") if kwargs.get(key) is not None}
         if extra or len(args) > 2:
             raise ShardingError(
                 f"{name} was given {', '.join(sorted(extra)) or 'more than two arguments without names'};"
                 " expected input_ids or inputs_embeds, attention_mask and labels of whole sequences. Packed"
                 " sequences and caches cannot be cut"
             )
-        seen.clear()
+        called.clear()
         for key in ("input_ids", "inputs_embeds"):
-            if given.get(key) is not None:
-                given[key] = cut(given[key])
-                given["position_ids"] = cut.positions(given[key].device).unsqueeze(0)
-        if given.get("labels") is not None:
-            labels = F.pad(given["labels"][..., 1:], (0, 1), value=_IGNORED)
-            counted = given.get("num_items_in_batch")
-            counted = (labels != _IGNORED).sum() if counted is None else counted
-            given["labels"] = given["shift_labels"] = cut(labels).contiguous()
-            given["num_items_in_batch"] = counted / cut.ranks
-        return (), given | {"use_cache": False}
+            if kwargs.get(key) is not None:
+                kwargs[key] = cut(kwargs[key])
+                kwargs["position_ids"] = cut.positions(kwargs[key].device).unsqueeze(0)
+        if kwargs.get("labels") is not None:
+            labels = F.pad(kwargs["labels"][..., 1:], (0, 1), value=_IGNORED)
+            count = kwargs.get("num_items_in_batch")
+            count = (labels != _IGNORED).sum() if count is None else count
+            kwargs["labels"] = kwargs["shift_labels"] = cut(labels).contiguous()
+            kwargs["num_items_in_batch"] = count / cut.ranks
+        return (), kwargs | {"use_cache": False}
 
     def check(*_: Any) -> None:
-        if len(seen) < config.num_hidden_layers:
+        if len(called) < config.num_hidden_layers:
             raise LifecycleError(
-                f"only {len(seen)} of {config.num_hidden_layers} layers of {name} computed attention by the"
+                f"only {len(called)} of {config.num_hidden_layers} layers of {name} computed attention by the"
                 " interface; the others saw only a piece of each sequence. Use shardwise.nn.SequenceCut"
             )
 
-    known.register(own, attention)
-    masks.register(own, mask)
-    model.set_attn_implementation(own)
+    functions.register(interface, attention)
+    masks.register(interface, mask)
+    model.set_attn_implementation(interface)
     model.register_forward_pre_hook(take_piece, with_kwargs=True)
     model.register_forward_hook(check)
     return cut

@@ -376,8 +376,7 @@ def _model_of_config(path: Path) -> Model:
     classes = {
         kind: getattr(transformers, mapping).get(type(config), None) for kind, mapping in _KINDS.items()
     }
-    kinds = [kind for kind, model_class in classes.items() if model_class is not None]
-    if not kinds:
+    if not (kinds := [kind for kind, model_class in classes.items() if model_class is not None]):
         raise ShardingError(
             f"{path}: expected a language model's config: transformers makes none of {', '.join(_KINDS)}"
             f" from {type(config).__name__}"

@@ -146,8 +146,7 @@ def styles_of(module: nn.Module, name: str) -> dict[str, str]:
     Raises:
         ShardingError: the model has no plan, or an unknown word.
     """
-    plan = plan_of(module)
-    if not plan:
+    if not (plan := plan_of(module)):
         raise ShardingError(
             f"{name} has no plan for tensor parallelism: give the nn.Module a tensor_plan attribute,"
             ' such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or plan with tensor=1'

@@ -222,8 +222,7 @@ def _record_hang(children: list[_Child], timeout: float) -> None:
 
 
 def _raise_failure(children: list[_Child]) -> None:
-    failed = [(*child.failure, child.job) for child in children if child.failure is not None]
-    if failed:
+    if failed := [(*child.failure, child.job) for child in children if child.failure is not None]:
         _, message, trace, job = min(failed, key=itemgetter(0))
         output = "" if trace is None else trace or _tail(job.log)
         raise RankError(message, rank=job.rank, traceback=output)
