@@ -239,7 +239,7 @@ def figures_of(recording: Recording, setup: Setup, device: Hardware) -> Figures:
 
 def reserved_bytes(recording: Recording) -> tuple[int, int]:
     """By the default allocator, and with expandable segments."""
-    default, expandable = (measure.allocated(recording, expandable=one).peak for one in (False, True))
+    default, expandable = (measure.replay(recording, expandable=one).peak for one in (False, True))
     return default, expandable
 
 

@@ -26,7 +26,7 @@ from shardwise.planner.events import (
     Send,
     Wait,
 )
-from shardwise.planner.late import freed_late
+from shardwise.planner.late import delay_frees
 from shardwise.planner.measure import moments
 from shardwise.planner.models import model_of
 from shardwise.planner.plan import plan_of, recording_of
@@ -173,7 +173,7 @@ def test_memory_of_a_collective_is_kept_while_the_host_is_ahead_of_it(
         segments.append(Segment(Place(0, 0, "forward", layer), events))
     commands = 3 * ahead + 2 if ahead else 1  # of a block: a collective, its mark, that of what is freed
     monkeypatch.setattr("shardwise.planner.late.QUEUED", commands)
-    late = freed_late(Recording(8, segments, 0, 0, ()), hardware)
+    late = delay_frees(Recording(8, segments, 0, 0, ()), hardware)
     assert max(moment.alive_bytes for moment in moments(late)) == (1 + kept) * MIB
     of = [[event for one in found for event in one.events] for found in (segments, late.segments)]
     assert sorted(map(id, of[0])) == sorted(map(id, of[1]))

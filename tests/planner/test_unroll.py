@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from shardwise.planner.devices import hardware_of
 from shardwise.planner.events import Allocate, Compute, Free, Recording
-from shardwise.planner.late import freed_late
-from shardwise.planner.measure import allocated, groups, moments, sent
+from shardwise.planner.late import delay_frees
+from shardwise.planner.measure import groups, moments, replay, sent
 from shardwise.planner.models import model_of
 from shardwise.planner.pipeline import stage_of
 from shardwise.planner.plan import numbers_of_blocks, plan, record_step, recording_of
@@ -62,8 +62,8 @@ def figures(recording: Recording) -> list[Any]:
         for event in segment.events
         if isinstance(event, (Allocate, Free))
     ]
-    late = moments(freed_late(recording, hardware_of("h100")))
-    return [moments(recording), sent(recording, 1), allocated(recording, expandable=False).peak, sizes, late]
+    late = moments(delay_frees(recording, hardware_of("h100")))
+    return [moments(recording), sent(recording, 1), replay(recording, expandable=False).peak, sizes, late]
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ class LivingRanks(Generic[_T]):
         _compat.number_groups_anew()
         dist.init_process_group(
             self._backend,
-            store=self._meeting.watched("group"),
+            store=self._meeting.watched_store("group"),
             rank=self._rank,
             world_size=self._meeting.size,
             timeout=min(self._timeout, _CONNECT),

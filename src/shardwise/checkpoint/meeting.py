@@ -53,7 +53,7 @@ class Meeting:
         self.round, self.size = -1, 0
         self._number: int  # among the processes that came to the round
         self._beating: threading.Event | None = None
-        self._stores: list[_Watched] = []  # torch keeps only their C++ parts alive, not the Python objects
+        self._stores: list[_WatchedStore] = []  # torch keeps only their C++ parts alive
         _meetings.add(self)
 
     def join_round(self, rank: int | None, *, has_state: bool) -> tuple[int, bool]:
@@ -119,9 +119,9 @@ class Meeting:
                 )
             time.sleep(_POLL_S)
 
-    def watched(self, name: str) -> Store:
+    def watched_store(self, name: str) -> Store:
         """Return a part of the store; waits in it end if a member dies before the round has held."""
-        self._stores.append(_Watched(self._store, self))
+        self._stores.append(_WatchedStore(self._store, self))
         return PrefixStore(f"{self.round}/{name}", self._stores[-1])
 
     def has_new(self) -> bool:
@@ -254,7 +254,7 @@ def _delegate(name: str) -> Any:
     return lambda watched, *args: getattr(watched._store, name)(*args)
 
 
-class _Watched(Store):
+class _WatchedStore(Store):
     """A store whose `wait` ends if the round has failed."""
 
     def __init__(self, store: Store, meeting: Meeting) -> None:

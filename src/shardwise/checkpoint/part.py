@@ -35,7 +35,7 @@ Part = dict[str, Any]  # "files": their digests; "places" of chunks: name, offse
 
 
 def write_part(staging: Location, rank: int, chunks: Iterable[tuple[Chunk, Tensor | bytes]]) -> Part:
-    """Write chunks, `staged` or not, to a file in `staging`; return once it is on disk, or in the store.
+    """Write chunks to a file in `staging`; return once it is on disk, or in the store.
 
     Raises:
         CheckpointError: the system refused the write, or a chunk is not a dense plain tensor.
@@ -108,7 +108,7 @@ def _digest(content: bytes) -> dict[str, Any]:
     return {"bytes": len(content), HASH: HASHES[HASH](content).hexdigest()}
 
 
-def staged(tensor: Tensor) -> Tensor | bytes:
+def stage(tensor: Tensor) -> Tensor | bytes:
     """Return a copy of a tensor in CPU memory.
 
     Small tensors are returned as their bytes in the file: serializing them costs mostly Python time, which in

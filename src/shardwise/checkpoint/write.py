@@ -31,7 +31,7 @@ from shardwise.checkpoint.commit import (
     rank_and_size,
     tidy,
 )
-from shardwise.checkpoint.part import Part, staged, write_index, write_part, write_values
+from shardwise.checkpoint.part import Part, stage, write_index, write_part, write_values
 from shardwise.checkpoint.plan import Chunk, Held, Plan, held_chunks, plan
 from shardwise.checkpoint.state import Flat, as_bytes, describe, flatten, to_json
 from shardwise.comm.agree import each_its_own, merge_or_raise, together
@@ -92,7 +92,7 @@ def save_async(
     wait_for_saving()
     job = prepare_save("save_async of", path, state, step=step, keep=keep, keep_every=keep_every)
     with job.cleaning():
-        copies = each_its_own(job.operation, lambda: [(chunk, staged(t)) for chunk, t in job.local_chunks()])
+        copies = each_its_own(job.operation, lambda: [(chunk, stage(t)) for chunk, t in job.local_chunks()])
     return Saving(job.operation, job.staging, copies, job.commit)
 
 

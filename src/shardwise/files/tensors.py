@@ -110,10 +110,10 @@ class TensorFiles:
         path = self.known[name]
         if path not in self._opened:
             self._opened[path] = self._stack.enter_context(_open(path))
-        return _stored(path, self._opened[path], name)
+        return _open_tensor(path, self._opened[path], name)
 
 
-def _stored(path: Path, file: Any, name: str) -> StoredTensor:
+def _open_tensor(path: Path, file: Any, name: str) -> StoredTensor:
     if name not in list(file.keys()):
         raise CheckpointError(f"{path} does not contain {name}, though the index says so; copy both again")
     tensor = file.get_slice(name)

@@ -175,7 +175,7 @@ def skeleton_of(source: Any, model_class: Any, dtype: Any, strict: bool, files: 
         return model
     stored = {name: files.find(name) for name in files.names()}
     weights = {name: Boxes.of(t, t.shape, t.dtype) for name, t in stored.items() if t is not None}
-    with _quiet(transformers.utils.logging), _NothingAllocated():  # type: ignore[no-untyped-call]
+    with _quiet(transformers.utils.logging), _NoAllocation():  # type: ignore[no-untyped-call]
         try:
             model, info = cls.from_pretrained(
                 None,
@@ -226,7 +226,7 @@ def _quiet(logging: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-class _NothingAllocated(_compat.TorchDispatchMode):
+class _NoAllocation(_compat.TorchDispatchMode):
     """Mode that keeps `empty_like` of a meta tensor on the meta device."""
 
     def __torch_dispatch__(
@@ -238,20 +238,20 @@ class _NothingAllocated(_compat.TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class _Undrawn:
+class _NoValues:
     """Source of a tensor that has no values yet."""
 
     def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
         raise ShardingError(f"{here()}: weights have no values before the model is cut; adapt only its form")
 
 
-def _is_undrawn(value: Boxes) -> bool:
-    return any(isinstance(piece.source, _Undrawn) for piece in value.pieces)
+def _lacks_values(value: Boxes) -> bool:
+    return any(isinstance(piece.source, _NoValues) for piece in value.pieces)
 
 
 def _claim_values(model: nn.Module) -> None:
     """Replace meta tensors by `Boxes` without values, so that an adapter that reads weights gets an error."""
-    replace_tensors(model, lambda _, t: Boxes.of(_Undrawn(), t.shape, t.dtype) if t.is_meta else t)
+    replace_tensors(model, lambda _, t: Boxes.of(_NoValues(), t.shape, t.dtype) if t.is_meta else t)
 
 
 def take_values(model: nn.Module) -> dict[str, Boxes]:
@@ -335,7 +335,7 @@ def _memory_for(model: nn.Module, values: Mapping[str, Boxes]) -> HostMemory:
 
 def _whole_bytes(value: Boxes) -> int:
     """Return the bytes that are held whole while a value is made."""
-    if _is_undrawn(value):
+    if _lacks_values(value):
         return value.nbytes
     computed = [piece.source for piece in value.pieces if isinstance(piece.source, Computed)]
     return sum(value.nbytes + source.nbytes for source in computed)
@@ -350,7 +350,7 @@ def _initialise(
     skeleton: Any, model: nn.Module, values: Mapping[str, Boxes], tied: list[tuple[nn.Module, str]]
 ) -> None:
     """Initialise tensors without values by the model's own rules; copies get their original's. Collective."""
-    missing = {name for name, value in values.items() if _is_undrawn(value)}
+    missing = {name for name, value in values.items() if _lacks_values(value)}
     tensors = _tensors(model)
     copies = _copies({name: values[name].pieces for name in values if name in missing}, tensors, skeleton)
     for name in [*(values.keys() - missing), *copies]:
@@ -366,7 +366,7 @@ def _initialise(
     )
     for module in skeleton.modules():
         module.__dict__.pop("_is_hf_initialized", None)
-    with _untied(tied), _Drawing() as drawing:
+    with _hide_tied(tied), _Drawing() as drawing:
         skeleton.initialize_weights()
     drawing.store()
     for name, first in copies.items():
@@ -387,7 +387,7 @@ def _copies(
 
 
 @contextmanager
-def _untied(tied: list[tuple[nn.Module, str]]) -> Iterator[None]:
+def _hide_tied(tied: list[tuple[nn.Module, str]]) -> Iterator[None]:
     """Prevent tied parameters from being initialised twice."""
     saved = [(owner, last, getattr(owner, last)) for owner, last in tied]
     for owner, last in tied:
@@ -440,7 +440,7 @@ def _read_shards(model: nn.Module, values: dict[str, Boxes]) -> None:
     tensors = _tensors(model)
     for name in list(values):
         value, tensor = values.pop(name), tensors[name]
-        if _is_undrawn(value):
+        if _lacks_values(value):
             continue
         for box, local in held_by_this_rank(tensor):
             if not box.is_empty:

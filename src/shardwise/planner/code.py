@@ -15,7 +15,7 @@ from shardwise.planner.models import Factory, Model, chunked, report_exits, reso
 from shardwise.planner.setup import Setup
 from shardwise.planner.shapes import check_divided
 from shardwise.planner.sharding import CASTS, OPTIMIZERS, other_dtypes
-from shardwise.planner.tensor import STYLES, UNCUT, counts_positions, heads_by_rows, sizes_of, tied, words_of
+from shardwise.planner.tensor import STYLES, UNCUT, counts_positions, heads_by_rows, sizes_of, ties, words_of
 
 
 @report_exits()
@@ -183,7 +183,7 @@ def _tensor_parallel(module: nn.Module, name: str, setup: Setup, axis: str) -> I
         yield f"        rows = distribute_tensor(p.detach(), {axis}, [Shard(0)])"
         yield "        setattr(head, name, torch.nn.Parameter(rows))"
     if setup.pipeline == 1:  # no stage has both
-        yield from (f"    model.{alias} = model.{original}" for alias, original in tied(module))
+        yield from (f"    model.{alias} = model.{original}" for alias, original in ties(module))
     if {"head_of_sequence", "head_of_loss"} & {*words.values()}:
         yield "    # the loss, with its backward, is for torch.distributed.tensor.parallel.loss_parallel()"
 

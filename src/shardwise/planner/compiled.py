@@ -36,7 +36,7 @@ _MATMULS = ("aten.mm", "aten.addmm")
 _TRANSPOSED = 5  # times the duration of a copy of the same bytes
 
 
-class Touched(NamedTuple):
+class Touch(NamedTuple):
     """Memory that an event reads and writes, each with the number of bytes."""
 
     reads: list[tuple[Memory, int]]
@@ -44,10 +44,10 @@ class Touched(NamedTuple):
     in_block: bool  # whether it belongs to a block's forward or backward, not to the library
 
 
-Touches = dict[int, Touched]  # by the event's id
+Touches = dict[int, Touch]  # by the event's id
 
 
-def compiled(segments: list[Segment], touches: Touches, *, narrow: str | None) -> list[Segment]:
+def compile_segments(segments: list[Segment], touches: Touches, *, narrow: str | None) -> list[Segment]:
     """Return the step with compiled blocks, in float8 with scales of a "tensor" or a "row", or in "nvfp4"."""
     compiler = _Compiler(segments, touches)
     step = [Segment(segment.place, list(compiler.rewrite(segment))) for segment in segments]

@@ -20,7 +20,7 @@ from shardwise.nn import ExpertCut
 
 
 @contextmanager
-def routed(load: float) -> Iterator[None]:
+def route_evenly(load: float) -> Iterator[None]:
     """Make `ExpertCut` distribute tokens so that this rank gets `load` times an even share."""
     lists: list[list[int]] = []  # tokens to each rank, and from each
     rows = 0  # that arrive

@@ -17,7 +17,7 @@ from shardwise.planner.timing import seconds_of
 QUEUED = 1024  # commands that CUDA queues ahead of the device, as often measured; not documented
 
 
-def freed_late(recording: Recording, hardware: Hardware) -> Recording:
+def delay_frees(recording: Recording, hardware: Hardware) -> Recording:
     """Return the recording with each marked `Free` moved to the first allocation after the device passes it.
 
     Commands are operators, collectives, marks (including those of these frees) and waits.

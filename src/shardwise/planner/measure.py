@@ -121,7 +121,7 @@ def moments(recording: Recording) -> list[Moment]:
     return result
 
 
-def allocated(recording: Recording, *, expandable: bool, limit: int | None = None) -> Allocator:
+def replay(recording: Recording, *, expandable: bool, limit: int | None = None) -> Allocator:
     """Return a caching allocator after it has processed the whole recording."""
     allocator = Allocator(expandable=expandable, limit=limit)
     pieces: dict[int, Piece] = {}
@@ -135,18 +135,18 @@ def allocated(recording: Recording, *, expandable: bool, limit: int | None = Non
     return allocator
 
 
-def needed(recording: Recording, *, expandable: bool, limit: int) -> int:
+def least_memory(recording: Recording, *, expandable: bool, limit: int) -> int:
     """Return the least memory with which the allocator can serve all requests, giving back free memory.
 
     The result is exact to 0.5% of `limit` near it (`NEAR`), and to 2% above that. Far below `limit` it is
     what the allocator reserves without a limit.
     """
     low = max(moment.alive_bytes for moment in moments(recording))
-    high = allocated(recording, expandable=expandable).peak
+    high = replay(recording, expandable=expandable).peak
     near = limit * (1 - NEAR), limit * (1 + NEAR)
     while high > near[0] and high - low > (limit // 200 if low < near[1] else high // 50):
         middle = (low + high) // 2
-        fits = allocated(recording, expandable=expandable, limit=middle).peak <= middle
+        fits = replay(recording, expandable=expandable, limit=middle).peak <= middle
         low, high = (low, middle) if fits else (middle, high)
     return high
 

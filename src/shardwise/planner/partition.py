@@ -24,22 +24,22 @@ from torch import nn
 from shardwise.planner.recorder import Recorder
 
 
-def partitioned(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+def partition_function(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
     """Return `function` as its forward and backward graphs, which are all that the recorder sees of it."""
 
     patched = functools.partial(mock.patch.multiple, recorder)
 
-    def graph(compiled: Any, inputs: Any) -> Any:
+    def compile_graph(graph: Any, inputs: Any) -> Any:
         def call(*args: Any) -> Any:
             with patched(looks_away=False, in_graphs=True):
-                return compiled(*args)
+                return graph(*args)
 
         return make_boxed_func(call)  # else AOTAutograd warns
 
     joint: Any = aot_function(
         function,
-        fw_compiler=graph,
-        bw_compiler=graph,
+        fw_compiler=compile_graph,
+        bw_compiler=compile_graph,
         partition_fn=min_cut_rematerialization_partition,
         decompositions=default_decompositions,
     )
@@ -72,7 +72,7 @@ def partition(blocks: list[nn.Module], recorder: Recorder) -> None:
             def run_block(params: Any, args: Any, kwargs: Any, plain: _Plain = plain) -> Any:
                 return torch.func.functional_call(plain, params, (args, kwargs))
 
-            graphs_by_code[key] = partitioned(run_block, recorder)
+            graphs_by_code[key] = partition_function(run_block, recorder)
         graphs = graphs_by_code[key]
 
         def forward(*args: Any, plain: _Plain = plain, graphs: Any = graphs, **kwargs: Any) -> Any:

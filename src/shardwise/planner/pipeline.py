@@ -98,7 +98,7 @@ def hidden_of(model: Model, setup: Setup, tokens: Tensor) -> Tensor:
     return hidden.chunk(pieces, dim=1)[0].to(getattr(torch, setup.param_dtype))
 
 
-def buffered(at: Stage) -> int:
+def buffer_count(at: Stage) -> int:
     """Count the micro-batches for which a rank makes receive buffers in advance: in torch, all or none."""
     return at.micro_batches if BUFFERS_STAY else 0
 
@@ -115,7 +115,7 @@ class Pipe:
         self.new_buffer = partial(torch.empty, hidden.shape, dtype=hidden.dtype)
 
         def buffers(stages: int) -> list[list[Tensor]]:
-            return [[self.new_buffer() for _ in range(buffered(self.at))] for _ in range(stages)]
+            return [[self.new_buffer() for _ in range(buffer_count(self.at))] for _ in range(stages)]
 
         # By stage, then micro-batch; the model's first stage receives no input, its last no gradient.
         self.received = buffers(self.at.stages - self.at.first)

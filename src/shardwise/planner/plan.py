@@ -17,14 +17,14 @@ from shardwise.fsdp import FSDPModule
 from shardwise.planner import measure, regular
 from shardwise.planner.devices import Hardware, check_narrow, check_rate, hardware_of
 from shardwise.planner.events import CATEGORIES, Recording, name_of_place
-from shardwise.planner.late import freed_late
+from shardwise.planner.late import delay_frees
 from shardwise.planner.measure import GroupSent, Moment, Sent
 from shardwise.planner.memory_error import MEMORY_ERROR
 from shardwise.planner.models import Factory, Model, quiet_fakes, report_exits, resolve
 from shardwise.planner.pipeline import StageFigures, figures, fill_pipeline, in_flight, pipe_times, stage_of
 from shardwise.planner.pipeline import lines as pipeline_lines
 from shardwise.planner.record import record
-from shardwise.planner.setup import Setup, changed
+from shardwise.planner.setup import Setup, with_changes
 from shardwise.planner.timing import Times, host_bound, time_of
 from shardwise.planner.unroll import FEW, RECORDED, NotRegular, Pattern, unroll
 
@@ -180,7 +180,7 @@ def plan(
     Raises:
         ShardingError: the setup does not fit the model, or the model cannot be run on fake tensors.
     """
-    setup = changed(setup or Setup(), changes)
+    setup = with_changes(setup or Setup(), changes)
     model, setup = resolve(model, setup)
     device = hardware_of(hardware) if isinstance(hardware, str) else hardware
     if setup.pipeline > 1:
@@ -199,8 +199,8 @@ def plan_of(
     pieces = setup.tensor if setup.async_tensor else 1
     delayed = recording
     if device is not None and setup.record_streams:
-        delayed = freed_late(recording, device)
-    allocator = measure.allocated(delayed, expandable=setup.expandable_segments, limit=limit)
+        delayed = delay_frees(recording, device)
+    allocator = measure.replay(delayed, expandable=setup.expandable_segments, limit=limit)
     return Plan(
         model=model.name,
         layers=model.layers,
@@ -211,7 +211,7 @@ def plan_of(
         given_back=allocator.given_back,
         needed_bytes=allocator.peak
         if limit is None
-        else measure.needed(delayed, expandable=setup.expandable_segments, limit=limit),
+        else measure.least_memory(delayed, expandable=setup.expandable_segments, limit=limit),
         sent=measure.sent(recording, setup.accumulation),
         groups=measure.groups(recording, setup.accumulation),
         model_flops=model_flops,

@@ -17,7 +17,7 @@ from shardwise.errors import ShardingError
 aten = torch.ops.aten
 
 
-class Counted(NamedTuple):
+class Count(NamedTuple):
     """A storage's elements: `first`, `first + step`, ..."""
 
     first: int
@@ -30,12 +30,12 @@ class Counted(NamedTuple):
         return self.first + self.step * int(place)
 
 
-def count_of(func: Any, args: Any, count_of_operand: Callable[[Tensor], Counted | None]) -> Counted | None:
+def count_of(func: Any, args: Any, count_of_operand: Callable[[Tensor], Count | None]) -> Count | None:
     """Return the count that an operator's result holds, if any; `count_of_operand` returns an operand's."""
     if func.overloadpacket is aten.arange:
         begin, step = (args[0] if len(args) > 1 else 0), (args[2] if len(args) > 2 else 1)
         is_count = isinstance(begin, int) and isinstance(step, int) and step > 0
-        return Counted(begin, step) if is_count else None
+        return Count(begin, step) if is_count else None
     adds = func.overloadpacket is aten.add and len(args) == 2 and isinstance(args[1], int)
     if not adds and func.overloadpacket is not aten._to_copy:
         return None
@@ -45,7 +45,7 @@ def count_of(func: Any, args: Any, count_of_operand: Callable[[Tensor], Counted 
     return operand._replace(first=operand.first + (args[1] if adds else 0))
 
 
-def check_lookup(func: Any, args: Any, count_of_operand: Callable[[Tensor], Counted | None]) -> None:
+def check_lookup(func: Any, args: Any, count_of_operand: Callable[[Tensor], Count | None]) -> None:
     """Raise ShardingError if a table has no row for the last position that is looked up in it."""
     if func.overloadpacket is not aten.embedding or not args[1].numel():
         return

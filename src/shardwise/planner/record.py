@@ -37,7 +37,7 @@ from shardwise.errors import ShardingError
 from shardwise.optim import clip_grad_norm_
 from shardwise.optim.adamw8bit import code_book, has_8_bits
 from shardwise.planner import models
-from shardwise.planner.compiled import compiled
+from shardwise.planner.compiled import compile_segments
 from shardwise.planner.events import (
     ACTIVATIONS,
     EXPERTS,
@@ -48,11 +48,11 @@ from shardwise.planner.events import (
     ULYSSES,
     Recording,
 )
-from shardwise.planner.experts import routed
+from shardwise.planner.experts import route_evenly
 from shardwise.planner.kernels import kernels
 from shardwise.planner.models import Model, chunked, no_packed_sequences
 from shardwise.planner.noop_group import make_smaller_shards, mesh_of, noop_world
-from shardwise.planner.partition import partition, partitioned
+from shardwise.planner.partition import partition, partition_function
 from shardwise.planner.pipeline import Pipe, hidden_of, order
 from shardwise.planner.recorder import Recorder
 from shardwise.planner.setup import Setup
@@ -140,7 +140,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         if setup.experts > 1:
             hf: Any = importlib.import_module("shardwise.hf")
             experts = hf.cut_experts(module, lines[EXPERTS])
-            stack.enter_context(routed(setup.expert_load))
+            stack.enter_context(route_evenly(setup.expert_load))
         expert_params = {id(p) for expert in experts for p in expert.parameters()}
         dense = ([p for p in block.parameters() if id(p) not in expert_params] for block in blocks)
         gathered = tuple(sum(_compat.local_of(p).numel() for p in params) for params in dense)
@@ -167,7 +167,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         if setup.compile and setup.checkpointing == "none" and not lanes:
             partition(blocks, recorder)
         if setup.compile_loss:
-            compiled_loss = partitioned(models.whole_loss, recorder)
+            compiled_loss = partition_function(models.whole_loss, recorder)
             stack.enter_context(mock.patch.object(models, "whole_loss", compiled_loss))
         stack.enter_context(library.watching(recorder, setup.device == "cuda"))
         stack.enter_context(recorder)
@@ -177,7 +177,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
             _step(recorder, model, module, optimizers, tokens, step, setup, pipe)
         segments = recorder.finish()
         if recorder.touches is not None:
-            segments = compiled(segments, recorder.touches, narrow=setup.narrow)
+            segments = compile_segments(segments, recorder.touches, narrow=setup.narrow)
         whole_logits = tensor is not None and setup.loss == "whole" and not cuts(module, setup)[1]
         called = [tuple(sorted(names)) for names in functions]
         return Recording(layers, segments, parameters, in_block, gathered, converted, whole_logits, *called)

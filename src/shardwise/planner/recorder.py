@@ -22,7 +22,7 @@ from shardwise._compat import FakeTensor, resolve_process_group
 from shardwise.comm.count import Collective, collectives
 from shardwise.comm.kinds import NAMESPACES, WAIT
 from shardwise.errors import ShardingError
-from shardwise.planner.compiled import Touched, Touches
+from shardwise.planner.compiled import Touch, Touches
 from shardwise.planner.cost import cost_of, tensors_of
 from shardwise.planner.events import (
     ACTIVATIONS,
@@ -45,7 +45,7 @@ from shardwise.planner.events import (
     Send,
     Wait,
 )
-from shardwise.planner.positions import Counted, check_lookup, count_of
+from shardwise.planner.positions import Count, check_lookup, count_of
 from shardwise.planner.storages import Life, Storages
 
 _NOBODY = object()
@@ -91,7 +91,7 @@ class Recorder(Storages):
         self._layers: dict[int, int | None] = {}  # of memory, by life
         self._staged: list[Memory] = []
         self._freed: set[int] = set()  # lives that were emptied: gathered memory
-        self._counts: dict[int, Counted] = {}  # by life
+        self._counts: dict[int, Count] = {}  # by life
         self._memory_of_life: dict[int, list[Memory]] = {}  # all memory of a life
         self._in_block = False
         self._defers_allocations = False  # whether allocations belong to the next operator's block
@@ -117,19 +117,19 @@ class Recorder(Storages):
     def write(self, event: Event) -> None:
         if self._frees:
             self._write_frees()
-        if isinstance(event, Wait) and self._around:
+        if isinstance(event, Wait) and self._outside_blocks:
             self.by_layer(event.mark.layer)
         self.segments[-1].events.append(event)
 
     @property
-    def _around(self) -> bool:
+    def _outside_blocks(self) -> bool:
         """Whether outside forward and backward; there, events belong to the block whose memory they use."""
         return self.place.phase in ("start", "end of backward", "optimizer") and not self._in_block
 
     @contextmanager
     def in_block(self, layer: int | None) -> Iterator[None]:
         """Assign events to this block: its reduction, which may also run at the end of backward."""
-        if layer is None or not self._around:
+        if layer is None or not self._outside_blocks:
             yield
             return
         self._write_frees()
@@ -173,7 +173,7 @@ class Recorder(Storages):
             free = Free(self._memory.pop(key), self._last_uses.pop(key, None))
             if any(deferred == key for deferred, _ in self._deferred):
                 self._deferred.append((key, free))
-            elif self._around:
+            elif self._outside_blocks:
                 self._frees.append((self._layers.get(key, self.place.layer), free))
             else:
                 self.write(free)
@@ -181,7 +181,7 @@ class Recorder(Storages):
             memory = Memory(size, self.streams[-1])
             self._memory[key] = memory
             self._memory_of_life.setdefault(key, []).append(memory)
-            if not self._around:
+            if not self._outside_blocks:
                 self._layers[key] = self.place.layer
             elif self.owner is not _NOBODY:
                 self._layers[key] = self.owner
@@ -194,8 +194,8 @@ class Recorder(Storages):
             else:
                 self.write(Allocate(memory))
 
-    def _watched_resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        watched = super()._watched_resize(resize)
+    def _watch_resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+        watched = super()._watch_resize(resize)
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = watched(storage, size)
@@ -272,7 +272,7 @@ class Recorder(Storages):
             self.operators[self.place[:2]] += 1
             if self.operators[self.place[:2]] > MOST:
                 self._refuse()
-        if self._around:
+        if self._outside_blocks:
             self._record_by_layer(func, args, kwargs, result)
             return
         event = self._compute(func, args, kwargs, result)
@@ -292,7 +292,7 @@ class Recorder(Storages):
         )
         refuse_loop(counts)
 
-    def _count_of(self, tensor: Tensor) -> Counted | None:
+    def _count_of(self, tensor: Tensor) -> Count | None:
         return self._counts.get(id(self.life(tensor))) if self._counts else None
 
     def _compute(self, func: Any, args: Any, kwargs: Any, result: Any) -> Compute | None:
@@ -314,9 +314,9 @@ class Recorder(Storages):
             ]
             for value in (inputs, outputs)
         )
-        inside = self.in_graphs or not (self.in_library or self._around or self.place.layer is None)
+        inside = self.in_graphs or not (self.in_library or self._outside_blocks or self.place.layer is None)
         in_block = bool(inside) and isinstance(event, Compute) and event.stream == COMPUTATION
-        self.touches[id(event)] = Touched(reads, writes, in_block)
+        self.touches[id(event)] = Touch(reads, writes, in_block)
 
     def _record_by_layer(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record an operator on many blocks' tensors at once as one event for each block."""

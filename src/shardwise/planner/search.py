@@ -31,7 +31,7 @@ from shardwise.planner.events import LANES, Recording
 from shardwise.planner.found import SMALLER, Figures, Point, Search, describe_tradeoff, gain, precision
 from shardwise.planner.models import Factory, Model, report_exits, resolve
 from shardwise.planner.plan import NotRun, Plan, explain, numbers_of_blocks, plan, plan_of, record_step
-from shardwise.planner.setup import Setup, changed, check_filled
+from shardwise.planner.setup import Setup, check_filled, with_changes
 from shardwise.planner.shapes import undivided
 from shardwise.planner.timing import send_seconds
 from shardwise.planner.unroll import FEW, RECORDED, NotRegular, Pattern, extrapolate, unroll
@@ -68,7 +68,7 @@ def search(
     Raises:
         ShardingError: as `plan`.
     """
-    setup = changed(setup or Setup(), changes)
+    setup = with_changes(setup or Setup(), changes)
     device = hardware_of(hardware) if isinstance(hardware, str) else hardware
     check_filled(setup)
     model, setup = resolve(model, setup)
@@ -288,7 +288,7 @@ class _Survey:
             shared = 1 if axis == "experts" else degree
             change: dict[str, Any] = {axis: degree, "accumulation": best.accumulation * shared}
             try:
-                setup = changed(best, change)
+                setup = with_changes(best, change)
                 self.plans[setup] = plan(self.model, setup, hardware=self.device)
             except ShardingError:  # no experts, too few blocks, heads or tokens
                 continue

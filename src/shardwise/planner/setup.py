@@ -267,7 +267,7 @@ def check_stages(name: str, layers: int, setup: Setup) -> None:
         )
 
 
-def changed(setup: Setup, changes: dict[str, Any]) -> Setup:
+def with_changes(setup: Setup, changes: dict[str, Any]) -> Setup:
     """Return `setup` with other values of these fields."""
     if not isinstance(setup, Setup):
         raise ShardingError(

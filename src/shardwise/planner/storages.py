@@ -59,7 +59,7 @@ class Storages(EagerDispatchMode):
 
     def __enter__(self) -> Self:
         self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._watched_resize(self._resize)  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = self._watch_resize(self._resize)  # type: ignore[method-assign]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -67,7 +67,7 @@ class Storages(EagerDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
-    def _watched_resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+    def _watch_resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             self._see(storage)

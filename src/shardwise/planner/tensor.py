@@ -71,7 +71,7 @@ def parallelize(module: nn.Module, name: str, mesh: DeviceMesh, setup: Setup) ->
         )
     if counts_positions(module, words):
         module.register_forward_pre_hook(with_positions, with_kwargs=True)
-    ties = dict(tied(module))
+    originals = dict(ties(module))
     names = vars(parallel) | {"Replicate": Replicate, "Shard": Shard}
     styles = {path: eval(STYLES[word], names) for path, word in words.items() if word not in UNCUT}
     parallel.parallelize_module(module, mesh, styles, src_data_rank=None)
@@ -79,7 +79,7 @@ def parallelize(module: nn.Module, name: str, mesh: DeviceMesh, setup: Setup) ->
         for key, p in list(head.named_parameters()):
             rows = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)
             setattr(head, key, nn.Parameter(rows))
-    for alias, original in ties.items():
+    for alias, original in originals.items():
         owner, _, attribute = alias.rpartition(".")
         setattr(module.get_submodule(owner), attribute, module.get_parameter(original))
 
@@ -159,7 +159,7 @@ def styles_of(module: nn.Module, name: str) -> dict[str, str]:
         )
     names = [path for path, _ in module.named_modules()]
     words = {pattern: word for pattern, word in plan.items() if any(_fits(path, pattern) for path in names)}
-    for alias, original in tied(module):
+    for alias, original in ties(module):
         head, table = alias.rpartition(".")[0], original.rpartition(".")[0]
         if isinstance(module.get_submodule(table), nn.Embedding) and head in words and table not in words:
             words = {table: "embedding_rowwise", **words}
@@ -204,11 +204,11 @@ def words_of(module: nn.Module, name: str, setup: Setup) -> dict[str, str]:
 
 def heads_by_rows(module: nn.Module, words: dict[str, str]) -> list[str]:
     """Return heads whose rows are cut, except those tied to an embedding."""
-    tied_heads = {name.rpartition(".")[0] for name, _ in tied(module)}
+    tied_heads = {name.rpartition(".")[0] for name, _ in ties(module)}
     return [name for name, word in words.items() if word == ROWS and name not in tied_heads]
 
 
-def tied(module: nn.Module) -> Iterator[tuple[str, str]]:
+def ties(module: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield names of parameters that are tied to earlier ones, with the earlier names."""
     first: dict[int, str] = {}
     for name, p in module.named_parameters(remove_duplicate=False):

@@ -87,10 +87,10 @@ class _Watcher:
         return result
 
     def pre_backward(
-        self, original: Method, state: FSDPState, ended: Sequence[tuple[FSDPState, Any]], grad: Any
+        self, original: Method, state: FSDPState, previous: Sequence[tuple[FSDPState, Any]], grad: Any
     ) -> Any:
-        for other, _ in ended:  # still in its own block
-            other.post_backward()
+        for previous_state, _ in previous:  # still in its own block
+            previous_state.post_backward()
         recorder, layer = self.recorder, self.layer(state)
         # If a root returns its last block's output, this is the block's backward.
         is_last_output = layer is None and bool(state.below) and recorder.place.layer == recorder.last

@@ -86,7 +86,7 @@ class Backward(Generic[S]):
         return nodes
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Follow the nodes while the engine runs; the caller continues after them unless one fails."""
         handles = []
         for node in self._nodes.values():

@@ -159,7 +159,7 @@ def _patches(simulation: Simulation) -> list[Any]:
             run_thread(thread)
 
     def to_indexed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return to(tensor, *map(_indexed, args), **{key: _indexed(value) for key, value in kwargs.items()})
+        return to(tensor, *map(_add_index, args), **{key: _add_index(value) for key, value in kwargs.items()})
 
     def load_simulated(file: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
         if isinstance(map_location, dict) and any(map(_is_simulated, map_location.values())):
@@ -276,7 +276,7 @@ class _Generator(torch.Generator, metaclass=_AnyGenerator):
         return generator
 
 
-def _indexed(value: Any) -> Any:
+def _add_index(value: Any) -> Any:
     """Return the device with its index, so that torch sees that a tensor is already there."""
     return torch.device(NAME, 0) if value in (NAME, torch.device(NAME)) else value
 

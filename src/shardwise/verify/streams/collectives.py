@@ -163,7 +163,7 @@ class Collectives:
                 return rerun(group, (args, kwargs), None)
             batch = self._batches.get(group.group_name)
             asynchronous = asks_async(args, kwargs) or name in ("send", "recv") or batch is not None
-            touched = _touched(name, args, tensors)
+            touched = _accesses(name, args, tensors)
             operation = self.issue(name, group, *touched, asynchronous=asynchronous)
             if batch is not None:
                 batch.append(_Part(rerun, (args, kwargs), operation, *touched))
@@ -272,7 +272,7 @@ def asks_async(args: Any, kwargs: dict[str, Any]) -> bool:
     return bool(options and options[0].asyncOp) or kwargs.get("async_op") is True
 
 
-def _touched(name: str, args: Any, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+def _accesses(name: str, args: Any, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Return what a process group's method reads, and what it writes."""
     if name in ("send", "recv"):
         return (tensors, []) if name == "send" else ([], tensors)

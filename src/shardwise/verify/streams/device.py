@@ -165,7 +165,7 @@ class Simulation:
             if self.late is not None:
                 self.late.record_allocation(block, storage, blank=blank)
         key = id(storage)
-        self._storages[key] = weakref.ref(storage, lambda _: self._freed(key)), block
+        self._storages[key] = weakref.ref(storage, lambda _: self._forget_storage(key)), block
 
     def _adopt(self, storage: torch.UntypedStorage) -> None:
         """Track memory that an earlier simulation allocated."""
@@ -174,7 +174,7 @@ class Simulation:
         if block is not None and block.shadow is not None:
             block.shadow.memory.copy_(storage)
 
-    def _freed(self, key: int) -> None:
+    def _forget_storage(self, key: int) -> None:
         _, block = self._storages.pop(key, (None, None))
         if block is not None:
             self._free(block)
@@ -302,7 +302,7 @@ class Simulation:
                     self.touch(
                         tensor, operation, stream.line, writes=does_write, copies=copies and not blocking
                     )
-        outcome = op.returned(args, kwargs, result, (lambda t: t) if leaves else on_device)
+        outcome = op.wrap_result(args, kwargs, result, (lambda t: t) if leaves else on_device)
         if self.late is not None and operation is not None:
             self.late.operator(operation, func, args, kwargs, outcome, rng_state)
         if operation is not None and (op.waits(args, kwargs) or (copies and blocking)):

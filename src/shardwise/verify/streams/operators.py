@@ -88,7 +88,7 @@ class Operator:
             return masks and not fills
         return self.name in _WAIT
 
-    def returned(
+    def wrap_result(
         self, args: Any, kwargs: dict[str, Any], result: Any, wrap: Callable[[Tensor], Tensor]
     ) -> Any:
         """Return the result, with written arguments replaced by the arguments themselves."""

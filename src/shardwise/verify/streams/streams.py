@@ -271,7 +271,7 @@ class Timeline:
             run = Backward(roots, requested, caller, self._stream_of_node, self.record_stream)
             self._backwards.append(run)
             try:
-                with run.watched():
+                with run.watch():
                     return engine(outputs, *args, **kwargs)
             finally:
                 self._backwards.remove(run)
