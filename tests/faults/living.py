@@ -110,7 +110,7 @@ def arm(phase: str, patch: pytest.MonkeyPatch) -> None:
     connect = dist.init_process_group
 
     def tell(*args: Any, **options: Any) -> None:  # where it is: others may connect, and it dies
-        patch.setattr(meeting._Watched, "set", dying(meeting._Watched.set, before=False))
+        patch.setattr(meeting._WatchedStore, "set", dying(meeting._WatchedStore.set, before=False))
         connect(*args, **options)
 
     if phase == "tell":

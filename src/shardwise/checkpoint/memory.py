@@ -291,11 +291,11 @@ def neighbours(hosts: Sequence[int]) -> list[int | None]:
 def messages(
     requests: Sequence[Sequence[str]], *, files: Mapping[int, Mapping[str, int]], hosts: Sequence[int]
 ) -> list[Message]:
-    """Return which rank sends which file to which, to give every host its ranks' files: equal on every rank.
+    """Return the messages that give every host its ranks' files: equal on every rank.
 
     Args:
-        wanted: by rank, names of files.
-        there: by host, its files and their bytes.
+        requests: by rank, names of files.
+        files: by host, its files and their bytes.
         hosts: by rank, the first rank of its host.
     """
     sent_bytes, pairs, planned = [0] * len(hosts), set(), []

@@ -313,7 +313,7 @@ def _show(tensor: dict[str, Any]) -> str:
 
 
 def _plan_reads(tensors: dict[str, Any], index: Index) -> list[_Read]:
-    """List what this rank reads for `tensors`, each chunk checked in its file; sorted by file and place."""
+    """List this rank's reads for `tensors`, each chunk checked in its file; sorted by file and place."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, index.metadata)
     reads: list[_Read] = []

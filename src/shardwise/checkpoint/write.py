@@ -165,7 +165,7 @@ def prepare_save(
         call: the name of the call, with which errors begin.
         hosts: by rank, the rank that makes its folder, if `path` is not the same folder on all ranks; None
             means rank 0 for all.
-        fits: raises if this rank has no room for a plan.
+        check_room: raises if this rank has no room for a plan.
     """
     rank, size = rank_and_size()
     operation = f"{call} step {step} to {path}"

@@ -72,7 +72,7 @@ class _Compiler:
         self._find_uses(events)
         self.eliminated: set[int] = set()  # memory that is not made
         self.early_frees: dict[int, list[Event]] = {}  # frees, by the event that they now come after
-        self.moved: set[int] = set()  # memory whose free is not where it was, including that of `never`
+        self.moved: set[int] = set()  # memory whose free is not where it was, including `eliminated`
         for event in events:
             if isinstance(event, Free):
                 self._place_free(event)

@@ -325,7 +325,7 @@ def _model_of_lists(
     names = {path: name for name, path in module.named_modules()}
     lists = block_lists(module)
     chosen = list(dict.fromkeys(names[next(iter(block_lists(tower).values()))] for tower in towers))
-    others = [path for path in lists if path not in chosen]
+    other_lists = [path for path in lists if path not in chosen]
 
     def blocks(module: nn.Module) -> list[nn.Module]:
         return [block for path in chosen for block in cast(nn.ModuleList, module.get_submodule(path))]
@@ -346,12 +346,12 @@ def _model_of_lists(
                     " blocks of their own"
                 )
     quoted = " and ".join(f"'{path}'" for path in chosen)
-    count, rest = len(places), ", ".join(f"'{name}' ({len(lists[name])})" for name in others)
+    count, rest = len(places), ", ".join(f"'{name}' ({len(lists[name])})" for name in other_lists)
     assumed = (
         f"Its blocks are the {count} of {quoted}, the longest ModuleList; the modules of"
         f" {rest} are no groups of their own: pass a shardwise.planner.Model that says which are"
     )
-    return Model(name, count, build, blocks, lambda _: [], loss, (assumed,) if others else ())
+    return Model(name, count, build, blocks, lambda _: [], loss, (assumed,) if other_lists else ())
 
 
 # The model class for a config that names no architecture: an encoder with its decoder, or a masked language

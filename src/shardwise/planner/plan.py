@@ -257,7 +257,7 @@ def _plan_pipeline(model: Model, setup: Setup, device: Hardware | None) -> Plan:
 
 
 def recording_of(model: Model, setup: Setup, *, parent: Model | None = None) -> tuple[Recording, str]:
-    """Record all blocks of the model, which may be a stage of `of`; also return why all were run, if so."""
+    """Record all blocks of the model, perhaps a stage of `parent`; also return why all were run, if so."""
     try:
         return _record_blocks(model, setup, parent=parent)
     except NotRun as error:

@@ -391,7 +391,7 @@ class Recorder(Storages):
         self._forward = []
 
     def finish(self) -> list[Segment]:
-        """Return what was recorded, with final categories."""
+        """Return the recorded segments, with final categories."""
         self.by_layer(None)
         for memory in itertools.chain.from_iterable(self._memory_of_life.get(key, ()) for key in self._freed):
             memory.category = GATHERED

@@ -74,7 +74,7 @@ def _pattern(model: Model, setup: Setup) -> Pattern:
 
 
 def _compare(verb: str, items: list[list[Any]], first: int = 0) -> Pattern:
-    """Return how the items of `of` repeat, with the shortest period."""
+    """Return how `items` repeat, with the shortest period."""
     for period in range(1, LONGEST + 1):
         unlike = (i for i in range(len(items) - period, first, -1) if items[i - 1] != items[i - 1 + period])
         leading = next(unlike, 0)

@@ -196,7 +196,7 @@ def _mamba(
 
 
 def _chunks(shape: Sequence[int], groups: int, width: int, chunk: int) -> tuple[list[_New], int]:
-    """Return what mamba-ssm's scan of Mamba 2 has meanwhile, and its FLOPs; `width` is of states."""
+    """Return the temporary tensors of mamba-ssm's scan of Mamba 2, and its FLOPs; `width` is of states."""
     batch, tokens, heads, head = shape
     count = math.ceil(tokens / chunk)
     steps = _new((batch, heads, count, chunk), _FLOAT)

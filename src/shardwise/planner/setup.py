@@ -234,9 +234,9 @@ def _check_dimensions(setup: Setup) -> None:
         raise ShardingError(
             f"ulysses={setup.ulysses} does not divide sequence={setup.length}: choose one of its divisors"
         )
-    others = [name for name in ("pipeline", "ulysses", "experts") if getattr(setup, name) > 1]
-    if others and setup.loss == "chunked":
-        raise ShardingError(f"loss='chunked' cannot be planned with {', '.join(others)}: choose loss='whole'")
+    axes = [name for name in ("pipeline", "ulysses", "experts") if getattr(setup, name) > 1]
+    if axes and setup.loss == "chunked":
+        raise ShardingError(f"loss='chunked' cannot be planned with {', '.join(axes)}: choose loss='whole'")
     pairs = [("tensor", "ulysses"), ("tensor", "experts"), ("pipeline", "ulysses"), ("pipeline", "experts")]
     for first, second in pairs:
         if getattr(setup, first) > 1 and getattr(setup, second) > 1:

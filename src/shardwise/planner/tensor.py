@@ -222,7 +222,7 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _sizes(module: nn.Module, words: dict[str, str]) -> Iterator[tuple[str, int]]:
-    """Yield descriptions and sizes of what must be divided."""
+    """Yield descriptions and values of the sizes that the ranks must divide."""
     config: Any = getattr(module, "config", None) or getattr(module, "shape", None)
     for label, names in {
         "heads": ("num_attention_heads", "heads"),

@@ -62,7 +62,7 @@ def unroll(small: Recording, large: Recording, layers: int, *, variant: Recordin
     Args:
         small: a recording of a few blocks, `RECORDED` if nothing is known about the model.
         large: a recording of one more period.
-        instead: a recording to unroll instead of `small`, with other sizes, such as a larger micro-batch.
+        variant: a recording to unroll instead of `small`, with other sizes, such as a larger micro-batch.
 
     Raises:
         NotRegular: the two recordings do not determine it.

@@ -92,7 +92,7 @@ class Findings:
             self.findings.append(Finding(earlier, later, self.name_of(block, address), reused))
 
     def name_of(self, block: Block, address: int) -> str:
-        """Describe what lies at an address of a block."""
+        """Describe the tensor at an address of a block, else the block's allocation."""
         return name_at(address, self.models) or block.origin
 
 
@@ -143,7 +143,7 @@ def simulated(order: Order | None = None) -> Iterator[Findings]:
 
 
 def _patches(simulation: Simulation) -> list[Any]:
-    """Return patches of what torch's names mean while a simulation runs."""
+    """Return patches that give torch's names their meaning while a simulation runs."""
 
     def current_stream(device: Any = None) -> Stream:
         if device is not None and torch.device(device).type != NAME:

@@ -273,7 +273,7 @@ def asks_async(args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _accesses(name: str, args: Any, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Return what a process group's method reads, and what it writes."""
+    """Return the tensors that a process group's method reads, and those that it writes."""
     if name in ("send", "recv"):
         return (tensors, []) if name == "send" else ([], tensors)
     if len(args) < 2 or not any(word in name for word in _TWO_SIDED):
@@ -285,7 +285,7 @@ def _accesses(name: str, args: Any, tensors: Sequence[Tensor]) -> tuple[Sequence
 
 
 def _all_but(part: Tensor, whole: Tensor) -> list[Tensor]:
-    """Return what an all-gather writes; in place, this excludes this rank's own part."""
+    """Return the parts that an all-gather writes; in place, this excludes this rank's own part."""
     begin = part.storage_offset() - whole.storage_offset()
     end = begin + part.numel()
     if storage_id(part) != storage_id(whole) or begin < 0 or end > whole.numel():

@@ -78,7 +78,7 @@ class Block:
     Attributes:
         owner: line on which it was allocated, and to which it returns.
         needs: last operation of each line on memory that may have been here before.
-        made: shape and place of the allocation, in words.
+        origin: shape and place of the allocation, in words.
     """
 
     low: int

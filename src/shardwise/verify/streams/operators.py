@@ -116,7 +116,7 @@ def _tensors_at(place: int | str, args: Any, kwargs: dict[str, Any]) -> list[Ten
 
 @cache
 def of(func: Any) -> Operator:
-    """Return what an overload reads, writes and returns."""
+    """Return the operator of an overload: its reads, writes and results."""
     schema = func._schema
     name = schema.name.partition("::")[2]
     reads: list[int | str] = []

@@ -31,7 +31,7 @@ class Peers:
     """The other ranks of one simulation.
 
     Attributes:
-        put_off: functions that run the deferred collectives, by their names on all ranks.
+        deferred: functions that run the deferred collectives, by their names on all ranks.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Peers:
         return f"shardwise/second/{self._run}/{key}/{self._counts[key]}"
 
     def twin(self, group: dist.ProcessGroup, line: str, name: str) -> dist.ProcessGroup:
-        """Return a group of the same ranks for what a line runs a second time.
+        """Return a group of the same ranks for a line's repeated collectives.
 
         The first collective of a line, `name`, makes the group, together with all ranks that run it. Ranks
         of several groups may reach their first collectives in any order.

@@ -118,7 +118,7 @@ class Stream:
         self.go_after(event)
 
     def go_after(self, event: Event) -> None:
-        """Make what is issued from now on run after the event."""
+        """Make operations issued from now on run after the event."""
         merge(self.line.clock, event.clock)
 
     def synchronize(self) -> None:

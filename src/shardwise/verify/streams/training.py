@@ -129,7 +129,7 @@ def _receive(*args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def _blame_case(case_spec: str, moment: str) -> Iterator[None]:
-    """Raise what the case raises as a `CaseError` that names it."""
+    """Raise an error of the case as a `CaseError` that names it."""
     try:
         yield
     except CaseError:

@@ -87,8 +87,8 @@ class _Shadow:
     """A block's contents in the second world.
 
     Attributes:
-        before: freed shadows on which operations were still to run when this one was allocated.
-        after: shadows that were allocated later and are in use.
+        predecessors: freed shadows on which operations were still to run when this one was allocated.
+        successors: shadows that were allocated later and are in use.
         waiting: operations that are still to run on it.
         is_new_on_host: whether its contents before the operation being deferred are unknown.
     """
@@ -304,7 +304,7 @@ class Late:
     # Running
 
     def run_until(self, clock: Clock) -> None:
-        """Run only what comes before `clock`."""
+        """Run only the operations that come before `clock`."""
         while heads := [
             jobs[0]
             for line, jobs in self._waiting.items()
@@ -392,7 +392,7 @@ class Late:
                     self._twin(tensor).copy_(tensor)
 
     def finish(self, name: Callable[[Block, int], str]) -> None:
-        """Run what is left, and compare all memory that still exists."""
+        """Run the remaining operations, and compare all memory that still exists."""
         self.run_all()
         for block in (*self.simulation.memory.living(), *self.simulation.host.living()):
             shadow = block.shadow
@@ -406,7 +406,7 @@ class Late:
 
 
 def _begin(reads: list[Tensor], overwrites: list[Tensor]) -> Callable[[], None]:
-    """Return a function that invalidates what an operation will write, except what it reads."""
+    """Return a function that invalidates the memory that an operation will write, except its inputs."""
 
     touched = {tensor.untyped_storage().data_ptr() for tensor in overwrites}
     shared = [_once(tensor) for tensor in reads if tensor.untyped_storage().data_ptr() in touched]
