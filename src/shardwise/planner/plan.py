@@ -280,6 +280,8 @@ def _run(model: Model, setup: Setup, *, of: Model | None = None) -> tuple[Record
     if of is not None and pattern.period > 1:  # a stage may begin within a period
         return recorded(model, setup, model.layers), why
     for number in numbers_of_blocks(setup, pattern, model.layers):
+        if 2 * number + pattern.period >= model.layers:  # running all is cheaper
+            break
         try:
             few, more = (recorded(model, setup, layers) for layers in (number, number + pattern.period))
             return unroll(few, more, model.layers), ""
