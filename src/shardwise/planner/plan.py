@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import traceback
 from collections.abc import Iterator
@@ -268,28 +269,29 @@ def recording_of(model: Model, setup: Setup, *, of: Model | None = None) -> tupl
 
 def _run(model: Model, setup: Setup, *, of: Model | None = None) -> tuple[Recording, str]:
     """Record as `recording_of` does, but raise NotRun without looking for the cause."""
+    run = functools.cache(functools.partial(recorded, model, setup))  # a second trial may need a number again
     if model.layers <= RECORDED + 1:
-        return recorded(model, setup, model.layers), ""
+        return run(model.layers), ""
     if setup.checkpointing == "alternate":
-        return recorded(model, setup, model.layers), "every second one is checkpointed"
+        return run(model.layers), "every second one is checkpointed"
     try:
         pattern = regular.check(of or model, setup)
     except NotRegular as error:
-        return recorded(model, setup, model.layers), str(error)
+        return run(model.layers), str(error)
     why = f"kinds of blocks alternate with a period of {pattern.period}" if pattern.period > 1 else ""
     if of is not None and pattern.period > 1:  # a stage may begin within a period
-        return recorded(model, setup, model.layers), why
+        return run(model.layers), why
     for number in numbers_of_blocks(setup, pattern, model.layers):
         if 2 * number + pattern.period >= model.layers:  # running all is cheaper
             break
         try:
-            few, more = (recorded(model, setup, layers) for layers in (number, number + pattern.period))
+            few, more = (run(layers) for layers in (number, number + pattern.period))
             return unroll(few, more, model.layers), ""
         except NotRegular as error:
             why = str(error)
         except NotRun as error:
-            return recorded(model, setup, model.layers), error.why
-    return recorded(model, setup, model.layers), why
+            return run(model.layers), error.why
+    return run(model.layers), why
 
 
 def _runs(model: Model, setup: Setup) -> bool:
