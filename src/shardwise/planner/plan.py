@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import traceback
 from collections.abc import Iterator
@@ -268,26 +269,29 @@ def recording_of(model: Model, setup: Setup, *, parent: Model | None = None) -> 
 
 def _record_blocks(model: Model, setup: Setup, *, parent: Model | None = None) -> tuple[Recording, str]:
     """Record as `recording_of` does, but raise NotRun without looking for the cause."""
+    run = functools.cache(functools.partial(record_step, model, setup))  # a second trial may repeat a number
     if model.layers <= RECORDED + 1:
-        return record_step(model, setup, model.layers), ""
+        return run(model.layers), ""
     if setup.checkpointing == "alternate":
-        return record_step(model, setup, model.layers), "every second one is checkpointed"
+        return run(model.layers), "every second one is checkpointed"
     try:
         pattern = regular.check(parent or model, setup)
     except NotRegular as error:
-        return record_step(model, setup, model.layers), str(error)
+        return run(model.layers), str(error)
     reason = f"kinds of blocks alternate with a period of {pattern.period}" if pattern.period > 1 else ""
     if parent is not None and pattern.period > 1:  # a stage may begin within a period
-        return record_step(model, setup, model.layers), reason
+        return run(model.layers), reason
     for number in numbers_of_blocks(setup, pattern, model.layers):
+        if 2 * number + pattern.period >= model.layers:  # running all is cheaper
+            break
         try:
-            small, large = (record_step(model, setup, layers) for layers in (number, number + pattern.period))
+            small, large = (run(layers) for layers in (number, number + pattern.period))
             return unroll(small, large, model.layers), ""
         except NotRegular as error:
             reason = str(error)
         except NotRun as error:
-            return record_step(model, setup, model.layers), error.reason
-    return record_step(model, setup, model.layers), reason
+            return run(model.layers), error.reason
+    return run(model.layers), reason
 
 
 def _can_run(model: Model, setup: Setup) -> bool:

@@ -37,6 +37,7 @@ from shardwise.errors import ShardingError
 from shardwise.optim import clip_grad_norm_
 from shardwise.optim.adamw8bit import code_book, has_8_bits
 from shardwise.planner import models
+from shardwise.planner.collector import collector_paused
 from shardwise.planner.compiled import compile_segments
 from shardwise.planner.events import (
     ACTIVATIONS,
@@ -113,9 +114,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         if tensor is not None:
             lines[TENSOR_PARALLEL] = tensor
         lanes = {str(mesh.get_group().group_name): lane for lane, mesh in lines.items()}
-        if gc.isenabled():
-            gc.disable()
-            stack.callback(gc.enable)
+        stack.enter_context(collector_paused())
         stack.enter_context(FastFakeTensorMode(allow_non_fake_inputs=True))
         stack.callback(code_book.cache_clear)  # of fake ones
         module, converted = build_module(model, layers, setup.stored_dtype)

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from shardwise.planner.collector import collector_paused
 from shardwise.planner.events import (
     Allocate,
     Compute,
@@ -56,6 +57,7 @@ class Pattern(NamedTuple):
     period: int = 1
 
 
+@collector_paused()
 def unroll(small: Recording, large: Recording, layers: int, *, variant: Recording | None = None) -> Recording:
     """Return the recording of the same model with `layers` blocks.
 
@@ -133,7 +135,8 @@ def _growth(small: Event, large: Event) -> Any:
     if isinstance(small, Allocate) and isinstance(large, Allocate):
         return large.memory.nbytes - small.memory.nbytes
     if isinstance(small, Compute) and isinstance(large, Compute):
-        return large.flops - small.flops, large.nbytes - small.nbytes
+        growth = large.flops - small.flops, large.nbytes - small.nbytes
+        return growth if any(growth) else 0
     if isinstance(small, Send) and isinstance(large, Send):
         return large.collective.bytes - small.collective.bytes
     return 0
@@ -151,6 +154,7 @@ def _grow(event: Event, growth: Any, times: int) -> Event:
     return event
 
 
+@collector_paused()
 def extrapolate(small: Recording, large: Recording, times: int) -> Recording:
     """Return `small` with its change to `large` applied `times` times, as for larger micro-batches.
 
