@@ -30,7 +30,7 @@ from shardwise.verify.compare import (
     scale_of,
 )
 from shardwise.verify.processes import RankError, run_ranks
-from shardwise.verify.reference import named, take_batch, take_loss
+from shardwise.verify.reference import parameters_by_name, take_batch, take_loss
 from shardwise.verify.sharded import EMPTY, PRESENT, _name_problems, _presence_problem
 
 CASES = Path(__file__).parent / "cases"
@@ -215,7 +215,7 @@ def test_a_tie_lost_or_made_by_sharding_is_a_problem():
 def test_tied_parameters_are_named_once():
     module = nn.ModuleDict({"first": nn.Linear(2, 2, bias=False), "second": nn.Linear(2, 2, bias=False)})
     module["second"].weight = module["first"].weight
-    parameters, tied = named(module)
+    parameters, tied = parameters_by_name(module)
     assert list(parameters) == ["first.weight"]
     assert tied == {"second.weight": "first.weight"}
 
