@@ -106,7 +106,7 @@ class LivingRanks(Generic[_T]):
         self._backend, self._timeout = backend, timeout
         self._met_at = -1
         self._training: _T | None = None
-        self._step: int | None = None  # steps; None while this process has no state
+        self._step: int | None = None  # the last one taken; None while this process has no state
         self._actions: Sequence[Callable[[], object]] = ()  # takes the step, once this rank has its gradients
         self._random: list[torch.Tensor] = []
         self._memory: HostMemory | None = None
