@@ -54,7 +54,7 @@ from shardwise.files.stores import on_disk
 
 _TAG = 0x7B100000
 _CHUNK_BYTES = 4096  # the most that a chunk in a file takes besides its numbers
-_OPERATION = "copying to memory"
+_COPY = "copying to memory"
 _T = TypeVar("_T")
 
 
@@ -187,17 +187,15 @@ class HostMemory:
                 if keeper is not None:
                     requests[keeper] += parts[rank]["files"]
             self._carry(Path(job.staging), messages(requests, files=files, hosts=self._hosts))
-            index = together(
-                _OPERATION, lambda: job.index(parts) if self._rank == 0 else {}, group=self._group
-            )[0]
+            index = together(_COPY, lambda: job.index(parts) if self._rank == 0 else {}, group=self._group)[0]
             size = index[INDEX]["bytes"]
             requests = [[INDEX] if rank == host else [] for rank, host in enumerate(self._hosts)]
             self._carry(Path(job.staging), messages(requests, files={0: {INDEX: size}}, hosts=self._hosts))
             is_first = self._rank == self._host
             folders = together(
-                _OPERATION, lambda: str(job.publish(parts, index)) if is_first else "", group=self._group
+                _COPY, lambda: str(job.publish(parts, index)) if is_first else "", group=self._group
             )
-            together(_OPERATION, lambda: self.keep_only(folders[self._rank]), group=self._group)
+            together(_COPY, lambda: self.keep_only(folders[self._rank]), group=self._group)
         except Exception as error:
             self._problem = str(error)
 
@@ -257,7 +255,7 @@ class HostMemory:
             return
         local = [message for message in all_messages if self._rank in (message.sender, message.receiver)]
         received = [message for message in local if message.receiver == self._rank]
-        together(_OPERATION, lambda: _reserve(folder, received), group=self._group)
+        together(_COPY, lambda: _reserve(folder, received), group=self._group)
         works = []
         assert self._group is not None
         with announced(self._group, "send copies"):
@@ -272,7 +270,7 @@ class HostMemory:
                 work.wait()
         for message in received:
             (folder / f"{message.name}.new").rename(folder / message.name)
-        together(_OPERATION, lambda: None, group=self._group)
+        together(_COPY, lambda: None, group=self._group)
 
 
 def neighbours(hosts: Sequence[int]) -> list[int | None]:
