@@ -119,6 +119,7 @@ def live(folder: Path, strategy: str, place: str, dropout: float, wait_s: float,
     drawn: dict[int, set[float]] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meeting, "_SILENT_S", 1.5)
+        patch.setattr(meeting, "_BEAT_S", 0.1)
         if place == "commit" and process in (1, LOST):
             patch.setattr(dist, "all_reduce", failing_after(run, lose if process == LOST else None))
         while run.training.progress["step"] < STEPS:
@@ -264,6 +265,7 @@ def test_a_rank_that_dies_while_others_connect_to_it_is_not_waited_for(tmp_path:
     options: Any = {"store": dist.FileStore(str(tmp_path / "store")), "ranks": 2}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meeting, "_SILENT_S", 1.0)
+        patch.setattr(meeting, "_BEAT_S", 0.1)
         patch.setattr(meeting, "_NOTICE_S", 1.0)
         if rank == 1:  # another process, which dies once it has come
             before = Meeting(wait_s=60.0, timeout=timedelta(seconds=60), **options)
@@ -280,6 +282,7 @@ def test_a_round_waits_for_those_who_live_and_not_for_the_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(meeting, "_SILENT_S", 1.0)
+    monkeypatch.setattr(meeting, "_BEAT_S", 0.1)
     stores = [dist.FileStore(str(tmp_path / "store")) for _ in range(2)]
     here, away = (Meeting(store, ranks=2, wait_s=0.1, timeout=timedelta(seconds=60)) for store in stores)
     with ThreadPoolExecutor(2) as threads:
