@@ -38,7 +38,7 @@ def look(self):
 
 
 store = dist.TCPStore("localhost", 0, 1, True)
-watch._TICK, watch._Watch._look = 0, look
+watch._TICK, watch._Watch._check_orders = 0, look
 order, Order.slow = Order(), Slow()
 watch._look_after(order)
 """

@@ -83,9 +83,9 @@ _over_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
 def over_gloo(group: dist.ProcessGroup) -> bool:
     """Return whether `group` moves CPU tensors over gloo; its first call then runs `set_batch_scheduling`."""
-    known = _over_gloo.get(group)
-    if known is None:
-        known = _over_gloo[group] = "cpu:gloo" in dist.get_backend_config(group).split(",")
-        if known:
+    uses_gloo = _over_gloo.get(group)
+    if uses_gloo is None:
+        uses_gloo = _over_gloo[group] = "cpu:gloo" in dist.get_backend_config(group).split(",")
+        if uses_gloo:
             set_batch_scheduling()
-    return known
+    return uses_gloo

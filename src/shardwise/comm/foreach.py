@@ -79,7 +79,7 @@ def foreach_all_gather(
     if len(inputs) > 1:
         dtype = gather_dtype(dtypes)
         # Shards that are sent as bytes are counted in bytes.
-        scale = [wanted.itemsize if dtype == torch.uint8 else 1 for wanted in dtypes]
+        scale = [target.itemsize if dtype == torch.uint8 else 1 for target in dtypes]
         numel = sum(t.numel() * s for t, s in zip(inputs, scale, strict=True))
     ranks = 1 if group is None else group.size()
     # An asynchronous gather allocates and copies on the current stream: its caller prefetches on
@@ -103,7 +103,7 @@ def foreach_all_gather(
             shard = output.narrow(0, numel * (0 if group is None else group.rank()), numel)
             if dtype == torch.uint8:
                 # Cast before viewing as bytes.
-                inputs = [t.to(device, wanted) for t, wanted in zip(inputs, dtypes, strict=True)]
+                inputs = [t.to(device, target) for t, target in zip(inputs, dtypes, strict=True)]
             if len(inputs) == 1:
                 shard.copy_(only, non_blocking=True)
             else:
@@ -198,8 +198,8 @@ class Reduction:
     def ends_with_scatter(self) -> bool:
         """Whether the reduce-scattered tensor is already the final result, on the current stream."""
         # If so, the shard needs no further step, and no result that keeps buffers.
-        more = (self.streams, self.replicate_group, self.hook)
-        return more == (None,) * 3 and self.factors.after in (None, 1) and self.dtype == self.result_dtype
+        steps = (self.streams, self.replicate_group, self.hook)
+        return steps == (None,) * 3 and self.factors.after in (None, 1) and self.dtype == self.result_dtype
 
 
 Input = tuple[Sequence[Tensor], torch.Event]  # tensors that a reduction uses, and the event after that
@@ -228,8 +228,8 @@ def foreach_reduce_scatter_copy_in(grads: Sequence[Tensor], out: Tensor, ranks: 
         _raise_total("padded gradients", rows.numel() if filled else 0, numel)
 
 
-def _raise_total(what: str, found: int, expected: int) -> NoReturn:
-    raise ShardingError(f"{here()}: the {what} hold {found} elements, the buffer {expected}")
+def _raise_total(subject: str, total: int, expected: int) -> NoReturn:
+    raise ShardingError(f"{here()}: the {subject} hold {total} elements, the buffer {expected}")
 
 
 def foreach_reduce(
@@ -405,11 +405,11 @@ def _reduce_over_replicas(shard: Tensor, how: Reduction) -> tuple[Tensor, torch.
                     output_tensor=shard, input_tensor=whole, group=how.replicate_group, op=op
                 )
     if how.hook is not None:
-        before = stream
-        if streams is not None and before is not None:
+        producer = stream
+        if streams is not None and producer is not None:
             stream = how.hook_stream or streams.all_reduce
             # The hook reads what the reduction, or all-reduce, has written.
-            stream.wait_stream(before)
+            stream.wait_stream(producer)
         with nullcontext() if stream is None else stream:
             how.hook(shard)
     return shard, stream

@@ -84,13 +84,13 @@ class Node:
         self.event = event
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
-        before = b"" if parent is None else parent.digest
+        path_digest = b"" if parent is None else parent.digest
         # Covers the whole path to here, so equal digests mean equal passes up to this event.
-        self.digest: bytes = hashlib.sha256(before + event.digest).digest()
+        self.digest: bytes = hashlib.sha256(path_digest + event.digest).digest()
         self.children: dict[Event, Node] = {}
         self.likely: Node | None = None  # what followed last time
 
-    def before(self, depth: int) -> Node:
+    def ancestor(self, depth: int) -> Node:
         """Return the event at `depth` on the path to this one."""
         node = self
         while node.depth > depth:
@@ -137,7 +137,7 @@ class Order:
         # The latest of the passes that this rank left before it began another.
         self.abandoned: deque[int] = deque(maxlen=_PASSES_KEPT)
         self.lost_connections: set[int] = set()  # to these ranks of the group; known after a failure
-        self.gone: list[int] = []  # global ranks that were found to give no sign of life
+        self.dead: list[int] = []  # global ranks that were found to give no sign of life
         self._posts = itertools.count()
 
     def advance(self, event: Event) -> None:
@@ -168,9 +168,9 @@ class Order:
         if self.left is not None:
             self.stay()
 
-    def leave(self, why: str) -> None:
+    def leave(self, reason: str) -> None:
         """Tell the other ranks that this one does not continue its pass."""
-        self.left = self.left or why  # later errors follow from the first
+        self.left = self.left or reason  # later errors follow from the first
         with suppress(RuntimeError):  # the store may be gone already, with the rank that holds it
             self.post()
 
@@ -180,9 +180,9 @@ class Order:
         self.post()
 
     def _abandon_pass(self) -> None:
-        left = self.left or self._left_backward()
+        reason = self.left or self._left_backward()
         self.left = self.backward = None
-        if left is not None:
+        if reason is not None:
             # Peers had the same error and leave too: `comm.watch` must not report them as departed.
             self.abandoned.append(self.passes)
             self.post()
@@ -287,8 +287,8 @@ class Order:
         if not self.store.check(list(keys.values())):
             # The store would wait for a missing key.
             keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
-        said = self.store.multi_get(list(keys.values()))
-        return {rank: json.loads(record) for rank, record in zip(keys, said, strict=True)}
+        records = self.store.multi_get(list(keys.values()))
+        return {rank: json.loads(record) for rank, record in zip(keys, records, strict=True)}
 
     def text_of(self, rank: int) -> str:
         """Return the text of the event that a rank of the group had announced last when it last posted."""
@@ -298,10 +298,10 @@ class Order:
         """Return this rank's last announcement, in one line."""
         return first_line(self.at.event.text) or "begin"
 
-    def account(self, what: str) -> str:
+    def account(self, failure: str) -> str:
         """Describe where every rank is, after a failure that nothing explains."""
         me = f"rank {self.ranks[self.rank]}"  # other ranks read this text too
-        lines = [f"{me} {what}; it was about to {self.doing()}. The others, when last heard of:"]
+        lines = [f"{me} {failure}; it was about to {self.doing()}. The others, when last heard of:"]
         # The store may have ended with its rank: the error then says at least where this one is.
         with suppress(RuntimeError):
             records = self.read()

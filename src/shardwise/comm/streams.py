@@ -103,7 +103,7 @@ def plain(stream: torch.Stream) -> torch.Stream:
 
 
 def _as(kind: Any, stream: torch.Stream) -> torch.Stream:
-    made: torch.Stream = kind(
+    converted: torch.Stream = kind(
         stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
     )
-    return made
+    return converted

@@ -205,7 +205,7 @@ def step_locally(optimizer: Optimizer) -> None:
 def restore_torch_step(optimizer: Optimizer) -> None:
     """Give the optimizer torch's own step back: a compiler cannot handle the replacement."""
     if _local_steps.pop(optimizer, None) is not None:
-        _compat.as_torch_made_it(optimizer)
+        _compat.restore_step_methods(optimizer)
 
 
 def rekey_state(optimizer: Optimizer) -> None:
