@@ -97,7 +97,7 @@ def wait_for(event: torch.Event, stream: torch.Stream) -> None:
     event.wait(_as(torch.get_device_module(stream.device).Stream, stream))
 
 
-def plain(stream: torch.Stream) -> torch.Stream:
+def as_torch_stream(stream: torch.Stream) -> torch.Stream:
     """Return a user's stream as a `torch.Stream`, for whose events every `torch.Stream` can wait."""
     return stream if type(stream) is torch.Stream else _as(torch.Stream, stream)
 
