@@ -28,7 +28,7 @@ from shardwise.errors import ShardingError, here, name_places
 
 NAMES = ("pp", "replicate", "dp", "sp", "ep", "tp")  # ranks of the last are neighbours
 _OF_BATCH = ("replicate", "dp", "ep")
-_SAYS = {
+_TRAFFIC = {
     "pp": "activations of a micro-batch, to the next stage and back",
     "replicate": "gradients, summed once per step",
     "dp": "parameters, gathered by group; gradients, reduced once per step",
@@ -135,7 +135,7 @@ class Dimensions:
             if size > 1:
                 sets = ["-".join(map(str, ranks)) for ranks in self.peers(name)]
                 listed = "  ".join(sets[:4] + ["..."] * (len(sets) > 4))
-                lines.append(f"{name}: {_SAYS[name]}\n    {listed}")
+                lines.append(f"{name}: {_TRAFFIC[name]}\n    {listed}")
         return "\n".join(lines)
 
 

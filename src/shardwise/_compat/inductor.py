@@ -57,16 +57,16 @@ def collectives_in_place() -> Any:
 
     class Pass(base):  # type: ignore[misc]
         def __call__(self, nodes: list[Any]) -> list[Any]:
-            since: list[Any] = []  # the previous collective, and library calls after it
+            predecessors: list[Any] = []  # the previous collective, and library calls after it
             has_collective = False
             for node in nodes:
                 kernel = getattr(node, "node", None)  # fused nodes have none
                 if is_collective(kernel) or is_wait(kernel):
-                    follow(node, since)
-                    since, has_collective = [node], True
+                    follow(node, predecessors)
+                    predecessors, has_collective = [node], True
                 elif node.is_extern() or node.is_template():
-                    follow(node, since[:1] if has_collective else ())
-                    since.append(node)
+                    follow(node, predecessors[:1] if has_collective else ())
+                    predecessors.append(node)
             if has_collective:
                 V.graph.scheduler.compute_ancestors()  # the scheduler decides by them what it may fuse
             return nodes

@@ -107,16 +107,16 @@ class Agreement:
         self, description: str, *, group: dist.ProcessGroup, what: str, device: torch.device | None = None
     ) -> None:
         """Send this rank's word. Arguments are those of `agree`."""
-        self._description, self._group, self._own = description, group, fingerprint(description)
+        self._description, self._group, self._fingerprint = description, group, fingerprint(description)
         self._what = what
-        self.tag = _AGREED_TAGS + (next(operation_counter(group)) % 256 << 20) + self._own % (1 << 20)
+        self.tag = _AGREED_TAGS + (next(operation_counter(group)) % 256 << 20) + self._fingerprint % (1 << 20)
         self._words: dict[int, tuple[dist.Work | None, Tensor]] = {}
         self._sends: list[dist.Work] = []
         if group.size() == 1 or _compat.is_fake(torch.empty(0)):
             return
         self._device = device or device_of(group)
         # An attribute, as gloo sends from this memory until `differing` has waited.
-        self._word = torch.tensor([self._own], dtype=torch.int64, device=self._device)
+        self._word = torch.tensor([self._fingerprint], dtype=torch.int64, device=self._device)
         with explaining(group, f"agree about {what}"):
             self._tell(group)
 
@@ -152,7 +152,7 @@ class Agreement:
             for work in self._sends:
                 work.wait(_GROUP_TIMEOUT)
         self._sends.clear()
-        if all(word == self._own for word in words.values()):
+        if all(word == self._fingerprint for word in words.values()):
             return {}
         # All ranks have the same words, so all come here or none.
         texts = gather_text(self._description, group=self._group, device=self._device)

@@ -206,19 +206,19 @@ def gather(held: Sequence[Sequence[Box]], whole: Tensor, *, group: dist.ProcessG
             begin += piece.numel()
 
 
-def part(box: Box, tensor: Tensor, of: Box) -> Tensor:
-    """Return the view of the part `of` in `tensor`, which holds `box`.
+def part(box: Box, tensor: Tensor, inner: Box) -> Tensor:
+    """Return the view of the part `inner` in `tensor`, which holds `box`.
 
     Raises:
-        ShardingError: `of` leaves `box`.
+        ShardingError: `inner` leaves `box`.
     """
-    if of == box:
+    if inner == box:
         return tensor
-    begins = [begin - offset for begin, offset in zip(of.offsets, box.offsets, strict=True)]
-    ends = [begin + size for begin, size in zip(begins, of.sizes, strict=True)]
+    begins = [begin - offset for begin, offset in zip(inner.offsets, box.offsets, strict=True)]
+    ends = [begin + size for begin, size in zip(begins, inner.sizes, strict=True)]
     if min(begins, default=0) < 0 or any(end > size for end, size in zip(ends, box.sizes, strict=True)):
         raise ShardingError(
-            f"{here()}: expected a part of {box}, got {of}, which leaves it; take their intersection"
+            f"{here()}: expected a part of {box}, got {inner}, which leaves it; take their intersection"
         )
     return tensor[tuple(map(slice, begins, ends))]
 

@@ -144,13 +144,13 @@ def verdict(reports: Mapping[int, Report], damaged: Mapping[str, str] | None = N
     for rank, report in reports.items():
         groups.setdefault(tuple(report["ranks"]), {})[rank] = report
     lines, last = [], []
-    for ranks, own in sorted(groups.items()):
+    for ranks, members in sorted(groups.items()):
         if len(groups) > 1:
-            lines.append(f"Of {_named(ranks, own)}:")
+            lines.append(f"Of {_named(ranks, members)}:")
         silent = [rank for rank in ranks if rank not in reports and _NAME.format(rank) not in damaged]
         # If one of the group's files is missing, the others may wait for its rank.
-        complete = not silent and not damaged and own.keys() >= set(ranks)
-        details, waits = _of_group(own, silent, complete=complete)
+        complete = not silent and not damaged and members.keys() >= set(ranks)
+        details, waits = _of_group(members, silent, complete=complete)
         lines += details
         last += waits
     lines += [

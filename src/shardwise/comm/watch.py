@@ -344,9 +344,9 @@ class _Watch(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="shardwise-watch", daemon=True)
         # Weakly, since an order lives as long as its process group.
-        self.stood: WeakKeyDictionary[Order, tuple[int, Node]] = WeakKeyDictionary()
+        self.positions: WeakKeyDictionary[Order, tuple[int, Node]] = WeakKeyDictionary()
         self.moved: tuple[float, ref[Order]] | None = None  # the last progress: when, and which order
-        self.judged: WeakKeyDictionary[Order, float] = WeakKeyDictionary()  # when a verdict was found
+        self.verdict_times: WeakKeyDictionary[Order, float] = WeakKeyDictionary()  # when a verdict was found
         self.lock = threading.Lock()
         self.ended = threading.Event()
 
@@ -358,16 +358,16 @@ class _Watch(threading.Thread):
         """End the thread before the interpreter ends: inside the store it would abort the process."""
         self.ended.set()
         self.join(_JOIN_TIMEOUT_SECONDS)
-        if any(order.verdict or order.left for order in list(self.stood)):
+        if any(order.verdict or order.left for order in list(self.positions)):
             time.sleep(TIME_TO_READ.total_seconds())  # the store may end with this process
 
     def _check_orders(self) -> None:
         with self.lock:
-            orders = list(self.stood.items())
-        for order, stood in orders:
+            orders = list(self.positions.items())
+        for order, earlier in orders:
             position = (order.passes, order.at)
-            if position != stood:
-                self.stood[order] = position
+            if position != earlier:
+                self.positions[order] = position
                 self.moved = time.monotonic(), ref(order)
             # A rank that has announced nothing yet and waits for no other has nothing to compare.
             elif order.verdict is None and (
@@ -375,8 +375,8 @@ class _Watch(threading.Thread):
             ):
                 # At the end of a run the store may end first.
                 with suppress(RuntimeError, ValueError, KeyError):
-                    self._judge(order, stood)
-            elif time.monotonic() - self.judged.get(order, math.inf) > _RAISE_GRACE_SECONDS:
+                    self._judge(order, earlier)
+            elif time.monotonic() - self.verdict_times.get(order, math.inf) > _RAISE_GRACE_SECONDS:
                 _end_if_stuck(order, [other for other, _ in orders])
         order_moved = self.moved[1]() if self.moved else None
         if self.moved and order_moved and time.monotonic() - self.moved[0] > _NEARLY * order_moved.timeout:
@@ -384,7 +384,7 @@ class _Watch(threading.Thread):
             # One report per standstill: it is set again when this rank makes progress.
             self.moved = None
 
-    def _judge(self, order: Order, stood: tuple[int, Node]) -> None:
+    def _judge(self, order: Order, earlier: tuple[int, Node]) -> None:
         order.post()
         records = order.read()
         verdict = conflict(order, records)
@@ -395,11 +395,11 @@ class _Watch(threading.Thread):
         if verdict is None and order.asking and _broken(order):
             verdict = _roll_call(order)
         # If the rank has moved meanwhile, the comparison is out of date.
-        if verdict is None or stood != (order.passes, order.at):
+        if verdict is None or earlier != (order.passes, order.at):
             return
         order.verdict = verdict
         # From here on the rank has a moment to raise before it counts as stuck.
-        self.judged[order] = time.monotonic()
+        self.verdict_times[order] = time.monotonic()
         # A rank that raised has already said why.
         if order.left is None:
             _log.error("%s: %s", here(), verdict)
@@ -419,4 +419,4 @@ def _look_after(order: Order) -> None:
         atexit.register(_watch[0].end)
     # The thread may be iterating over them.
     with _watch[0].lock:
-        _watch[0].stood[order] = (order.passes, order.at)
+        _watch[0].positions[order] = (order.passes, order.at)

@@ -158,7 +158,7 @@ class ContiguousReducer(GradReducer):
             params = [param for param, grad in pairs if grad is not None]
         # Announce before anything is sent: it raises where ranks differ.
         if self.group.orders:
-            self.announce(plan, params, of=index)
+            self.announce(plan, params, batch=index)
         staging = members.staging
         if staging is None or staging.plan is not plan:
             staging = self._staging(members, plan)

@@ -132,13 +132,13 @@ class _LocalSteps:
             if not issubclass(kind[0], DTensor):
                 continue
             places = [place for place, k in enumerate(kinds) if k == kind]
-            own = tuple([values[place] for place in places] if values else [] for values in lists)
-            if not self._take_locals(optimizer, group, own):
+            subset = tuple([values[place] for place in places] if values else [] for values in lists)
+            if not self._take_locals(optimizer, group, subset):
                 del self.moved[begin:]
                 return
-            replaced.append((places, own))
-        for places, own in replaced:
-            for values, changed in zip(lists, own, strict=True):
+            replaced.append((places, subset))
+        for places, subset in replaced:
+            for values, changed in zip(lists, subset, strict=True):
                 for place, value in zip(places, changed, strict=False):  # `changed` is empty if `values` is
                     values[place] = value
 

@@ -334,13 +334,13 @@ class _ParamEntry:
 def _find_params(
     managed: list[nn.Module], roots: list[nn.Module], ignored: set[nn.Parameter]
 ) -> list[_ParamEntry]:
-    left_out = {id(param) for param in ignored}  # by identity, as hashing a tensor is slow
+    ignored_ids = {id(param) for param in ignored}  # by identity, as hashing a tensor is slow
     by_id: dict[int, _ParamEntry] = {}
     for module in managed:
         _check_program(module)
         for name, param in _compat.parameters_of(module).items():
             # A tied parameter is found once, in the first of its places.
-            if param is not None and id(param) not in left_out and id(param) not in by_id:
+            if param is not None and id(param) not in ignored_ids and id(param) not in by_id:
                 by_id[id(param)] = _ParamEntry(param, name, [])
     for root in roots:
         # All modules, including those of earlier calls: a tied parameter is switched in every place.
@@ -403,14 +403,14 @@ def _by_mesh(
     """Return parameters by the process groups they communicate over, in order of first appearance."""
     groups: dict[tuple[Any, ...], list[Placed]] = {}
     for entry in entries:
-        answer = None if placement_fn is None else placement_fn(entry.param)
-        placement, own_info = answer, info
-        if isinstance(answer, ShardPlacementResult):
-            placement, own_info = answer.placement, answer.mesh_info
+        choice = None if placement_fn is None else placement_fn(entry.param)
+        placement, own_info = choice, info
+        if isinstance(choice, ShardPlacementResult):
+            placement, own_info = choice.placement, choice.mesh_info
         if not (placement is None or isinstance(placement, (Shard, RaggedShard, Owned))):
             raise ShardingError(
                 f"{here()}: shard_placement_fn must return a Shard, a ShardPlacementResult or None for"
-                f" '{entry.name}', got {answer!r}"
+                f" '{entry.name}', got {choice!r}"
             )
         # In order of first appearance, so all ranks make the same groups in the same order.
         members = groups.setdefault(own_info.process_groups, [])

@@ -353,8 +353,8 @@ class ParamGroup(ABC):
                     memory.append(full)
                     self.buffers.append(self._buffer(index, full.data, members))
         if all(buffer.storage is not None for buffer in self.buffers):
-            own = [p.unsharded for p in self.params if p.tp_spec is not None and p.unsharded is not None]
-            self.read_guard = ReadGuard(self, [*memory, *own])  # which have version counters of their own
+            extra = [p.unsharded for p in self.params if p.tp_spec is not None and p.unsharded is not None]
+            self.read_guard = ReadGuard(self, [*memory, *extra])  # which have version counters of their own
         self._has_unsharded = True
 
     # Changing form

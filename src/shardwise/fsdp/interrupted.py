@@ -76,10 +76,10 @@ def check_earlier_backward(root: ModuleState, schedule: Schedule) -> None:
         _check_all_is_reduced(root)
 
 
-def _check_all_is_reduced(root: ModuleState, holds: Callable[[ShardedParam], bool] | None = None) -> None:
+def _check_all_is_reduced(root: ModuleState, updates: Callable[[ShardedParam], bool] | None = None) -> None:
     for group, reducer in root.all_groups:
         for param in () if reducer.unsynced else group.params:
-            if param.has_unreduced and (holds is None or holds(param)):
+            if param.has_unreduced and (updates is None or updates(param)):
                 raise LifecycleError(
                     f"{here()}: a gradient of '{param.name}' was not reduced: backward reached it other than"
                     f" through the outputs of the forward of {group.title}. Return every tensor that losses"
@@ -133,7 +133,7 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
 
     def check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # Other models may be about to be freed, on some ranks sooner than on others.
-        def holds(param: ShardedParam) -> bool:
+        def updates(param: ShardedParam) -> bool:
             return _memory(param.sharded) in trained()  # a flat optimizer has other tensors over it
 
         @functools.cache
@@ -153,10 +153,10 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
             if not state.is_root or schedule is None:
                 continue
             if schedule.manual:
-                if any(holds(param) for group, _ in state.all_groups for param in group.params):
+                if any(updates(param) for group, _ in state.all_groups for param in group.params):
                     finalization.check_finished(schedule, "the optimizer's step")
             elif not schedule.had_backward:
-                _check_all_is_reduced(state, holds)
+                _check_all_is_reduced(state, updates)
 
     # Once for all models of the process: a second hook would check each step again.
     _compat.explain_backward_errors(explain_error)

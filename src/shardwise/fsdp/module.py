@@ -198,8 +198,8 @@ class UnshardHandle:
 def sharded_class(cls: type[nn.Module]) -> type[FSDPModule]:
     """Return the subclass of (`FSDPModule`, `cls`), one per class, so that equal blocks have equal types."""
     call = _compat.only_inlined(copy_code(vars(FSDPModule)["__call__"]))
-    own = {"__module__": cls.__module__, "__call__": call}
-    return cast(type[FSDPModule], type(f"FSDP{cls.__name__}", (FSDPModule, cls), own))
+    attributes = {"__module__": cls.__module__, "__call__": call}
+    return cast(type[FSDPModule], type(f"FSDP{cls.__name__}", (FSDPModule, cls), attributes))
 
 
 def become_sharded(module: nn.Module, state: FSDPState) -> None:
@@ -300,7 +300,7 @@ def _run_traced(
         _refuse_export(state)
     # Before groups are read, so that the graph guards what is derived from them here.
     _compat.while_tracing(_prepare, state)
-    if all(isinstance(group.traced, list) for group in state.groups) and traced.holds(state):
+    if all(isinstance(group.traced, list) for group in state.groups) and traced.can_hold(state):
         return traced.run(state, forward, args, kwargs)
     return state.runs_outside(state, module, forward, args, kwargs)
 

@@ -54,7 +54,7 @@ def states_in(modules: Iterable[nn.Module]) -> list[ModuleState]:
 class ModuleState:
     """The state of one `fully_shard` call, and how its groups are gathered; its modules own it."""
 
-    given: InitVar[Sequence[nn.Module]]
+    call_modules: InitVar[Sequence[nn.Module]]
     groups: list[ParamGroup]  # one per pair of shard and replicate process groups
     reducers: list[GradReducer]  # one per group
     device: torch.device
@@ -91,13 +91,13 @@ class ModuleState:
     shared_streams: CommStreams | None = None
     schedule_settings: dict[str, Any] = field(default_factory=dict)  # for one that may not exist yet
 
-    def __post_init__(self, given: Sequence[nn.Module]) -> None:
-        self.modules, self.myself = list(map(weakref.ref, given)), weakref.ref(self)
+    def __post_init__(self, call_modules: Sequence[nn.Module]) -> None:
+        self.modules, self.myself = list(map(weakref.ref, call_modules)), weakref.ref(self)
         self.is_list = len(self.modules) > 1
         self.all_groups = list(zip(self.groups, self.reducers, strict=True))
         self.in_reverse = self.all_groups[::-1]
         self.input_dtype = self.policy.param_dtype if self.policy.cast_forward_inputs else None
-        for module in given:
+        for module in call_modules:
             module.__dict__[_KEY] = self
         _alive.add(self)
 

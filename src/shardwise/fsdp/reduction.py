@@ -66,11 +66,11 @@ class GradReducer(ABC):
                 if param.unsharded is not None:
                     param.set_leaf_grad_dtype(param.unsharded)
 
-    def announce(self, plan: Reduction, params: Sequence[ShardedParam], *, of: Any) -> None:
-        """Announce a reduction of gradients of `params`, which share a segment or dtypes (`of`)."""
+    def announce(self, plan: Reduction, params: Sequence[ShardedParam], *, batch: Any) -> None:
+        """Announce a reduction of gradients of `params`, which share a segment or dtypes (`batch`)."""
         complete = len(params) == len(self.group.params)
         # Names only where some are missing: then the usual key is cheap to make.
-        key = (of, None if complete else tuple([param.name for param in params]))
+        key = (batch, None if complete else tuple([param.name for param in params]))
         event = self._events.get(key)
         if event is None:
             event = self._events[key] = event_for(
@@ -265,13 +265,13 @@ class InterleavedReducer(GradReducer):
 
     def _find_kinds(self) -> None:
         self._layout = self.group.layout
-        together: dict[Any, list[ShardedParam]] = {}
+        by_dtypes: dict[Any, list[ShardedParam]] = {}
         for param in self.group.params:
-            usual = param.policy.sum_dtype(stored=param.dtype, computed=param.gather_dtype)
-            together.setdefault((param.dtype, usual), []).append(param)
+            sum_dtype = param.policy.sum_dtype(stored=param.dtype, computed=param.gather_dtype)
+            by_dtypes.setdefault((param.dtype, sum_dtype), []).append(param)
         self._plain = all(param.tp_spec is None for param in self.group.params)
         self._kinds = {}
-        for params in together.values():
+        for params in by_dtypes.values():
             self._kinds.update(dict.fromkeys(params, kind_of(params)))
         kinds = set(self._kinds.values())
         self._common_kind = kinds.pop() if len(kinds) == 1 else None
@@ -318,7 +318,7 @@ class InterleavedReducer(GradReducer):
         # Now only `grads` holds them, and `foreach_reduce` empties it.
         batch.clear()
         if self.group.orders:
-            self.announce(plan, params, of=(plan.result_dtype, plan.dtype))
+            self.announce(plan, params, batch=(plan.result_dtype, plan.dtype))
         key: tuple[str, ...] = ()
         partial = None
         if self.partials or not plan.all_reduce:

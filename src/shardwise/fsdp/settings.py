@@ -189,8 +189,8 @@ class ModuleSettings(nn.Module):
                 " all-reduce; leave stream out"
             )
         # As a `torch.Stream`: other streams here would not wait for events of a device's own kind.
-        own = None if stream is None else as_torch_stream(stream)
-        self._set(False, all_reduce_hook=hook, all_reduce_hook_stream=own)
+        hook_stream = None if stream is None else as_torch_stream(stream)
+        self._set(False, all_reduce_hook=hook, all_reduce_hook_stream=hook_stream)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by `factor` instead of the number of data-parallel ranks."""

@@ -87,8 +87,8 @@ class FSDPState(ModuleState):
                 interrupted.check_compiled_gradients(group)
             # Checked here as well as in `drop_stale`, to save a call. A module that joins may not drop
             # parameters with which another module of its list computes.
-            holds = group.form is _UNSHARDED or group.gather is not None
-            if holds and action is _GATHER:
+            is_gathered = group.form is _UNSHARDED or group.gather is not None
+            if is_gathered and action is _GATHER:
                 if group.gathered_at != process.steps:
                     group.drop_stale()
                 elif group.form is _UNSHARDED:
@@ -308,12 +308,12 @@ class FSDPState(ModuleState):
                 self.gather(group, schedule, forward=False)
             elif group.read_guard is not None:
                 group.read_guard.open()  # backward reads no parameter, but torch may check its version
-        ahead = self._next_in_backward(schedule)  # also removes this state from the order
+        following = self._next_in_backward(schedule)  # also removes this state from the order
         if self.prefetch_in_backward:
             for ref in self.prefetch_in_backward:
                 self.prefetch(ref(), schedule, forward=False)
-        elif ahead is not None:
-            self.prefetch(ahead, schedule, forward=False)
+        elif following is not None:
+            self.prefetch(following, schedule, forward=False)
         return grad
 
     def _await_end(self, schedule: Schedule) -> None:

@@ -77,9 +77,9 @@ def map_tensors(
             result = _empty_like(value)
             _write(result, slice(None), contents)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        were = _fields_of(value)
-        contents = {name: map_tensors(fn, item, rebuilt, memo) for name, item in were.items()}
-        if not (unchanged := _unchanged(contents.values(), were.values())):
+        fields = _fields_of(value)
+        contents = {name: map_tensors(fn, item, rebuilt, memo) for name, item in fields.items()}
+        if not (unchanged := _unchanged(contents.values(), fields.values())):
             result = copy.copy(value)
             for name, item in contents.items():
                 object.__setattr__(result, name, item)

@@ -248,7 +248,7 @@ def _unshard(segment: Segment, sync: bool) -> Any:
     return _gather(leaf, segment.shard, segment, reduces)
 
 
-def holds(state: Any) -> bool:
+def can_hold(state: Any) -> bool:
     """Return whether the graph that is being traced can hold this call's gather.
 
     The first module of a list to run gathers for all of them, until their root ends. What is gathered inside

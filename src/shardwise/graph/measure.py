@@ -76,7 +76,7 @@ class _Reading:
         self.collectives = collectives(graph)
         self.root: dict[Node, Node] = {}  # the node that made the memory a node's output lies in
         self.readers: dict[Node, list[int]] = {}  # by root, the places of readers other than views
-        self.sorts: dict[Node, str] = {}
+        self.categories: dict[Node, str] = {}
         self.unsharded: dict[Node, _Memory] = {}  # by root
         self.filled: list[str] = []
         self._take_over(forward)
@@ -90,17 +90,17 @@ class _Reading:
         output = self.nodes[-1]
         returned = [node for node in _inputs_of(output) if _is_tensor(node)]
         saved = [node for node in dict.fromkeys(returned) if self.root[node] in self.unsharded]
-        sorts = list(self.sorts.values())
+        categories = list(self.categories.values())
         return GraphReport(
             self.kind,
-            Counts(**{f.name: sorts.count(f.name) for f in fields(Counts)}),
+            Counts(**{f.name: categories.count(f.name) for f in fields(Counts)}),
             tuple(self._collective(index) for index in range(len(self.collectives))),
             unsharded_bytes,
             peak_groups,
             tuple(dict.fromkeys(self.filled)),
             tuple(self._saved(node) for node in saved),
             tuple(node.name for node in returned),
-            tuple(_runs(self.place[n] for n, sort in self.sorts.items() if sort in _WORK)),
+            tuple(_runs(self.place[n] for n, category in self.categories.items() if category in _WORK)),
         )
 
     def _take_over(self, forward: GraphReport | None) -> None:
@@ -120,20 +120,20 @@ class _Reading:
     def _read(self, node: Node) -> None:
         place, inputs = self.place[node], _inputs_of(node)
         base = aliased(node)
-        sort = self.sorts[node] = self._sort(node, base)
+        category = self.categories[node] = self._category(node, base)
         if base is not None:
             self.root[node] = self.root[base]
         self.root.setdefault(node, node)
-        if sort not in ("views", "waits"):
+        if category not in ("views", "waits"):
             for root in dict.fromkeys(self.root[source] for source in inputs):
                 self.readers.setdefault(root, []).append(place)
-        if sort == "":
+        if category == "":
             return
         sources = [self.unsharded[self.root[n]] for n in inputs if self.root[n] in self.unsharded]
-        if sort == "gathers" and is_of_inputs(node):
+        if category == "gathers" and is_of_inputs(node):
             self._hold(node, ((node.name, False),))
             self._note_filled([self.root[node]])
-        elif sort == "parameter_copies" and base is None:
+        elif category == "parameter_copies" and base is None:
             self._hold(node, tuple(dict.fromkeys(name for memory in sources for name in memory.gathers)))
         elif sources and (targets := written(node)):
             self._note_filled([self.root[target] for target in targets])
@@ -152,7 +152,7 @@ class _Reading:
         shards = {self.root[node] for c in self.collectives for node in c.inputs if node in self.root}
         self.filled += [root.name for root in roots if root.op == "placeholder" and root not in shards]
 
-    def _sort(self, node: Node, base: Node | None) -> str:
+    def _category(self, node: Node, base: Node | None) -> str:
         """Return the name in `Counts` of a node; "" for inputs, constants and the output."""
         if node.op in ("placeholder", "get_attr", "output"):
             return ""
@@ -199,7 +199,7 @@ class _Reading:
             of_parameters=collective.kind == GATHER and is_of_inputs(collective.issue),
             issue=issue,
             wait=wait,
-            overlap=sum(self.sorts[node] == "computes" for node in until),
+            overlap=sum(self.categories[node] == "computes" for node in until),
             first_use=min(uses, default=None),
             last_use=max(uses, default=None),
         )

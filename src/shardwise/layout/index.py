@@ -57,8 +57,8 @@ class Index:
         """
         if not len(self._order):
             return
-        everything = np.arange(starts.shape[1])
-        pending = [(len(self._levels) - 1, everything, np.zeros_like(everything))]
+        columns = np.arange(starts.shape[1])
+        pending = [(len(self._levels) - 1, columns, np.zeros_like(columns))]
         while pending:
             level, query, hit = pending.pop()
             cut = _between_columns(query)

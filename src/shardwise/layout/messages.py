@@ -278,11 +278,11 @@ def _remainders(pairs: list[int], common: list[Box], cuts: list[Box]) -> Iterato
 def _meets_another(sources: _Sources, box: Ints) -> _Bools:
     """Return which sources overlap a different one; computed only for those in `box`."""
     queried = np.flatnonzero(np.bincount(box, minlength=sources.starts.shape[1]))
-    met = np.zeros(sources.starts.shape[1], np.int64)
+    overlaps = np.zeros(sources.starts.shape[1], np.int64)
     for query, _ in sources.index.meeting(sources.starts[:, queried], sources.ends[:, queried]):
-        met += np.bincount(queried[query], minlength=len(met))
-    several: _Bools = met > 1  # each overlaps itself
-    return several
+        overlaps += np.bincount(queried[query], minlength=len(overlaps))
+    result: _Bools = overlaps > 1  # each overlaps itself
+    return result
 
 
 def _check_filled(sources: _Sources, targets: _Boxes, parts: _Parts, checked: Ints, ndim: int) -> None:

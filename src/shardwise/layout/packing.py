@@ -114,9 +114,9 @@ def _smallest_shard(items: Sequence[_Item], ranks: int) -> int:
     owned = _by_owner(items).values()
     # Given j * ranks + 1 parameters that are not cut, some rank holds j + 1 of them.
     whole = sorted((item.size for item in items if item.step >= item.size), reverse=True)
-    together = (whole[j * ranks - j : j * ranks + 1] for j in range(1, (len(whole) - 1) // ranks + 1))
-    sums = (sum(item.size for item in own) for own in owned)
-    return _next_possible(max(even, 1, *sums, *map(sum, together)), _kinds(items))
+    sets = (whole[j * ranks - j : j * ranks + 1] for j in range(1, (len(whole) - 1) // ranks + 1))
+    sums = (sum(item.size for item in group) for group in owned)
+    return _next_possible(max(even, 1, *sums, *map(sum, sets)), _kinds(items))
 
 
 def _by_owner(items: Sequence[_Item]) -> dict[int, list[_Item]]:

@@ -73,9 +73,9 @@ class ExpertCut:
         if self.mesh is None:
             return
         for name, param in params.items():
-            owner, _, own = name.rpartition(".")
+            owner, _, attribute = name.rpartition(".")
             cut = nn.Parameter(distribute_tensor(param, self.mesh, [Shard(0)]), param.requires_grad)
-            module.get_submodule(owner).register_parameter(own, cut)
+            module.get_submodule(owner).register_parameter(attribute, cut)
 
     def mixture(self, function: Experts) -> Mixture:
         """Return a mixture for this rank's tokens that runs `function` for its experts. Calls are collective.

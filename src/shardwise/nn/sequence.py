@@ -65,9 +65,9 @@ class SequenceCut:
             total: a scalar, the sum of losses of this rank's tokens.
             count: the number of these tokens.
         """
-        everywhere = torch.tensor(0, dtype=total.dtype, device=total.device) + count
-        dist.all_reduce(everywhere, group=self.group)
-        return total * (self.ranks / everywhere)
+        total_count = torch.tensor(0, dtype=total.dtype, device=total.device) + count
+        dist.all_reduce(total_count, group=self.group)
+        return total * (self.ranks / total_count)
 
     def attention(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Turn `function` of whole sequences into one of this rank's tokens. Each call is collective.

@@ -253,13 +253,13 @@ class FlatOptimizer(Optimizer):
                     self._runs[run.tensor] = run
                     tensors[kind].append(run.tensor)
         self._ordinary: dict[nn.Parameter, str] = {}
-        for own, entry in zip(tensors, sets, strict=True):
+        for flat_params, entry in zip(tensors, sets, strict=True):
             ordinary = {param: named[param] for param in entry["params"] if id(param) not in sharded}
             self._ordinary.update(ordinary)
-            own.extend(ordinary)
+            flat_params.extend(ordinary)
         self._names = {member: name for name, member in self._managed.items()}
         self._is_built = False
-        groups = [{**entry, "params": own} for entry, own in zip(sets, tensors, strict=True)]
+        groups = [{**entry, "params": flat_params} for entry, flat_params in zip(sets, tensors, strict=True)]
         cast(Any, super()).__init__(groups, **options)
         self._is_built = True
         self._list_params()
@@ -392,8 +392,8 @@ class FlatOptimizer(Optimizer):
         state: dict[str, Any] = state_dict["state"]
         local = {
             name: _local_state(name, state[name], self._managed[name])
-            for own in self._names_by_set
-            for name in own
+            for names in self._names_by_set
+            for name in names
             if name in self._managed and name in state
         }
         for tensor, run in list(self._runs.items()):

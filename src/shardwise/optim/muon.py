@@ -129,17 +129,17 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        together: dict[tuple[dist.ProcessGroup | None, str], list[_Matrix]] = {}
+        by_group: dict[tuple[dist.ProcessGroup | None, str], list[_Matrix]] = {}
         for options in self.param_groups:
             for param in options["params"]:
                 if param.grad is not None:
                     matrix = self._matrix(param, options)
-                    together.setdefault((matrix.cut.group, options["ns_dtype"]), []).append(matrix)
+                    by_group.setdefault((matrix.cut.group, options["ns_dtype"]), []).append(matrix)
         exchanges = [
             _Exchange(matrices, self._plan(key, matrices), dtype=getattr(torch, key[1]))
-            for key, matrices in together.items()
+            for key, matrices in by_group.items()
         ]
-        for matrices in together.values():
+        for matrices in by_group.values():
             for matrix in matrices:
                 if matrix.cut.is_whole_here:
                     matrix.apply(matrix.orthogonalised(matrix.direction()))

@@ -167,9 +167,7 @@ class ShardedOptimizer(Optimizer):
             twin.state, twin.param_groups = defaultdict(dict), groups
             return cast(Optimizer, twin)
 
-        frozen = {
-            x for name, own in self._tensors.items() if not self._named[name].requires_grad for x in own
-        }
+        frozen = {x for name, xs in self._tensors.items() if not self._named[name].requires_grad for x in xs}
         allocate_state(self, like_original, frozen=frozen)
 
     @torch.no_grad()
@@ -285,8 +283,8 @@ def _local_state(param: Tensor, tensors: Sequence[Tensor], values: Mapping[str, 
                 whole.copy_(value)
             else:
                 cut[0].copy_(value)
-        for part, own in zip(parts, cut, strict=True):
-            part[key] = own
+        for part, piece in zip(parts, cut, strict=True):
+            part[key] = piece
     return parts
 
 

@@ -58,13 +58,13 @@ def saved_gathers(graph: Graph) -> dict[int, str]:
     """Return the gather of each gathered parameter that a graph returns, by its place among the outputs."""
     returned = graph.output_node().args[0]
     places = enumerate(returned if isinstance(returned, (list, tuple)) else [returned])
-    brought = {
+    labels = {
         node: label(gather)
         for gather in collectives(graph)
         if gather.kind == GATHER and is_of_inputs(gather.issue)
         for node in [gather.issue, *tail(gather)]
     }
-    return {place: brought[node] for place, node in places if isinstance(node, Node) and node in brought}
+    return {place: labels[node] for place, node in places if isinstance(node, Node) and node in labels}
 
 
 def _ends_of_saved(graph: Graph, saved: Mapping[str, str]) -> dict[Collective | str, Node]:
