@@ -162,7 +162,7 @@ def expert_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def data_ranks(mesh: DeviceMesh) -> int:
-    """Return how many ranks hold different tokens; averaging over them gives the batch's mean."""
+    """Return the number of ranks that hold different tokens; averaging over them gives the batch's mean."""
     return math.prod(_size(mesh, name) for name in (*_OF_BATCH, "sp"))
 
 

@@ -98,7 +98,7 @@ def traced_object(context: Any) -> Any:
 
 
 def depth_in_graph() -> int:
-    """Return how many checkpoints enclose the code being traced, as a constant of its graph."""
+    """Return the number of checkpoints around the code being traced, as a constant of its graph."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     tracer, depth = InstructionTranslator.current_tx().output.current_tracer, 0
@@ -253,14 +253,14 @@ def compiled_frame() -> tuple[int, int] | None:
 
 
 def graph_breaks() -> int:
-    """Return how often a tracer has left a graph in this process; there is no public counter."""
+    """Return the number of times a tracer has left a graph in this process; there is no public counter."""
     from torch._dynamo.utils import counters
 
     return sum(counters["graph_break"].values())
 
 
 def graphs_traced() -> int:
-    """Return how many graphs a tracer has given to backends in this process; there is no public counter."""
+    """Return the number of graphs that tracers gave to backends in this process; there is no public counter."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])

@@ -33,7 +33,7 @@ class OwnShard(Shard):
     """A `Shard` with uneven parts, which torch's redistribution of plain DTensors does not support."""
 
     def local_rows(self, rows: int, ranks: int, rank: int) -> tuple[int, int]:
-        """Return how many of `rows` rows `rank` of `ranks` on this axis holds, and the first."""
+        """Return the number of `rows` rows that `rank` of `ranks` on this axis holds, and the first."""
         raise NotImplementedError
 
     def refuse(self, operation: str) -> Any:

@@ -48,7 +48,7 @@ default_store: Callable[[], Store] = c10d._get_default_store
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return how long a collective of `group` waits for other ranks."""
+    """Return the time for which a collective of `group` waits for other ranks."""
     device = group._device_types[0]
     return cast(timedelta, cast(Any, group._get_backend(device)).options._timeout)
 

@@ -66,7 +66,7 @@ class AutoReduceScatter(DefaultReduceScatter):
 
 
 def transport(comm: object, nbytes: int, group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """Return what moves a buffer of `nbytes` bytes, and the reason, in words."""
+    """Return the transport of a buffer of `nbytes` bytes, and the reason, in words."""
     if group is None or group.size() == 1:
         return "nobody: a rank alone"
     if not isinstance(comm, (AutoAllGather, AutoReduceScatter)):

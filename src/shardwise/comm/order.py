@@ -132,7 +132,7 @@ class Order:
         name = f"shardwise/{group.group_name}/{self.ranks[0]}-{self.ranks[-1]}/{self.size}"
         # A store may outlive its process groups, so each of them gets its own prefix.
         self.prefix = f"{name}/{store.add(f'{name}/{self.rank}', 1)}/"
-        self.root = self.at = Node(event_for(""), None)  # `at`: the event last announced
+        self.root = self.latest = Node(event_for(""), None)  # `latest`: the event last announced
         self.ended: OrderedDict[int, Node] = OrderedDict()  # the last events of earlier passes, by number
         # The latest of the passes that this rank left before it began another.
         self.abandoned: deque[int] = deque(maxlen=_PASSES_KEPT)
@@ -146,10 +146,10 @@ class Order:
         Raises:
             RankMismatchError: ranks mean different things, or one of them has left, or did not come in time.
         """
-        likely = self.at.likely
+        likely = self.latest.likely
         # With a verdict, a known event is asked about too, which raises: its collective would not end.
         if likely is not None and likely.event is event and self.verdict is None:
-            self.at = likely
+            self.latest = likely
         else:
             self._agree(event)
 
@@ -189,20 +189,20 @@ class Order:
 
     def _end_pass(self) -> None:
         # Ranks that wait in an earlier pass compare with what this one did there.
-        self.ended[self.passes] = self.at
+        self.ended[self.passes] = self.latest
         if len(self.ended) > _PASSES_KEPT:
             self.ended.popitem(last=False)
         if self._nodes > _LARGEST_TREE:
             self._nodes = 0
             self.root = Node(event_for(""), None)
         self.passes += 1
-        self.at = self.root
+        self.latest = self.root
 
     def _agree(self, event: Event) -> None:
-        parent = self.at
+        parent = self.latest
         node = parent.children.get(event) or Node(event, parent)
         # Set before asking: `comm.watch` tells the others that this rank is here.
-        self.at = node
+        self.latest = node
         place = f"{self.prefix}{self.passes}.{node.depth}/"
         keys = [f"{place}{rank}" for rank in range(self.size)]
         try:
@@ -264,14 +264,14 @@ class Order:
 
     def post(self) -> None:
         """Tell the other ranks where this one is."""
-        if self.at is not self._posted_at:  # in full, since errors print it where ranks differ
-            self._posted_at = self.at
+        if self.latest is not self._posted_at:  # in full, since errors print it where ranks differ
+            self._posted_at = self.latest
             # Before the record: a rank that reads the record asks for this text next.
-            self.store.set(f"{self.prefix}text/{self.rank}", self.at.event.text)
+            self.store.set(f"{self.prefix}text/{self.rank}", self.latest.event.text)
         record = {
             "passes": self.passes,
-            "depth": self.at.depth,
-            "digest": self.at.digest.hex(),
+            "depth": self.latest.depth,
+            "digest": self.latest.digest.hex(),
             "event": self.doing(),
             "left": self.left or self._left_backward(),
             "verdict": self.verdict,
@@ -296,7 +296,7 @@ class Order:
 
     def doing(self) -> str:
         """Return this rank's last announcement, in one line."""
-        return first_line(self.at.event.text) or "begin"
+        return first_line(self.latest.event.text) or "begin"
 
     def account(self, failure: str) -> str:
         """Describe where every rank is, after a failure that nothing explains."""
@@ -311,7 +311,7 @@ class Order:
                     if rank != self.rank:
                         lines.append(f"  rank {self.ranks[rank]} has not said where it is")
                     continue
-                late = (record["passes"], record["depth"]) < (self.passes, self.at.depth)
+                late = (record["passes"], record["depth"]) < (self.passes, self.latest.depth)
                 lines.append(
                     f"  rank {self.ranks[rank]} {'has not come' if late else 'is there'}: it was about to"
                     f" {record['event']}, at {record['frame']}"

@@ -64,9 +64,10 @@ def write_report(order: Order, reason: str) -> None:
             "placed": [placed(member) for member in order.ranks],
             "timeout_s": order.timeout,
         }
-        report |= {"pass": order.passes, "event": order.at.depth, "doing": order.doing(), "stacks": stacks}
-        report |= {"digest": order.at.digest.hex(), "left": order.left, "verdict": order.verdict}
-        report |= {"record": [*islice(_record(order), _EVENTS)], "command": sys.argv}
+        report |= {"pass": order.passes, "event": order.latest.depth, "doing": order.doing()}
+        report |= {"stacks": stacks, "digest": order.latest.digest.hex(), "left": order.left}
+        report |= {"verdict": order.verdict, "record": [*islice(_record(order), _EVENTS)]}
+        report["command"] = sys.argv
         new = Path(folder, f".{_NAME.format(rank)}.{os.getpid()}")
         new.write_text(json.dumps(report, indent=1))
         # Whole or not at all: others may read the folder meanwhile.
@@ -75,7 +76,7 @@ def write_report(order: Order, reason: str) -> None:
 
 def _record(order: Order) -> Iterator[dict[str, Any]]:
     """Yield the events that this rank announced, latest first."""
-    paths = [(order.passes, order.at), *reversed(order.ended.items())]
+    paths = [(order.passes, order.latest), *reversed(order.ended.items())]
     for number, node in paths:
         while node.parent is not None:
             yield {"pass": number, "event": node.depth, "what": node.event.text}

@@ -229,7 +229,7 @@ def conflict(order: Order, records: Mapping[int, Record]) -> str | None:
 
 def _mismatch(order: Order, rank: int, record: Record) -> str | None:
     passes, depth = record["passes"], record["depth"]
-    end = order.at if passes == order.passes else order.ended.get(passes)
+    end = order.latest if passes == order.passes else order.ended.get(passes)
     if end is None or (depth > end.depth and passes == order.passes):
         return None  # the other rank is ahead, so it compares
     if depth > end.depth:
@@ -244,7 +244,7 @@ def _mismatch(order: Order, rank: int, record: Record) -> str | None:
 
 
 def _departure(order: Order, rank: int, record: Record) -> str | None:
-    earlier = (record["passes"], record["depth"]) < (order.passes, order.at.depth)
+    earlier = (record["passes"], record["depth"]) < (order.passes, order.latest.depth)
     # If this rank left the same pass and began another, so will its peers: all had the same error.
     if record["left"] is None or not earlier or record["passes"] in order.abandoned:
         return None
@@ -365,13 +365,13 @@ class _Watch(threading.Thread):
         with self.lock:
             orders = list(self.positions.items())
         for order, earlier in orders:
-            position = (order.passes, order.at)
+            position = (order.passes, order.latest)
             if position != earlier:
                 self.positions[order] = position
                 self.moved = time.monotonic(), ref(order)
             # A rank that has announced nothing yet and waits for no other has nothing to compare.
             elif order.verdict is None and (
-                order.passes or order.at is not order.root or order.left or order.waits
+                order.passes or order.latest is not order.root or order.left or order.waits
             ):
                 # At the end of a run the store may end first.
                 with suppress(RuntimeError, ValueError, KeyError):
@@ -395,7 +395,7 @@ class _Watch(threading.Thread):
         if verdict is None and order.asking and _broken(order):
             verdict = _roll_call(order)
         # If the rank has moved meanwhile, the comparison is out of date.
-        if verdict is None or earlier != (order.passes, order.at):
+        if verdict is None or earlier != (order.passes, order.latest):
             return
         order.verdict = verdict
         # From here on the rank has a moment to raise before it counts as stuck.
@@ -419,4 +419,4 @@ def _look_after(order: Order) -> None:
         atexit.register(_watch[0].end)
     # The thread may be iterating over them.
     with _watch[0].lock:
-        _watch[0].positions[order] = (order.passes, order.at)
+        _watch[0].positions[order] = (order.passes, order.latest)

@@ -137,7 +137,7 @@ class ParamGroup(ABC):
 
     @abstractmethod
     def traced_cut(self, index: int) -> Cut:
-        """Return how the parameters of a segment lie, for a compiler."""
+        """Return the places of a segment's parameters, for a compiler."""
 
     @abstractmethod
     def _whole_memory(self, index: int) -> list[tuple[Tensor, Sequence[ShardedParam]]]:

@@ -114,7 +114,7 @@ def _write(value: Any, key: Any, item: Any) -> None:
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:
-    """Return what an object has beside its items and fields; nothing while a tracer runs."""
+    """Return an object's attributes other than items and fields; none while a tracer runs."""
     if type(value) in (dict, list) or torch.compiler.is_dynamo_compiling():
         return {}
     fields = _fields_of(value) if dataclasses.is_dataclass(value) else ()

@@ -193,7 +193,7 @@ def _block_numel(shape: tuple[int, ...], cut: _Cut) -> int:
 
 
 def gaps_between(used: Iterable[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
-    """Return what ranges `used`, in order, leave of [begin, end). All ranges but that are (begin, size)."""
+    """Return the gaps that the ranges `used`, in order, leave in [begin, end); both are (begin, size)."""
     edges = [begin, *(edge for start, size in used for edge in (start, start + size)), end]
     return [(a, b - a) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
 

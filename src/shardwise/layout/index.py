@@ -77,7 +77,7 @@ class Index:
 
 
 def _meets(starts: Ints, ends: Ints, query: Ints, low: Ints, high: Ints, hit: Ints) -> Ints:
-    """Return which pairs of columns (query, hit) have elements in common."""
+    """Return the indices of the pairs of columns (query, hit) that have elements in common."""
     common = np.arange(len(query))
     for dim in range(len(starts)):
         q, h = query[common], hit[common]
@@ -86,7 +86,7 @@ def _meets(starts: Ints, ends: Ints, query: Ints, low: Ints, high: Ints, hit: In
 
 
 def _between_columns(query: Ints) -> int:
-    """Return where to divide too many pairs, between two columns; 0 to keep them together."""
+    """Return the index at which to divide too many pairs, between two columns; 0 to keep them together."""
     if len(query) <= _PORTION:
         return 0
     mid = query[len(query) // 2]

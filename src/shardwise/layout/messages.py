@@ -236,7 +236,7 @@ def _sender_pairs(sources: _Sources, targets: _Boxes, rank: int) -> Ints:
 
 
 def _parts(sources: _Sources, targets: _Boxes, pairs: Ints) -> _Parts:
-    """Return what each pair moves: its overlap, without the parts that boxes nearer to the receiver have."""
+    """Return the parts to move: each pair's overlap, without what boxes nearer to the receiver have."""
     box, target = pairs
     receiver = targets.rank[target]
     copy = sources.nearest(box, receiver)
@@ -264,7 +264,7 @@ def _parts(sources: _Sources, targets: _Boxes, pairs: Ints) -> _Parts:
 
 
 def _remainders(pairs: list[int], common: list[Box], cuts: list[Box]) -> Iterator[tuple[int, Box]]:
-    """Yield what remains of each pair's overlap after subtracting every box in `cuts`.
+    """Yield the remainder of each pair's overlap after subtracting every box in `cuts`.
 
     The result depends on the order of `cuts`, which is the index's, so that sender and receiver cut alike.
     """
@@ -276,7 +276,7 @@ def _remainders(pairs: list[int], common: list[Box], cuts: list[Box]) -> Iterato
 
 
 def _meets_another(sources: _Sources, box: Ints) -> _Bools:
-    """Return which sources overlap a different one; computed only for those in `box`."""
+    """Return a mask of the sources that overlap a different one; computed only for those in `box`."""
     queried = np.flatnonzero(np.bincount(box, minlength=sources.starts.shape[1]))
     overlaps = np.zeros(sources.starts.shape[1], np.int64)
     for query, _ in sources.index.meeting(sources.starts[:, queried], sources.ends[:, queried]):

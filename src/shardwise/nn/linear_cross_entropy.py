@@ -143,7 +143,7 @@ def _chunks(
 
 
 def _rows_inside(targets: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-    """Return which tokens have their target among rows `begin` to `end`, and its row there; 0 for others."""
+    """Return a mask of tokens whose target is in rows `begin` to `end`, and its row there; 0 for others."""
     inside = (targets >= begin) & (targets < end)
     return inside, (targets - begin).where(inside, 0)
 

@@ -161,7 +161,7 @@ class Muon(Optimizer):
         self._plans: dict[Any, tuple[list[_Cut], _Plan]] = {}
 
     def _cut(self, param: Tensor, name: object = "?") -> _Cut:
-        """Return how `param` is cut; recomputed only if the cut has changed."""
+        """Return the cut of `param`; recomputed only if it has changed."""
         form = sharding_of(param)
         cached = self._cuts.get(param)
         if cached is None or cached[0] is not form:
@@ -169,7 +169,7 @@ class Muon(Optimizer):
         return cached[1]
 
     def _plan(self, key: Any, matrices: list[_Matrix]) -> _Plan:
-        """Return which rank works on what; made anew only if other matrices have gradients than last time."""
+        """Return the plan of the ranks' work; made anew only if other matrices have gradients than last time."""
         cuts = [matrix.cut for matrix in matrices]
         cached = self._plans.get(key)
         if cached is None or cached[0] != cuts:
