@@ -260,7 +260,7 @@ def graph_breaks() -> int:
 
 
 def graphs_traced() -> int:
-    """Return the number of graphs that tracers gave to backends in this process; there is no public counter."""
+    """Return the number of graphs tracers gave to backends in this process; there is no public counter."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])

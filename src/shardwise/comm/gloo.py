@@ -156,7 +156,7 @@ class GlooReduceScatter(DefaultReduceScatter):
 
 @lru_cache(64)
 def combination(dtype: torch.dtype, op: Any) -> _Combine | None:
-    """Return the function with which `GlooReduceScatter` combines two addends of a dtype; None if it cannot."""
+    """Return the function that combines two addends of a dtype; None if `GlooReduceScatter` has none."""
     supported = op in _COMBINE and (dtype in _FLOATS or (dtype in _INTEGERS and op != ReduceOp.AVG))
     return _COMBINE[op] if supported else None
 

@@ -169,7 +169,7 @@ class Muon(Optimizer):
         return cached[1]
 
     def _plan(self, key: Any, matrices: list[_Matrix]) -> _Plan:
-        """Return the plan of the ranks' work; made anew only if other matrices have gradients than last time."""
+        """Return the plan of the ranks' work, made anew if other matrices have gradients than last time."""
         cuts = [matrix.cut for matrix in matrices]
         cached = self._plans.get(key)
         if cached is None or cached[0] != cuts:
