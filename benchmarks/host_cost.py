@@ -134,7 +134,7 @@ def measure_steps(names: Sequence[str], *, world: int, blocks: int, steps: int) 
                 _step(subject)
         if PEER in subjects:  # beside a model that we shard, optimizers step on local memory of any DTensors
             for optimizer in (subjects[PEER].fused, subjects[PEER].foreach):
-                _compat.as_torch_made_it(optimizer)
+                _compat.restore_step_methods(optimizer)
         times: dict[tuple[str, str], list[float]] = {}
         for _ in range(steps):
             gc.collect()

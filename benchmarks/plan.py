@@ -293,7 +293,7 @@ def as_measured(by: str = "") -> Iterator[None]:
     """
     settings = partial(GroupSettings, separate_memory_min_bytes=0)
     with (
-        mock.patch.object(GradReducer, "stays", return_value=False),
+        mock.patch.object(GradReducer, "shard_becomes_grads", return_value=False),
         mock.patch("shardwise.fsdp.group.GroupSettings", settings),
         mock.patch("shardwise.planner.pipeline.buffered", _under_way),
         mock.patch.object(sharding, "fully_shard", _by_linear if by == "DeepSpeed" else fully_shard),

@@ -28,7 +28,7 @@ from shardwise.errors import ShardingError, here, name_places
 
 NAMES = ("pp", "replicate", "dp", "sp", "ep", "tp")  # ranks of the last are neighbours
 _OF_BATCH = ("replicate", "dp", "ep")
-_SAYS = {
+_TRAFFIC = {
     "pp": "activations of a micro-batch, to the next stage and back",
     "replicate": "gradients, summed once per step",
     "dp": "parameters, gathered by group; gradients, reduced once per step",
@@ -57,16 +57,16 @@ class Dimensions:
     @property
     def sizes(self) -> dict[str, int]:
         """Return sizes by name: from the dim whose ranks are farthest apart to that of neighbours."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for part in self.text.replace(" ", "").split(","):
             match = re.fullmatch(r"([a-z]+)([1-9]\d*)", part)
-            if match is None or match[1] not in NAMES or match[1] in found:
+            if match is None or match[1] not in NAMES or match[1] in sizes:
                 raise ShardingError(
                     f"invalid '{part}' in the mesh '{self.text}'; expected each of {', '.join(NAMES)} at"
                     " most once, followed by its size, such as pp2,dp2,tp2"
                 )
-            found[match[1]] = int(match[2])
-        return {name: found.get(name, 1) for name in NAMES if found.get(name, 1) > 1 or name == "dp"}
+            sizes[match[1]] = int(match[2])
+        return {name: sizes.get(name, 1) for name in NAMES if sizes.get(name, 1) > 1 or name == "dp"}
 
     @property
     def ranks(self) -> int:
@@ -80,37 +80,37 @@ class Dimensions:
             ShardingError: the job has another number of ranks.
         """
         if (world := dist.group.WORLD) is not None:
-            given = ",".join(f"{name}{size}" for name, size in self.sizes.items())
-            agree(given, group=world, what="the mesh", advice="Give the same mesh on every rank.")
+            description = ",".join(f"{name}{size}" for name, size in self.sizes.items())
+            agree(description, group=world, what="the mesh", advice="Give the same mesh on every rank.")
         if dist.get_world_size() != self.ranks:
             raise ShardingError(
                 f"{here()}: the mesh {self.text} needs {self.ranks} ranks, but the job has"
                 f" {dist.get_world_size()}; start {self.ranks} ranks, or change a size"
             )
-        name_places(self._said)
+        name_places(self._describe_place)
         mesh = init_device_mesh(device_type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
         # All ranks create these groups here, in the same order: some stages may have no experts.
-        for made in (dense_mesh, expert_mesh):
-            made(mesh)
+        for make in (dense_mesh, expert_mesh):
+            make(mesh)
         return mesh
 
     def place(self, rank: int) -> dict[str, int]:
         """Return the coordinates of a rank, by name."""
-        found: dict[str, int] = {}
+        coordinates: dict[str, int] = {}
         for name, size in reversed(self.sizes.items()):
-            rank, found[name] = divmod(rank, size)
-        return {name: found[name] for name in self.sizes}
+            rank, coordinates[name] = divmod(rank, size)
+        return {name: coordinates[name] for name in self.sizes}
 
-    def _said(self, rank: int) -> str:
+    def _describe_place(self, rank: int) -> str:
         return ", ".join(f"{name} {at}" for name, at in self.place(rank).items() if self.sizes[name] > 1)
 
     def peers(self, name: str) -> list[list[int]]:
         """Return every set of ranks that differ only in this dim."""
 
-        def others(rank: int) -> list[int]:
-            return [at for other, at in self.place(rank).items() if other != name]
+        def fixed(rank: int) -> list[int]:
+            return [index for dim, index in self.place(rank).items() if dim != name]
 
-        return [list(ranks) for _, ranks in groupby(sorted(range(self.ranks), key=others), key=others)]
+        return [list(ranks) for _, ranks in groupby(sorted(range(self.ranks), key=fixed), key=fixed)]
 
     def picture(self) -> str:
         """Return text that shows every rank at its coordinates, and what is sent along each dim."""
@@ -119,23 +119,23 @@ class Dimensions:
         rows = [name for name in sizes if name not in columns]
 
         def label(names: list[str], rank: int) -> str:
-            at = self.place(rank)
-            return "  ".join(f"{name} {at[name]}" for name in names)
+            coordinates = self.place(rank)
+            return "  ".join(f"{name} {coordinates[name]}" for name in names)
 
         across = math.prod(sizes[name] for name in columns)
         margin = len(label(rows, self.ranks - 1))
         head = [label(columns, rank) for rank in range(across)]
-        width = max(len(each) + 3 for each in (*head, str(self.ranks - 1)))
-        lines = [" " * margin + "".join(each.rjust(width) for each in head)]
-        for first in range(0, self.ranks, across):
-            ranks = "".join(str(rank).rjust(width) for rank in range(first, first + across))
-            lines.append(label(rows, first).ljust(margin) + ranks)
+        width = max(len(cell) + 3 for cell in (*head, str(self.ranks - 1)))
+        lines = [" " * margin + "".join(cell.rjust(width) for cell in head)]
+        for begin in range(0, self.ranks, across):
+            ranks = "".join(str(rank).rjust(width) for rank in range(begin, begin + across))
+            lines.append(label(rows, begin).ljust(margin) + ranks)
         lines.append("")
         for name, size in sizes.items():
             if size > 1:
                 sets = ["-".join(map(str, ranks)) for ranks in self.peers(name)]
-                shown = "  ".join(sets[:4] + ["..."] * (len(sets) > 4))
-                lines.append(f"{name}: {_SAYS[name]}\n    {shown}")
+                listed = "  ".join(sets[:4] + ["..."] * (len(sets) > 4))
+                lines.append(f"{name}: {_TRAFFIC[name]}\n    {listed}")
         return "\n".join(lines)
 
 
@@ -162,7 +162,7 @@ def expert_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def data_ranks(mesh: DeviceMesh) -> int:
-    """Return how many ranks hold different tokens; averaging over them gives the batch's mean."""
+    """Return the number of ranks that hold different tokens; averaging over them gives the batch's mean."""
     return math.prod(_size(mesh, name) for name in (*_OF_BATCH, "sp"))
 
 
@@ -176,12 +176,12 @@ def share_of_batch(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def _size(mesh: DeviceMesh, name: str) -> int:
-    found = part(mesh, name)
-    return 1 if found is None else found.size()
+    submesh = part(mesh, name)
+    return 1 if submesh is None else submesh.size()
 
 
-def _data_mesh(mesh: DeviceMesh, wanted: tuple[str, ...]) -> DeviceMesh:
-    names = tuple(name for name in wanted if name in (mesh.mesh_dim_names or ()))
+def _data_mesh(mesh: DeviceMesh, dims: tuple[str, ...]) -> DeviceMesh:
+    names = tuple(name for name in dims if name in (mesh.mesh_dim_names or ()))
     shard = mesh[names[0]] if len(names) == 1 else _compat.flatten_mesh(mesh[names], "_".join(names))
     replicate = part(mesh, "replicate")
     return shard if replicate is None else _compat.concatenate_meshes([replicate, shard])

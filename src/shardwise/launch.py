@@ -114,25 +114,25 @@ def place(error: BaseException) -> str:
 def _is_users(path: Path) -> bool:
     """Return whether `path` is a user's file: not part of an installed package, the command or Python."""
     installed = {"site-packages", "dist-packages"} & set(path.parts)
-    not_theirs = (Path(__file__).parent, Path(os.__file__).parent)
+    own_folders = (Path(__file__).parent, Path(os.__file__).parent)
     if path.name == "shardwise" or installed:
         return False
-    return path.is_file() and not any(path.is_relative_to(folder) for folder in not_theirs)
+    return path.is_file() and not any(path.is_relative_to(folder) for folder in own_folders)
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if shows_all():
         sys.__excepthook__(kind, error, trace)
     elif not issubclass(kind, KeyboardInterrupt):
-        at: TracebackType | None = trace  # starts at the user's own code
-        while at is not None and not _is_users(Path(at.tb_frame.f_code.co_filename)):
-            at = at.tb_next
-        if at is None and not issubclass(kind, SyntaxError):  # a SyntaxError names its own line
-            at = trace
-        whole = "".join(traceback.format_exception(kind, error, at)).strip()
-        said = one_line(error)
+        tb: TracebackType | None = trace  # starts at the user's own code
+        while tb is not None and not _is_users(Path(tb.tb_frame.f_code.co_filename)):
+            tb = tb.tb_next
+        if tb is None and not issubclass(kind, SyntaxError):  # a SyntaxError names its own line
+            tb = trace
+        whole = "".join(traceback.format_exception(kind, error, tb)).strip()
+        message = one_line(error)
         with contextlib.redirect_stderr(sys.__stderr__):  # torch's own hook would add text
-            say(said, whole="" if is_mistake(error) else whole)
+            say(message, whole="" if is_mistake(error) else whole)
 
 
 def say(line: str, *, whole: str = "") -> None:

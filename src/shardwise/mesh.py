@@ -153,11 +153,11 @@ def mesh_info(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None)
             are needed, or lacks a dim named in `dims`.
     """
     names = dims and (dims.shard_names, dims.replicate_names)
-    found = _infos.get((id(dist.group.WORLD if mesh is None else mesh), names))
-    if found is None:
-        found = _info(default_mesh() if mesh is None else mesh, dims)
-        _infos[id(dist.group.WORLD if mesh is None else mesh), names] = found
-    return found
+    info = _infos.get((id(dist.group.WORLD if mesh is None else mesh), names))
+    if info is None:
+        info = _info(default_mesh() if mesh is None else mesh, dims)
+        _infos[id(dist.group.WORLD if mesh is None else mesh), names] = info
+    return info
 
 
 def _info(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataParallelMeshInfo:
@@ -184,12 +184,12 @@ def smaller_shards(mesh: DeviceMesh, ranks: int, *, made: DeviceMesh | None = No
     Args:
         made: a mesh to cache and return instead.
     """
-    known: dict[int, DeviceMesh] = vars(mesh).setdefault("_shardwise_smaller_shards", {})
+    cache: dict[int, DeviceMesh] = vars(mesh).setdefault("_shardwise_smaller_shards", {})
     if made is not None:
-        known[ranks] = made
-    if ranks not in known:
-        known[ranks] = DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, ranks))
-    return known[ranks]
+        cache[ranks] = made
+    if ranks not in cache:
+        cache[ranks] = DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, ranks))
+    return cache[ranks]
 
 
 def default_mesh() -> DeviceMesh:
@@ -224,9 +224,9 @@ def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo
             raise ShardingError(
                 f"{here()}: dp_mesh_dims names '{name}', but the mesh has the dims {mesh.mesh_dim_names}"
             )
-    every = (*dims.shard_names, *dims.replicate_names)
+    dim_names = (*dims.shard_names, *dims.replicate_names)
     order = mesh.mesh_dim_names.index
-    if len(set(every)) != len(every) or any(
+    if len(set(dim_names)) != len(dim_names) or any(
         list(names) != sorted(names, key=order) for names in (dims.shard_names, dims.replicate_names)
     ):
         raise ShardingError(
@@ -239,8 +239,8 @@ def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo
         return DDPMeshInfo(replicate, replicate_mesh_dim=0, dp_mesh_dims=dims, spmd_mesh=mesh)
     assert shard is not None
     assert replicate is not None
-    both = _compat.concatenate_meshes([replicate, shard])
-    return HSDPMeshInfo(both, shard_mesh_dim=1, replicate_mesh_dim=0, dp_mesh_dims=dims, spmd_mesh=mesh)
+    joined = _compat.concatenate_meshes([replicate, shard])
+    return HSDPMeshInfo(joined, shard_mesh_dim=1, replicate_mesh_dim=0, dp_mesh_dims=dims, spmd_mesh=mesh)
 
 
 def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:

@@ -90,10 +90,10 @@ def test_a_block_of_12_parameters_makes_so_many_calls_more(
     from subjects import build
 
     from shardwise import _compat
-    from shardwise.fsdp.fast import seen
+    from shardwise.fsdp.fast import process
     from shardwise.planner.noop_group import noop_world
 
-    monkeypatch.setattr(seen, "compiler", False)  # earlier tests may have compiled
+    monkeypatch.setattr(process, "compiler", False)  # earlier tests may have compiled
     monkeypatch.setattr(_compat, "compiler_in_use", lambda: False)
 
     made = {}

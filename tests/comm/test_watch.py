@@ -23,7 +23,7 @@ from shardwise.comm import watch
 
 
 class Order:
-    passes = at = 0
+    passes = latest = 0
 
 
 class Slow:
@@ -38,7 +38,7 @@ def look(self):
 
 
 store = dist.TCPStore("localhost", 0, 1, True)
-watch._TICK, watch._Watch._look = 0, look
+watch._TICK, watch._Watch._check_orders = 0, look
 order, Order.slow = Order(), Slow()
 watch._look_after(order)
 """
@@ -68,7 +68,7 @@ def test_a_rank_that_came_as_far_by_another_way_is_waited_for_in_vain() -> None:
     begun = Node(event_for("a pass"), None)
     mine, theirs = (Node(event_for(text), begun) for text in ("gather a", "gather b"))
     order: Any = SimpleNamespace(
-        passes=3, at=mine, ended={}, rank=0, ranks=[0, 1], text_of=lambda rank: "gather b"
+        passes=3, latest=mine, ended={}, rank=0, ranks=[0, 1], text_of=lambda rank: "gather b"
     )
     record: Any = {"passes": 3, "depth": 1, "digest": theirs.digest.hex()}
     assert "gather b" in str(watch._mismatch(order, 1, record))

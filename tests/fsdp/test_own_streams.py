@@ -25,6 +25,6 @@ def test_an_own_kind_that_is_not_converted_races() -> None:
     with mock.patch.object(schedule, "wait_for", lambda event, stream: stream.wait_event(event)):
         assert findings(OPTIMIZER | {"seed": PLAIN}) == []
         assert any("copy_in" in one or "gather" in one for one in findings(OPTIMIZER | {"seed": OWN}))
-    with mock.patch.object(settings, "plain", lambda stream: stream):
+    with mock.patch.object(settings, "as_torch_stream", lambda stream: stream):
         assert findings(HOOK | {"seed": PLAIN}) == []
         assert findings(HOOK | {"seed": OWN})

@@ -18,7 +18,7 @@ from fsdp.models import sharded_net, step
 from ranks import on_ranks
 from shardwise import FSDPModule
 from shardwise.comm import CommStreams, DefaultAllGather, DefaultReduceScatter
-from shardwise.fsdp.fast import seen
+from shardwise.fsdp.fast import process
 from shardwise.fsdp.module_state import state_of
 from shardwise.fsdp.schedule import Schedule
 
@@ -94,7 +94,7 @@ def on_streams(recorder: Recorder) -> list[Any]:
 
     patches = [mock.patch(f"{user}.current_stream", current) for user in USERS]
     patches.append(mock.patch.object(CommStreams, "create", return_value=streams))
-    patches.append(mock.patch.object(seen, "computing", None))  # put back when they end
+    patches.append(mock.patch.object(process, "computing", None))  # put back when they end
     return patches
 
 

@@ -14,7 +14,7 @@ CALLS = re.compile(r"\.(?:wait_event|wait_stream|record_event|synchronize|record
 CASE = "gathers begun before the optimizer's step"
 # Of each kind at least one, with what is seen.
 EXAMPLES = [
-    ("wait", "reduce_scatter: streams.reduce_scatter.wait_stream(current_stream(how.device))", "raced"),
+    ("wait", "reduce_scatter: streams.reduce_scatter.wait_stream(current_stream(plan.device))", "raced"),
     ("event", "Schedule.track_reductions: record_event(result.stream)", "raced"),
     ("context", "finish_reduction: stream", "raced"),
     ("keep-alive", "Schedule.track_reductions: self.reduce_inputs += result.inputs", "raced"),

@@ -23,7 +23,7 @@ from optim.flat_steps import backward, model, ordinary, pair, rows, same_bits, t
 from ranks import on_ranks
 from shardwise import fully_shard
 from shardwise.errors import ShardingError
-from shardwise.fsdp.fast import seen
+from shardwise.fsdp.fast import process
 from shardwise.optim import FlatOptimizer, flat
 
 Make = Callable[..., Optimizer]
@@ -222,12 +222,12 @@ def test_a_step_counts_once_and_what_was_gathered_before_is_not_used_again() -> 
     net = model(reshard_after_forward=False)
     optimizer = flat(torch.optim.SGD, net, lr=0.5)
     backward(net, 0)
-    before = seen.steps
+    before = process.steps
     optimizer.step()
-    assert seen.steps == before + 1
+    assert process.steps == before + 1
     torch.optim.SGD(net.parameters())  # torch hooks the class when it is first built
     optimizer.step()
-    assert seen.steps == before + 2
+    assert process.steps == before + 2
     with torch.no_grad():
         found = net(torch.ones(1, 9))
         whole = Net(blocks=2, width=9)

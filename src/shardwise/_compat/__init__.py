@@ -65,8 +65,8 @@ def dtensor(local: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) ->
     `DTensor.from_local` runs under autograd and checks what the caller already knows. `__init__` is
     skipped: it does nothing, and its three wrappers cost more than `__new__`.
     """
-    made: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
-    return made
+    wrapper: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+    return wrapper
 
 
 new_dtensor: Callable[..., Any] = DTensor.__new__
@@ -80,17 +80,17 @@ def dtensor_at(local: Tensor, spec: DTensorSpec, *, begin: Tensor, requires_grad
     The wrapper inherits its tensor's storage offset, and torch neither copies nor saves a wrapper with an
     offset. So it is first made over `begin`, any tensor of the same dtype and device without an offset.
     """
-    made: DTensor = DTensor.__new__(DTensor, begin, spec, requires_grad=requires_grad)
-    made._local_tensor = local
-    return made
+    wrapper: DTensor = DTensor.__new__(DTensor, begin, spec, requires_grad=requires_grad)
+    wrapper._local_tensor = local
+    return wrapper
 
 
 def dtensor_parameter(local: Tensor, spec: DTensorSpec, *, requires_grad: bool) -> nn.Parameter:
     """Make a parameter that is a DTensor; `nn.Parameter(...)` dispatches a detach, ten times as slow."""
     begin = torch.empty(0, dtype=local.dtype, device=local.device)
-    made = dtensor_at(local, spec, begin=begin, requires_grad=requires_grad)
-    made._is_param = True  # what nn.Parameter sets on a tensor subclass, and isinstance reads
-    return cast(nn.Parameter, made)
+    param = dtensor_at(local, spec, begin=begin, requires_grad=requires_grad)
+    param._is_param = True  # what nn.Parameter sets on a tensor subclass, and isinstance reads
+    return cast(nn.Parameter, param)
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -195,13 +195,13 @@ def reduce_scatter_single(
 ) -> dist.Work | None:
     """Reduce `input`s, and write this rank's slice to `output`. Collective over `group`."""
     try:
-        known = _SCATTER_OPTIONS[id(op), async_op]
+        entry = _SCATTER_OPTIONS[id(op), async_op]
     except KeyError:
         options = ReduceScatterOptions()
         options.reduceOp = op
         options.asyncOp = async_op
-        known = _SCATTER_OPTIONS[id(op), async_op] = (options, op)
-    work: dist.Work | None = _scatter_of(group)(output, input, known[0])
+        entry = _SCATTER_OPTIONS[id(op), async_op] = (options, op)
+    work: dist.Work | None = _scatter_of(group)(output, input, entry[0])
     if work is None or async_op:  # NCCL returns none for a synchronous collective
         return work
     work.wait()
@@ -224,17 +224,17 @@ def fakes_convert() -> Iterator[None]:
 
     `nn.Module._apply` swaps fakes in place, and fails, as torch keeps weak references to them.
     """
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the first is kept so that its id is not reused
+    converted: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the first is kept: its id is not reused
 
     def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for child in module.children() if recurse else ():
             child._apply(fn)
         for name, p in module._parameters.items():
-            while p is not None and id(p) in made:
-                p = made[id(p)][1]
+            while p is not None and id(p) in converted:
+                p = converted[id(p)][1]
             if p is not None and (cast := fn(p.detach())).dtype != p.dtype:
-                made[id(p)] = (p, nn.Parameter(cast, p.requires_grad))
-                p = made[id(p)][1]
+                converted[id(p)] = (p, nn.Parameter(cast, p.requires_grad))
+                p = converted[id(p)][1]
             module._parameters[name] = p
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else fn(buffer)
@@ -419,13 +419,13 @@ def _own_placements(*, of_a_rank: bool) -> Iterator[None]:
         finally:
             forget_placements()
         return
-    init, here = DeviceMesh.__init__, -next(_simulations)
+    init, thread_id = DeviceMesh.__init__, -next(_simulations)
 
-    def apart(self: Any, *args: Any, **kwargs: Any) -> None:
+    def separate_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        self._thread_id = here  # meshes compare it, for tests whose ranks are threads
+        self._thread_id = thread_id  # meshes compare it, for tests whose ranks are threads
 
-    with mock.patch.object(DeviceMesh, "__init__", apart):
+    with mock.patch.object(DeviceMesh, "__init__", separate_init):
         yield
 
 
@@ -440,13 +440,13 @@ def no_process_groups() -> Iterator[None]:
     process, in dicts that these properties expose.
     """
     world = c10d._world
-    kept: list[dict[Any, Any]] = [
+    tables: list[dict[Any, Any]] = [
         world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config,
         world.tags_to_pg, world.pg_to_tag, world.pg_coalesce_state,
     ]  # fmt: skip
-    contents, default, count = [dict(one) for one in kept], world.default_pg, world.group_count
-    for one in kept:
-        one.clear()
+    contents, default, count = [dict(table) for table in tables], world.default_pg, world.group_count
+    for table in tables:
+        table.clear()
     c10d._update_default_pg(None)
     hook = sys.excepthook  # each new default group wraps it
     try:
@@ -455,9 +455,9 @@ def no_process_groups() -> Iterator[None]:
     finally:
         for name in world.pg_names.values():
             c10d._unregister_process_group(name)  # type: ignore[attr-defined]
-        for one, content in zip(kept, contents, strict=True):
-            one.clear()
-            one.update(content)
+        for table, content in zip(tables, contents, strict=True):
+            table.clear()
+            table.update(content)
         c10d._update_default_pg(default)
         world.group_count = count  # names of later groups follow from it, and must be equal on ranks
         sys.excepthook = hook
@@ -472,10 +472,10 @@ def shapes_of_dtensors_unseen(watcher: Any) -> Any:
     original = getattr(kind, name)
 
     def unseen(*args: Any, **kwargs: Any) -> Any:
-        before, watcher.looks_away = watcher.looks_away, True
+        previous, watcher.looks_away = watcher.looks_away, True
         try:
             return original(*args, **kwargs)
         finally:
-            watcher.looks_away = before
+            watcher.looks_away = previous
 
     return mock.patch.object(kind, name, unseen)

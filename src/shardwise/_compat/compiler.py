@@ -98,7 +98,7 @@ def traced_object(context: Any) -> Any:
 
 
 def depth_in_graph() -> int:
-    """Return how many checkpoints enclose the code being traced, as a constant of its graph."""
+    """Return the number of checkpoints around the code being traced, as a constant of its graph."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     tracer, depth = InstructionTranslator.current_tx().output.current_tracer, 0
@@ -111,7 +111,7 @@ def depth_in_graph() -> int:
 cast(Any, depth_in_graph)._dynamo_marked_constant = True
 
 
-def runs_eagerly(function: Function, why: str | None = None) -> Function:
+def runs_eagerly(function: Function, reason: str | None = None) -> Function:
     """Mark a function, and what it calls, as never compiled, at no cost per call.
 
     A tracer that meets it breaks its graph; with `fullgraph=True` the compiler raises with the reason. While
@@ -120,7 +120,7 @@ def runs_eagerly(function: Function, why: str | None = None) -> Function:
     """
     _pass_by(function, _frames._FrameAction.SKIP)
     marked = cast(Any, function)
-    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, why
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason
     return function
 
 
@@ -130,14 +130,14 @@ def only_inlined(function: Function) -> Function:
     return function
 
 
-def runs_outside_graphs(function: FunctionType, why: str) -> Callable[..., Any]:
+def runs_outside_graphs(function: FunctionType, reason: str) -> Callable[..., Any]:
     """Return a copy of a function that is never compiled, while functions that it calls may be.
 
     A tracer that meets it breaks its graph; with `fullgraph=True` the compiler raises with the reason.
     """
     copy: Any = FunctionType(function.__code__, function.__globals__, function.__name__)
     _pass_by(copy, _frames._FrameAction.DEFAULT)
-    copy._torchdynamo_disable, copy._torchdynamo_disable_msg = True, why
+    copy._torchdynamo_disable, copy._torchdynamo_disable_msg = True, reason
     return cast(Callable[..., Any], copy)
 
 
@@ -196,21 +196,21 @@ def aot_edited(
     from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
     from torch._functorch.partitioners import min_cut_rematerialization_partition as partition
 
-    def compile_edited(made: torch.fx.GraphModule, fakes: Any) -> Callable[..., Any]:
-        edit(made.graph)
-        made.recompile()
+    def compile_edited(module: torch.fx.GraphModule, fakes: Any) -> Callable[..., Any]:
+        edit(module.graph)
+        module.recompile()
         if compiler is None:
-            return boxed_nop(made, fakes)
-        return cast(Callable[..., Any], make_boxed_func(compiler(made, fakes)))
+            return boxed_nop(module, fakes)
+        return cast(Callable[..., Any], make_boxed_func(compiler(module, fakes)))
 
-    how: dict[str, Any] = {"partition_fn": partition, "keep_inference_input_mutations": True}
+    options: dict[str, Any] = {"partition_fn": partition, "keep_inference_input_mutations": True}
     if decompose:
         from torch._inductor.decomposition import select_decomp_table
 
         table = select_decomp_table()
-        how = {"partition_fn": partial(partition, compiler="inductor"), "decompositions": table}
+        options = {"partition_fn": partial(partition, compiler="inductor"), "decompositions": table}
     with config.patch(unlift_effect_tokens=True) if decompose else nullcontext():
-        backend: Any = aot_autograd(fw_compiler=compile_edited, **how)
+        backend: Any = aot_autograd(fw_compiler=compile_edited, **options)
         return cast(Callable[..., Any], backend(graph_module, inputs))
 
 
@@ -236,10 +236,10 @@ def why_untraceable(error: Exception) -> str | None:
     if not isinstance(error, Unsupported):
         return None
     text = str(error).strip()
-    found = [text.partition("\n")[0]]
-    found += re.findall(r"Developer debug context: (.+)", text)[:1]
-    found += [f"{file}:{line}" for file, line in re.findall(r'File "(.+)", line (\d+)', text)[-1:]]
-    return "; ".join(found)
+    parts = [text.partition("\n")[0]]
+    parts += re.findall(r"Developer debug context: (.+)", text)[:1]
+    parts += [f"{file}:{line}" for file, line in re.findall(r'File "(.+)", line (\d+)', text)[-1:]]
+    return "; ".join(parts)
 
 
 def compiled_frame() -> tuple[int, int] | None:
@@ -253,14 +253,14 @@ def compiled_frame() -> tuple[int, int] | None:
 
 
 def graph_breaks() -> int:
-    """Return how often a tracer has left a graph in this process; there is no public counter."""
+    """Return the number of times a tracer has left a graph in this process; there is no public counter."""
     from torch._dynamo.utils import counters
 
     return sum(counters["graph_break"].values())
 
 
 def graphs_traced() -> int:
-    """Return how many graphs a tracer has given to backends in this process; there is no public counter."""
+    """Return the number of graphs tracers gave to backends in this process; there is no public counter."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
@@ -277,17 +277,17 @@ def aoti_load(path: str) -> Callable[..., Any]:
     """Return the function of a file that `aoti_compile` wrote."""
     from torch import _inductor
 
-    found: Callable[..., Any] = cast(Any, _inductor).aoti_load_package(path)
-    return found
+    function: Callable[..., Any] = cast(Any, _inductor).aoti_load_package(path)
+    return function
 
 
 def check_index_copies(program: torch.export.ExportedProgram) -> None:
     """Raise for an index_copy_ whose source does not fit: torch before 2.13 raises only at run time."""
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.index_copy_.default):
-        to, dim, _, source = (x.meta["val"] if isinstance(x, torch.fx.Node) else x for x in node.args)
-        found, wanted = ([*x.shape[:dim], *x.shape[dim + 1 :]] for x in (source, to))
-        if found != wanted:
-            raise RuntimeError(f"index_copy_ of slices of {found} into slices of {wanted}")
+        dest, dim, _, source = (x.meta["val"] if isinstance(x, torch.fx.Node) else x for x in node.args)
+        actual, expected = ([*x.shape[:dim], *x.shape[dim + 1 :]] for x in (source, dest))
+        if actual != expected:
+            raise RuntimeError(f"index_copy_ of slices of {actual} into slices of {expected}")
 
 
 @contextmanager

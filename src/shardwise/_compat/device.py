@@ -54,8 +54,8 @@ def as_saved(tensor: Tensor) -> tuple[Any, ...]:
     """Return what pickles a tensor by way of the CPU so that `torch.load(weights_only=True)` accepts it."""
     if isinstance(tensor, torch.nn.Parameter):
         return torch._utils._rebuild_parameter, (tensor.detach(), tensor.requires_grad, OrderedDict())
-    made = tensor.detach().cpu(), tensor.dtype, str(tensor.device), tensor.requires_grad
-    return torch._utils._rebuild_device_tensor_from_cpu_tensor, made
+    args = tensor.detach().cpu(), tensor.dtype, str(tensor.device), tensor.requires_grad
+    return torch._utils._rebuild_device_tensor_from_cpu_tensor, args
 
 
 @contextmanager
@@ -80,10 +80,10 @@ def shared_with_thread(mode: Any) -> Iterator[None]:
         _pop_mode()
 
 
-def take_over(tensor: Tensor, other: Tensor) -> None:
-    """Give `tensor` the memory and shape of `other`; its version and autograd state stay."""
+def take_over(tensor: Tensor, source: Tensor) -> None:
+    """Give `tensor` the memory and shape of `source`; its version and autograd state stay."""
     with torch._C._DisableTorchDispatch():
-        tensor.data = other
+        tensor.data = source
 
 
 # Waits for a functional collective's result and returns it; the public form waits at other times too.
@@ -109,9 +109,9 @@ ENGINE = "_engine_run_backward"
 def nodes_of(outputs: Iterable[Any]) -> list[Any]:
     """Return the nodes where backward begins, or that receive the gradients of these tensors or edges."""
     edges = (
-        one if isinstance(one, GradientEdge) else get_gradient_edge(one)
-        for one in outputs
-        if isinstance(one, GradientEdge) or one.requires_grad
+        output if isinstance(output, GradientEdge) else get_gradient_edge(output)
+        for output in outputs
+        if isinstance(output, GradientEdge) or output.requires_grad
     )
     return [edge.node for edge in edges]
 

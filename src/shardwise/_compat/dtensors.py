@@ -25,19 +25,19 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper as LocalShardsWrapper
 
 
-def _refusal(what: str) -> Callable[..., Any]:
-    return lambda placement, *args, **kwargs: placement.refuse(what)
+def _refusal(operation: str) -> Callable[..., Any]:
+    return lambda placement, *args, **kwargs: placement.refuse(operation)
 
 
 class OwnShard(Shard):
     """A `Shard` with uneven parts, which torch's redistribution of plain DTensors does not support."""
 
     def local_rows(self, rows: int, ranks: int, rank: int) -> tuple[int, int]:
-        """Return how many of `rows` rows `rank` of `ranks` on this axis holds, and the first."""
+        """Return the number of `rows` rows that `rank` of `ranks` on this axis holds, and the first."""
         raise NotImplementedError
 
-    def refuse(self, what: str) -> Any:
-        """Raise, since `what` would cut a tensor evenly."""
+    def refuse(self, operation: str) -> Any:
+        """Raise, since `operation` would cut a tensor evenly."""
         raise NotImplementedError
 
     # How torch finds this rank's part: for checkpoints, and to load state.
@@ -92,10 +92,10 @@ class MakesOwn(Protocol):
         self, tensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placement], dtype: torch.dtype | None
     ) -> DTensor: ...
 
-    def cut_alike(self, ours: DTensor, whole: Tensor) -> Tensor: ...
+    def cut_alike(self, sharded: DTensor, whole: Tensor) -> Tensor: ...
 
 
-_routes: list[tuple[MakesOwn, Callable[..., DTensor]]] = []  # who makes ours, and torch's distribute_tensor
+_routes: list[tuple[MakesOwn, Callable[..., DTensor]]] = []  # what makes sharded rows, and torch's function
 
 
 def _distribute(
@@ -104,7 +104,7 @@ def _distribute(
     placements: Sequence[Placement] | None = None,
     *,
     src_data_rank: int | None = 0,
-    **how: Any,
+    **options: Any,
 ) -> DTensor:
     # Runs as torch's function, in the namespace of its module.
     from shardwise._compat.dtensors import _routes as routes
@@ -116,21 +116,21 @@ def _distribute(
         or hasattr(tensor, "placements")
         or not make.is_asked_for(placements)
     ):
-        return distribute(tensor, device_mesh, placements, src_data_rank=src_data_rank, **how)
+        return distribute(tensor, device_mesh, placements, src_data_rank=src_data_rank, **options)
     return make.distribute(tensor, device_mesh, placements, src_data_rank)
 
 
-def fill_whole(name: str, is_ours: Callable[[Any], bool]) -> None:
-    """Make a function of `torch.nn.init` that writes by indices fill a whole plain tensor if `is_ours`.
+def fill_whole(name: str, is_sharded: Callable[[Any], bool]) -> None:
+    """Make a function of `torch.nn.init` that writes by indices fill a whole plain tensor if `is_sharded`.
 
-    Our tensors do not support indices, and the function would change the tensor before the first index
+    Sharded tensors do not support indices, and the function would change the tensor before the first index
     raises; it has no hook for subclasses.
     """
     fill: Callable[..., Tensor] = getattr(torch.nn.init, name)
 
     @functools.wraps(fill)
     def filled(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not is_ours(tensor) or tensor.is_meta:
+        if not is_sharded(tensor) or tensor.is_meta:
             return fill(tensor, *args, **kwargs)
         whole = fill(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
         with torch.no_grad():
@@ -161,7 +161,7 @@ def traced_by(own_storage: Callable[[Tensor], Tensor]) -> None:
     DTensor.__tensor_flatten__ = flattened  # type: ignore[method-assign]
 
 
-def route_dtensors(ours: type[DTensor], make: MakesOwn) -> None:
+def route_dtensors(kind: type[DTensor], make: MakesOwn) -> None:
     """Make torch's functions that create DTensors from placements call `make` if the placements are ours.
 
     These functions know only `Shard` and its one way of cutting. The code of `distribute_tensor` is replaced
@@ -177,21 +177,23 @@ def route_dtensors(ours: type[DTensor], make: MakesOwn) -> None:
     from_local, redistribute = DTensor.from_local, DTensor.redistribute
 
     @functools.wraps(from_local)
-    def made_from_local(
-        local_tensor: Tensor, device_mesh: Any = None, placements: Any = None, **how: Any
+    def routed_from_local(
+        local_tensor: Tensor, device_mesh: Any = None, placements: Any = None, **kwargs: Any
     ) -> DTensor:
         if not make.is_asked_for(placements):
-            return from_local(local_tensor, device_mesh, placements, **how)
-        return make.from_local(local_tensor, device_mesh, placements, how.get("shape"))
+            return from_local(local_tensor, device_mesh, placements, **kwargs)
+        return make.from_local(local_tensor, device_mesh, placements, kwargs.get("shape"))
 
     @functools.wraps(redistribute)
-    def redistributed(self: DTensor, device_mesh: Any = None, placements: Any = None, **how: Any) -> DTensor:
+    def redistributed(
+        self: DTensor, device_mesh: Any = None, placements: Any = None, **kwargs: Any
+    ) -> DTensor:
         if not make.is_asked_for(placements):
-            return redistribute(self, device_mesh, placements, **how)
+            return redistribute(self, device_mesh, placements, **kwargs)
         mesh = device_mesh or self.device_mesh
-        return make.redistribute(self, mesh, placements, how.get("forward_dtype"))
+        return make.redistribute(self, mesh, placements, kwargs.get("forward_dtype"))
 
-    DTensor.from_local = staticmethod(made_from_local)  # type: ignore[method-assign]
+    DTensor.from_local = staticmethod(routed_from_local)  # type: ignore[method-assign]
     DTensor.redistribute = redistributed  # type: ignore[method-assign]
 
     # The helper would cut a tensor by its placements, which cannot express rows next to tensor parallelism.
@@ -199,11 +201,11 @@ def route_dtensors(ours: type[DTensor], make: MakesOwn) -> None:
     helper = helpers._distribute_tensors
 
     @functools.wraps(helper)
-    def distribute_tensors(local: dict[str, Any], keys: list[str], *where: Any) -> None:
+    def distribute_tensors(local: dict[str, Any], keys: list[str], *args: Any) -> None:
         for key in keys:
-            if isinstance(state := local.get(key), tuple) and isinstance(state[0], ours):
+            if isinstance(state := local.get(key), tuple) and isinstance(state[0], kind):
                 local[key] = make.cut_alike(*state)
-        helper(local, keys, *where)
+        helper(local, keys, *args)
 
     helpers._distribute_tensors = distribute_tensors
 
@@ -228,18 +230,18 @@ def extend_state_dict_helpers(kind: type[Tensor], *, cut: Callable[[Any, Tensor]
 
     @contextmanager
     def cut_again(local: dict[str, Any], keys: Sequence[str]) -> Iterator[None]:
-        before = {key: local[key] for key in keys if isinstance(local.get(key), kind)}
+        parts = {key: local[key] for key in keys if isinstance(local.get(key), kind)}
         yield
-        local.update({key: cut(part, local[key]) for key, part in before.items()})
+        local.update({key: cut(part, local[key]) for key, part in parts.items()})
 
-    def broadcast_tensors(full: dict[str, Any], local: dict[str, Any], keys: list[str], *where: Any) -> None:
+    def broadcast_tensors(full: dict[str, Any], local: dict[str, Any], keys: list[str], *args: Any) -> None:
         with cut_again(local, keys):
-            broadcast(full, local, keys, *where)
+            broadcast(full, local, keys, *args)
 
-    def distribute_state_dict(full: dict[str, Any], local: dict[str, Any], **where: Any) -> None:
+    def distribute_state_dict(full: dict[str, Any], local: dict[str, Any], **options: Any) -> None:
         for key, value in full.items():  # one at a time: all whole tensors would not fit
             with cut_again(local, [key]):
-                distribute({key: value}, local, **where)
+                distribute({key: value}, local, **options)
 
     utils._iterate_state_dict = gather
     utils._broadcast_tensors = broadcast_tensors

@@ -29,7 +29,7 @@ class _Result(NamedTuple):
     offset: Any
     dtype: torch.dtype
     device: torch.device
-    same: int | None = None
+    same_as: int | None = None
     view_of: int | None = None
 
 
@@ -54,8 +54,8 @@ class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
 
     _results: ClassVar[dict[Any, tuple[type, list[_Result]] | None]] = {}
 
-    def __init__(self, **how: Any) -> None:
-        super().__init__(**how)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self._attributes: dict[torch.device, dict[str, Any]] = {}  # of all fake tensors of a device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,14 +64,14 @@ class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
         key = self._key(func, args, kwargs, tensors) if func.namespace in _OWN else None
         if key is None or not tensors:  # a result of no tensor may hold values
             return super().__torch_dispatch__(func, types, args, kwargs)
-        if (found := self._results.get(key)) is not None:
-            kind, results = found
+        if (entry := self._results.get(key)) is not None:
+            kind, results = entry
             if kind is type(None):
                 return None
-            made = [self._made(one, tensors) for one in results]
-            return made[0] if kind is FakeTensor else kind(made)
+            fakes = [self._recreate(result, tensors) for result in results]
+            return fakes[0] if kind is FakeTensor else kind(fakes)
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype in _NOT_FAKED:
-            halves = (*[one.bfloat16() for one in args[:2]], *args[2:])
+            halves = (*[arg.bfloat16() for arg in args[:2]], *args[2:])
             result: Any = super().__torch_dispatch__(func, types, halves, kwargs)
             result = result.to(args[0].dtype)
         else:
@@ -84,8 +84,8 @@ class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
     def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Return a key that determines a result's metadata, or None; add tensors to the list."""
         try:
-            words = [self._word(one, tensors) for one in args]
-            named = [(name, self._word(one, tensors)) for name, one in kwargs.items()]
+            words = [self._word(arg, tensors) for arg in args]
+            named = [(name, self._word(arg, tensors)) for name, arg in kwargs.items()]
         except _Unknown:
             return None
         return func, torch.get_default_dtype(), *words, *named
@@ -99,7 +99,7 @@ class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
             tensors.append(value)
             return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
         if kind in _SEQUENCES:
-            return kind, *[self._word(one, tensors) for one in value]
+            return kind, *[self._word(item, tensors) for item in value]
         if kind not in _WORDS:
             raise _Unknown
         return kind, value  # as 1 is True
@@ -109,46 +109,46 @@ class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
         if result is None:  # it wrote to its arguments
             return type(result), []
         results = list(result) if type(result) in (list, tuple) else [result]
-        known = [one.untyped_storage()._cdata for one in tensors]
-        found = []
-        for one in results:
-            if type(one) is not FakeTensor or one.constant is not None or one.layout is not torch.strided:
+        storages = [t.untyped_storage()._cdata for t in tensors]
+        entries = []
+        for t in results:
+            if type(t) is not FakeTensor or t.constant is not None or t.layout is not torch.strided:
                 return None
-            if one.dtype.is_complex or one.is_neg():
+            if t.dtype.is_complex or t.is_neg():
                 return None
-            storage = one.untyped_storage()
-            same = next((i for i, tensor in enumerate(tensors) if tensor is one), None)
-            made = _Result(one.shape, one.stride(), one.storage_offset(), one.dtype, one.fake_device, same)
-            if same is None and storage._cdata in known[: len(tensors)]:
-                made = made._replace(view_of=known.index(storage._cdata))
-            elif same is None and (one.requires_grad or not self._is_alone(one, made, known)):
+            storage = t.untyped_storage()
+            same_as = next((i for i, tensor in enumerate(tensors) if tensor is t), None)
+            entry = _Result(t.shape, t.stride(), t.storage_offset(), t.dtype, t.fake_device, same_as)
+            if same_as is None and storage._cdata in storages[: len(tensors)]:
+                entry = entry._replace(view_of=storages.index(storage._cdata))
+            elif same_as is None and (t.requires_grad or not self._is_alone(t, entry, storages)):
                 return None
-            known.append(storage._cdata)
-            found.append(made)
-        return type(result), found
+            storages.append(storage._cdata)
+            entries.append(entry)
+        return type(result), entries
 
-    def _is_alone(self, one: Tensor, made: _Result, known: list[int]) -> bool:
+    def _is_alone(self, t: Tensor, entry: _Result, storages: list[int]) -> bool:
         """Return whether a tensor has memory of its own, no larger than it needs."""
-        storage = one.untyped_storage()
-        if storage._cdata in known or made.offset:
+        storage = t.untyped_storage()
+        if storage._cdata in storages or entry.offset:
             return False
-        return self._made(made, []).untyped_storage().nbytes() == storage.nbytes()
+        return self._recreate(entry, []).untyped_storage().nbytes() == storage.nbytes()
 
-    def _made(self, one: _Result, tensors: list[Tensor]) -> Tensor:
-        if one.same is not None:
-            return tensors[one.same]
+    def _recreate(self, entry: _Result, tensors: list[Tensor]) -> Tensor:
+        if entry.same_as is not None:
+            return tensors[entry.same_as]
         with torch._C._DisableTorchDispatch():
-            made = torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="meta")
-            if one.view_of is not None:
-                made.set_(tensors[one.view_of].untyped_storage(), one.offset, one.shape, one.stride)
-        if one.device not in self._attributes:
-            first = FakeTensor(self, made, one.device)
-            self._attributes[one.device] = dict(vars(first))
+            meta = torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device="meta")
+            if entry.view_of is not None:
+                meta.set_(tensors[entry.view_of].untyped_storage(), entry.offset, entry.shape, entry.stride)
+        if entry.device not in self._attributes:
+            first = FakeTensor(self, meta, entry.device)
+            self._attributes[entry.device] = dict(vars(first))
             return first
         # As FakeTensor does it, without its checks, which take as long as all else here.
-        how: Any = {"dispatch_device": True, "device_for_backend_keys": one.device}
-        fake = Tensor._make_subclass(FakeTensor, made, False, **how)
-        vars(fake).update(self._attributes[one.device])
+        options: Any = {"dispatch_device": True, "device_for_backend_keys": entry.device}
+        fake = Tensor._make_subclass(FakeTensor, meta, False, **options)
+        vars(fake).update(self._attributes[entry.device])
         return fake
 
 

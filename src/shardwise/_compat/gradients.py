@@ -35,9 +35,9 @@ def chosen_grad_dtype(tensor: Tensor) -> tuple[torch.dtype | None, ...]:
     Before 2.15 torch does not say whether it was set: then the tensor's own dtype counts as not set.
     """
     with plain_attributes():
-        found = tensor.grad_dtype
-        chosen = getattr(tensor, "_has_grad_dtype_override", found != tensor.dtype)
-    return (found,) if chosen else ()
+        dtype = tensor.grad_dtype
+        chosen = getattr(tensor, "_has_grad_dtype_override", dtype != tensor.dtype)
+    return (dtype,) if chosen else ()
 
 
 # Hooks from `register_post_accumulate_grad_hook`, which autograd does not run for gradients we set: a
@@ -80,8 +80,8 @@ def function_arguments() -> list[Any]:
     frame = None if torch.is_inference_mode_enabled() else sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "forward":
-            names, variadic, _, found = inspect.getargvalues(frame)
-            own = [found.get(name) for name in (*names, variadic) if name]
+            names, variadic, _, values = inspect.getargvalues(frame)
+            own = [values.get(name) for name in (*names, variadic) if name]
             if own and not hasattr(type(own[0]), "forward"):  # not a method, such as a module's
                 return pytree.tree_leaves(own)
         frame = frame.f_back
@@ -111,5 +111,5 @@ _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
 
 def differentiates_twice_backward() -> bool:
     """Return whether a transform that runs backward is inside another that takes derivatives."""
-    running = [one.key() for one in retrieve_all_functorch_interpreters()]
+    running = [interpreter.key() for interpreter in retrieve_all_functorch_interpreters()]
     return TransformType.Grad in [key for key in running if key in _DERIVATIVES][:-1]

@@ -27,20 +27,20 @@ def second_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     """Make a gloo group of the ranks of `group`, known to functional collectives as `name`. Collective."""
     store = bindings.PrefixStore(name, default_store())
     kind = dist.ProcessGroup.BackendType.GLOO
-    made: Any = dist.ProcessGroup(store, group.rank(), group.size())
+    second: Any = dist.ProcessGroup(store, group.rank(), group.size())
     backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout_of(group))
-    made._set_default_backend(kind)
-    made._register_backend(torch.device("cpu"), kind, backend)
-    made._set_group_name(name)
+    second._set_default_backend(kind)
+    second._register_backend(torch.device("cpu"), kind, backend)
+    second._set_group_name(name)
     bindings._unregister_process_group(cast(Any, name))  # one may remain from a destroyed default group
-    bindings._register_process_group(cast(Any, name), made)
-    return cast(dist.ProcessGroup, made)
+    bindings._register_process_group(cast(Any, name), second)
+    return cast(dist.ProcessGroup, second)
 
 
 def premultiplied_sum(factor: float) -> Any:
     """Return NCCL's reduction that multiplies by `factor` first; it has no public name before 2.13."""
-    made: Any = dist.ReduceOp.PREMUL_SUM
-    return made(factor) if callable(made) else dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+    op: Any = dist.ReduceOp.PREMUL_SUM
+    return op(factor) if callable(op) else dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
 
 
 # The default process group's store; raises ValueError if there is no group.
@@ -48,7 +48,7 @@ default_store: Callable[[], Store] = c10d._get_default_store
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return how long a collective of `group` waits for other ranks."""
+    """Return the time for which a collective of `group` waits for other ranks."""
     device = group._device_types[0]
     return cast(timedelta, cast(Any, group._get_backend(device)).options._timeout)
 

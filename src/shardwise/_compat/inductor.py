@@ -48,26 +48,26 @@ def collectives_in_place() -> Any:
     from torch._inductor.virtualized import V
 
     def follow(node: Any, earlier: Sequence[Any]) -> None:
-        mine = next(iter(node.get_buffer_names()))
-        for name in (name for one in earlier for name in one.get_buffer_names()):
-            node.add_fake_dep(WeakDep(name, mutating_buf=mine, is_fake=True))
+        buffer = next(iter(node.get_buffer_names()))
+        for name in (name for other in earlier for name in other.get_buffer_names()):
+            node.add_fake_dep(WeakDep(name, mutating_buf=buffer, is_fake=True))
 
     # 2.13 added a separate class for scheduler passes.
     base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
 
     class Pass(base):  # type: ignore[misc]
         def __call__(self, nodes: list[Any]) -> list[Any]:
-            since: list[Any] = []  # the previous collective, and library calls after it
-            found = False
+            predecessors: list[Any] = []  # the previous collective, and library calls after it
+            has_collective = False
             for node in nodes:
                 kernel = getattr(node, "node", None)  # fused nodes have none
                 if is_collective(kernel) or is_wait(kernel):
-                    follow(node, since)
-                    since, found = [node], True
+                    follow(node, predecessors)
+                    predecessors, has_collective = [node], True
                 elif node.is_extern() or node.is_template():
-                    follow(node, since[:1] if found else ())
-                    since.append(node)
-            if found:
+                    follow(node, predecessors[:1] if has_collective else ())
+                    predecessors.append(node)
+            if has_collective:
                 V.graph.scheduler.compute_ancestors()  # the scheduler decides by them what it may fuse
             return nodes
 
@@ -88,20 +88,20 @@ def scheduled(keep: Callable[[GraphModule, bool, list[Kernel]], None]) -> Callab
     """
     from torch._inductor.virtualized import V
 
-    def look(nodes: list[Any]) -> list[Any]:
+    def read_kernels(nodes: list[Any]) -> list[Any]:
         if getattr(V.graph, "parent", None) is None:  # no graph inside another
             module = cast(GraphModule, V.graph.module)
             place = {node: i for i, node in enumerate(module.graph.nodes)}
             kernels = [
                 (
-                    tuple(sorted((o for o in one.node.origins if o in place), key=place.__getitem__)),
-                    one.is_extern(),
+                    tuple(sorted((o for o in part.node.origins if o in place), key=place.__getitem__)),
+                    part.is_extern(),
                 )
                 for fused in nodes
-                for one in fused.get_nodes()
-                if one.node is not None
+                for part in fused.get_nodes()
+                if part.node is not None
             ]
             keep(module, bool(V.graph.is_backward), kernels)
         return nodes
 
-    return look
+    return read_kernels

@@ -31,17 +31,17 @@ def change_step_lists(
     `_init_group`, which has no public hook. A compiled step does not call `change`.
     """
     fill: Callable[..., Any] = type(optimizer)._init_group  # type: ignore[attr-defined]
-    found = weakref.ref(optimizer)  # a cycle would keep its state until garbage collection
+    owner_ref = weakref.ref(optimizer)  # a cycle would keep its state until garbage collection
 
     def filled(group: dict[str, Any], *lists: list[Any]) -> Any:
-        owner = found()
+        owner = owner_ref()
         assert owner is not None
         if torch.compiler.is_compiling() or in_compiled_call():
             return fill(owner, group, *lists)
         with _fast_attributes(group["params"]):
-            said = fill(owner, group, *lists)
+            result = fill(owner, group, *lists)
             change(owner, group, lists)
-        return said
+        return result
 
     optimizer._init_group = filled  # type: ignore[attr-defined]
 
@@ -69,10 +69,10 @@ def drop_gradients_unread(optimizer: Optimizer) -> None:
 
     Each read or write of an attribute of a tensor subclass also looks up `__torch_function__` by name.
     """
-    found, zero_grad = weakref.ref(optimizer), type(optimizer).zero_grad
+    owner_ref, zero_grad = weakref.ref(optimizer), type(optimizer).zero_grad
 
     def zeroed(set_to_none: bool = True) -> None:
-        owner = found()
+        owner = owner_ref()
         assert owner is not None
         if not set_to_none or torch.compiler.is_compiling():
             zero_grad(owner, set_to_none)
@@ -101,11 +101,11 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 def count_step(counts: list[Tensor]) -> None:
     """Add one to each count, in one call; public functions need a call for each."""
     with torch.no_grad():  # on CPU, a number would become a tensor for each count
-        ones: Any = [torch.ones((), device="cpu")] * len(counts) if counts[0].is_cpu else 1
-        torch._foreach_add_(counts, ones)
+        increment: Any = [torch.ones((), device="cpu")] * len(counts) if counts[0].is_cpu else 1
+        torch._foreach_add_(counts, increment)
 
 
-def as_torch_made_it(optimizer: Optimizer) -> None:
+def restore_step_methods(optimizer: Optimizer) -> None:
     """Undo `change_step_lists` and `drop_gradients_unread`."""
     for name in ("_init_group", "zero_grad"):
         vars(optimizer).pop(name, None)

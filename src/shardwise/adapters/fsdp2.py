@@ -67,16 +67,16 @@ def install(*, interleave: Collection[str] = (), **defaults: Any) -> None:
         )
     uninstall()
     twins = _twins()
-    ours = {name: _ours(name) for name in twins}
-    classes = {twins[name]: ours[name] for name in twins}
-    ours["fully_shard"] = _fully_shard(defaults, frozenset(interleave), classes)
-    by_id = {id(theirs): (name, theirs) for name, theirs in twins.items()}
+    replacements = {name: _replacement_of(name) for name in twins}
+    classes = {twins[name]: replacements[name] for name in twins}
+    replacements["fully_shard"] = _fully_shard(defaults, frozenset(interleave), classes)
+    by_id = {id(original): (name, original) for name, original in twins.items()}
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType) or module.__name__.startswith(_IMPLEMENTATION):
             continue
         for name, value in list(vars(module).items()):
-            if (found := by_id.get(id(value))) is not None and found[1] is value:
-                _replace(module, name, ours[found[0]])
+            if (twin := by_id.get(id(value))) is not None and twin[1] is value:
+                _replace(module, name, replacements[twin[0]])
     places = sorted({module.__name__ for module, *_ in _replaced})
     _replace(Optimizer, "add_param_group", _checking_rows(Optimizer.add_param_group))
     stage: Any = _stage_class()
@@ -84,9 +84,9 @@ def install(*, interleave: Collection[str] = (), **defaults: Any) -> None:
     _LOG.info("%s: shardwise now replaces FSDP2, with %s, in %s", here(), defaults or "its defaults", places)
 
 
-def _replace(owner: Any, name: str, ours: Any) -> None:
-    _replaced.append((owner, name, getattr(owner, name), ours))
-    setattr(owner, name, ours)
+def _replace(owner: Any, name: str, replacement: Any) -> None:
+    _replaced.append((owner, name, getattr(owner, name), replacement))
+    setattr(owner, name, replacement)
 
 
 def _stage_class() -> type:
@@ -98,9 +98,9 @@ def _stage_class() -> type:
 
 def uninstall() -> None:
     """Restore torch's names in every module that `install` changed. Sharded modules stay sharded."""
-    for module, name, theirs, ours in _replaced:
-        if getattr(module, name, None) is ours:
-            setattr(module, name, theirs)
+    for module, name, original, replacement in _replaced:
+        if getattr(module, name, None) is replacement:
+            setattr(module, name, original)
     _replaced.clear()
 
 
@@ -111,7 +111,7 @@ def _twins() -> dict[str, Any]:
     return {name: getattr(public[0], name) for name in names if hasattr(public[0], name)}
 
 
-def _ours(name: str) -> Any:
+def _replacement_of(name: str) -> Any:
     return getattr(fsdp, name, None) or getattr(mesh, name)
 
 
@@ -140,36 +140,36 @@ def _fully_shard(
     inputs = importlib.import_module(_PRIVATE_INPUTS)
     for name in ("ShardPlacementResult", "FSDPMeshInfo", "HSDPMeshInfo", "DDPMeshInfo"):
         if hasattr(inputs, name):
-            classes[getattr(inputs, name)] = _ours(name)
+            classes[getattr(inputs, name)] = _replacement_of(name)
     interleaved = {name: value for name, value in defaults.items() if name not in _OF_LAYOUTS}
 
     @functools.wraps(fsdp.fully_shard)
-    def fully_shard(module: nn.Module | list[nn.Module], **given: Any) -> Any:
-        known: dict[int, tuple[Any, Any]] = {}  # parameters that share a mesh info must still share it
+    def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> Any:
+        translations: dict[int, tuple[Any, Any]] = {}  # parameters that share a mesh info must still share it
 
         def translated(value: Any) -> Any:
-            if (wanted := classes.get(type(value))) is None or not dataclasses.is_dataclass(value):
+            if (target := classes.get(type(value))) is None or not dataclasses.is_dataclass(value):
                 return value
-            if id(value) not in known:
+            if id(value) not in translations:
                 fields = [field.name for field in dataclasses.fields(value) if field.init]
-                ours = wanted(**{name: translated(getattr(value, name)) for name in fields})
-                known[id(value)] = (value, ours)
-            return known[id(value)][1]
+                replacement = target(**{name: translated(getattr(value, name)) for name in fields})
+                translations[id(value)] = (value, replacement)
+            return translations[id(value)][1]
 
-        listed = module if isinstance(module, list) else [module]
-        apart = any(type(one).__name__ in interleave for one in listed)
-        options = (interleaved if apart else defaults) | {name: translated(v) for name, v in given.items()}
+        modules = module if isinstance(module, list) else [module]
+        matched = any(type(m).__name__ in interleave for m in modules)
+        options = (interleaved if matched else defaults) | {name: translated(v) for name, v in kwargs.items()}
         if (place := options.get("shard_placement_fn")) is not None:
             options["shard_placement_fn"] = lambda param: translated(place(param))
         try:
             return fsdp.fully_shard(module, **options)
         except ShardingError as refusal:
-            if "layout" not in defaults or "layout" in given:
+            if "layout" not in defaults or "layout" in kwargs:
                 raise
             rest = {name: value for name, value in options.items() if name not in _OF_LAYOUTS}
-            found = fsdp.fully_shard(module, **rest)  # the caller did not ask for a layout
+            sharded = fsdp.fully_shard(module, **rest)  # the caller did not ask for a layout
             _LOG.warning("%s; using the interleaved layout instead", refusal)
-            return found
+            return sharded
 
     fully_shard.state = state  # type: ignore[attr-defined]
     fully_shard.defaults = defaults  # type: ignore[attr-defined]
@@ -178,5 +178,5 @@ def _fully_shard(
 
 def state(module: nn.Module) -> StateOfStage | None:
     """Return the module's state, as torch's `fully_shard.state` does; None if it is not sharded."""
-    found = state_of(module)
-    return None if found is None else StateOfStage(found)
+    module_state = state_of(module)
+    return None if module_state is None else StateOfStage(module_state)

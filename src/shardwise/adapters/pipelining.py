@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import ShardingError, here
-from shardwise.fsdp.finalization import reduce_what_is_left
+from shardwise.fsdp.finalization import reduce_unsynced
 from shardwise.fsdp.module_state import ModuleState, state_of
 from shardwise.optim import norm
 
@@ -36,7 +36,7 @@ class StateOfStage:
     def _root_post_backward_final_callback(self) -> None:
         """Reduce the gradients that backwards left unreduced. Collective over the module's mesh."""
         if self._state.schedule is not None:
-            reduce_what_is_left(self._state).wait()
+            reduce_unsynced(self._state).wait()
 
 
 def backward_of_stages(backward: Callable[..., Any]) -> Callable[..., Any]:

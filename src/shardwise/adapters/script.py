@@ -19,16 +19,14 @@ def check_script(target: str, *, is_module: bool = False) -> None:
     if is_module:
         sys.path.insert(0, "")
         try:
-            found = importlib.util.find_spec(target) is not None
+            exists = importlib.util.find_spec(target) is not None
         except ModuleNotFoundError:
-            found = False
+            exists = False
         finally:
             del sys.path[0]
-        if not found:
+        if not exists:
             raise ShardwiseError(f"No such module: {target}")
-    elif not (found_at := Path(target)).exists() or (
-        found_at.is_dir() and not (found_at / "__main__.py").is_file()
-    ):
+    elif not (path := Path(target)).exists() or (path.is_dir() and not (path / "__main__.py").is_file()):
         raise ShardwiseError(f"No such script: {target} (in {Path.cwd()})")
 
 
@@ -51,17 +49,17 @@ def run_script(target: str, arguments: list[str], *, is_module: bool = False, **
             runpy.run_path(target, run_name="__main__")
     except SystemExit as ended:
         if not ended.code:
-            note(what_was_sharded())
+            note(sharding_summary())
         raise
-    note(what_was_sharded())
+    note(sharding_summary())
 
 
-def what_was_sharded() -> str:
+def sharding_summary() -> str:
     """Return one line with the number of modules that this process sharded in each layout."""
     if not sharded_modules:
         return (
             "shardwise: WARNING: nothing was sharded: the script never called fully_shard, neither torch's,"
             " which shardwise replaces, nor shardwise's; did it train with DDP, or on one device?"
         )
-    found = ", ".join(f"{count} {layout}" for layout, count in sorted(sharded_modules.items()))
-    return f"shardwise: modules sharded: {found}"
+    counts = ", ".join(f"{count} {layout}" for layout, count in sorted(sharded_modules.items()))
+    return f"shardwise: modules sharded: {counts}"

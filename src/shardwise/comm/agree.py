@@ -29,7 +29,7 @@ from torch import Tensor
 from shardwise import _compat
 from shardwise.comm.api import backend_of, backends
 from shardwise.comm.differences import by_ranks, differences
-from shardwise.comm.gloo import issued
+from shardwise.comm.gloo import operation_counter
 from shardwise.comm.watch import announced, explaining
 from shardwise.errors import CheckpointError, RankMismatchError, ShardwiseError, here
 
@@ -78,18 +78,18 @@ def agree(
     Raises:
         RankMismatchError: on every rank of the groups, if any two descriptions differ.
     """
-    heard: dict[str, None] = {}
-    for one in [group] if isinstance(group, dist.ProcessGroup) else group:
-        # Includes what was heard: ranks that did not hear it then differ, and all exchange texts.
-        agreement = Agreement(_NEXT.join((description, *heard)), group=one, what=what, device=device)
-        said = {rank: text.split(_NEXT) for rank, text in agreement.differing().items()}
-        described = {rank: words[0] for rank, words in said.items()}
+    reports: dict[str, None] = {}
+    for subgroup in [group] if isinstance(group, dist.ProcessGroup) else group:
+        # Includes earlier reports: ranks without them then differ, and all exchange texts.
+        agreement = Agreement(_NEXT.join((description, *reports)), group=subgroup, what=what, device=device)
+        replies = {rank: text.split(_NEXT) for rank, text in agreement.differing().items()}
+        described = {rank: words[0] for rank, words in replies.items()}
         if len(set(described.values())) > 1:
-            heard[differences(described)] = None
-        heard |= {found: None for words in said.values() for found in words[1:]}
+            reports[differences(described)] = None
+        reports |= {report: None for words in replies.values() for report in words[1:]}
     # Raise only after the last group: until then ranks of other groups wait for this one's word.
-    if heard:
-        raise _mismatch(what, "\n".join(heard), advice)
+    if reports:
+        raise _mismatch(what, "\n".join(reports), advice)
 
 
 class Agreement:
@@ -107,16 +107,16 @@ class Agreement:
         self, description: str, *, group: dist.ProcessGroup, what: str, device: torch.device | None = None
     ) -> None:
         """Send this rank's word. Arguments are those of `agree`."""
-        self._description, self._group, self._own = description, group, fingerprint(description)
+        self._description, self._group, self._fingerprint = description, group, fingerprint(description)
         self._what = what
-        self.tag = _AGREED_TAGS + (next(issued(group)) % 256 << 20) + self._own % (1 << 20)
+        self.tag = _AGREED_TAGS + (next(operation_counter(group)) % 256 << 20) + self._fingerprint % (1 << 20)
         self._words: dict[int, tuple[dist.Work | None, Tensor]] = {}
         self._sends: list[dist.Work] = []
         if group.size() == 1 or _compat.is_fake(torch.empty(0)):
             return
         self._device = device or device_of(group)
         # An attribute, as gloo sends from this memory until `differing` has waited.
-        self._word = torch.tensor([self._own], dtype=torch.int64, device=self._device)
+        self._word = torch.tensor([self._fingerprint], dtype=torch.int64, device=self._device)
         with explaining(group, f"agree about {what}"):
             self._tell(group)
 
@@ -147,18 +147,18 @@ class Agreement:
     def differing(self) -> dict[int, str]:
         """Return every rank's description if any two differ, else nothing; equal on every rank."""
         with explaining(self._group, f"agree about {self._what}"):
-            said = {peer: self._said(peer) for peer in self._words}
+            words = {peer: self._word_of(peer) for peer in self._words}
             # A peer whose word came may not have posted its receive yet; until then gloo reads this word.
             for work in self._sends:
                 work.wait(_GROUP_TIMEOUT)
         self._sends.clear()
-        if all(word == self._own for word in said.values()):
+        if all(word == self._fingerprint for word in words.values()):
             return {}
         # All ranks have the same words, so all come here or none.
         texts = gather_text(self._description, group=self._group, device=self._device)
         return dict(zip(dist.get_process_group_ranks(self._group), texts, strict=True))
 
-    def _said(self, peer: int) -> int:
+    def _word_of(self, peer: int) -> int:
         work, word = self._words[peer]
         if work is not None:
             work.wait(_GROUP_TIMEOUT)
@@ -168,10 +168,10 @@ class Agreement:
 
 
 def _mismatch(
-    what: str, found: str, advice: str = "Make the same call with the same arguments on every rank."
+    subject: str, details: str, advice: str = "Make the same call with the same arguments on every rank."
 ) -> RankMismatchError:
     return RankMismatchError(
-        f"{here()}: ranks disagree about {what}, so their messages would not match.\n{found}\n{advice}"
+        f"{here()}: ranks disagree about {subject}, so their messages would not match.\n{details}\n{advice}"
     )
 
 
@@ -179,7 +179,7 @@ def _mismatch(
 
 
 def together(
-    what: str,
+    operation: str,
     action: Callable[[], _T],
     *,
     group: dist.ProcessGroup | None = None,
@@ -190,8 +190,8 @@ def together(
     Collective over `group`, by default all ranks; without a process group, only this process takes part.
 
     Args:
-        what: the action in words, for the error: "loading x". Where the order of collectives is compared,
-            ranks whose first words differ raise, so each public call uses its own first word.
+        operation: the action in words, for the error: "loading x". Where the order of collectives is
+            compared, ranks whose first words differ raise, so each public call uses its own first word.
         action: returns a value that JSON can hold (tuples come back as lists).
         group: the ranks that take part.
         kind: the class of the error.
@@ -208,68 +208,67 @@ def together(
     except Exception as error:
         # Kept, not raised: the other ranks wait for this one's text below.
         own = error
-        text = json.dumps([None, _said_by(error)])
+        text = json.dumps([None, _text_of(error)])
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
     # Announced, so that if a rank never comes, the others' error says where it is.
-    with announced(group, f"tell how {what.partition(' ')[0]} went"):
-        every = [json.loads(each) for each in (gather_text(text, group=group) if group else [text])]
+    with announced(group, f"tell how {operation.partition(' ')[0]} went"):
+        replies = [json.loads(reply) for reply in (gather_text(text, group=group) if group else [text])]
     ranks = dist.get_process_group_ranks(group) if group else [0]
-    raise_all(
-        what, {rank: found for rank, (_, found) in zip(ranks, every, strict=True)}, kind=kind, cause=own
-    )
-    return [result for result, _ in every]
+    errors = {rank: error for rank, (_, error) in zip(ranks, replies, strict=True)}
+    raise_all(operation, errors, kind=kind, cause=own)
+    return [result for result, _ in replies]
 
 
-def each_its_own(what: str, action: Callable[[], _T]) -> _T:
+def each_its_own(operation: str, action: Callable[[], _T]) -> _T:
     """Run `action` on all ranks, as `together` does; return this rank's result, whatever its type."""
-    made: list[_T] = []
-    together(what, lambda: made.append(action()))
-    return made.pop()
+    results: list[_T] = []
+    together(operation, lambda: results.append(action()))
+    return results.pop()
 
 
 def raise_all(
-    what: str,
+    operation: str,
     problems: Mapping[int, str | None],
     *,
     kind: type[ShardwiseError] = CheckpointError,
     cause: Exception | None = None,
 ) -> None:
     """Raise if any rank has a problem; `problems` must be known to every rank. Local."""
-    found = {rank: problem for rank, problem in problems.items() if problem is not None}
-    if found:
-        raise kind(f"{what} failed\n{by_ranks(found)}") from cause
+    reported = {rank: problem for rank, problem in problems.items() if problem is not None}
+    if reported:
+        raise kind(f"{operation} failed\n{by_ranks(reported)}") from cause
 
 
 def merge_or_raise(
-    what: str, described: Sequence[Mapping[str, Any]], kinds: Mapping[str, str]
+    operation: str, described: Sequence[Mapping[str, Any]], kinds: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
     """Merge what ranks described by name, for each of `kinds`; every rank must know `described`. Local.
 
     Args:
-        what: the action in words, for the error.
+        operation: the action in words, for the error.
         described: by rank, its entries by kind and name, as JSON; equal on every rank.
         kinds: each kind, with the advice on how to fix a difference.
 
     Raises:
         CheckpointError: on every rank, naming the higher of two ranks whose entries differ.
     """
-    found: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
+    merged: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
     problems: dict[int, str | None] = {}
     for rank, own in enumerate(described):
         wrong = []
         for kind, fix in kinds.items():
             for name, entry in own[kind].items():
-                expected = found[kind].setdefault(name, entry)
+                expected = merged[kind].setdefault(name, entry)
                 if json.dumps(expected) != json.dumps(entry):
                     wrong.append(
                         f"{name}: expected {expected!r:.200} as on a lower rank, found {entry!r:.200}. {fix}"
                     )
         problems[rank] = "\n".join(wrong) or None
-    raise_all(what, problems)
-    return found
+    raise_all(operation, problems)
+    return merged
 
 
-def _said_by(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     """Return an error's text without the rank, so that ranks that fail in the same way report the same."""
     text = str(error).removeprefix(f"{here()}: ")
     return text if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {text}"
@@ -310,9 +309,9 @@ def gather_text(text: str, *, group: dist.ProcessGroup, device: torch.device | N
     ]
 
 
-def _all_gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    gathered = mine.new_empty(group.size() * mine.numel())
-    _compat.all_gather_single(gathered, mine, group, async_op=False)
+def _all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    gathered = local.new_empty(group.size() * local.numel())
+    _compat.all_gather_single(gathered, local, group, async_op=False)
     return gathered
 
 

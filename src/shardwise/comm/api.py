@@ -121,11 +121,11 @@ class SymmetricAllGather(DefaultAllGather):
     """
 
     def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device) -> None:
-        found = backend_of(group, device)
-        if device.type != "cuda" or found != "nccl" or backend != "NCCL":
+        actual = backend_of(group, device)
+        if device.type != "cuda" or actual != "nccl" or backend != "NCCL":
             raise ShardingError(
                 f"{here()}: symmetric memory needs backend 'NCCL' on CUDA devices, got {backend!r} with the"
-                f" process group's backend {found!r} on {device.type}; leave set_symm_mem_for_comm out there"
+                f" process group's backend {actual!r} on {device.type}; leave set_symm_mem_for_comm out there"
             )
         _compat.use_symmetric_memory(backend)
         self.group = group
@@ -144,17 +144,17 @@ class SymmetricAllGather(DefaultAllGather):
         if free is None:  # on all ranks at once, since they gather the same
             buffer = _compat.symmetric_empty(key[0], dtype, device, self.group)
         else:
-            buffer, _, before = buffers.pop(free)
-            if before != stream:  # a gather that the user began runs on computation's stream
-                stream.wait_stream(before)
+            buffer, _, previous = buffers.pop(free)
+            if previous != stream:  # a gather that the user began runs on computation's stream
+                stream.wait_stream(previous)
         # A new tensor each time: when it is gone, nothing uses the buffer any more.
-        given = buffer.view(-1)
-        buffers.append((buffer, weakref.ref(given), stream))
-        return given
+        view = buffer.view(-1)
+        buffers.append((buffer, weakref.ref(view), stream))
+        return view
 
 
 def _unused(buffers: Sequence[tuple[Tensor, weakref.ref[Tensor], torch.Stream]]) -> int | None:
-    return next((place for place, (_, given, _) in enumerate(buffers) if given() is None), None)
+    return next((place for place, (_, ref, _) in enumerate(buffers) if ref() is None), None)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -103,6 +103,6 @@ def extreme(values: Tensor, reduce: Callable[[Tensor], Tensor], *, largest: bool
     no_number = values.isnan()
     sign = 1 if largest else -1
     # One reduction covers both: with its sign, any rank's flag prevails over the others' zeros.
-    both = torch.stack([values.masked_fill(no_number, 0), no_number.to(values.dtype) * sign])
-    value, no_number = reduce(both).unbind()
+    stacked = torch.stack([values.masked_fill(no_number, 0), no_number.to(values.dtype) * sign])
+    value, no_number = reduce(stacked).unbind()
     return value.masked_fill(no_number != 0, torch.nan)

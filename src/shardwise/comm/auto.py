@@ -66,7 +66,7 @@ class AutoReduceScatter(DefaultReduceScatter):
 
 
 def transport(comm: object, nbytes: int, group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """Return what moves a buffer of `nbytes` bytes, and the reason, in words."""
+    """Return the transport of a buffer of `nbytes` bytes, and the reason, in words."""
     if group is None or group.size() == 1:
         return "nobody: a rank alone"
     if not isinstance(comm, (AutoAllGather, AutoReduceScatter)):
@@ -83,9 +83,9 @@ _over_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
 def over_gloo(group: dist.ProcessGroup) -> bool:
     """Return whether `group` moves CPU tensors over gloo; its first call then runs `set_batch_scheduling`."""
-    known = _over_gloo.get(group)
-    if known is None:
-        known = _over_gloo[group] = "cpu:gloo" in dist.get_backend_config(group).split(",")
-        if known:
+    uses_gloo = _over_gloo.get(group)
+    if uses_gloo is None:
+        uses_gloo = _over_gloo[group] = "cpu:gloo" in dist.get_backend_config(group).split(",")
+        if uses_gloo:
             set_batch_scheduling()
-    return known
+    return uses_gloo

@@ -30,13 +30,13 @@ def differences(texts: Mapping[int, str]) -> str:
     own = [[line for line in text.splitlines() if line not in common] for text, _ in ordered]
     if not any(own):
         return "\n".join(["Only the order differs; where it does first, there is", *_first_apart(ordered)])
-    found = []
+    report = []
     for (_, ranks), lines in zip(ordered, own, strict=True):
-        other = next(each for each in own if each is not lines)
-        found.append(f"Only on {named(ranks)}:")
+        other = next(candidate for candidate in own if candidate is not lines)
+        report.append(f"Only on {named(ranks)}:")
         parts = [_excerpt(line, against or "") for line, against in zip_longest(lines, other[: len(lines)])]
-        found += _listed(parts or ["nothing"])
-    return "\n".join(found)
+        report += _listed(parts or ["nothing"])
+    return "\n".join(report)
 
 
 def by_ranks(problems: Mapping[int, str]) -> str:
@@ -45,7 +45,7 @@ def by_ranks(problems: Mapping[int, str]) -> str:
     for rank, problem in sorted(problems.items()):
         for line in dict.fromkeys(problem.splitlines()) or ["an error without text"]:
             ranks.setdefault(line.strip(), []).append(rank)
-    return "\n".join(_listed([f"{named(found)}: {line}" for line, found in ranks.items()]))
+    return "\n".join(_listed([f"{named(reporters)}: {line}" for line, reporters in ranks.items()]))
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -62,16 +62,16 @@ def _first_apart(sides: Sequence[tuple[str, list[int]]]) -> list[str]:
 
 
 def _listed(lines: Sequence[str]) -> list[str]:
-    more = [f"  ... and {len(lines) - _SHOWN_LINES} more lines"] if len(lines) > _SHOWN_LINES else []
-    return [f"  {line}" for line in lines[:_SHOWN_LINES]] + more
+    remainder = [f"  ... and {len(lines) - _SHOWN_LINES} more lines"] if len(lines) > _SHOWN_LINES else []
+    return [f"  {line}" for line in lines[:_SHOWN_LINES]] + remainder
 
 
 def _excerpt(line: str, other: str) -> str:
     """Return `line`; if it is long, the part around its first difference from `other`."""
     if len(line) <= _SHOWN_CHARACTERS:
         return line
-    same = min(len(line), len(other))
-    at = next((at for at in range(same) if line[at] != other[at]), same)
-    begin = max(0, at - _BEFORE)
+    length = min(len(line), len(other))
+    first = next((i for i in range(length) if line[i] != other[i]), length)
+    begin = max(0, first - _BEFORE)
     end = begin + _SHOWN_CHARACTERS
     return ("..." if begin else "") + line[begin:end] + ("..." if end < len(line) else "")

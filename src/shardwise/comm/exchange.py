@@ -83,8 +83,8 @@ def exchange(
     receives: dict[int, list[Tensor]] = {}
     for message in messages:
         if message.sender == rank:
-            taken = part(*source[message.source], message.box)
-            sends.setdefault(message.receiver, []).append(taken)
+            piece = part(*source[message.source], message.box)
+            sends.setdefault(message.receiver, []).append(piece)
         if message.receiver == rank:
             filled = part(*target[message.target], message.box)
             receives.setdefault(message.sender, []).append(filled)
@@ -132,19 +132,19 @@ class AllToAll:
             messages: those that name this rank; between two ranks, in the same order on both.
         """
         rank, self._group = group.rank(), group
-        out = [m for m in messages if m.sender == rank != m.receiver]
-        come = [m for m in messages if m.receiver == rank != m.sender]
+        outbound = [m for m in messages if m.sender == rank != m.receiver]
+        inbound = [m for m in messages if m.receiver == rank != m.sender]
         like = torch.empty(0, dtype=dtype, device=device)
-        self._sent, self.outgoing = _end_to_end(out, [m.receiver for m in out], group.size(), like)
-        self._received, self.incoming = _end_to_end(come, [m.sender for m in come], group.size(), like)
+        self._sent, self.outgoing = _end_to_end(outbound, [m.receiver for m in outbound], group.size(), like)
+        self._received, self.incoming = _end_to_end(inbound, [m.sender for m in inbound], group.size(), like)
 
     def send(self, *, back: bool = False) -> dist.Work:
         """Send `outgoing` to `incoming`, or `back`; wait for the returned work. Collective."""
-        (to, to_bytes), (of, of_bytes) = (
+        (dst, dst_bytes), (src, src_bytes) = (
             (self._sent, self._received) if back else (self._received, self._sent)
         )
         # Asynchronous, so that the caller can work meanwhile; `self` keeps both buffers until it has waited.
-        work = dist.all_to_all_single(to, of, to_bytes, of_bytes, group=self._group, async_op=True)
+        work = dist.all_to_all_single(dst, src, dst_bytes, src_bytes, group=self._group, async_op=True)
         return cast(dist.Work, work)
 
 
@@ -153,12 +153,12 @@ def _end_to_end(
 ) -> tuple[tuple[Tensor, list[int]], list[tuple[Message, Tensor]]]:
     """Return a buffer of bytes, the number for each peer, and each message with its view, by peer."""
     # A stable sort: messages between two ranks keep their order, which is equal on both.
-    placed = sorted(zip(peers, messages, strict=True), key=lambda pair: pair[0])
-    sizes = [message.box.numel for _, message in placed]
+    ordered = sorted(zip(peers, messages, strict=True), key=lambda pair: pair[0])
+    sizes = [message.box.numel for _, message in ordered]
     buffer, counts = like.new_empty(sum(sizes)), [0] * ranks
-    for (peer, _), size in zip(placed, sizes, strict=True):
+    for (peer, _), size in zip(ordered, sizes, strict=True):
         counts[peer] += size * like.itemsize
-    views = zip(placed, buffer.split(sizes), strict=True)
+    views = zip(ordered, buffer.split(sizes), strict=True)
     return (buffer.view(torch.uint8), counts), [(m, view.view(m.box.sizes)) for (_, m), view in views]
 
 
@@ -174,7 +174,7 @@ def gather(held: Sequence[Sequence[Box]], whole: Tensor, *, group: dist.ProcessG
     """
     all_of_it, ranks = Box.whole(whole.shape), len(held)
     parts = [[part(all_of_it, whole, box) for box in boxes if not box.is_empty] for boxes in held]
-    numels = [sum(each.numel() for each in pieces) for pieces in parts]
+    numels = [sum(piece.numel() for piece in pieces) for pieces in parts]
     holders = [rank for rank, numel in enumerate(numels) if numel]
     if not holders or ranks == 1:
         return
@@ -184,41 +184,41 @@ def gather(held: Sequence[Sequence[Box]], whole: Tensor, *, group: dist.ProcessG
         for rank in holders:
             wire, staged = _buffer(parts[rank], whole.device)
             # Needed only on the sender: on receivers the broadcast overwrites it.
-            _copy((view, own) for own, view in staged)
+            _copy((view, piece) for piece, view in staged)
             dist.broadcast(wire, group=group, group_src=rank)
             _copy(staged)
         return
-    flat = [each.reshape(-1) for each in parts[group.rank()]]
+    flat = [piece.reshape(-1) for piece in parts[group.rank()]]
     if padding := largest - numels[group.rank()]:
         flat.append(whole.new_zeros(padding))
     # Sent from its own memory, if that is contiguous.
-    mine = flat[0] if len(flat) == 1 and flat[0].stride(0) == 1 else torch.cat(flat)
+    local = flat[0] if len(flat) == 1 and flat[0].stride(0) == 1 else torch.cat(flat)
     if traced:
-        gathered = _compat.traced_all_gather(mine, ranks, group.group_name)
+        gathered = _compat.traced_all_gather(local, ranks, group.group_name)
     else:
-        gathered = mine.new_empty(ranks * largest)
-        sent, received = mine.view(torch.uint8), gathered.view(torch.uint8)
+        gathered = local.new_empty(ranks * largest)
+        sent, received = local.view(torch.uint8), gathered.view(torch.uint8)
         _compat.all_gather_single(received, sent, group, async_op=False)
     for rank, pieces in enumerate(parts):
         begin = rank * largest
-        for into in pieces:
-            into.copy_(gathered[begin : begin + into.numel()].view(into.shape))
-            begin += into.numel()
+        for piece in pieces:
+            piece.copy_(gathered[begin : begin + piece.numel()].view(piece.shape))
+            begin += piece.numel()
 
 
-def part(box: Box, tensor: Tensor, of: Box) -> Tensor:
-    """Return the view of the part `of` in `tensor`, which holds `box`.
+def part(box: Box, tensor: Tensor, inner: Box) -> Tensor:
+    """Return the view of the part `inner` in `tensor`, which holds `box`.
 
     Raises:
-        ShardingError: `of` leaves `box`.
+        ShardingError: `inner` leaves `box`.
     """
-    if of == box:
+    if inner == box:
         return tensor
-    begins = [begin - offset for begin, offset in zip(of.offsets, box.offsets, strict=True)]
-    ends = [begin + size for begin, size in zip(begins, of.sizes, strict=True)]
+    begins = [begin - offset for begin, offset in zip(inner.offsets, box.offsets, strict=True)]
+    ends = [begin + size for begin, size in zip(begins, inner.sizes, strict=True)]
     if min(begins, default=0) < 0 or any(end > size for end, size in zip(ends, box.sizes, strict=True)):
         raise ShardingError(
-            f"{here()}: expected a part of {box}, got {of}, which leaves it; take their intersection"
+            f"{here()}: expected a part of {box}, got {inner}, which leaves it; take their intersection"
         )
     return tensor[tuple(map(slice, begins, ends))]
 
@@ -308,8 +308,8 @@ def _buffer(pieces: list[Tensor], device: torch.device) -> tuple[Tensor, list[tu
 
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    for to, taken in pairs:
-        to.copy_(taken)
+    for target, source in pairs:
+        target.copy_(source)
 
 
 # Errors

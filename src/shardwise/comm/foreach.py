@@ -79,33 +79,33 @@ def foreach_all_gather(
     if len(inputs) > 1:
         dtype = gather_dtype(dtypes)
         # Shards that are sent as bytes are counted in bytes.
-        scale = [wanted.itemsize if dtype == torch.uint8 else 1 for wanted in dtypes]
+        scale = [target.itemsize if dtype == torch.uint8 else 1 for target in dtypes]
         numel = sum(t.numel() * s for t, s in zip(inputs, scale, strict=True))
     ranks = 1 if group is None else group.size()
     # An asynchronous gather allocates and copies on the current stream: its caller prefetches on
     # purpose and wants no memory that belongs to another stream.
     side = None if async_op else streams
-    only = inputs[0]
-    in_place = len(inputs) == 1 and only.dtype == dtype and only.device == device
+    single = inputs[0]
+    in_place = len(inputs) == 1 and single.dtype == dtype and single.device == device
     if in_place and ranks == 1:  # a hook may have made it on `copy_in`
-        return AllGatherResult(only, inputs, None if side is None else record_event(side.copy_in), None)
+        return AllGatherResult(single, inputs, None if side is None else record_event(side.copy_in), None)
     if group is not None and in_place and side is None:
         output = comm.allocate((numel * ranks,), dtype=dtype, device=device)
-        work = comm(output_tensor=output, input_tensor=only, group=group, async_op=async_op)
+        work = comm(output_tensor=output, input_tensor=single, group=group, async_op=async_op)
         return AllGatherResult(output, inputs, None, work)
     # Allocated on the stream that writes it first; the result keeps it until other streams have used it.
     with nullcontext() if side is None else side.copy_in:
         output = comm.allocate((numel * ranks,), dtype=dtype, device=device)
         if in_place:
-            shard = only
+            shard = single
         else:
             # This rank's slice of the output, so that the all-gather sends in place.
             shard = output.narrow(0, numel * (0 if group is None else group.rank()), numel)
             if dtype == torch.uint8:
                 # Cast before viewing as bytes.
-                inputs = [t.to(device, wanted) for t, wanted in zip(inputs, dtypes, strict=True)]
+                inputs = [t.to(device, target) for t, target in zip(inputs, dtypes, strict=True)]
             if len(inputs) == 1:
-                shard.copy_(only, non_blocking=True)
+                shard.copy_(single, non_blocking=True)
             else:
                 copy_in(inputs, out=shard)
     # No gather follows: the copy-out waits for the copy-in itself.
@@ -198,8 +198,8 @@ class Reduction:
     def ends_with_scatter(self) -> bool:
         """Whether the reduce-scattered tensor is already the final result, on the current stream."""
         # If so, the shard needs no further step, and no result that keeps buffers.
-        more = (self.streams, self.replicate_group, self.hook)
-        return more == (None,) * 3 and self.factors.after in (None, 1) and self.dtype == self.result_dtype
+        steps = (self.streams, self.replicate_group, self.hook)
+        return steps == (None,) * 3 and self.factors.after in (None, 1) and self.dtype == self.result_dtype
 
 
 Input = tuple[Sequence[Tensor], torch.Event]  # tensors that a reduction uses, and the event after that
@@ -228,8 +228,8 @@ def foreach_reduce_scatter_copy_in(grads: Sequence[Tensor], out: Tensor, ranks: 
         _raise_total("padded gradients", rows.numel() if filled else 0, numel)
 
 
-def _raise_total(what: str, found: int, expected: int) -> NoReturn:
-    raise ShardingError(f"{here()}: the {what} hold {found} elements, the buffer {expected}")
+def _raise_total(subject: str, total: int, expected: int) -> NoReturn:
+    raise ShardingError(f"{here()}: the {subject} hold {total} elements, the buffer {expected}")
 
 
 def foreach_reduce(
@@ -287,11 +287,11 @@ def foreach_reduce(
 
 
 def reduce_scatter(
-    reduce_input: Tensor, how: Reduction, *, out: Tensor | None = None
+    reduce_input: Tensor, plan: Reduction, *, out: Tensor | None = None
 ) -> tuple[Tensor, torch.Event | None]:
     """Reduce-scatter `reduce_input` (1-D; consumed), which the current stream has written.
 
-    Collective over `how.shard_group`; without one the input itself is the shard.
+    Collective over `plan.shard_group`; without one the input itself is the shard.
 
     Args:
         out: receives the shard; allocated if None.
@@ -299,66 +299,66 @@ def reduce_scatter(
     Returns:
         The shard and, on an accelerator, an event after which the input may be freed.
     """
-    streams = how.streams
+    streams = plan.streams
     if streams is not None:
         # At this point of the current stream the copies are complete; the host does not block.
-        streams.reduce_scatter.wait_stream(current_stream(how.device))
+        streams.reduce_scatter.wait_stream(current_stream(plan.device))
         with streams.reduce_scatter:
             # Without `out` the shard is memory of this stream, on which all later steps run.
-            shard, _ = reduce_scatter(reduce_input, how.on_current_stream, out=out)
+            shard, _ = reduce_scatter(reduce_input, plan.on_current_stream, out=out)
             # Here, not after later steps: the input may be freed once it was read.
             return shard, record_event(streams.reduce_scatter)
-    if how.factors.before is not None and how.factors.before != 1:
+    if plan.factors.before is not None and plan.factors.before != 1:
         # Before the sum, which would otherwise overflow fp16 on many ranks.
-        reduce_input.div_(how.factors.before)
-    group = how.shard_group
-    if group is None or how.shard_ranks == 1:
+        reduce_input.div_(plan.factors.before)
+    group = plan.shard_group
+    if group is None or plan.shard_ranks == 1:
         # No copy: the input is the shard; code that keeps inputs for streams must take account of that.
         return (reduce_input if out is None else out.copy_(reduce_input)), None
     if out is None:  # `shard_memory`, without its call
-        size = (reduce_input.shape[0] // how.shard_ranks,)
-        out = how.comm.allocate(size, dtype=how.dtype, device=how.device)
-    how.comm(output_tensor=out, input_tensor=reduce_input, group=group, op=how.factors.reduce_scatter_op)
+        size = (reduce_input.shape[0] // plan.shard_ranks,)
+        out = plan.comm.allocate(size, dtype=plan.dtype, device=plan.device)
+    plan.comm(output_tensor=out, input_tensor=reduce_input, group=group, op=plan.factors.reduce_scatter_op)
     return out, None
 
 
-def shard_memory(how: Reduction, numel: int) -> Tensor:
+def shard_memory(plan: Reduction, numel: int) -> Tensor:
     """Allocate a reduced shard, as memory of the current stream."""
-    return how.comm.allocate((numel,), dtype=how.dtype, device=how.device)
+    return plan.comm.allocate((numel,), dtype=plan.dtype, device=plan.device)
 
 
 def finish_reduction(
-    shard: Tensor, how: Reduction, *, inputs: Sequence[Input], partial: Tensor | None
+    shard: Tensor, plan: Reduction, *, inputs: Sequence[Input], partial: Tensor | None
 ) -> ReduceResult:
     """Reduce a reduce-scattered shard over the replicate axis, divide it and cast it.
 
-    Collective over `how.replicate_group` unless `how.all_reduce` is false.
+    Collective over `plan.replicate_group` unless `plan.all_reduce` is false.
     """
-    streams = how.streams
+    streams = plan.streams
     # On the stream that reduces; undivided, since the sum of all backwards is divided once.
-    if partial is not None or (how.replicate_group is not None and not how.all_reduce):
+    if partial is not None or (plan.replicate_group is not None and not plan.all_reduce):
         with nullcontext() if streams is None else streams.reduce_scatter:
             if partial is not None:
                 # `ReduceResult.added` keeps it: this stream may read memory of computation's stream.
                 shard += partial
-        if how.replicate_group is not None and not how.all_reduce:
+        if plan.replicate_group is not None and not plan.all_reduce:
             stream = None if streams is None else streams.reduce_scatter
             return ReduceResult(None, shard, inputs, shard, partial, stream)
     stream, reduced = None, shard
-    if streams is not None or how.replicate_group is not None or how.hook is not None:
-        reduced, stream = _reduce_over_replicas(shard, how)
+    if streams is not None or plan.replicate_group is not None or plan.hook is not None:
+        reduced, stream = _reduce_over_replicas(shard, plan)
     if stream is None:
-        return ReduceResult(_divide(reduced, how), None, inputs, shard, partial, None)
+        return ReduceResult(_divide(reduced, plan), None, inputs, shard, partial, None)
     # After its last reduction, without an event: the caller that tracks the result records one after this.
     with stream:
-        return ReduceResult(_divide(reduced, how), None, inputs, shard, partial, stream)
+        return ReduceResult(_divide(reduced, plan), None, inputs, shard, partial, stream)
 
 
-def _divide(shard: Tensor, how: Reduction) -> Tensor:
-    if how.factors.after is not None and how.factors.after != 1:
+def _divide(shard: Tensor, plan: Reduction) -> Tensor:
+    if plan.factors.after is not None and plan.factors.after != 1:
         # In place and after the hook, as in FSDP2.
-        shard.div_(how.factors.after)
-    return shard if shard.dtype == how.result_dtype else shard.to(how.result_dtype)
+        shard.div_(plan.factors.after)
+    return shard if shard.dtype == plan.result_dtype else shard.to(plan.result_dtype)
 
 
 def _rows_first(grads: Sequence[Tensor], dims: Sequence[int], ranks: int) -> list[Tensor]:
@@ -383,33 +383,33 @@ def _shard_numel(rows: Sequence[Tensor], ranks: int) -> int:
     return sum(-(-row.size(0) // ranks) * row.shape[1:].numel() for row in rows)
 
 
-def _reduce_over_replicas(shard: Tensor, how: Reduction) -> tuple[Tensor, torch.Stream | None]:
+def _reduce_over_replicas(shard: Tensor, plan: Reduction) -> tuple[Tensor, torch.Stream | None]:
     """Reduce over the replicate axis and run the user's hook; return the result and the stream it is on."""
-    streams = how.streams
+    streams = plan.streams
     stream = None if streams is None else streams.reduce_scatter
-    if how.replicate_group is not None:
+    if plan.replicate_group is not None:
         if streams is not None:
             # A separate stream, so that the next reduce-scatter need not wait for this all-reduce.
             streams.all_reduce.wait_stream(streams.reduce_scatter)
             stream = streams.all_reduce
         with nullcontext() if stream is None else stream:
-            op = how.factors.all_reduce_op
-            if how.replicate_scatter is None:
+            op = plan.factors.all_reduce_op
+            if plan.replicate_scatter is None:
                 # In place, in memory of another stream, which `ReduceResult.staged` keeps.
-                dist.all_reduce(shard, group=how.replicate_group, op=op)
-            elif how.replicate_group.size() > 1:
-                whole, size = shard, (shard.numel() // how.replicate_group.size(),)
+                dist.all_reduce(shard, group=plan.replicate_group, op=op)
+            elif plan.replicate_group.size() > 1:
+                whole, size = shard, (shard.numel() // plan.replicate_group.size(),)
                 # Allocated on the stream that writes it, the current one here.
-                shard = how.replicate_scatter.allocate(size, dtype=how.dtype, device=how.device)
-                how.replicate_scatter(
-                    output_tensor=shard, input_tensor=whole, group=how.replicate_group, op=op
+                shard = plan.replicate_scatter.allocate(size, dtype=plan.dtype, device=plan.device)
+                plan.replicate_scatter(
+                    output_tensor=shard, input_tensor=whole, group=plan.replicate_group, op=op
                 )
-    if how.hook is not None:
-        before = stream
-        if streams is not None and before is not None:
-            stream = how.hook_stream or streams.all_reduce
+    if plan.hook is not None:
+        producer = stream
+        if streams is not None and producer is not None:
+            stream = plan.hook_stream or streams.all_reduce
             # The hook reads what the reduction, or all-reduce, has written.
-            stream.wait_stream(before)
+            stream.wait_stream(producer)
         with nullcontext() if stream is None else stream:
-            how.hook(shard)
+            plan.hook(shard)
     return shard, stream

@@ -85,8 +85,8 @@ class GlooAllGather(DefaultAllGather):
             rank, slices = group.rank(), output_tensor.chunk(ranks)
             own = slices[rank]
             # Else it is gathered in place: the input is this rank's slice already.
-            apart = own.data_ptr() != input_tensor.data_ptr()
-            if apart:
+            separate = own.data_ptr() != input_tensor.data_ptr()
+            if separate:
                 _check_apart("all-gather", output_tensor, input_tensor)
             sent = [input_tensor]
             # Sends before receives, in an order that `targets` explains.
@@ -95,7 +95,7 @@ class GlooAllGather(DefaultAllGather):
             # Now, not in `wait`: others' sends need receives here to end, however late this rank waits.
             for peer in sources(rank, ranks):
                 works.append(group.recv([slices[peer]], peer, _GATHER_TAG))
-            if apart:
+            if separate:
                 # While messages are in flight.
                 own.copy_(input_tensor)
         work = _AllGatherWork(works)
@@ -156,9 +156,9 @@ class GlooReduceScatter(DefaultReduceScatter):
 
 @lru_cache(64)
 def combination(dtype: torch.dtype, op: Any) -> _Combine | None:
-    """Return how `GlooReduceScatter` combines two addends of this dtype; None if it cannot."""
-    known = op in _COMBINE and (dtype in _FLOATS or (dtype in _INTEGERS and op != ReduceOp.AVG))
-    return _COMBINE[op] if known else None
+    """Return the function that combines two addends of a dtype; None if `GlooReduceScatter` has none."""
+    supported = op in _COMBINE and (dtype in _FLOATS or (dtype in _INTEGERS and op != ReduceOp.AVG))
+    return _COMBINE[op] if supported else None
 
 
 class _AllGatherWork(dist.Work):
@@ -185,7 +185,7 @@ class _ReduceScatterWork(dist.Work):
         self._output, self._group, self._combine, self._divisor = output, group, combine, divisor
         self._receives: deque[tuple[dist.Work, Tensor]] = deque()
         self._sends: list[dist.Work] = []
-        self._tag = _REDUCE_TAGS[next(issued(group)) % len(_REDUCE_TAGS)]
+        self._tag = _REDUCE_TAGS[next(operation_counter(group)) % len(_REDUCE_TAGS)]
         if ranks == 1 or not numel:
             output.copy_(input)
             return
@@ -214,10 +214,10 @@ class _ReduceScatterWork(dist.Work):
         if addend is not output:
             # From left to right, as gloo's ring adds: the sums are equal bit for bit.
             self._combine(output, addend, out=output)
-        for part, later, kept in self._sums:
+        for part, later, saved in self._sums:
             if self._added < later:
                 # A copy: the addend's memory receives the next one.
-                kept.append(addend[part].clone())
+                saved.append(addend[part].clone())
             elif self._added == later:
                 # The ring starts this part here. The addends so far come last, and were kept.
                 output[part].copy_(addend[part])
@@ -247,8 +247,8 @@ class _ReduceScatterWork(dist.Work):
     def _end(self) -> None:
         output = self._output
         self._add(self._own)
-        for part, _, kept in self._sums:
-            for addend in kept:
+        for part, _, saved in self._sums:
+            for addend in saved:
                 self._combine(output[part], addend, out=output[part])
         if self._divisor > 1:
             output.div_(self._divisor)
@@ -269,15 +269,15 @@ def _started_elsewhere(rank: int, ranks: int, numel: int, itemsize: int) -> list
         Parts of the slice, each with the number of addends that come last.
     """
     segments = max(math.ceil(ranks * numel / (_SEGMENT_BYTES // itemsize)), 2 * ranks)
-    each = math.ceil(segments / ranks)
-    length = each * math.ceil(ranks * numel / (each * ranks))
-    found, begin = [], 0
+    per_rank = math.ceil(segments / ranks)
+    length = per_rank * math.ceil(ranks * numel / (per_rank * ranks))
+    parts, begin = [], 0
     for later in range(rank, 0, -1):
         end = min((rank - later + 1) * length - rank * numel, numel)
         if end > begin:
-            found.append((slice(begin, end), later))
+            parts.append((slice(begin, end), later))
             begin = end
-    return found
+    return parts
 
 
 def _finish(works: list[dist.Work], timeout: timedelta) -> None:
@@ -325,7 +325,7 @@ def set_batch_scheduling() -> None:
 _counters: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDictionary()
 
 
-def issued(group: dist.ProcessGroup) -> itertools.count[int]:
+def operation_counter(group: dist.ProcessGroup) -> itertools.count[int]:
     """Return the counter of operations in `group`, equal on all ranks, which issue them in one order."""
     counter = _counters.get(group)
     if counter is None:
@@ -334,27 +334,27 @@ def issued(group: dist.ProcessGroup) -> itertools.count[int]:
     return counter
 
 
-def _check(what: str, *, whole: Tensor, shard: Tensor, ranks: int) -> None:
+def _check(kind: str, *, whole: Tensor, shard: Tensor, ranks: int) -> None:
     """Raise ShardingError unless both are flat CPU buffers of one dtype, `whole` of `ranks` shards."""
     if whole.numel() != ranks * shard.numel() or whole.dtype is not shard.dtype:
         raise ShardingError(
-            f"{here()}: the {what} over {ranks} ranks of a shard of {shard.numel()} elements of {shard.dtype}"
+            f"{here()}: the {kind} over {ranks} ranks of a shard of {shard.numel()} elements of {shard.dtype}"
             f" needs a whole buffer of {ranks * shard.numel()} elements of the same dtype, got"
             f" {whole.numel()} of {whole.dtype}"
         )
     for buffer in (whole, shard):
         if not buffer.is_cpu or buffer.dim() != 1 or not buffer.is_contiguous():
             raise ShardingError(
-                f"{here()}: the {what} over gloo needs 1-D contiguous buffers on CPU, got one of shape"
+                f"{here()}: the {kind} over gloo needs 1-D contiguous buffers on CPU, got one of shape"
                 f" {tuple(buffer.shape)} and stride {buffer.stride()} on {buffer.device}"
             )
 
 
-def _check_apart(what: str, whole: Tensor, shard: Tensor) -> None:
-    begin, other = whole.data_ptr(), shard.data_ptr()
+def _check_apart(kind: str, whole: Tensor, shard: Tensor) -> None:
+    begin, shard_begin = whole.data_ptr(), shard.data_ptr()
     # Slices are received into one while gloo still sends from the other.
-    if begin < other + shard.nbytes and other < begin + whole.nbytes:
+    if begin < shard_begin + shard.nbytes and shard_begin < begin + whole.nbytes:
         raise ShardingError(
-            f"{here()}: the {what}'s input and output overlap in memory (only an all-gather's input may, as"
+            f"{here()}: the {kind}'s input and output overlap in memory (only an all-gather's input may, as"
             " this rank's slice of the output); use separate buffers"
         )

@@ -39,12 +39,12 @@ class GraphGroup(dist.ProcessGroup):
         return "gloo"
 
     @_compat.runs_eagerly
-    def gather_one(self, output: Tensor, input: Tensor, options: object = None) -> dist.Work | None:
+    def gather_tensor(self, output: Tensor, input: Tensor, options: object = None) -> dist.Work | None:
         # The graph has its own operator that waits for the work.
         return self._gather(output.view(-1), input.view(-1), self._members(), async_op=True)
 
     @_compat.runs_eagerly
-    def reduce_one(self, output: Tensor, input: Tensor, options: Any) -> dist.Work | None:
+    def reduce_tensor(self, output: Tensor, input: Tensor, options: Any) -> dist.Work | None:
         op = options.reduceOp.op
         # Views, never copies: after waiting, the graph reads `output` itself.
         return self._reduce(output.view(-1), input.view(-1), self._members(), op, async_op=True)
@@ -52,13 +52,13 @@ class GraphGroup(dist.ProcessGroup):
     @_compat.runs_eagerly
     def gather_all(self, outputs: list[Tensor], inputs: list[Tensor], options: Any = None) -> Any:
         if len(inputs) == 1:
-            return self.gather_one(outputs[0], inputs[0])
+            return self.gather_tensor(outputs[0], inputs[0])
         return self._members().allgather_into_tensor_coalesced(outputs, inputs, options)
 
     @_compat.runs_eagerly
     def reduce_all(self, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> Any:
         if len(inputs) == 1:
-            return self.reduce_one(outputs[0], inputs[0], options)
+            return self.reduce_tensor(outputs[0], inputs[0], options)
         return self._members().reduce_scatter_tensor_coalesced(outputs, inputs, options)
 
     def _members(self) -> dist.ProcessGroup:
@@ -69,8 +69,8 @@ class GraphGroup(dist.ProcessGroup):
 
 # The methods that torch calls, and those that it calls first from 2.13 on.
 for _names, _method in {
-    ("_allgather_base", "all_gather_single"): GraphGroup.gather_one,
-    ("_reduce_scatter_base", "reduce_scatter_single"): GraphGroup.reduce_one,
+    ("_allgather_base", "all_gather_single"): GraphGroup.gather_tensor,
+    ("_reduce_scatter_base", "reduce_scatter_single"): GraphGroup.reduce_tensor,
     ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"): GraphGroup.gather_all,
     ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"): GraphGroup.reduce_all,
 }.items():
@@ -78,7 +78,7 @@ for _names, _method in {
         setattr(GraphGroup, _name, _method)
 
 # torch finds a group by its name but keeps none alive: here each lives as long as the group it represents.
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[int, GraphGroup]] = WeakKeyDictionary()
+_graph_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, GraphGroup]] = WeakKeyDictionary()
 
 
 def name_in_graphs(group: dist.ProcessGroup, transport: object, device: torch.device) -> str:
@@ -90,15 +90,15 @@ def name_in_graphs(group: dist.ProcessGroup, transport: object, device: torch.de
         return group.group_name
     if device.type != "cpu" or not over_gloo(group):
         return group.group_name
-    made, min_bytes = _made.setdefault(group, {}), transport.min_bytes
+    groups, min_bytes = _graph_groups.setdefault(group, {}), transport.min_bytes
     # One per threshold: a graph knows only the name, which must determine what is exchanged directly.
     name = f"{group.group_name}{_DIRECT}{min_bytes}"
-    if min_bytes not in made:
+    if min_bytes not in groups:
         # If it was destroyed, another group may have its name.
         if _compat.group_known_as(group.group_name) is not group:
             return group.group_name
-        made[min_bytes] = GraphGroup(group, min_bytes)
-        _compat.name_process_group(name, made[min_bytes])
+        groups[min_bytes] = GraphGroup(group, min_bytes)
+        _compat.name_process_group(name, groups[min_bytes])
     return name
 
 

@@ -18,7 +18,7 @@ from shardwise.comm.watch import group_of_all
 from shardwise.errors import RankMismatchError
 
 _T = TypeVar("_T")
-_WHAT, _NONE = "taking the next batch", "has no batch; each rank needs one at least"
+_OPERATION, _NONE = "taking the next batch", "has no batch; each rank needs one at least"
 
 
 def join(batches: Iterable[_T]) -> Iterator[tuple[_T, float]]:
@@ -44,15 +44,15 @@ def join(batches: Iterable[_T]) -> Iterator[tuple[_T, float]]:
         return
     # A separate group: messages here cannot match collectives of the step.
     group = group_of_all("join batches")
-    left: list[Iterator[_T]] = []  # begun inside `together`, which reports a failure to the others
-    held: list[_T] = []  # the last batch
+    iterators: list[Iterator[_T]] = []  # begun inside `together`, which reports a failure to the others
+    last: list[_T] = []  # the last batch
 
     def take() -> bool:
-        if not left:
-            left.append(iter(batches))
+        if not iterators:
+            iterators.append(iter(batches))
         try:
             # Replaced only by another batch: if none is left, the loop gets the last one again.
-            held[:] = [next(left[0])]
+            last[:] = [next(iterators[0])]
         except StopIteration:
             return False
         return True
@@ -60,14 +60,14 @@ def join(batches: Iterable[_T]) -> Iterator[tuple[_T, float]]:
     try:
         started = False
         # Also on ranks that have run out, and before any computes: all enter the step's collectives, or none.
-        while any(there := together(_WHAT, take, group=group, kind=RankMismatchError)):
+        while any(has_batch := together(_OPERATION, take, group=group, kind=RankMismatchError)):
             if not started:
-                missing = {rank: _NONE for rank, has in enumerate(there) if not has}
-                raise_all(_WHAT, missing, kind=RankMismatchError)
+                missing = {rank: _NONE for rank, has in enumerate(has_batch) if not has}
+                raise_all(_OPERATION, missing, kind=RankMismatchError)
             started = True
             # The loop may remove entries, which the next round needs again.
-            batch = copy(held[0]) if isinstance(held[0], MutableMapping | MutableSequence) else held[0]
-            yield batch, len(there) / sum(there) if there[dist.get_rank()] else 0.0
+            batch = copy(last[0]) if isinstance(last[0], MutableMapping | MutableSequence) else last[0]
+            yield batch, len(has_batch) / sum(has_batch) if has_batch[dist.get_rank()] else 0.0
     finally:
         # Also if the loop ends early, which closes this generator: else each epoch would leave a group.
         dist.destroy_process_group(group)

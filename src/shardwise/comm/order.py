@@ -84,13 +84,13 @@ class Node:
         self.event = event
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
-        before = b"" if parent is None else parent.digest
+        path_digest = b"" if parent is None else parent.digest
         # Covers the whole path to here, so equal digests mean equal passes up to this event.
-        self.digest: bytes = hashlib.sha256(before + event.digest).digest()
+        self.digest: bytes = hashlib.sha256(path_digest + event.digest).digest()
         self.children: dict[Event, Node] = {}
         self.likely: Node | None = None  # what followed last time
 
-    def before(self, depth: int) -> Node:
+    def ancestor(self, depth: int) -> Node:
         """Return the event at `depth` on the path to this one."""
         node = self
         while node.depth > depth:
@@ -132,12 +132,12 @@ class Order:
         name = f"shardwise/{group.group_name}/{self.ranks[0]}-{self.ranks[-1]}/{self.size}"
         # A store may outlive its process groups, so each of them gets its own prefix.
         self.prefix = f"{name}/{store.add(f'{name}/{self.rank}', 1)}/"
-        self.root = self.at = Node(event_for(""), None)  # `at`: the event last announced
+        self.root = self.latest = Node(event_for(""), None)  # `latest`: the event last announced
         self.ended: OrderedDict[int, Node] = OrderedDict()  # the last events of earlier passes, by number
         # The latest of the passes that this rank left before it began another.
         self.abandoned: deque[int] = deque(maxlen=_PASSES_KEPT)
         self.lost_connections: set[int] = set()  # to these ranks of the group; known after a failure
-        self.gone: list[int] = []  # global ranks that were found to give no sign of life
+        self.dead: list[int] = []  # global ranks that were found to give no sign of life
         self._posts = itertools.count()
 
     def advance(self, event: Event) -> None:
@@ -146,10 +146,10 @@ class Order:
         Raises:
             RankMismatchError: ranks mean different things, or one of them has left, or did not come in time.
         """
-        likely = self.at.likely
+        likely = self.latest.likely
         # With a verdict, a known event is asked about too, which raises: its collective would not end.
         if likely is not None and likely.event is event and self.verdict is None:
-            self.at = likely
+            self.latest = likely
         else:
             self._agree(event)
 
@@ -168,9 +168,9 @@ class Order:
         if self.left is not None:
             self.stay()
 
-    def leave(self, why: str) -> None:
+    def leave(self, reason: str) -> None:
         """Tell the other ranks that this one does not continue its pass."""
-        self.left = self.left or why  # later errors follow from the first
+        self.left = self.left or reason  # later errors follow from the first
         with suppress(RuntimeError):  # the store may be gone already, with the rank that holds it
             self.post()
 
@@ -180,29 +180,29 @@ class Order:
         self.post()
 
     def _abandon_pass(self) -> None:
-        left = self.left or self._left_backward()
+        reason = self.left or self._left_backward()
         self.left = self.backward = None
-        if left is not None:
+        if reason is not None:
             # Peers had the same error and leave too: `comm.watch` must not report them as departed.
             self.abandoned.append(self.passes)
             self.post()
 
     def _end_pass(self) -> None:
         # Ranks that wait in an earlier pass compare with what this one did there.
-        self.ended[self.passes] = self.at
+        self.ended[self.passes] = self.latest
         if len(self.ended) > _PASSES_KEPT:
             self.ended.popitem(last=False)
         if self._nodes > _LARGEST_TREE:
             self._nodes = 0
             self.root = Node(event_for(""), None)
         self.passes += 1
-        self.at = self.root
+        self.latest = self.root
 
     def _agree(self, event: Event) -> None:
-        parent = self.at
+        parent = self.latest
         node = parent.children.get(event) or Node(event, parent)
         # Set before asking: `comm.watch` tells the others that this rank is here.
-        self.at = node
+        self.latest = node
         place = f"{self.prefix}{self.passes}.{node.depth}/"
         keys = [f"{place}{rank}" for rank in range(self.size)]
         try:
@@ -264,14 +264,14 @@ class Order:
 
     def post(self) -> None:
         """Tell the other ranks where this one is."""
-        if self.at is not self._posted_at:  # in full, since errors print it where ranks differ
-            self._posted_at = self.at
+        if self.latest is not self._posted_at:  # in full, since errors print it where ranks differ
+            self._posted_at = self.latest
             # Before the record: a rank that reads the record asks for this text next.
-            self.store.set(f"{self.prefix}text/{self.rank}", self.at.event.text)
+            self.store.set(f"{self.prefix}text/{self.rank}", self.latest.event.text)
         record = {
             "passes": self.passes,
-            "depth": self.at.depth,
-            "digest": self.at.digest.hex(),
+            "depth": self.latest.depth,
+            "digest": self.latest.digest.hex(),
             "event": self.doing(),
             "left": self.left or self._left_backward(),
             "verdict": self.verdict,
@@ -287,8 +287,8 @@ class Order:
         if not self.store.check(list(keys.values())):
             # The store would wait for a missing key.
             keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
-        said = self.store.multi_get(list(keys.values()))
-        return {rank: json.loads(record) for rank, record in zip(keys, said, strict=True)}
+        records = self.store.multi_get(list(keys.values()))
+        return {rank: json.loads(record) for rank, record in zip(keys, records, strict=True)}
 
     def text_of(self, rank: int) -> str:
         """Return the text of the event that a rank of the group had announced last when it last posted."""
@@ -296,12 +296,12 @@ class Order:
 
     def doing(self) -> str:
         """Return this rank's last announcement, in one line."""
-        return first_line(self.at.event.text) or "begin"
+        return first_line(self.latest.event.text) or "begin"
 
-    def account(self, what: str) -> str:
+    def account(self, failure: str) -> str:
         """Describe where every rank is, after a failure that nothing explains."""
         me = f"rank {self.ranks[self.rank]}"  # other ranks read this text too
-        lines = [f"{me} {what}; it was about to {self.doing()}. The others, when last heard of:"]
+        lines = [f"{me} {failure}; it was about to {self.doing()}. The others, when last heard of:"]
         # The store may have ended with its rank: the error then says at least where this one is.
         with suppress(RuntimeError):
             records = self.read()
@@ -311,7 +311,7 @@ class Order:
                     if rank != self.rank:
                         lines.append(f"  rank {self.ranks[rank]} has not said where it is")
                     continue
-                late = (record["passes"], record["depth"]) < (self.passes, self.at.depth)
+                late = (record["passes"], record["depth"]) < (self.passes, self.latest.depth)
                 lines.append(
                     f"  rank {self.ranks[rank]} {'has not come' if late else 'is there'}: it was about to"
                     f" {record['event']}, at {record['frame']}"

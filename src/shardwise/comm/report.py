@@ -38,7 +38,7 @@ _FIELDS: dict[str, Any] = {  # the fields that a verdict needs
 }
 
 
-def write_report(order: Order, why: str) -> None:
+def write_report(order: Order, reason: str) -> None:
     """Write where this rank is to the folder named in the environment, if there is one. Local.
 
     A rank's file holds its latest report. A folder that cannot be written raises no further error.
@@ -58,15 +58,16 @@ def write_report(order: Order, why: str) -> None:
         report = {
             "rank": rank,
             "at": time.time(),
-            "why": why,
+            "why": reason,
             "ranks": order.ranks,
             # With their places in the mesh, which a reader of the files cannot know.
-            "placed": [placed(each) for each in order.ranks],
+            "placed": [placed(member) for member in order.ranks],
             "timeout_s": order.timeout,
         }
-        report |= {"pass": order.passes, "event": order.at.depth, "doing": order.doing(), "stacks": stacks}
-        report |= {"digest": order.at.digest.hex(), "left": order.left, "verdict": order.verdict}
-        report |= {"record": [*islice(_record(order), _EVENTS)], "command": sys.argv}
+        report |= {"pass": order.passes, "event": order.latest.depth, "doing": order.doing()}
+        report |= {"stacks": stacks, "digest": order.latest.digest.hex(), "left": order.left}
+        report |= {"verdict": order.verdict, "record": [*islice(_record(order), _EVENTS)]}
+        report["command"] = sys.argv
         new = Path(folder, f".{_NAME.format(rank)}.{os.getpid()}")
         new.write_text(json.dumps(report, indent=1))
         # Whole or not at all: others may read the folder meanwhile.
@@ -75,7 +76,7 @@ def write_report(order: Order, why: str) -> None:
 
 def _record(order: Order) -> Iterator[dict[str, Any]]:
     """Yield the events that this rank announced, latest first."""
-    paths = [(order.passes, order.at), *reversed(order.ended.items())]
+    paths = [(order.passes, order.latest), *reversed(order.ended.items())]
     for number, node in paths:
         while node.parent is not None:
             yield {"pass": number, "event": node.depth, "what": node.event.text}
@@ -100,11 +101,11 @@ def read_reports(folder: str | os.PathLike[str]) -> tuple[dict[int, Report], dic
     Raises:
         ShardwiseError: no report can be used.
     """
-    at = location(folder)
-    found: dict[int, Report] = {}
+    root = location(folder)
+    reports: dict[int, Report] = {}
     damaged: dict[str, str] = {}
     try:
-        files = [file for file in at.iterdir() if fnmatch(file.name, _NAME.format("*"))]
+        files = [file for file in root.iterdir() if fnmatch(file.name, _NAME.format("*"))]
     except FileNotFoundError:
         files = []
     except OSError as error:
@@ -115,13 +116,13 @@ def read_reports(folder: str | os.PathLike[str]) -> tuple[dict[int, Report], dic
             if wrong := _wrong(report):
                 damaged[file.name] = wrong
             else:
-                found[report["rank"]] = report
+                reports[report["rank"]] = report
         except (OSError, ValueError) as error:
             damaged[file.name] = str(error)
-    if not found:
-        why = "".join(f"; {name} cannot be used: {one}" for name, one in damaged.items()) or ", found none"
-        raise ShardwiseError(f"{folder}: expected reports of ranks ({_NAME.format('R')}){why}")
-    return found, damaged
+    if not reports:
+        hint = "".join(f"; {name} cannot be used: {text}" for name, text in damaged.items()) or ", found none"
+        raise ShardwiseError(f"{folder}: expected reports of ranks ({_NAME.format('R')}){hint}")
+    return reports, damaged
 
 
 def _wrong(report: Any) -> str:
@@ -144,20 +145,20 @@ def verdict(reports: Mapping[int, Report], damaged: Mapping[str, str] | None = N
     for rank, report in reports.items():
         groups.setdefault(tuple(report["ranks"]), {})[rank] = report
     lines, last = [], []
-    for ranks, own in sorted(groups.items()):
+    for ranks, members in sorted(groups.items()):
         if len(groups) > 1:
-            lines.append(f"Of {_named(ranks, own)}:")
+            lines.append(f"Of {_named(ranks, members)}:")
         silent = [rank for rank in ranks if rank not in reports and _NAME.format(rank) not in damaged]
         # If one of the group's files is missing, the others may wait for its rank.
-        alone = not silent and not damaged and own.keys() >= set(ranks)
-        details, waits = _of_group(own, silent, alone=alone)
+        complete = not silent and not damaged and members.keys() >= set(ranks)
+        details, waits = _of_group(members, silent, complete=complete)
         lines += details
         last += waits
     lines += [
         f"{name} cannot be used, where its rank is is not known: {why}" for name, why in damaged.items()
     ]
-    said = dict.fromkeys(report["verdict"] for report in reports.values() if report["verdict"])
-    lines += [f"Told to the ranks: {first_line(text)}" for text in said]
+    verdicts = dict.fromkeys(report["verdict"] for report in reports.values() if report["verdict"])
+    lines += [f"Told to the ranks: {first_line(text)}" for text in verdicts]
     for rank in last:
         lines.append(f"The last of rank {rank}, the latest first:")
         lines += [
@@ -168,47 +169,47 @@ def verdict(reports: Mapping[int, Report], damaged: Mapping[str, str] | None = N
 
 
 def _of_group(
-    reports: Mapping[int, Report], silent: list[int], *, alone: bool
+    reports: Mapping[int, Report], silent: list[int], *, complete: bool
 ) -> tuple[list[str], list[int]]:
     """Return lines about ranks of one group, and the ranks whose last events are most informative.
 
     Args:
         silent: ranks without a report.
-        alone: whether `reports` covers all ranks of the group.
+        complete: whether `reports` covers all ranks of the group.
     """
     places = {rank: (report["pass"], report["event"]) for rank, report in reports.items()}
     # No rank gets past a collective alone, so the ranks that came furthest wait for the others.
-    furthest = max(places.values())
-    waiting = [rank for rank in reports if places[rank] == furthest]
+    latest = max(places.values())
+    waiting = [rank for rank in reports if places[rank] == latest]
     behind = [rank for rank in reports if rank not in waiting]
-    who, wait = _named(waiting, reports), "waits" if len(waiting) == 1 else "wait"
-    what = reports[waiting[0]]["doing"]
-    lines = [f"{who[0].upper()}{who[1:]} {wait} at pass {furthest[0]}, event {furthest[1]}: about to {what}"]
+    text, wait = _named(waiting, reports), "waits" if len(waiting) == 1 else "wait"
+    task = reports[waiting[0]]["doing"]
+    lines = [f"{text[0].upper()}{text[1:]} {wait} at pass {latest[0]}, event {latest[1]}: about to {task}"]
     if len({reports[rank]["digest"] for rank in waiting}) > 1:
-        lines[0] = f"Ranks mean different things at pass {furthest[0]}, event {furthest[1]}:"
+        lines[0] = f"Ranks mean different things at pass {latest[0]}, event {latest[1]}:"
         lines += [f"  {_named([rank], reports)} was about to {reports[rank]['doing']}" for rank in waiting]
     for rank in behind:
         report = reports[rank]
         end = f"it {report['left']}" if report["left"] else f"it was about to {report['doing']}"
         place = f"at pass {places[rank][0]}, event {places[rank][1]}"
-        lines.append(f"Waited for: {_named([rank], reports)}, {place}: {end}, at {_at(report)}")
+        lines.append(f"Waited for: {_named([rank], reports)}, {place}: {end}, at {_innermost_line(report)}")
     if silent:
-        who = _named(silent, reports)
-        lines.append(f"Waited for: {who}, without a report: ended, killed, stopped, or its host is gone")
-    if alone and len(lines) == 1:
+        text = _named(silent, reports)
+        lines.append(f"Waited for: {text}, without a report: ended, killed, stopped, or its host is gone")
+    if complete and len(lines) == 1:
         lines.append("Nobody is behind: they wait in this, or in a collective outside of shardwise, at")
-        lines += [f"  rank {rank}: {_at(report)}" for rank, report in sorted(reports.items())]
+        lines += [f"  rank {rank}: {_innermost_line(report)}" for rank, report in sorted(reports.items())]
     return lines, [*behind[:1], *waiting[:1]]
 
 
 def _named(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
     """Return `rank 1 (pp 1)`, or `ranks 0, 2`: with the places in the mesh that the report names."""
     report = next(iter(reports.values()))
-    placed = dict(zip(report["ranks"], report.get("placed") or report["ranks"], strict=False))
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(placed[rank]) for rank in ranks)}"
+    places = dict(zip(report["ranks"], report.get("placed") or report["ranks"], strict=False))
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(places[rank]) for rank in ranks)}"
 
 
-def _at(report: Report) -> str:
+def _innermost_line(report: Report) -> str:
     """Return the innermost line of user code in the main thread, else its innermost line."""
     calls = report["stacks"].get("MainThread") or ["?"]
     return str(

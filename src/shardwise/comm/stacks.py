@@ -32,22 +32,22 @@ class Call(NamedTuple):
 
 def calls_of(thread: int) -> list[Call] | None:
     """Return the stack of a thread, innermost call first; None while torch compiles."""
-    found = []
+    frames = []
     # Do not wait for a compilation: it may last longer than other ranks wait for a sign of life.
     with _compat.no_compilation() as quiet:
         if not quiet:
             return None
-        with _one_turn():
+        with _exclusive_turn():
             frame = sys._current_frames().get(thread)
             while frame is not None:
                 # Only what must be read in this turn.
-                found.append((frame.f_code, frame.f_lineno))
+                frames.append((frame.f_code, frame.f_lineno))
                 frame = frame.f_back
-    return [Call(code.co_filename, line, code.co_name) for code, line in found]
+    return [Call(code.co_filename, line, code.co_name) for code, line in frames]
 
 
 @contextmanager
-def _one_turn() -> Iterator[None]:
+def _exclusive_turn() -> Iterator[None]:
     """Keep other threads from running, also in finalizers that garbage collection would run."""
     # One at a time: a second reader would save this one's interval as the usual one, and leave it set.
     with _reading:

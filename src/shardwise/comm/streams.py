@@ -97,13 +97,13 @@ def wait_for(event: torch.Event, stream: torch.Stream) -> None:
     event.wait(_as(torch.get_device_module(stream.device).Stream, stream))
 
 
-def plain(stream: torch.Stream) -> torch.Stream:
+def as_torch_stream(stream: torch.Stream) -> torch.Stream:
     """Return a user's stream as a `torch.Stream`, for whose events every `torch.Stream` can wait."""
     return stream if type(stream) is torch.Stream else _as(torch.Stream, stream)
 
 
 def _as(kind: Any, stream: torch.Stream) -> torch.Stream:
-    made: torch.Stream = kind(
+    converted: torch.Stream = kind(
         stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
     )
-    return made
+    return converted

@@ -84,13 +84,13 @@ def watch_also(group: dist.ProcessGroup) -> None:
         order.groups.add(group)
 
 
-def leave_all(why: str) -> None:
+def leave_all(reason: str) -> None:
     """Tell the other ranks that this one will join none of their collectives. Local."""
     for order in list(_orders.values()):
-        order.leave(why)
+        order.leave(reason)
 
 
-def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> RuntimeError:
+def explained(error: RuntimeError, orders: Sequence[Order], operation: str) -> RuntimeError:
     """Return an error that explains a transport's failure: which rank has left, ended, or diverged.
 
     Waits up to a few seconds for ranks to tell each other where they are. Returns any other error
@@ -99,7 +99,7 @@ def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> Runtim
     Args:
         error: the error of a collective.
         orders: the orders of the process groups in which it may have run.
-        what: what this rank was about to do.
+        operation: what this rank was about to do.
     """
     if isinstance(error, ShardwiseError) or not orders:
         return error
@@ -109,23 +109,23 @@ def explained(error: RuntimeError, orders: Sequence[Order], what: str) -> Runtim
             return error
         # After a timeout all connections may be intact.
         closed = not any(word in str(error) for word in _TIMEOUT_WORDS)
-        found = (_roll_call(order, closed=closed) for order in orders)
-        verdict = next((words for words in found if words is not None), None)
+        verdicts = (_roll_call(order, closed=closed) for order in orders)
+        verdict = next((words for words in verdicts if words is not None), None)
         verdict = verdict or orders[0].account(f"failed: {first_line(str(error))}")
     # Other ranks must hear of it before this one's process ends.
     for order in orders:
         order.verdict = verdict
-        order.leave(f"failed to {what}: {verdict}")
+        order.leave(f"failed to {operation}: {verdict}")
     write_report(orders[0], first_line(str(error)))
-    return RankMismatchError(f"{here()}: could not {what}: {verdict}")
+    return RankMismatchError(f"{here()}: could not {operation}: {verdict}")
 
 
-def raise_explained(error: RuntimeError, orders: Sequence[Order], what: str) -> NoReturn:
+def raise_explained(error: RuntimeError, orders: Sequence[Order], operation: str) -> NoReturn:
     """Raise what `explained` returns, with `error` as its cause unless it is the same error."""
-    found = explained(error, orders, what)
-    if found is error:
+    explanation = explained(error, orders, operation)
+    if explanation is error:
         raise error
-    raise found from error
+    raise explanation from error
 
 
 def of_transport(error: RuntimeError) -> bool:
@@ -134,50 +134,50 @@ def of_transport(error: RuntimeError) -> bool:
 
 
 @contextmanager
-def announced(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
+def announced(group: dist.ProcessGroup | None, operation: str) -> Iterator[None]:
     """Announce a collective of `group` that the block issues, and explain its failure.
 
     Args:
-        what: the collective, in words equal on ranks that do the same.
+        operation: the collective, in words equal on ranks that do the same.
     """
     order = order_of(group)
     if order is None:
         yield
         return
-    order.advance(event_for(what))
+    order.advance(event_for(operation))
     try:
         yield
     except RuntimeError as error:
-        raise_explained(error, [order], first_line(what))
+        raise_explained(error, [order], first_line(operation))
 
 
-def group_of_all(what: str) -> dist.ProcessGroup:
+def group_of_all(purpose: str) -> dist.ProcessGroup:
     """Make a gloo group of all ranks beside the default group, with its timeout. Collective.
 
     Args:
-        what: the group's purpose, as for `announced`.
+        purpose: the group's purpose, as for `announced`.
     """
     whole = dist.group.WORLD
     assert whole is not None
-    with announced(whole, what):
-        made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_compat.timeout_of(whole))
-        return made
+    with announced(whole, purpose):
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_compat.timeout_of(whole))
+        return group
 
 
 @contextmanager
-def explaining(group: dist.ProcessGroup, what: str) -> Iterator[None]:
+def explaining(group: dist.ProcessGroup, operation: str) -> Iterator[None]:
     """Explain failures of the block, in which ranks of `group` do what they have agreed on, or agree."""
     order = order_of(group)  # on every rank: a rank without an order gives no sign of life
     if order is None:
         yield
         return
-    before, order.waits = order.waits, True  # blocks may be nested
+    previous, order.waits = order.waits, True  # blocks may be nested
     try:
         yield
     except RuntimeError as error:
-        raise_explained(error, [order], what)
+        raise_explained(error, [order], operation)
     finally:
-        order.waits = before
+        order.waits = previous
 
 
 @contextmanager
@@ -193,11 +193,11 @@ def watched_stages(stages: DeviceMesh) -> Iterator[None]:
     Raises:
         RankMismatchError: instead of a transport's failure; it names the rank.
     """
-    order, what = order_of(stages.get_group()), "run a step of the pipeline"
+    order, operation = order_of(stages.get_group()), "run a step of the pipeline"
     if order is None:
         yield
         return
-    order.advance(event_for(what))
+    order.advance(event_for(operation))
     try:
         yield
     except Exception as error:
@@ -205,7 +205,7 @@ def watched_stages(stages: DeviceMesh) -> Iterator[None]:
         while root.__cause__ is not None and not isinstance(root, ShardwiseError):
             root = root.__cause__  # torch wraps what a stage raised
         if isinstance(root, RuntimeError):
-            root = explained(root, [order], what)
+            root = explained(root, [order], operation)
         # In all groups: other ranks of this stage wait for it too.
         leave_all(f"raised {type(root).__name__} in a step of the pipeline: {first_line(str(root))}")
         # A verdict, since peers are at the same event: only ranks further on see that this one left.
@@ -221,30 +221,30 @@ def conflict(order: Order, records: Mapping[int, Record]) -> str | None:
     """Return why this rank would wait in vain; None if nothing is wrong."""
     for rank, record in sorted(records.items()):
         # A peer with a verdict has closed its connections.
-        found = record["verdict"] or _mismatch(order, rank, record) or _departure(order, rank, record)
-        if found is not None:
-            return found
+        problem = record["verdict"] or _mismatch(order, rank, record) or _departure(order, rank, record)
+        if problem is not None:
+            return problem
     return None
 
 
 def _mismatch(order: Order, rank: int, record: Record) -> str | None:
     passes, depth = record["passes"], record["depth"]
-    end = order.at if passes == order.passes else order.ended.get(passes)
+    end = order.latest if passes == order.passes else order.ended.get(passes)
     if end is None or (depth > end.depth and passes == order.passes):
         return None  # the other rank is ahead, so it compares
     if depth > end.depth:
-        mine = f"end a pass that began before, to {order.doing()}"
+        own_text = f"end a pass that began before, to {order.doing()}"
     else:
-        node = end.before(depth)
+        node = end.ancestor(depth)
         if node.digest.hex() == record["digest"]:
             return None
-        mine = node.event.text
-    texts = {order.ranks[order.rank]: mine, order.ranks[rank]: order.text_of(rank)}
+        own_text = node.event.text
+    texts = {order.ranks[order.rank]: own_text, order.ranks[rank]: order.text_of(rank)}
     return f"ranks disagree about what to do next, so they wait for each other.\n{differences(texts)}"
 
 
 def _departure(order: Order, rank: int, record: Record) -> str | None:
-    earlier = (record["passes"], record["depth"]) < (order.passes, order.at.depth)
+    earlier = (record["passes"], record["depth"]) < (order.passes, order.latest.depth)
     # If this rank left the same pass and began another, so will its peers: all had the same error.
     if record["left"] is None or not earlier or record["passes"] in order.abandoned:
         return None
@@ -254,31 +254,31 @@ def _departure(order: Order, rank: int, record: Record) -> str | None:
 def _roll_call(order: Order, *, closed: bool = False) -> str | None:
     """Return which rank is wrong or gone after a failure. `closed`: the failure was a closed connection."""
     started, silent = time.monotonic(), set(range(order.size)) - {order.rank}
-    gone = {rank for each in list(_orders.values()) if each.store is order.store for rank in each.gone}
+    dead = {rank for other in list(_orders.values()) if other.store is order.store for rank in other.dead}
     # Ranks found to be gone in another group of this store are not waited for again.
-    known = {rank for rank in silent if order.ranks[rank] in gone}
+    known_dead = {rank for rank in silent if order.ranks[rank] in dead}
     try:
         # Signs of life are counted, not timed: clocks of hosts differ.
-        before = {rank: record["posts"] for rank, record in order.read().items()}
-        while (silent | order.lost_connections) - known and time.monotonic() - started < _ROLL_CALL:
+        posts = {rank: record["posts"] for rank, record in order.read().items()}
+        while (silent | order.lost_connections) - known_dead and time.monotonic() - started < _ROLL_CALL:
             # With two ranks it is impossible to say which one was cut off.
             if closed and order.size > 2:
                 order.lost_connections |= _broken(order)
             order.post()
             records = order.read()
-            found = conflict(order, records) or _cut_off(order, records)
-            if found is not None:
-                return found
-            silent -= {rank for rank, record in records.items() if record["posts"] != before.get(rank)}
+            problem = conflict(order, records) or _cut_off(order, records)
+            if problem is not None:
+                return problem
+            silent -= {rank for rank, record in records.items() if record["posts"] != posts.get(rank)}
             time.sleep(_TICK)
     except RuntimeError:
         return STORE_GONE
     if not silent:
         return None
     silent = silent & _broken(order) or silent  # a rank that is only slow still has its connection
-    order.gone = [order.ranks[rank] for rank in sorted(silent)]
+    order.dead = [order.ranks[rank] for rank in sorted(silent)]
     return (
-        f"no sign of life from {named(order.gone)} for {_ROLL_CALL:g} s,"
+        f"no sign of life from {named(order.dead)} for {_ROLL_CALL:g} s,"
         f" after a connection broke while this rank waited to {order.doing()}: it has ended, after"
         " fewer steps than this one or by an error that its own log has, or died"
     )
@@ -304,15 +304,15 @@ def _cut_off(order: Order, records: Mapping[int, Record]) -> str | None:
 
 def _broken(order: Order) -> set[int]:
     """Return the peers whose connection has ended, which gloo reports on a send; nobody receives this one."""
-    found = set()
+    broken = set()
     # A copy: groups may be freed during the loop.
     for group in list(order.groups):
         for peer in set(range(group.size())) - {group.rank()}:
             try:
                 group.send([_PROBE], peer, _PROBE_TAG)
             except RuntimeError:
-                found.add(peer)
-    return found
+                broken.add(peer)
+    return broken
 
 
 def _interrupt(order: Order) -> None:
@@ -329,11 +329,11 @@ def _interrupt(order: Order) -> None:
 
 def _end_if_stuck(order: Order, orders: Sequence[Order]) -> None:
     """End the process if it has not raised what was found, and reports are enabled."""
-    if FOLDER not in os.environ or any(each.raised or each.left for each in orders):
+    if FOLDER not in os.environ or any(other.raised or other.left for other in orders):
         return
-    why = f"ended by shardwise, with status {STUCK}: it was stuck, and no other rank waits for it any more"
-    write_report(order, why)
-    _log.error("%s: %s", here(), why)
+    reason = f"ended by shardwise, with status {STUCK}: it was stuck, and no other rank waits for it any more"
+    write_report(order, reason)
+    _log.error("%s: %s", here(), reason)
     # Flush log handlers, since `os._exit` does not.
     logging.shutdown()
     # `sys.exit` would end only this thread.
@@ -344,65 +344,65 @@ class _Watch(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="shardwise-watch", daemon=True)
         # Weakly, since an order lives as long as its process group.
-        self.stood: WeakKeyDictionary[Order, tuple[int, Node]] = WeakKeyDictionary()
+        self.positions: WeakKeyDictionary[Order, tuple[int, Node]] = WeakKeyDictionary()
         self.moved: tuple[float, ref[Order]] | None = None  # the last progress: when, and which order
-        self.judged: WeakKeyDictionary[Order, float] = WeakKeyDictionary()  # when a verdict was found
+        self.verdict_times: WeakKeyDictionary[Order, float] = WeakKeyDictionary()  # when a verdict was found
         self.lock = threading.Lock()
         self.ended = threading.Event()
 
     def run(self) -> None:
         while not self.ended.wait(_TICK):
-            self._look()
+            self._check_orders()
 
     def end(self) -> None:
         """End the thread before the interpreter ends: inside the store it would abort the process."""
         self.ended.set()
         self.join(_JOIN_TIMEOUT_SECONDS)
-        if any(order.verdict or order.left for order in list(self.stood)):
+        if any(order.verdict or order.left for order in list(self.positions)):
             time.sleep(TIME_TO_READ.total_seconds())  # the store may end with this process
 
-    def _look(self) -> None:
+    def _check_orders(self) -> None:
         with self.lock:
-            orders = list(self.stood.items())
-        for order, stood in orders:
-            now = (order.passes, order.at)
-            if now != stood:
-                self.stood[order] = now
+            orders = list(self.positions.items())
+        for order, earlier in orders:
+            position = (order.passes, order.latest)
+            if position != earlier:
+                self.positions[order] = position
                 self.moved = time.monotonic(), ref(order)
             # A rank that has announced nothing yet and waits for no other has nothing to compare.
             elif order.verdict is None and (
-                order.passes or order.at is not order.root or order.left or order.waits
+                order.passes or order.latest is not order.root or order.left or order.waits
             ):
                 # At the end of a run the store may end first.
                 with suppress(RuntimeError, ValueError, KeyError):
-                    self._judge(order, stood)
-            elif time.monotonic() - self.judged.get(order, math.inf) > _RAISE_GRACE_SECONDS:
-                _end_if_stuck(order, [each for each, _ in orders])
+                    self._judge(order, earlier)
+            elif time.monotonic() - self.verdict_times.get(order, math.inf) > _RAISE_GRACE_SECONDS:
+                _end_if_stuck(order, [other for other, _ in orders])
         order_moved = self.moved[1]() if self.moved else None
         if self.moved and order_moved and time.monotonic() - self.moved[0] > _NEARLY * order_moved.timeout:
             write_report(order_moved, f"stood still for {_NEARLY * order_moved.timeout:g} s")
             # One report per standstill: it is set again when this rank makes progress.
             self.moved = None
 
-    def _judge(self, order: Order, stood: tuple[int, Node]) -> None:
+    def _judge(self, order: Order, earlier: tuple[int, Node]) -> None:
         order.post()
         records = order.read()
-        found = conflict(order, records)
-        if found is None and any(record["cut from"] for record in records.values()):
+        verdict = conflict(order, records)
+        if verdict is None and any(record["cut from"] for record in records.values()):
             order.lost_connections |= _broken(order)  # no error tells it, if it waits for another rank
-            found = _cut_off(order, records)
+            verdict = _cut_off(order, records)
         # A wait in the store does not end when a rank does, so check connections.
-        if found is None and order.asking and _broken(order):
-            found = _roll_call(order)
+        if verdict is None and order.asking and _broken(order):
+            verdict = _roll_call(order)
         # If the rank has moved meanwhile, the comparison is out of date.
-        if found is None or stood != (order.passes, order.at):
+        if verdict is None or earlier != (order.passes, order.latest):
             return
-        order.verdict = found
+        order.verdict = verdict
         # From here on the rank has a moment to raise before it counts as stuck.
-        self.judged[order] = time.monotonic()
+        self.verdict_times[order] = time.monotonic()
         # A rank that raised has already said why.
         if order.left is None:
-            _log.error("%s: %s", here(), found)
+            _log.error("%s: %s", here(), verdict)
         order.post()
         write_report(order, "found that it would wait in vain")
         # After setting the verdict: the call that this ends reads it.
@@ -419,4 +419,4 @@ def _look_after(order: Order) -> None:
         atexit.register(_watch[0].end)
     # The thread may be iterating over them.
     with _watch[0].lock:
-        _watch[0].stood[order] = (order.passes, order.at)
+        _watch[0].positions[order] = (order.passes, order.latest)

@@ -26,7 +26,7 @@ from shardwise.comm.foreach import current_stream
 from shardwise.comm.order import event_for
 from shardwise.comm.streams import record_event
 from shardwise.errors import LifecycleError, ShardingError, here
-from shardwise.fsdp.fast import allocates_plain, seen
+from shardwise.fsdp.fast import allocates_plain, process
 from shardwise.fsdp.group import DONE, Buffer, Form, ParamGroup
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.rows import RowsParam
@@ -56,7 +56,7 @@ class _CombinedWork:
 class _Buffer(Buffer):
     shard: Tensor
     resident: Tensor  # the shard, or more in the gathered dtype
-    mine: Tensor  # this rank's slice of `full`
+    own_slice: Tensor  # this rank's slice of `full`
     casts: bool  # whether the gather converts the resident memory's dtype or device
 
 
@@ -68,8 +68,8 @@ class ContiguousGroup(ParamGroup):
     layout: ContiguousLayout
     buffers: list[_Buffer]
 
-    def __init__(self, params: list[RowsParam], **how: Any) -> None:
-        super().__init__(params, **how)
+    def __init__(self, params: list[RowsParam], **options: Any) -> None:
+        super().__init__(params, **options)
         strategy = self.strategy
         shard_group, replicate_group = self.info.process_groups
         axes = ((replicate_group, strategy.replicate_axis), (shard_group, strategy.shard_axis))
@@ -108,7 +108,7 @@ class ContiguousGroup(ParamGroup):
         if not self.shards:
             rank, ranks = place_over(self.cut_groups)
             self.layout = ContiguousLayout(specs, ranks=ranks, rank=rank)
-            self.members = [[self.params[p.index] for p in one.places] for one in self.layout.segments]
+            self.members = [[self.params[p.index] for p in s.places] for s in self.layout.segments]
             for segment in self.layout.segments:
                 self._warn_of_padding(segment)
                 for place in segment.places:
@@ -128,8 +128,8 @@ class ContiguousGroup(ParamGroup):
 
     def _dtypes(self, specs: Sequence[ParamSpec]) -> list[set[tuple[torch.dtype, torch.dtype]]]:
         """Return the stored and gathered dtypes in each segment: one pair, if all of it has the same."""
-        placed = [[specs[place.index] for place in segment.places] for segment in self.layout.segments]
-        return [{(spec.dtype, spec.gather_dtype) for spec in specs} for specs in placed]
+        by_segment = [[specs[place.index] for place in segment.places] for segment in self.layout.segments]
+        return [{(spec.dtype, spec.gather_dtype) for spec in specs} for specs in by_segment]
 
     def is_half_converted(self) -> bool:
         for param in self.params:
@@ -171,16 +171,16 @@ class ContiguousGroup(ParamGroup):
 
     def _whole_memory(self, index: int) -> list[tuple[Tensor, Sequence[ShardedParam]]]:
         segment, shard, group = self.layout.segments[index], self.shards[index], self.refresh_group
-        how: Any = {"dtype": segment.gather_dtype, "device": self.device}
+        options: Any = {"dtype": segment.gather_dtype, "device": self.device}
         is_same_memory = shard.dtype == segment.gather_dtype and shard.device == self.device
         # The shard itself cannot be used: it has another dtype or lies on another device.
         if not is_same_memory and (group is not None or self.gather_group is None):
             times = 1 if group is None else group.size()
-            self.resident[index] = torch.empty(times * segment.shard_numel, **how)
+            self.resident[index] = torch.empty(times * segment.shard_numel, **options)
         if self.gather_group is None:
             # Never freed: the unsharded parameters are views of the resident memory.
             return [(self.resident[index], self.members[index])]
-        return [(torch.empty(segment.unsharded_numel, **how), self.members[index])]
+        return [(torch.empty(segment.unsharded_numel, **options), self.members[index])]
 
     def _buffer(self, index: int, full: Tensor, params: Sequence[ShardedParam]) -> _Buffer:
         resident, group = self.resident[index], self.gather_group
@@ -192,7 +192,7 @@ class ContiguousGroup(ParamGroup):
             shard=self.shards[index],
             resident=resident,
             # An alias: a cast writes here, and the all-gather sends from here in place.
-            mine=full if group is None else full.narrow(0, group.rank() * size, size),
+            own_slice=full if group is None else full.narrow(0, group.rank() * size, size),
             casts=resident.dtype != full.dtype or resident.device != full.device,
         )
 
@@ -205,10 +205,10 @@ class ContiguousGroup(ParamGroup):
             self.holds_memory = True
 
     def _start_gather(self, async_op: bool, streams: CommStreams | None) -> AllGatherResult:
-        before, self.streams = self.streams, streams
+        previous, self.streams = self.streams, streams
         comm, group = self.settings.all_gather, self.gather_group
         if streams is not None and group is not None:
-            if self.holds_memory and before is None:  # a user gathered into it, outside these streams
+            if self.holds_memory and previous is None:  # a user gathered into it, outside these streams
                 streams.all_gather.wait_stream(current_stream(self.device))
             # None during the call below: it runs on its current stream, which is the all-gather's.
             self.streams = None
@@ -217,8 +217,8 @@ class ContiguousGroup(ParamGroup):
                 # After the last segment: one event covers all casts and gathers of the group.
                 self.streams, result = streams, replace(result, event=record_event(streams.all_gather))
             return result
-        if before is not None and streams is None:
-            before.reclaim(keep=0)  # else the next gather frees the memory that this one is to fill
+        if previous is not None and streams is None:
+            previous.reclaim(keep=0)  # else the next gather frees the memory that this one is to fill
         # Refresh on the stream that reads next: the all-gather's, or computation's if nothing is gathered.
         if self.refresh_group is not None or group is None:
             self._refresh(comm)
@@ -240,11 +240,11 @@ class ContiguousGroup(ParamGroup):
                 source = self.smaller_shards[index]
             elif buffer.casts:
                 # Sent from its place in the result, so that the all-gather need not copy it there.
-                source = buffer.mine.copy_(buffer.resident, non_blocking=True)
+                source = buffer.own_slice.copy_(buffer.resident, non_blocking=True)
             else:
                 source = buffer.resident
             if self.gather_ranks == 1:
-                if source is not buffer.mine:
+                if source is not buffer.own_slice:
                     buffer.full.copy_(source)
             elif self._in_place:
                 work = comm(buffer.full, source, group, async_op)
@@ -252,8 +252,8 @@ class ContiguousGroup(ParamGroup):
             else:  # parameters cannot be views of what a user's communication allocates each time
                 full, size = buffer.full, source.numel()
                 output = comm.allocate((full.numel(),), dtype=full.dtype, device=self.device)
-                mine = output.narrow(0, group.rank() * size, size).copy_(source)
-                comm(output_tensor=output, input_tensor=mine, group=group, async_op=False)
+                shard = output.narrow(0, group.rank() * size, size).copy_(source)
+                comm(output_tensor=output, input_tensor=shard, group=group, async_op=False)
                 full.copy_(output)
         # No output to keep: it was gathered to where parameters are.
         return DONE if running is None else AllGatherResult(DONE.output, (), None, running)
@@ -265,7 +265,7 @@ class ContiguousGroup(ParamGroup):
         Collective over the axis that replicates parameters but cuts optimizer state.
         """
         # Versions count changes other than optimizer steps: loading, initialisation.
-        state = (seen.steps, sum(param.sharded._version for param in self.params))
+        state = (process.steps, sum(param.sharded._version for param in self.params))
         if self.refreshed_at == state:
             return
         if self.orders and self.refresh_group is not None:

@@ -158,7 +158,7 @@ class ContiguousReducer(GradReducer):
             params = [param for param, grad in pairs if grad is not None]
         # Announce before anything is sent: it raises where ranks differ.
         if self.group.orders:
-            self.announce(plan, params, of=index)
+            self.announce(plan, params, batch=index)
         staging = members.staging
         if staging is None or staging.plan is not plan:
             staging = self._staging(members, plan)
@@ -173,7 +173,7 @@ class ContiguousReducer(GradReducer):
             # Memory of computation's stream, which may reuse it unless something holds it.
             used = [staging.buffer, *(grad for grad in grads if grad is not None)]
             out = None
-            if self.stays(params, plan):
+            if self.shard_becomes_grads(params, plan):
                 out = shard_memory(plan, members.segment.shard_numel)
                 used.append(out)
             # The reduce-scatter stream waits, not the host: gradients are ready when computation gets here.
@@ -279,7 +279,7 @@ class ContiguousReducer(GradReducer):
         plan = staging.plan.on_current_stream
         if not staging.targets:
             return self._reduce_in_slices(members, grads, staging.buffer, plan, out)
-        found: Any = grads
+        sources: Any = grads
         targets = staging.targets
         if complete:
             # A shard marked as `used` promises that padding is zero.
@@ -289,8 +289,8 @@ class ContiguousReducer(GradReducer):
             # A parameter without a gradient here adds nothing to other ranks' gradients.
             staging.buffer.zero_()
             targets = [t for t, grad in zip(targets, grads, strict=True) if grad is not None]
-            found[:] = [grad for grad in grads if grad is not None]
-        _compat.foreach_copy(targets, found)
+            sources[:] = [grad for grad in grads if grad is not None]
+        _compat.foreach_copy(targets, sources)
         # Free gradients before the collective runs; with streams the caller still holds them.
         del grads[:]
         shard, _ = reduce_scatter(staging.buffer, plan, out=out)
@@ -313,12 +313,12 @@ class ContiguousReducer(GradReducer):
         targets = [
             buffer.narrow(0, param.place.start, param.numel).view(param.shape) for param in members.params
         ]
-        made = _Staging(plan, buffer, targets, [buffer.narrow(0, *gap) for gap in members.segment.gaps])
+        staging = _Staging(plan, buffer, targets, [buffer.narrow(0, *gap) for gap in members.segment.gaps])
         # On one rank the shard is the buffer itself; memory from a user's communication may be for one use.
         if plan.streams is None and ranks > 1 and allocates_plain(plan.comm):
-            made.storage = buffer.untyped_storage()
-            members.staging = made
-        return made
+            staging.storage = buffer.untyped_storage()
+            members.staging = staging
+        return staging
 
     def _reduce_in_slices(
         self,
@@ -368,9 +368,9 @@ def _split(sources: dict[int, Tensor], *, ranks: int, width: int, step: int) -> 
         for low, run in runs:
             high = low + run.numel()
             bounds = [low, *cuts[bisect_right(cuts, low) : bisect_left(cuts, high)], high]
-            for at, part in zip(bounds, _split_at(run, bounds), strict=False):
+            for cut, part in zip(bounds, _split_at(run, bounds), strict=False):
                 if part.numel():
-                    rank, offset = divmod(at, width)
+                    rank, offset = divmod(cut, width)
                     begin = offset - offset % step
                     place = rank * min(step, width - begin) + offset - begin
                     slices[offset // step].append((place, part))
@@ -406,14 +406,14 @@ def merge_views(locals_: Sequence[Tensor]) -> list[Tensor]:
 
     At least one tensor of each dtype stays: ranks without rows of a dtype join its reductions too.
     """
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     views: dict[int, tuple[Tensor, list[Tensor]]] = {}
-    latest, members = None, found
+    latest, members = None, tensors
     for local in locals_:
         base = _compat.base_of(local)
         if base is None:
             if local.numel():
-                found.append(local)
+                tensors.append(local)
             continue
         # Gradients of one shard mostly follow each other, so most need no look-up.
         if base is not latest:
@@ -421,10 +421,10 @@ def merge_views(locals_: Sequence[Tensor]) -> list[Tensor]:
             members = views.setdefault(id(base), (base, []))[1]
         members.append(local)
     for base, members in views.values():
-        found.extend([base] if _are_all_of(base, members) else members)
-    left = {local.dtype for local in found}
-    found.extend({local.dtype: local for local in locals_ if local.dtype not in left}.values())
-    return found
+        tensors.extend([base] if _are_all_of(base, members) else members)
+    dtypes = {local.dtype for local in tensors}
+    tensors.extend({local.dtype: local for local in locals_ if local.dtype not in dtypes}.values())
+    return tensors
 
 
 def _are_all_of(base: Tensor, members: Sequence[Tensor]) -> bool:

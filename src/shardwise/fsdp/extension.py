@@ -29,7 +29,7 @@ from shardwise.mesh import shard_mesh
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
-def stays_out_of_buffer(param: EvenParam) -> bool:
+def is_gathered_separately(param: EvenParam) -> bool:
     """Return whether `param` is gathered apart: its local tensor is a subclass, or has the hooks."""
     local = param.local
     return not _compat.is_plain(type(local)) or hasattr(local, PRE) or hasattr(local, POST)
@@ -85,10 +85,10 @@ class ExtendedParam:
             shard = shard.to(self.device, non_blocking=True)
         if not self.has_hooks:
             self.shapes = [shard.shape]
-            return [_plain(shard)]
+            return [_as_flat_memory(shard)]
         inputs, self.metadata = self._call_pre(self._hook(PRE, shard))
         self.shapes = [t.shape for t in inputs]
-        return [_plain(t) for t in inputs]
+        return [_as_flat_memory(t) for t in inputs]
 
     def _call_pre(self, hook: Callable[..., Any]) -> tuple[Sequence[Tensor], Any]:
         count = len(inspect.signature(hook).parameters)
@@ -163,7 +163,7 @@ class ExtendedParam:
             _resize(tensor, 0)
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _as_flat_memory(tensor: Tensor) -> Tensor:
     """Return `tensor` as 1-D plain memory, which is what collectives take."""
     if not _compat.is_plain(type(tensor)):
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -6,7 +6,7 @@ Python calls per block in a steady step, with each function and without it (`ben
     step_locally         optimizers of torch.optim get local tensors instead of DTensors: a whole step of 8
                          blocks, interleaved, AdamW fused 1,310, not 8,998; foreach 2,752, not 6,205
     skip_empty_params    AdamW steps on rows that lie elsewhere: fused 22, not 132; foreach 40, not 348
-    seen                 counters are compared instead of calls made, and interleaved gradients have no
+    process              counters are compared instead of calls made, and interleaved gradients have no
                          storage of their own: 132 calls fewer
     allocates_plain      gathers write where parameters are, and staging is made once: 179, not 201
     copy_code             compilers limit the number of graphs per code object: equal blocks share one
@@ -38,7 +38,7 @@ from shardwise.sharded_tensor.rows import ShardedRows, cut_like
 from shardwise.sharded_tensor.rows.piece import Piece
 
 
-class _Seen:
+class _Process:
     """Values that groups and parameters read in every step; as attributes, they cost no call."""
 
     steps = 0  # of optimizers in this process since the first `fully_shard`
@@ -50,7 +50,7 @@ class _Seen:
     compiler = False
 
 
-seen = _Seen()
+process = _Process()
 
 
 def copy_code(function: Callable[..., Any], *, own_globals: bool = False) -> FunctionType:
@@ -127,18 +127,18 @@ class _LocalSteps:
         if not others:
             self._take_locals(optimizer, group, lists)
             return
-        taken, known = [], len(self.moved)
+        replaced, begin = [], len(self.moved)
         for kind in dict.fromkeys(kinds):
             if not issubclass(kind[0], DTensor):
                 continue
-            places = [place for place, found in enumerate(kinds) if found == kind]
-            own = tuple([values[place] for place in places] if values else [] for values in lists)
-            if not self._take_locals(optimizer, group, own):
-                del self.moved[known:]
+            places = [place for place, k in enumerate(kinds) if k == kind]
+            subset = tuple([values[place] for place in places] if values else [] for values in lists)
+            if not self._take_locals(optimizer, group, subset):
+                del self.moved[begin:]
                 return
-            taken.append((places, own))
-        for places, own in taken:
-            for values, changed in zip(lists, own, strict=True):
+            replaced.append((places, subset))
+        for places, subset in replaced:
+            for values, changed in zip(lists, subset, strict=True):
                 for place, value in zip(places, changed, strict=False):  # `changed` is empty if `values` is
                     values[place] = value
 
@@ -174,17 +174,17 @@ class _LocalSteps:
             return True
         if len(self.same_cuts) > 16 * len(cuts) + 1000:  # gradients are new objects in each step
             self.same_cuts.clear()
-        for one, other in zip(cuts, others, strict=True):
-            if not (_same_cut(one, other) and one.shape == other.shape):
+        for a, b in zip(cuts, others, strict=True):
+            if not (_same_cut(a, b) and a.shape == b.shape):
                 return False
-            self.same_cuts[id(one), id(other)] = one, other
+            self.same_cuts[id(a), id(b)] = a, b
         return True
 
 
-def _same_cut(one: Any, other: Any) -> bool:
-    if one is other or isinstance(one, Piece):
-        return bool(one == other)
-    return bool(one.mesh == other.mesh and one.placements == other.placements)
+def _same_cut(a: Any, b: Any) -> bool:
+    if a is b or isinstance(a, Piece):
+        return bool(a == b)
+    return bool(a.mesh == b.mesh and a.placements == b.placements)
 
 
 _local_steps: weakref.WeakKeyDictionary[Optimizer, _LocalSteps] = weakref.WeakKeyDictionary()
@@ -205,18 +205,18 @@ def step_locally(optimizer: Optimizer) -> None:
 def restore_torch_step(optimizer: Optimizer) -> None:
     """Give the optimizer torch's own step back: a compiler cannot handle the replacement."""
     if _local_steps.pop(optimizer, None) is not None:
-        _compat.as_torch_made_it(optimizer)
+        _compat.restore_step_methods(optimizer)
 
 
 def rekey_state(optimizer: Optimizer) -> None:
     """Store under its parameters the state that a local step left under local tensors."""
     if (steps := _local_steps.get(optimizer)) is None:
         return
-    for params, locals_, before in steps.moved:
-        for param, local, old in zip(params, locals_, before, strict=True):
-            made = optimizer.state.pop(local, None)  # None if the step raised
-            if made and old is None:
-                optimizer.state[param]["momentum_buffer"] = cut_like(param, made["momentum_buffer"])
+    for params, locals_, momenta in steps.moved:
+        for param, local, momentum in zip(params, locals_, momenta, strict=True):
+            state = optimizer.state.pop(local, None)  # None if the step raised
+            if state and momentum is None:
+                optimizer.state[param]["momentum_buffer"] = cut_like(param, state["momentum_buffer"])
     # Else the parameters would outlive their model until the next step.
     steps.moved.clear()
 
@@ -244,13 +244,13 @@ _empty_params: weakref.WeakKeyDictionary[Optimizer, _EmptyParams] = weakref.Weak
 
 def skip_empty_params(optimizer: Optimizer) -> None:
     """Remove gradients of parameters without rows here before a step, to save dispatch; count the step."""
-    known = _empty_params.get(optimizer)
-    if known is None or known.state is not optimizer.state:
-        known = _find_empty_params(optimizer)
-    counts = []
-    for param, options, state, step in known.members:
-        grad, found = param.grad, known.state.get(param)
-        as_before = found is state and (state.get("step") is step if state else not options.get("momentum"))
+    empty = _empty_params.get(optimizer)
+    if empty is None or empty.state is not optimizer.state:
+        empty = _find_empty_params(optimizer)
+    steps = []
+    for param, options, state, step in empty.members:
+        grad, entry = param.grad, empty.state.get(param)
+        as_before = entry is state and (state.get("step") is step if state else not options.get("momentum"))
         if grad is None or not as_before:  # an unused parameter does not count this step
             # Its state was changed, or it has no gradient: leave all parameters to torch's own step.
             restore_gradients(optimizer)
@@ -259,19 +259,19 @@ def skip_empty_params(optimizer: Optimizer) -> None:
         # Optimizers skip parameters without a gradient.
         param.grad = None
         # Held only during the step: users get their gradients back after it.
-        known.gradients.append((param, grad))
+        empty.gradients.append((param, grad))
         if step is not None:
-            counts.append(step)
-    if counts:
-        _compat.count_step(counts)
+            steps.append(step)
+    if steps:
+        _compat.count_step(steps)
 
 
 def restore_gradients(optimizer: Optimizer) -> None:
     """Restore, after a step, the gradients that `skip_empty_params` removed."""
-    if (known := _empty_params.get(optimizer)) is not None:
-        for param, grad in known.gradients:
+    if (empty := _empty_params.get(optimizer)) is not None:
+        for param, grad in empty.gradients:
             param.grad = grad
-        known.gradients.clear()
+        empty.gradients.clear()
 
 
 def forget_empty_params(optimizer: Optimizer) -> None:
@@ -281,7 +281,7 @@ def forget_empty_params(optimizer: Optimizer) -> None:
 
 def _find_empty_params(optimizer: Optimizer) -> _EmptyParams:
     """Find parameters without rows here; remember them once their first step has made all their state."""
-    found = _EmptyParams(optimizer.state)
+    empty = _EmptyParams(optimizer.state)
     kind = type(optimizer)
     groups = optimizer.param_groups if is_elementwise(kind) and kind.__name__ not in _MORE_THAN_STEPS else []
     for options in groups:
@@ -294,6 +294,6 @@ def _find_empty_params(optimizer: Optimizer) -> _EmptyParams:
                 return _EmptyParams(optimizer.state)
             step = state.get("step") if state else None
             count = step if isinstance(step, Tensor) else None
-            found.members.append(_EmptyParam(param, options, state, count))
-    _empty_params[optimizer] = found
-    return found
+            empty.members.append(_EmptyParam(param, options, state, count))
+    _empty_params[optimizer] = empty
+    return empty

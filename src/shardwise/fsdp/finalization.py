@@ -62,23 +62,23 @@ def finalize(state: State, *, async_op: bool) -> GradientReductionHandle | None:
     if schedule is None:
         return GradientReductionHandle(None) if async_op else None
     _check(state, schedule)
-    handle = reduce_what_is_left(state)
+    handle = reduce_unsynced(state)
     if async_op:
         return handle
     handle.wait()
     return None
 
 
-def reduce_what_is_left(state: State) -> GradientReductionHandle:
+def reduce_unsynced(state: State) -> GradientReductionHandle:
     """Reduce gradients that backward left on unsharded parameters, of a root and all modules below it."""
     # Backward does not record what its hooks do, but here the user calls.
     with torch.no_grad():
         # In one order on all ranks: each reduction is a collective.
-        for one in reversed((state, *state.below)):
-            one.reduce(state.schedule, what_is_left=True)
+        for module_state in reversed((state, *state.below)):
+            module_state.reduce(state.schedule, unsynced_only=True)
             # After the eager ones, module by module: all ranks issue them in this order.
-            for group, _ in one.in_reverse:
-                _reduce_what_graphs_left(group)
+            for group, _ in module_state.in_reverse:
+                _reduce_traced_sums(group)
     # No gather follows that would free this memory.
     state.schedule.free_gathered()
     # The schedule keeps the handle, so that a forward or step before the wait raises.
@@ -86,28 +86,28 @@ def reduce_what_is_left(state: State) -> GradientReductionHandle:
     return handle
 
 
-def _reduce_what_graphs_left(group: ParamGroup) -> None:
+def _reduce_traced_sums(group: ParamGroup) -> None:
     """Reduce the sums that compiled backwards without synchronisation left."""
     for segment in group.traced if isinstance(group.traced, list) else ():
         if segment.earlier is not None and segment.assign is not None and group.settings.reduce_grads:
-            segment.assign(segment.how.reduce(segment.earlier))
+            segment.assign(segment.comm.reduce(segment.earlier))
 
 
-def check_waited_for(schedule: Schedule, what: str) -> None:
+def check_waited_for(schedule: Schedule, operation: str) -> None:
     """Raise if a handle has not been waited for."""
     if schedule.reducing is not None:
         raise LifecycleError(
             f"{here()}: wait() was not called on the handle of finalize_backward(async_op=True); call it"
-            f" before {what}"
+            f" before {operation}"
         )
 
 
-def check_finished(schedule: Schedule, what: str) -> None:
+def check_finished(schedule: Schedule, operation: str) -> None:
     """Raise if a backward that ends by hand has not ended."""
-    check_waited_for(schedule, what)
+    check_waited_for(schedule, operation)
     if schedule.unfinished and not _compat.in_backward():
         raise LifecycleError(
-            f"{here()}: finalize_backward() was not called after backward; call it before {what}, or"
+            f"{here()}: finalize_backward() was not called after backward; call it before {operation}, or"
             " set_manual_backward_finalization(False) before backward"
         )
 

@@ -138,9 +138,9 @@ def fully_shard(
         )
     for policy, kind in ((mp_policy, MixedPrecisionPolicy), (offload_policy, OffloadPolicy)):
         if kind not in type(policy).__mro__:
-            found = f"{type(policy).__module__}.{type(policy).__qualname__}"
+            actual = f"{type(policy).__module__}.{type(policy).__qualname__}"
             raise ShardingError(
-                f"{here()}: expected a shardwise.{kind.__name__}, found a {found}. Import it from shardwise"
+                f"{here()}: expected a shardwise.{kind.__name__}, found a {actual}. Import it from shardwise"
             )
     modules = _root_modules(module)
     _check_modules(modules)
@@ -171,17 +171,17 @@ def fully_shard(
 
 
 def _runs(
-    modules: list[nn.Module], least: int, policy: MixedPrecisionPolicy, ignored: set[nn.Parameter]
+    modules: list[nn.Module], min_bytes: int, policy: MixedPrecisionPolicy, ignored: set[nn.Parameter]
 ) -> list[list[nn.Module]]:
-    """Return runs of modules that gather at least `least` bytes together; the last may be smaller."""
+    """Return runs of modules that gather at least `min_bytes` together; the last may be smaller."""
     runs: list[list[nn.Module]] = []
-    gathered = least
-    for one in modules:
-        if gathered >= least:
+    gathered = min_bytes
+    for module in modules:
+        if gathered >= min_bytes:
             runs.append([])
             gathered = 0
-        runs[-1].append(one)
-        params = {p for m in _managed_modules([one]) for p in m.parameters(recurse=False)} - ignored
+        runs[-1].append(module)
+        params = {p for m in _managed_modules([module]) for p in m.parameters(recurse=False)} - ignored
         for param in params:
             dtype = policy.for_param(param, name="a parameter").param_dtype
             computed = dtype if dtype is not None and param.is_floating_point() else param.dtype
@@ -206,23 +206,23 @@ def _shard_together(
     _post_forward_mesh(reshard, info)  # refuse a wrong number before anything changes
     strategy_for(strategy, info)
     managed = _managed_modules(modules)
-    found = _find_params(managed, modules, ignored)
+    entries = _find_params(managed, modules, ignored)
     # Before parameters are wrapped: until it is packed, a wrapped parameter views the whole one.
-    _move_to_device(managed, found, device)
+    _move_to_device(managed, entries, device)
     sharded = [
         [
             layout.param(
-                one.param,
-                name=one.name,
-                owners=[Owner(_compat.parameters_of(m), n) for m, n in one.places],
-                module=one.places[0][0],
+                entry.param,
+                name=entry.name,
+                owners=[Owner(_compat.parameters_of(m), n) for m, n in entry.places],
+                module=entry.places[0][0],
                 placement=placement,
-                info=own,
-                policy=policy.for_param(one.param, name=one.name),
+                info=own_info,
+                policy=policy.for_param(entry.param, name=entry.name),
             )
-            for one, placement, own in members
+            for entry, placement, own_info in members
         ]
-        for members in _by_mesh(found, placement_fn, info)
+        for members in _by_mesh(entries, placement_fn, info)
     ]
     groups = [
         layout.group(
@@ -241,46 +241,46 @@ def _shard_together(
         modules, groups, reducers, device=device, policy=policy, reshard_is_automatic=reshard is None
     )
     if ignored:
-        owned = [_compat.parameters_of(one) for one in managed]
+        owned = [_compat.parameters_of(m) for m in managed]
         # By place, since other parameters may be registered there later.
         state.ignored = {(id(own), name) for own in owned for name, param in own.items() if param in ignored}
     for group in groups:
         _reshard_for_state_dict(group, managed)
         if _LOG.isEnabledFor(logging.INFO):
             _LOG.info("%s: %s", here(), _summary(group, modules))
-    for one in modules:
-        become_sharded(one, state)
-        _compat.mark_fully_sharded(one)
+    for member in modules:
+        become_sharded(member, state)
+        _compat.mark_fully_sharded(member)
     # Modules with a state gather whenever they are called; only the others need guards.
-    if layout.guards_forward and (plain := [one for one in managed if state_of(one) is None]):
+    if layout.guards_forward and (plain := [m for m in managed if state_of(m) is None]):
         state.guards = guards(plain, groups)
         install(state.guards)
     # An optimizer built before this call holds the replaced parameters, and would train nothing.
-    optimizer_watch.watch_replaced({one.name: one.param for one in found})
+    optimizer_watch.watch_replaced({entry.name: entry.param for entry in entries})
 
 
 def _root_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """Return the given modules, except those inside another given module."""
     if isinstance(module, nn.Module):
         return [module]
-    given = list(dict.fromkeys(module))
-    inside = {child for one in given for child in one.modules() if child is not one}
-    return [one for one in given if one not in inside]
+    modules = list(dict.fromkeys(module))
+    inside = {child for m in modules for child in m.modules() if child is not m}
+    return [m for m in modules if m not in inside]
 
 
 def _check_modules(modules: list[nn.Module]) -> None:
     if not modules:
         raise ShardingError(f"{here()}: fully_shard got an empty list of modules")
-    for one in modules:
-        if state_of(one) is not None:
+    for module in modules:
+        if state_of(module) is not None:
             raise ShardingError(
-                f"{here()}: fully_shard was already applied to this {type(one).__name__}; apply it once,"
+                f"{here()}: fully_shard was already applied to this {type(module).__name__}; apply it once,"
                 " to inner modules before outer ones"
             )
         containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-        if isinstance(one, containers) and type(one).forward is nn.Module.forward:
+        if isinstance(module, containers) and type(module).forward is nn.Module.forward:
             raise ShardingError(
-                f"{here()}: a {type(one).__name__} has no forward that could gather its parameters; apply"
+                f"{here()}: a {type(module).__name__} has no forward that could gather its parameters; apply"
                 " fully_shard to the modules in it, or to a list of them"
             )
 
@@ -291,11 +291,11 @@ def _check_program(module: nn.Module) -> None:
         return
     record = (module.meta.get("custom") or {}).get("shardwise.tensor_parallel") or {"parameters": {}}
     for name, param in module.named_parameters(remove_duplicate=False):
-        known = record["parameters"].get(name)
-        if known and known["shape"] != list(param.shape):
+        part = record["parameters"].get(name)
+        if part and part["shape"] != list(param.shape):
             raise ShardingError(
                 f"{here()}: '{name}' is only this rank's part of a parameter of shape"
-                f" {tuple(known['shape'])}, but norms and checkpoints would treat it as the whole; pass"
+                f" {tuple(part['shape'])}, but norms and checkpoints would treat it as the whole; pass"
                 " fully_shard what shardwise.tensor_parallel.trainable(program, mesh['tp']) returns"
             )
 
@@ -308,22 +308,22 @@ def _managed_modules(roots: list[nn.Module]) -> list[nn.Module]:
     return list(ordered)
 
 
-def _visit(one: nn.Module, ordered: dict[nn.Module, None], entered: set[nn.Module]) -> None:
+def _visit(module: nn.Module, ordered: dict[nn.Module, None], entered: set[nn.Module]) -> None:
     # Not nested in its caller: a recursive closure is a reference cycle, which keeps the modules alive.
-    if one in ordered or one in entered:
+    if module in ordered or module in entered:
         return
-    if (state := state_of(one)) is not None:
+    if (state := state_of(module)) is not None:
         state.inside = True
         return
-    entered.add(one)
-    for child in one.children():
+    entered.add(module)
+    for child in module.children():
         _visit(child, ordered, entered)
     # A dict keeps order: all ranks list parameters in the same order.
-    ordered[one] = None
+    ordered[module] = None
 
 
 @dataclass
-class _Found:
+class _ParamEntry:
     """A parameter to manage, its name, and every place where it is registered."""
 
     param: nn.Parameter
@@ -333,48 +333,48 @@ class _Found:
 
 def _find_params(
     managed: list[nn.Module], roots: list[nn.Module], ignored: set[nn.Parameter]
-) -> list[_Found]:
-    left_out = {id(param) for param in ignored}  # by identity, as hashing a tensor is slow
-    by_id: dict[int, _Found] = {}
-    for one in managed:
-        _check_program(one)
-        for name, param in _compat.parameters_of(one).items():
+) -> list[_ParamEntry]:
+    ignored_ids = {id(param) for param in ignored}  # by identity, as hashing a tensor is slow
+    by_id: dict[int, _ParamEntry] = {}
+    for module in managed:
+        _check_program(module)
+        for name, param in _compat.parameters_of(module).items():
             # A tied parameter is found once, in the first of its places.
-            if param is not None and id(param) not in left_out and id(param) not in by_id:
-                by_id[id(param)] = _Found(param, name, [])
+            if param is not None and id(param) not in ignored_ids and id(param) not in by_id:
+                by_id[id(param)] = _ParamEntry(param, name, [])
     for root in roots:
         # All modules, including those of earlier calls: a tied parameter is switched in every place.
-        for prefix, one in root.named_modules():
-            for name, param in _compat.parameters_of(one).items():
-                if (found := by_id.get(id(param))) is None:
+        for prefix, module in root.named_modules():
+            for name, param in _compat.parameters_of(module).items():
+                if (entry := by_id.get(id(param))) is None:
                     continue
-                if not found.places:
-                    found.name = f"{prefix}.{name}" if prefix else name
-                found.places.append((one, name))
-    for found in by_id.values():
-        if optimizer_watch.was_replaced(found.param):
+                if not entry.places:
+                    entry.name = f"{prefix}.{name}" if prefix else name
+                entry.places.append((module, name))
+    for entry in by_id.values():
+        if optimizer_watch.was_replaced(entry.param):
             raise ShardingError(
-                f"{here()}: '{found.name}' is tied to a parameter that an earlier fully_shard call manages;"
+                f"{here()}: '{entry.name}' is tied to a parameter that an earlier fully_shard call manages;"
                 " shard both owners in one call, fully_shard([a, b]), or in the call for a module that holds"
                 " both"
             )
-        if found.param.ndim == 0:
+        if entry.param.ndim == 0:
             raise ShardingError(
-                f"{here()}: '{found.name}' is a scalar parameter, which cannot be sharded; make it 1-D with"
+                f"{here()}: '{entry.name}' is a scalar parameter, which cannot be sharded; make it 1-D with"
                 " one element, or put it in ignored_params"
             )
-        if found.param.__class__ is not nn.Parameter and isinstance(found.param, ShardedTensorBase):
+        if entry.param.__class__ is not nn.Parameter and isinstance(entry.param, ShardedTensorBase):
             raise ShardingError(
-                f"{here()}: '{found.name}' is a ShardedTensor, which is already sharded; put it in"
+                f"{here()}: '{entry.name}' is a ShardedTensor, which is already sharded; put it in"
                 " ignored_params to leave it as it is"
             )
     return list(by_id.values())
 
 
-def _move_to_device(managed: list[nn.Module], found: list[_Found], device: torch.device) -> None:
+def _move_to_device(managed: list[nn.Module], entries: list[_ParamEntry], device: torch.device) -> None:
     """Move parameters and buffers to the mesh's device, except meta tensors, which wait for `to_empty`."""
-    buffers = dict.fromkeys(buffer for one in managed for buffer in one.buffers(recurse=False))
-    tensors: Iterable[Tensor] = (*(one.param for one in found), *buffers)
+    buffers = dict.fromkeys(buffer for m in managed for buffer in m.buffers(recurse=False))
+    tensors: Iterable[Tensor] = (*(entry.param for entry in entries), *buffers)
     for tensor in tensors:
         if tensor.device == device or tensor.device.type == "meta":
             continue
@@ -394,32 +394,32 @@ def _move_to_device(managed: list[nn.Module], found: list[_Found], device: torch
             torch.utils.swap_tensors(tensor, nn.Parameter(moved, requires_grad=grad) if keep else moved)
 
 
-Placed = tuple[_Found, ParamPlacement | None, DataParallelMeshInfo]
+Placed = tuple[_ParamEntry, ParamPlacement | None, DataParallelMeshInfo]
 
 
 def _by_mesh(
-    found: list[_Found], placement_fn: ShardPlacementFn | None, info: DataParallelMeshInfo
+    entries: list[_ParamEntry], placement_fn: ShardPlacementFn | None, info: DataParallelMeshInfo
 ) -> list[list[Placed]]:
     """Return parameters by the process groups they communicate over, in order of first appearance."""
     groups: dict[tuple[Any, ...], list[Placed]] = {}
-    for one in found:
-        answer = None if placement_fn is None else placement_fn(one.param)
-        placement, own = answer, info
-        if isinstance(answer, ShardPlacementResult):
-            placement, own = answer.placement, answer.mesh_info
+    for entry in entries:
+        choice = None if placement_fn is None else placement_fn(entry.param)
+        placement, own_info = choice, info
+        if isinstance(choice, ShardPlacementResult):
+            placement, own_info = choice.placement, choice.mesh_info
         if not (placement is None or isinstance(placement, (Shard, RaggedShard, Owned))):
             raise ShardingError(
                 f"{here()}: shard_placement_fn must return a Shard, a ShardPlacementResult or None for"
-                f" '{one.name}', got {answer!r}"
+                f" '{entry.name}', got {choice!r}"
             )
         # In order of first appearance, so all ranks make the same groups in the same order.
-        members = groups.setdefault(own.process_groups, [])
-        if members and members[0][2] is not own:
+        members = groups.setdefault(own_info.process_groups, [])
+        if members and members[0][2] is not own_info:
             raise ShardingError(
                 f"{here()}: parameters sharded over the same ranks must share one mesh info object, got"
-                f" {members[0][2]} and {own}"
+                f" {members[0][2]} and {own_info}"
             )
-        members.append((one, placement, own))
+        members.append((entry, placement, own_info))
     return list(groups.values())
 
 
@@ -446,7 +446,7 @@ def _post_forward_mesh(reshard: bool | int | None, info: DataParallelMeshInfo) -
 
 def _summary(group: ParamGroup, modules: list[nn.Module]) -> str:
     """Describe a group and its modules for the log."""
-    classes = dict.fromkeys(type(one).__name__ for one in modules)
+    classes = dict.fromkeys(type(m).__name__ for m in modules)
     after = "are freed (not the root's, by default)" if group.post_forward_mesh else "stay gathered"
     return (
         f"fully_shard({', '.join(classes)}) groups {len(group.params)} parameters:"
@@ -460,10 +460,10 @@ def _reshard_for_state_dict(group: ParamGroup, managed: list[nn.Module]) -> None
     # A weak reference: hooks belong to modules, which own the group.
     ref = _WeakGroup(group)
     owned = {id(owner.parameters) for param in group.params for owner in param.owners}
-    for one in managed:
-        if id(_compat.parameters_of(one)) in owned:
+    for module in managed:
+        if id(_compat.parameters_of(module)) in owned:
             # Loading with `assign=True` leaves tensors outside the shard buffer, which no gather would send.
-            _compat.hook_state_dicts(one, ref, before=ref.reshard, after_loading=ref.pack)
+            _compat.hook_state_dicts(module, ref, before=ref.reshard, after_loading=ref.pack)
 
 
 class _WeakGroup(weakref.ref[ParamGroup]):

@@ -30,7 +30,7 @@ from shardwise.comm.order import Event, Order, event_for
 from shardwise.comm.streams import record_event
 from shardwise.comm.watch import order_of
 from shardwise.errors import ShardingError, here
-from shardwise.fsdp.fast import seen
+from shardwise.fsdp.fast import process
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import GroupSettings, MixedPrecisionPolicy, OffloadPolicy, chosen, pins
 from shardwise.fsdp.read_guard import ReadGuard
@@ -72,7 +72,7 @@ class ParamGroup(ABC):
 
     # Models have hundreds of groups: slots for what each one sets; subclasses' attributes are in its dict.
     __slots__ = (
-        "__dict__", "__weakref__", "_has_unsharded", "_placed", "buffers", "device", "form", "forms",
+        "__dict__", "__weakref__", "_has_unsharded", "_pieces", "assignments", "buffers", "device", "form",
         "gather", "gathered_at", "holds_memory", "info", "layout", "members", "name", "offload", "params",
         "policy", "post_forward_mesh", "settings", "shards", "strategy",
     )  # fmt: skip
@@ -114,11 +114,11 @@ class ParamGroup(ABC):
         self.shards: list[Tensor] = []  # the shard buffers, by segment
         self.buffers = []  # the unsharded buffers, from the first gather
         # A module's dict of parameters, a name in it, the sharded and unsharded form to assign there.
-        self.forms: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
+        self.assignments: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
         self.gather: AllGatherResult | None = None  # the one in progress
         self.gathered_at = -1  # the count of optimizer steps when it began
         self.holds_memory = False  # even if resharded; resizing a storage moves it, to the same size too
-        self._placed: list[Tensor] | None = None  # parts of the shard buffers, by packed parameter
+        self._pieces: list[Tensor] | None = None  # parts of the shard buffers, by packed parameter
         self._has_unsharded = False
 
     @property
@@ -137,7 +137,7 @@ class ParamGroup(ABC):
 
     @abstractmethod
     def traced_cut(self, index: int) -> Cut:
-        """Return how the parameters of a segment lie, for a compiler."""
+        """Return the places of a segment's parameters, for a compiler."""
 
     @abstractmethod
     def _whole_memory(self, index: int) -> list[tuple[Tensor, Sequence[ShardedParam]]]:
@@ -165,7 +165,7 @@ class ParamGroup(ABC):
 
     def packed_params(self) -> Sequence[ShardedParam]:
         """List the parameters that lie in the buffers."""
-        return [one for one in self.params if one not in self.extended] if self.extended else self.params
+        return [p for p in self.params if p not in self.extended] if self.extended else self.params
 
     def untraceable(self) -> str | None:
         """Return why a compiler cannot trace how the group is gathered; None if it can."""
@@ -188,7 +188,7 @@ class ParamGroup(ABC):
     @property
     def gathered_bytes(self) -> list[int]:
         """Bytes of each segment's whole parameters in the dtype of computation, padding included."""
-        return [one.unsharded_numel * one.gather_dtype.itemsize for one in self.layout.segments]
+        return [segment.unsharded_numel * segment.gather_dtype.itemsize for segment in self.layout.segments]
 
     def transport(self) -> str:
         """Describe which transport gathers, and why."""
@@ -198,18 +198,18 @@ class ParamGroup(ABC):
     def check_ready(self) -> None:
         """Pack the group, and raise for parameters on a device where they cannot be trained."""
         self.check_params()
-        wanted = torch.device("cpu") if self.offload.on_host else self.device
+        expected = torch.device("cpu") if self.offload.on_host else self.device
         for param in self.params:
             param.follow_replacement()
-            if (found := param.local.device).type == "meta":
+            if (actual := param.local.device).type == "meta":
                 raise ShardingError(
                     f"{here()}: '{param.name}' is still on the meta device; call to_empty(device=...) on the"
                     " model and initialise its parameters before the first forward"
                 )
-            if found.type != wanted.type or (found.index is not None and found != wanted):
+            if actual.type != expected.type or (actual.index is not None and actual != expected):
                 raise ShardingError(
-                    f"{here()}: '{param.name}' is on {found}, expected {wanted} (the mesh is on"
-                    f" {self.device.type}{', with CPU offloading' if wanted != self.device else ''});"
+                    f"{here()}: '{param.name}' is on {actual}, expected {expected} (the mesh is on"
+                    f" {self.device.type}{', with CPU offloading' if expected != self.device else ''});"
                     " move the model there before the first forward"
                 )
         self.pack()
@@ -221,17 +221,17 @@ class ParamGroup(ABC):
         """Raise for a user's changes to sharded parameters that would have no effect."""
         for param in self.params:
             param.check_data()
-            if self.forms and self.form is not _UNSHARDED:
+            if self.assignments and self.form is not _UNSHARDED:
                 param.check_registered(smaller=self.form is Form.POST_FORWARD)
         if self._has_unsharded:
             self._check_memory()
 
     def _check_memory(self) -> None:
-        for param, mine in zip(self.packed_params(), self._placed or (), strict=True):
-            if param.local is not mine:
+        for param, part in zip(self.packed_params(), self._pieces or (), strict=True):
+            if param.local is not part:
                 raise ShardingError(
                     f"{here()}: '{param.name}' was given other memory ({param.local.dtype} on"
-                    f" {param.local.device}) than its group gathers ({mine.dtype} on {mine.device}). Convert"
+                    f" {param.local.device}) than its group gathers ({part.dtype} on {part.device}). Convert"
                     " whole sharded modules with .to(), and change values in place"
                 )
 
@@ -239,11 +239,11 @@ class ParamGroup(ABC):
         """Return the group in words, equal on ranks that communicate the same way."""
         if self.layout_words is None:
             self.layout_words = self.layout.describe()
-        after = self.post_forward_mesh
-        resharded = "stays gathered" if after is None else f"is cut over {after.shard_mesh_size} ranks"
+        mesh = self.post_forward_mesh
+        resharded = "stays gathered" if mesh is None else f"is cut over {mesh.shard_mesh_size} ranks"
         unusual = chosen(self.policy, self.offload, self.settings)
-        first = f"group '{self.name}', strategy {self.strategy}, which {resharded} after forward"
-        return "\n".join([first, *[f"'{self.name}' with {words}" for words in unusual], self.layout_words])
+        headline = f"group '{self.name}', strategy {self.strategy}, which {resharded} after forward"
+        return "\n".join([headline, *[f"'{self.name}' with {words}" for words in unusual], self.layout_words])
 
     # What other ranks must do too
 
@@ -266,9 +266,9 @@ class ParamGroup(ABC):
             self.gather_event = event_for("\n".join(lines))
         self.announce(self.gather_event)
 
-    def announce(self, what: Event) -> None:
+    def announce(self, event: Event) -> None:
         for order in self.orders:
-            order.advance(what)
+            order.advance(event)
 
     @property
     def replicates(self) -> bool:
@@ -305,7 +305,7 @@ class ParamGroup(ABC):
         self.reshard()
         self._lay_out(params)
         self._has_unsharded = False
-        self.buffers, self.shards, self.forms = [], [], []
+        self.buffers, self.shards, self.assignments = [], [], []
         self.traced = self.gather_event = self.layout_words = None
         for param in self.params:
             param.unsharded = None  # a view of the old ones
@@ -321,13 +321,13 @@ class ParamGroup(ABC):
                     piece.copy_(param.local)
                 param.move(piece)
             self.shards.append(shard)
-        self._placed = [param.local for param in params]
+        self._pieces = [param.local for param in params]
 
     def _lie_in_buffers(self, params: Sequence[ShardedParam]) -> bool:
         replaced = self._has_unsharded and any(param.unsharded is None for param in self.params)
-        if replaced or self._placed is None or len(self._placed) != len(params):
+        if replaced or self._pieces is None or len(self._pieces) != len(params):
             return False
-        return all(param.local is mine for param, mine in zip(params, self._placed, strict=True))
+        return all(param.local is piece for param, piece in zip(params, self._pieces, strict=True))
 
     def _shard_memory(self, segment: Gathered, device: torch.device) -> Tensor:
         shard = torch.zeros(segment.shard_numel, dtype=segment.dtype, device=device)
@@ -353,8 +353,8 @@ class ParamGroup(ABC):
                     memory.append(full)
                     self.buffers.append(self._buffer(index, full.data, members))
         if all(buffer.storage is not None for buffer in self.buffers):
-            own = [p.unsharded for p in self.params if p.tp_spec is not None and p.unsharded is not None]
-            self.read_guard = ReadGuard(self, [*memory, *own])  # which have version counters of their own
+            extra = [p.unsharded for p in self.params if p.tp_spec is not None and p.unsharded is not None]
+            self.read_guard = ReadGuard(self, [*memory, *extra])  # which have version counters of their own
         self._has_unsharded = True
 
     # Changing form
@@ -370,7 +370,7 @@ class ParamGroup(ABC):
         """
         if self.gather is not None or self.form is _UNSHARDED:
             return
-        for parameters, name, sharded, _ in self.forms:  # else what functional_call put there is lost
+        for parameters, name, sharded, _ in self.assignments:  # else what functional_call put there is lost
             if name not in parameters or parameters[name] is not sharded:
                 self.check_params()
                 break
@@ -383,7 +383,7 @@ class ParamGroup(ABC):
             for buffer in self.buffers:
                 if buffer.storage is not None:
                     buffer.storage.resize_(0)  # the gather allocates it where it writes
-        self.gathered_at = seen.steps  # steps that the shards it reads include
+        self.gathered_at = process.steps  # steps that the shards it reads include
         if streams is not None and self.form is Form.POST_FORWARD and self.smaller_ready is not None:
             streams.wait(self.smaller_ready)
         self.gather = self._start_gather(async_op, streams)
@@ -400,10 +400,10 @@ class ParamGroup(ABC):
         self.gather = None
         if self._changes != ShardedRows.changes:
             self.follow_changes()
-        if not self.forms:
+        if not self.assignments:
             pairs = [(param, owner) for param in self.params for owner in param.owners]
-            self.forms = [(*owner, param.sharded, cast(Any, param.unsharded)) for param, owner in pairs]
-        for parameters, name, _, unsharded in self.forms:
+            self.assignments = [(*owner, param.sharded, cast(Any, param.unsharded)) for param, owner in pairs]
+        for parameters, name, _, unsharded in self.assignments:
             parameters[name] = unsharded
         self.smaller_shards = ()  # computation has waited for their readers
         if self.read_guard is not None:
@@ -419,14 +419,14 @@ class ParamGroup(ABC):
         with _compat.plain_attributes():
             for param in self.params:
                 piece = param.smaller() if self.form is Form.POST_FORWARD else None
-                forms, before = (param.sharded, param.unsharded, piece), param.trainable
+                forms, trainable = (param.sharded, param.unsharded, piece), param.trainable
                 for form in forms:
-                    if form is not None and form.requires_grad is not before:
-                        param.trainable, self.gather_event = not before, None
-                if param.trainable is not before:
+                    if form is not None and form.requires_grad is not trainable:
+                        param.trainable, self.gather_event = not trainable, None
+                if param.trainable is not trainable:
                     for form in forms:
-                        if form is not None and form.requires_grad is before:
-                            form.requires_grad_(not before)
+                        if form is not None and form.requires_grad is trainable:
+                            form.requires_grad_(not trainable)
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded memory. Local."""
@@ -438,7 +438,7 @@ class ParamGroup(ABC):
             if not whole or (leaf is not None and leaf.requires_grad is not param.trainable):
                 ParamGroup.follow_changes(self)  # without checking memory, which a conversion replaces
                 break
-        for parameters, name, sharded, unsharded in self.forms:
+        for parameters, name, sharded, unsharded in self.assignments:
             # What a user put there stays: the next gather checks it.
             if not whole or (name in parameters and parameters[name] is unsharded):
                 parameters[name] = sharded
@@ -472,7 +472,7 @@ class ParamGroup(ABC):
 
     def drop_stale(self) -> None:
         """Reshard, or drop a gather, if an optimizer has stepped since the gather began. Local."""
-        if self.gathered_at == seen.steps:
+        if self.gathered_at == process.steps:
             return
         self.abandon_gather()
         if self.form is _UNSHARDED:

@@ -74,17 +74,17 @@ def guards(modules: Iterable[nn.Module], groups: Iterable[ParamGroup]) -> list[G
         for param in reversed(group.params)
         for owner in param.owners
     }
-    found = []
+    result = []
     for module in modules:
         owned = owners.get(id(_compat.parameters_of(module)))
         if owned is not None and "forward" not in module.__dict__:
-            found.append(Guard(module, *owned))
-    return found
+            result.append(Guard(module, *owned))
+    return result
 
 
 def compiled_in(root: nn.Module) -> set[nn.Module]:
     """Return the compiled modules of `root` and all modules inside them."""
-    return {inner for one in root.modules() if _compat.is_compiled(one) for inner in one.modules()}
+    return {inner for m in root.modules() if _compat.is_compiled(m) for inner in m.modules()}
 
 
 def outside_of(compiled: set[nn.Module], guards: Iterable[Guard]) -> list[Guard]:
@@ -92,8 +92,8 @@ def outside_of(compiled: set[nn.Module], guards: Iterable[Guard]) -> list[Guard]
 
     Guards come and go between passes, so recomputing a compiled module would meet other code.
     """
-    lift(one for one in guards if one.module() in compiled)
-    return [one for one in guards if one.module() not in compiled]
+    lift(guard for guard in guards if guard.module() in compiled)
+    return [guard for guard in guards if guard.module() not in compiled]
 
 
 def install(guards: Iterable[Guard]) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 from shardwise import _compat
 from shardwise.comm import AllGatherResult, CommStreams, foreach_all_gather, foreach_all_gather_copy_out
 from shardwise.errors import LifecycleError, ShardingError, here
-from shardwise.fsdp.extension import ExtendedParam, stays_out_of_buffer
+from shardwise.fsdp.extension import ExtendedParam, is_gathered_separately
 from shardwise.fsdp.group import Form, ParamGroup
 from shardwise.fsdp.parameter import EvenParam, ShardedParam
 from shardwise.fsdp.traced import Cut, Placed
@@ -46,13 +46,13 @@ class InterleavedGroup(ParamGroup):
     members: list[list[EvenParam]]
     layout: InterleavedLayout
 
-    def __init__(self, params: list[EvenParam], **how: Any) -> None:
-        super().__init__(params, **how)
+    def __init__(self, params: list[EvenParam], **options: Any) -> None:
+        super().__init__(params, **options)
         self.rank = self.info.shard_mesh_rank if isinstance(self.info, FSDPMeshInfo) else 0
         self.main: Exchange | None = None
         self.smaller: Exchange | None = None  # over the post-forward mesh
         for param in params:
-            if stays_out_of_buffer(param):
+            if is_gathered_separately(param):
                 # Packing skips it: its sharded form is made here.
                 self._assign_own_layout(param)
                 param.move(param.local)
@@ -60,7 +60,7 @@ class InterleavedGroup(ParamGroup):
         self.pack()
 
     def _extend(self) -> dict[ShardedParam, ExtendedParam]:
-        return {p: ExtendedParam(p, device=self.device) for p in self.params if stays_out_of_buffer(p)}
+        return {p: ExtendedParam(p, device=self.device) for p in self.params if is_gathered_separately(p)}
 
     def check_ready(self) -> None:
         self.check_params()
@@ -72,7 +72,7 @@ class InterleavedGroup(ParamGroup):
     def check_params(self) -> None:
         super().check_params()
         for param in self.packed_params() if self._has_unsharded else ():
-            if stays_out_of_buffer(cast(EvenParam, param)):
+            if is_gathered_separately(cast(EvenParam, param)):
                 raise ShardingError(
                     f"{here()}: the local tensor of '{param.name}' was given hooks for the all-gather after"
                     " parameters were first gathered; set them before the first forward"
@@ -95,7 +95,7 @@ class InterleavedGroup(ParamGroup):
             align_bytes=self.align_bytes,
         )
         packed = cast(list[EvenParam], params)
-        self.members = [[packed[slot.index] for slot in one.slots] for one in self.layout.segments]
+        self.members = [[packed[slot.index] for slot in segment.slots] for segment in self.layout.segments]
         for segment, members in zip(self.layout.segments, self.members, strict=True):
             for slot, param in zip(segment.slots, members, strict=True):
                 param.assign_slot(slot)
@@ -123,14 +123,14 @@ class InterleavedGroup(ParamGroup):
                 runs.append([])
             runs[-1].append(param)
             large = nbytes >= limit
-        made: list[tuple[Tensor, Sequence[ShardedParam]]] = []
+        memories: list[tuple[Tensor, Sequence[ShardedParam]]] = []
         for run in runs:
             begin, last = run[0].slot.unsharded_offset, run[-1].slot
             for param in run:
                 param.memory_begin = begin
             numel = last.unsharded_offset + segment.ranks * last.padded_shard_numel - begin
-            made.append((torch.empty(numel, dtype=segment.gather_dtype, device=self.device), run))
-        return made
+            memories.append((torch.empty(numel, dtype=segment.gather_dtype, device=self.device), run))
+        return memories
 
     def _make_unsharded(self, streams: CommStreams | None) -> None:
         super()._make_unsharded(streams)
@@ -180,9 +180,9 @@ class InterleavedGroup(ParamGroup):
             # Copies: the group's own lists must not grow.
             inputs, dtypes = list(inputs), list(dtypes)
             # Hooks make their inputs on the stream that copies them in, which then need not wait for them.
-            where = nullcontext() if streams is None or async_op else streams.copy_in
+            context = nullcontext() if streams is None or async_op else streams.copy_in
             for extended in self.extended.values():
-                with torch.no_grad(), where:
+                with torch.no_grad(), context:
                     pieces = extended.inputs()
                 inputs += pieces
                 dtypes += [t.dtype for t in pieces]
@@ -221,9 +221,9 @@ class InterleavedGroup(ParamGroup):
             received = result.inputs[len(plan.dtypes) :]
             for extended in self.extended.values():
                 count = len(extended.shapes)
-                mine, received = received[:count], received[count:]
-                sizes += [t.numel() for t in mine]
-                outs += [t.view(plan.layout.ranks, -1) for t in extended.allocate(mine, plan.layout.ranks)]
+                part, received = received[:count], received[count:]
+                sizes += [t.numel() for t in part]
+                outs += [t.view(plan.layout.ranks, -1) for t in extended.allocate(part, plan.layout.ranks)]
         if plan.strided:
             outs = list(outs)
             for index, target, _, _ in plan.strided:
@@ -251,13 +251,13 @@ class InterleavedGroup(ParamGroup):
         for segment, members in zip(plan.layout.segments, self.members, strict=True):
             # Copies, as the unsharded memory is freed next.
             shard = torch.zeros(segment.shard_numel, dtype=segment.gather_dtype, device=self.device)
-            mine = [slot.of(shard) for slot in segment.slots]
+            targets = [slot.of(shard) for slot in segment.slots]
             pieces: list[Tensor] = []
             for param, slot in zip(members, segment.slots, strict=True):
                 dim = param.placement.dim
                 pieces.append(cast(Tensor, param.unsharded).narrow(dim, slot.begin, slot.shard_shape[dim]))
-            _compat.foreach_copy(mine, pieces)
-            for param, local in zip(members, mine, strict=True):
+            _compat.foreach_copy(targets, pieces)
+            for param, local in zip(members, targets, strict=True):
                 placements = [*outer, Shard(param.placement.dim)]
                 spec = _compat.dtensor_spec(info.mesh, placements, shape=param.shape, dtype=local.dtype)
                 trains = param.sharded.requires_grad

@@ -34,14 +34,14 @@ from shardwise.fsdp.schedule import Schedule
 
 def check_entry(state: ModuleState, action: Action) -> None:
     """Raise if an earlier pass left a state from which forward cannot continue."""
-    which = None
+    phase = None
     if action is Action.JOIN and not state.running and not state.is_list:
-        which = "forward"
+        phase = "forward"
     elif action is Action.RECOMPUTE and not _compat.in_backward():
-        which = "backward"
-    if which is not None:
+        phase = "backward"
+    if phase is not None:
         raise LifecycleError(
-            f"{here()}: an earlier {which} of '{state.name}' raised; call reset_iter_state() on the root"
+            f"{here()}: an earlier {phase} of '{state.name}' raised; call reset_iter_state() on the root"
             " module before the next iteration"
         )
 
@@ -76,10 +76,10 @@ def check_earlier_backward(root: ModuleState, schedule: Schedule) -> None:
         _check_all_is_reduced(root)
 
 
-def _check_all_is_reduced(root: ModuleState, holds: Callable[[ShardedParam], bool] | None = None) -> None:
+def _check_all_is_reduced(root: ModuleState, updates: Callable[[ShardedParam], bool] | None = None) -> None:
     for group, reducer in root.all_groups:
         for param in () if reducer.unsynced else group.params:
-            if param.has_unreduced and (holds is None or holds(param)):
+            if param.has_unreduced and (updates is None or updates(param)):
                 raise LifecycleError(
                     f"{here()}: a gradient of '{param.name}' was not reduced: backward reached it other than"
                     f" through the outputs of the forward of {group.title}. Return every tensor that losses"
@@ -96,7 +96,7 @@ _TOGETHER = (
 
 def check_compiled_gradients(group: ParamGroup) -> None:
     """Raise if compiled backwards without synchronisation left gradients that an eager one cannot add to."""
-    if isinstance(group.traced, list) and any(one.earlier is not None for one in group.traced):
+    if isinstance(group.traced, list) and any(segment.earlier is not None for segment in group.traced):
         raise LifecycleError(
             f"{here()}: compiled passes left unreduced gradients of {group.title}, but this pass is eager."
             f" {_TOGETHER}"
@@ -118,22 +118,22 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
     if _watching:
         return
 
-    def hear(error: Exception) -> Exception | None:
-        better = read_guard.explain(error)
-        why = f"raised {type(error).__name__} in its backward"
-        schedules = {id(found): found for state in states() if (found := state.schedule) is not None}
+    def explain_error(error: Exception) -> Exception | None:
+        explanation = read_guard.explain(error)
+        reason = f"raised {type(error).__name__} in its backward"
+        schedules = {id(schedule): schedule for state in states() if (schedule := state.schedule) is not None}
         for schedule in schedules.values():
             for order in schedule.orders:
                 # Backwards of other threads continue.
                 if order.backward is not None and order.backward.thread == threading.get_ident():
-                    order.leave(f"{why}, after it had begun to {order.doing()}: {better or error}")
+                    order.leave(f"{reason}, after it had begun to {order.doing()}: {explanation or error}")
                 elif order.backward is None and schedule.order:  # it had not reached a sharded module
-                    order.leave(f"{why}: {better or error}")
-        return better
+                    order.leave(f"{reason}: {explanation or error}")
+        return explanation
 
     def check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # Other models may be about to be freed, on some ranks sooner than on others.
-        def holds(param: ShardedParam) -> bool:
+        def updates(param: ShardedParam) -> bool:
             return _memory(param.sharded) in trained()  # a flat optimizer has other tensors over it
 
         @functools.cache
@@ -153,13 +153,13 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
             if not state.is_root or schedule is None:
                 continue
             if schedule.manual:
-                if any(holds(param) for group, _ in state.all_groups for param in group.params):
+                if any(updates(param) for group, _ in state.all_groups for param in group.params):
                     finalization.check_finished(schedule, "the optimizer's step")
             elif not schedule.had_backward:
-                _check_all_is_reduced(state, holds)
+                _check_all_is_reduced(state, updates)
 
     # Once for all models of the process: a second hook would check each step again.
-    _compat.explain_backward_errors(hear)
+    _compat.explain_backward_errors(explain_error)
     _watching.append(register_optimizer_step_pre_hook(_compat.runs_eagerly(check_before_step)))
 
 
@@ -179,12 +179,12 @@ def forget_forward(state: ModuleState) -> None:
     assert schedule is not None
     if schedule.forward_root is not state.myself:
         if not state.is_list:
-            _reset_one(state)
+            _reset_state(state)
         return
     root = schedule.root()
-    for one in (state, *(root.below if root is not None else ())):
-        if one.training_state is TrainingState.FORWARD:
-            _reset_one(one)
+    for module_state in (state, *(root.below if root is not None else ())):
+        if module_state.training_state is TrainingState.FORWARD:
+            _reset_state(module_state)
     # Earlier entries belong to forwards whose backward may still come.
     del schedule.order[schedule.order_before :]
     schedule.forward_root = schedule.latest_output = None
@@ -195,7 +195,7 @@ def forget_forward(state: ModuleState) -> None:
     state.install_guards()
 
 
-def _reset_one(state: ModuleState) -> None:
+def _reset_state(state: ModuleState) -> None:
     state.pending_modules.clear()
     state.training_state = TrainingState.IDLE
     for group in state.groups:
@@ -217,7 +217,7 @@ def reset(root: ModuleState) -> None:
     schedule.reducing = None
     for state in (root, *root.below):
         state.running = 0
-        _reset_one(state)
+        _reset_state(state)
     for group, reducer in root.all_groups:
         reducer.reset()
         for segment in group.traced if isinstance(group.traced, list) else ():

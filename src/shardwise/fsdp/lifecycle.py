@@ -88,7 +88,7 @@ TABLE: dict[Event, dict[TrainingState, tuple[Action, TrainingState]]] = {
 
 
 def advance(state: TrainingState, event: Event, *, module: str) -> tuple[Action, TrainingState]:
-    """Return what `event` does to a module in `state`, and the state it is in afterwards."""
+    """Return the action of `event` on a module in `state`, and the module's next state."""
     try:
         return TABLE[event][state]
     except KeyError:

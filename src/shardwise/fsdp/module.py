@@ -139,14 +139,14 @@ class FSDPModule(ModuleSettings):
             Bytes gathered, by the names of the groups' modules: for the root its class; before the first
             forward, classes and positions.
         """
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for index, state in enumerate(self._states(True)):
             for group in state.groups:
                 size = sum(group.gathered_bytes)
                 if size < bytes_per_second * host_seconds:
                     place = state.classes if state.is_root else f"{state.classes} ({index})"
-                    found[state.name or place] = size
-        return found
+                    sizes[state.name or place] = size
+        return sizes
 
     def shard_report(self) -> ShardReport:
         """Report the groups, here and inside: parameters, bytes, placements. Local; prints as a table."""
@@ -198,8 +198,8 @@ class UnshardHandle:
 def sharded_class(cls: type[nn.Module]) -> type[FSDPModule]:
     """Return the subclass of (`FSDPModule`, `cls`), one per class, so that equal blocks have equal types."""
     call = _compat.only_inlined(copy_code(vars(FSDPModule)["__call__"]))
-    own = {"__module__": cls.__module__, "__call__": call}
-    return cast(type[FSDPModule], type(f"FSDP{cls.__name__}", (FSDPModule, cls), own))
+    attributes = {"__module__": cls.__module__, "__call__": call}
+    return cast(type[FSDPModule], type(f"FSDP{cls.__name__}", (FSDPModule, cls), attributes))
 
 
 def become_sharded(module: nn.Module, state: FSDPState) -> None:
@@ -215,10 +215,10 @@ def become_sharded(module: nn.Module, state: FSDPState) -> None:
     module.__dict__["__call__"] = MethodType(_code_for(_call, cls, state.is_list), weakref.ref(module))
     if isinstance(module, nn.MultiheadAttention):
         # In evaluation, torch's encoder layers read the weights of one without hooks, and do not call it.
-        module.register_forward_pre_hook(_look)
+        module.register_forward_pre_hook(_do_nothing)
 
 
-def _look(module: nn.Module, args: Any) -> None:
+def _do_nothing(module: nn.Module, args: Any) -> None:
     pass
 
 
@@ -228,16 +228,16 @@ def _call(module: weakref.ref[nn.Module], /, *args: Any, **kwargs: Any) -> Any:
     return alive(*args, **kwargs)
 
 
-def compile_gathered(module: FSDPModule, **how: Any) -> None:
+def compile_gathered(module: FSDPModule, **options: Any) -> None:
     """Compile what a module does with whole parameters; its gather and reductions stay outside, eager.
 
     Args:
-        how: keyword arguments of `torch.compile`.
+        options: keyword arguments of `torch.compile`.
     """
     state = module._shardwise_state
     guard.lift(state.guards)  # they come and go between passes: a recomputation would meet other code
     state.guards = ()
-    forward = torch.compile(_of_equal_modules("_call_gathered", module), **how)
+    forward = torch.compile(_of_equal_modules("_call_gathered", module), **options)
     module.__dict__[_COMPILED] = functools.partial(_run_gathered, module, forward)
 
 
@@ -300,7 +300,7 @@ def _run_traced(
         _refuse_export(state)
     # Before groups are read, so that the graph guards what is derived from them here.
     _compat.while_tracing(_prepare, state)
-    if all(isinstance(group.traced, list) for group in state.groups) and traced.holds(state):
+    if all(isinstance(group.traced, list) for group in state.groups) and traced.can_hold(state):
         return traced.run(state, forward, args, kwargs)
     return state.runs_outside(state, module, forward, args, kwargs)
 
@@ -317,8 +317,8 @@ def _prepare(context: Any) -> None:
             state.runs_outside = _outside_graphs(_NO_LIST)
         for group in state.groups:
             if isinstance(group.traced, str):
-                why = f"a sharded module has {group.traced}, which only runs eagerly"
-                state.runs_outside = _outside_graphs(why)
+                reason = f"a sharded module has {group.traced}, which only runs eagerly"
+                state.runs_outside = _outside_graphs(reason)
 
 
 _NO_LIST = (
@@ -329,9 +329,9 @@ _NO_LIST = (
 
 
 @functools.cache
-def _outside_graphs(why: str) -> Callable[..., Any]:
+def _outside_graphs(reason: str) -> Callable[..., Any]:
     """Return a call that makes a tracer leave its graph; the forward inside is compiled again."""
-    return _compat.runs_outside_graphs(cast(FunctionType, _run), why)
+    return _compat.runs_outside_graphs(cast(FunctionType, _run), reason)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

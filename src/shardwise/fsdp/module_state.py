@@ -54,7 +54,7 @@ def states_in(modules: Iterable[nn.Module]) -> list[ModuleState]:
 class ModuleState:
     """The state of one `fully_shard` call, and how its groups are gathered; its modules own it."""
 
-    given: InitVar[Sequence[nn.Module]]
+    call_modules: InitVar[Sequence[nn.Module]]
     groups: list[ParamGroup]  # one per pair of shard and replicate process groups
     reducers: list[GradReducer]  # one per group
     device: torch.device
@@ -91,13 +91,13 @@ class ModuleState:
     shared_streams: CommStreams | None = None
     schedule_settings: dict[str, Any] = field(default_factory=dict)  # for one that may not exist yet
 
-    def __post_init__(self, given: Sequence[nn.Module]) -> None:
-        self.modules, self.myself = list(map(weakref.ref, given)), weakref.ref(self)
+    def __post_init__(self, call_modules: Sequence[nn.Module]) -> None:
+        self.modules, self.myself = list(map(weakref.ref, call_modules)), weakref.ref(self)
         self.is_list = len(self.modules) > 1
         self.all_groups = list(zip(self.groups, self.reducers, strict=True))
         self.in_reverse = self.all_groups[::-1]
         self.input_dtype = self.policy.param_dtype if self.policy.cast_forward_inputs else None
-        for module in given:
+        for module in call_modules:
             module.__dict__[_KEY] = self
         _alive.add(self)
 
@@ -140,12 +140,12 @@ class ModuleState:
             )
         root = self.modules[0]()
         assert root is not None
-        below: dict[ModuleState, None] = {}
+        ordered: dict[ModuleState, None] = {}
         for name, module in root.named_modules():
             state = state_of(module)
             if state is None:
                 continue
-            if state not in below and state.schedule is not None:
+            if state not in ordered and state.schedule is not None:
                 raise LifecycleError(
                     f"{here()}: '{name}' ran forward before the root module that contains it; run the first"
                     " forward through the root"
@@ -155,9 +155,9 @@ class ModuleState:
                     f"{here()}: set_manual_backward_finalization(True) was called on '{name}'; call it on the"
                     " root module"
                 )
-            below[state] = None
+            ordered[state] = None
             state.name = name if not state.name or state is self else f"{state.name}, {name}"
-        states = list(below)
+        states = list(ordered)
         self.below, self.is_root = states[1:], True
         self.lists = [state for state in self.below if state.is_list]
         if self.reshard_is_automatic:
@@ -188,23 +188,23 @@ class ModuleState:
         if len(by_form) != len(params):
             raise ShardingError(f"{here()}: one parameter is managed by two fully_shard calls")
         # By place, since a module may have either form registered.
-        owned = {(id(owner.parameters), owner.name): param for param in params for owner in param.owners}
+        by_place = {(id(owner.parameters), owner.name): param for param in params for owner in param.owners}
         unnamed, added = set(params), list[str]()
         for prefix, module in root.named_modules():
             parameters = _compat.parameters_of(module)
             for short, form in parameters.items():
                 name, place = f"{prefix}.{short}" if prefix else short, (id(parameters), short)
-                mine, tied = owned.get(place), by_form.get(form) if form is not None else None
-                if tied is not None and tied is not mine:
+                param, tied = by_place.get(place), by_form.get(form) if form is not None else None
+                if tied is not None and tied is not param:
                     raise ShardingError(
                         f"{here()}: '{name}' was tied to '{tied.name}'"
                         " after fully_shard; tie parameters before, and shard their owners in one call"
                     )
-                if mine in unnamed:
-                    unnamed.remove(mine)
-                    mine.rename(name)
+                if param in unnamed:
+                    unnamed.remove(param)
+                    param.rename(name)
                 trains = form is not None and form.requires_grad
-                if mine is None and trains and not any(place in state.ignored for state in states):
+                if param is None and trains and not any(place in state.ignored for state in states):
                     added.append(name)
         if added:
             warnings.warn(
@@ -219,15 +219,15 @@ class ModuleState:
         if not schedule.pass_events:
             groups = [group for group, _ in self.all_groups]
             kind = type(self.modules[0]()).__name__.removeprefix("FSDP")
-            what = f"run the forward of {kind}"
+            operation = f"run the forward of {kind}"
             for order in schedule.orders:
                 # Ranks of a process group compare only what uses it: their other groups may differ.
                 described = [group.describe() for group in groups if order in group.orders]
-                schedule.pass_events.append(event_for("\n".join([what, *described])))
+                schedule.pass_events.append(event_for("\n".join([operation, *described])))
         for order, begins in zip(schedule.orders, schedule.pass_events, strict=True):
             order.begin_pass(begins)
 
-    def check_one_groups_params(self) -> None:
+    def check_next_group(self) -> None:
         """Check one group per pass, since checks are slow, for changes to parameters without effect."""
         if not self.to_check:
             self.to_check = [group for group, _ in self.all_groups]
@@ -239,8 +239,8 @@ class ModuleState:
             return args, kwargs
         if not kwargs:
             return cast(args, self.input_dtype, self.rebuilt), kwargs
-        both: tuple[Any, Any] = cast((args, kwargs), self.input_dtype, self.rebuilt)
-        return both
+        inputs: tuple[Any, Any] = cast((args, kwargs), self.input_dtype, self.rebuilt)
+        return inputs
 
     def cast_output(self, output: Any) -> Any:
         dtype = self.policy.output_dtype
@@ -264,7 +264,7 @@ class ModuleState:
     def is_larger_than_most(self, schedule: Schedule) -> bool:
         """Return whether the module gathers more than the median under its root, by size. Equal on ranks."""
         if self.larger_than_most is None and (root := schedule.root()) is not None:
-            sizes = [sum(map(sum, (g.gathered_bytes for g in one.groups))) for one in (root, *root.below)]
+            sizes = [sum(map(sum, (g.gathered_bytes for g in state.groups))) for state in (root, *root.below)]
             own = sum(map(sum, (group.gathered_bytes for group in self.groups)))
             sizes = sorted(size for size in sizes if size)
             self.larger_than_most = bool(sizes) and own > sizes[len(sizes) // 2]
@@ -288,7 +288,7 @@ class ModuleState:
 
     def gather(self, group: ParamGroup, schedule: Schedule, *, forward: bool) -> None:
         if group.form is _UNSHARDED:
-            for parameters, name, sharded, unsharded in group.forms:
+            for parameters, name, sharded, unsharded in group.assignments:
                 if name in parameters and parameters[name] is sharded:
                     parameters[name] = unsharded  # functional_call restored what it found before the gather
             return

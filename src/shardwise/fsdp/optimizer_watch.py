@@ -25,7 +25,7 @@ from shardwise import _compat
 from shardwise.comm.foreach import current_stream
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import fast
-from shardwise.fsdp.fast import seen
+from shardwise.fsdp.fast import process
 
 _REPLACED = "fully_shard has replaced; build the optimizer after fully_shard"
 _GATHERED = (
@@ -56,7 +56,7 @@ def look_for_compiler(optimizer: Optimizer | None = None) -> None:
     Optimizers of other libraries may compile parts of their step.
     """
     foreign = optimizer is not None and not type(optimizer).__module__.startswith(("torch.", "shardwise."))
-    seen.compiler = seen.compiler or foreign or _compat.compiler_in_use()
+    process.compiler = process.compiler or foreign or _compat.compiler_in_use()
 
 
 def watch_replaced(replaced: dict[str, nn.Parameter]) -> None:
@@ -94,7 +94,7 @@ def was_replaced(param: Tensor) -> bool:
 @_compat.runs_eagerly
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     look_for_compiler(optimizer)
-    if seen.computing is not None:
+    if process.computing is not None:
         keep_gradients(param for group in optimizer.param_groups for param in group["params"])
     compiled = _compat.in_compiled_call()
     if compiled:
@@ -115,9 +115,9 @@ def keep_gradients(params: Iterable[Tensor]) -> None:
 
     It belongs to computation's stream, which need not wait for that step (`set_post_optim_event`).
     """
-    if seen.computing is None:
+    if process.computing is None:
         return
-    device, computing = seen.computing
+    device, computing = process.computing
     grads = [param.grad for param in params if param.grad is not None]
     if not grads or grads[0].device != device:
         return
@@ -132,7 +132,7 @@ def keep_gradients(params: Iterable[Tensor]) -> None:
 def _check(optimizer: Optimizer) -> None:
     _checked[optimizer] = _changes
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    for watched, why in ((_replaced, _REPLACED), (_gathered, _GATHERED)):
+    for watched, reason in ((_replaced, _REPLACED), (_gathered, _GATHERED)):
         wrong = [watched[param] for param in params if param in watched]
         if wrong:
             # Each of its steps raises, not only the first.
@@ -140,7 +140,7 @@ def _check(optimizer: Optimizer) -> None:
             raise ShardingError(
                 f"{here()}: a step of this {type(optimizer).__name__} would train nothing: it holds"
                 f" {len(wrong)} parameters ({', '.join(wrong[:5])}{', ...' if len(wrong) > 5 else ''})"
-                f" that {why}"
+                f" that {reason}"
             )
 
 
@@ -149,4 +149,4 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     fast.restore_gradients(optimizer)
     fast.rekey_state(optimizer)
     # For any optimizer of any model: a needless gather is better than computing with old parameters.
-    seen.steps += 1
+    process.steps += 1

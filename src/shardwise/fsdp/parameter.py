@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import optimizer_watch
-from shardwise.fsdp.fast import own_storage, seen
+from shardwise.fsdp.fast import own_storage, process
 from shardwise.fsdp.policy import MixedPrecisionPolicy
 from shardwise.layout import EvenShard, Owned, ParamSpec, RaggedShard, Slot
 from shardwise.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
@@ -143,9 +143,9 @@ class ShardedParam(ABC):
         piece = self.smaller()
         form = piece if smaller and piece is not None else self.sharded
         for owner in self.owners:
-            found = owner.parameters.get(owner.name)
-            if found is None or all(found is not one for one in (self.sharded, self.unsharded, piece)):
-                raise self.replaced_by(found)
+            current = owner.parameters.get(owner.name)
+            if current is None or all(current is not own for own in (self.sharded, self.unsharded, piece)):
+                raise self.replacement_error(current)
             owner.parameters[owner.name] = form  # functional_call put back another form
 
     def register_smaller(self, piece: nn.Parameter) -> None:
@@ -170,25 +170,25 @@ class ShardedParam(ABC):
         """Return `current`, which replaced the sharded form, as a sharded form; None if it cannot be one."""
 
     def follow_replacement(self) -> None:
-        """Adopt a sharded parameter that replaced ours (`load_state_dict(assign=True)`)."""
+        """Adopt a sharded parameter that replaced the group's own (`load_state_dict(assign=True)`)."""
         if not self.is_packed:
             return
         owner = self.owners[0]
         current = owner.parameters.get(owner.name)
         if current is None or (current is not self.sharded and current is not self.unsharded):
             is_parameter = isinstance(current, nn.Parameter)  # functional_call registers other tensors
-            found, current = current, self._replacement(current) if is_parameter else None
+            registered, current = current, self._replacement(current) if is_parameter else None
             if current is None:
-                raise self.replaced_by(found)
+                raise self.replacement_error(registered)
             self.sharded, self.unsharded = current, None  # the whole form was made for the other
         self.register(current)  # `load_state_dict(assign=True)` gives each owner of a tie another one
         self.refresh_form()
 
-    def replaced_by(self, found: nn.Parameter | None) -> ShardingError:
-        """Make the error for a parameter that the user replaced by `found`."""
-        what = f"{type(found).__name__} {tuple(found.shape)}" if found is not None else "nothing"
+    def replacement_error(self, form: nn.Parameter | None) -> ShardingError:
+        """Make the error for a parameter that the user replaced by `form`."""
+        text = f"{type(form).__name__} {tuple(form.shape)}" if form is not None else "nothing"
         return ShardingError(
-            f"{here()}: '{self.name}' was replaced by {what}; it can only be replaced by a DTensor of shape"
+            f"{here()}: '{self.name}' was replaced by {text}; it can only be replaced by a DTensor of shape"
             f" {tuple(self.global_shape)}, {self.replaced_if}, before the first forward or by"
             " load_state_dict(assign=True). Load whole values with set_model_state_dict of"
             " torch.distributed.checkpoint.state_dict; parametrize, tie and prune before fully_shard;"
@@ -219,11 +219,11 @@ class ShardedParam(ABC):
         """Return the unsharded form over memory `whole`, made once."""
         if self.tp_spec is not None:
             whole = _compat.dtensor(whole, _compat.spec_as(self.tp_spec, whole.dtype))
-        made = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
-        self.trainable = made.requires_grad
-        self.set_leaf_grad_dtype(made)
-        optimizer_watch.watch_gathered(self, made)
-        return made
+        param = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
+        self.trainable = param.requires_grad
+        self.set_leaf_grad_dtype(param)
+        optimizer_watch.watch_gathered(self, param)
+        return param
 
     def rename(self, name: str) -> None:
         """Take the name that the root module gives the parameter."""
@@ -244,15 +244,15 @@ class ShardedParam(ABC):
         """The dtype of the sharded gradient; None: the reduction's dtype."""
         return self.chosen_grad_dtype[0] if self.chosen_grad_dtype else self.dtype
 
-    def refresh_form(self, *, made: bool = False) -> None:
+    def refresh_form(self, *, is_new: bool = False) -> None:
         """Read the `grad_dtype` that the user set on the sharded form, or restore it after a conversion.
 
         Args:
-            made: the form is new, so the user cannot have changed it.
+            is_new: the form is new, so the user cannot have changed it.
         """
-        found = () if made else _compat.chosen_grad_dtype(self.sharded)
-        if found or not self.chosen_grad_dtype:
-            self.chosen_grad_dtype = found
+        chosen = () if is_new else _compat.chosen_grad_dtype(self.sharded)
+        if chosen or not self.chosen_grad_dtype:
+            self.chosen_grad_dtype = chosen
         else:
             self.sharded.grad_dtype = self.chosen_grad_dtype[0]
         self.grads_have_stored_dtype = self.sharded_grad_dtype == self.dtype
@@ -263,14 +263,14 @@ class ShardedParam(ABC):
         To widen a gradient, autograd would copy it. So gradients that are reduced next stay as they come, and
         the reduction's copy widens them; gradients added to a wider sum need no copy either.
         """
-        wanted = self.sum_dtype
-        if wanted == leaf.dtype or not leaf.is_floating_point():
+        dtype = self.sum_dtype
+        if dtype == leaf.dtype or not leaf.is_floating_point():
             return
         if not _compat.SUMS_AS_KEPT and not self.chosen_grad_dtype:
             return  # autograd rounds every gradient to the leaf's dtype
-        widens = wanted is not None and wanted.itemsize > leaf.dtype.itemsize and self.tp_spec is None
+        widens = dtype is not None and dtype.itemsize > leaf.dtype.itemsize and self.tp_spec is None
         as_they_come = widens and (not self.accumulates or leaf.grad is not None)
-        leaf.grad_dtype = None if as_they_come or not _compat.SUMS_AS_KEPT else wanted
+        leaf.grad_dtype = None if as_they_come or not _compat.SUMS_AS_KEPT else dtype
 
     @property
     def has_unreduced(self) -> bool:
@@ -293,13 +293,13 @@ class ShardedParam(ABC):
             return grad
         if not isinstance(grad, DTensor):
             raise ShardingError(f"{here()}: '{self.name}' is a DTensor but its gradient is a {type(grad)}")
-        wanted = list(self.tp_spec.placements)
+        placements = list(self.tp_spec.placements)
         dims, names = self.info.dp_mesh_dims, self.tp_spec.mesh.mesh_dim_names
         if dims is not None and names is not None:
             for name in (*dims.shard_names, *dims.replicate_names):
-                wanted[names.index(name)] = grad.placements[names.index(name)]
-        if tuple(wanted) != tuple(grad.placements):
-            grad = grad.redistribute(placements=wanted)
+                placements[names.index(name)] = grad.placements[names.index(name)]
+        if tuple(placements) != tuple(grad.placements):
+            grad = grad.redistribute(placements=placements)
         return _compat.local_tensor(grad)  # if it is still being redistributed, its reader waits
 
     @abstractmethod
@@ -335,8 +335,8 @@ class EvenParam(ShardedParam):
     memory_begin: int = 0  # offset of its unsharded buffer among its segment's elements
     replaced_if = "cut evenly"
 
-    def __init__(self, param: nn.Parameter, *, placement: ParamPlacement | None, **where: Any) -> None:
-        super().__init__(param, **where)
+    def __init__(self, param: nn.Parameter, *, placement: ParamPlacement | None, **options: Any) -> None:
+        super().__init__(param, **options)
         self.placement = self._check_placement(placement, self.whole)
         self.spec = self._sharding_spec(param)
 
@@ -411,11 +411,11 @@ class EvenParam(ShardedParam):
                 f" {self.info.spmd_mesh}; distribute it on the mesh that fully_shard is given"
             )
         for name in (*dims.shard_names, *dims.replicate_names):
-            found = whole.placements[names.index(name)]
-            if not found.is_replicate():
+            placement = whole.placements[names.index(name)]
+            if not placement.is_replicate():
                 raise ShardingError(
                     f"{here()}: '{self.name}' must be Replicate() on the data-parallel mesh dim '{name}',"
-                    f" but is {found}"
+                    f" but is {placement}"
                 )
         placements = list(whole.placements)
         for name in dims.shard_names:
@@ -425,10 +425,10 @@ class EvenParam(ShardedParam):
             return _compat.shared_spec(mesh, placements, whole.tensor_meta)
         # Several shard dims count as one: represent them by the flattened data-parallel mesh.
         data_parallel = {*dims.shard_names, *dims.replicate_names}
-        others = [a for a in range(mesh.ndim) if names[a] not in data_parallel]
+        other_axes = [a for a in range(mesh.ndim) if names[a] not in data_parallel]
         outer = self._data_parallel(placements[names.index(dims.shard_names[0])])
-        joined = _compat.concatenate_meshes([self.info.mesh, *(mesh[names[a]] for a in others)])
-        return _compat.shared_spec(joined, (*outer, *(placements[a] for a in others)), whole.tensor_meta)
+        joined = _compat.concatenate_meshes([self.info.mesh, *(mesh[names[a]] for a in other_axes)])
+        return _compat.shared_spec(joined, (*outer, *(placements[a] for a in other_axes)), whole.tensor_meta)
 
     # Switching forms
 
@@ -437,13 +437,13 @@ class EvenParam(ShardedParam):
             return None
         return current if current.shape == self.global_shape else None
 
-    def refresh_form(self, *, made: bool = False) -> None:
-        super().refresh_form(made=made)
+    def refresh_form(self, *, is_new: bool = False) -> None:
+        super().refresh_form(is_new=is_new)
         self.spec = _compat.spec_of(self.sharded)  # gradients share it: DTensor hashes each object once
-        self._known = self.local, _compat.storage_id(self.sharded)  # to detect changes by
+        self._snapshot = self.local, _compat.storage_id(self.sharded)  # to detect changes by
 
     def check_data(self) -> None:
-        local, storage = self._known
+        local, storage = self._snapshot
         if _compat.storage_id(self.sharded) != storage and self.local is local:
             raise ShardingError(
                 f"{here()}: '{self.name}'.data was assigned to (on {self.sharded.data.device}), but a sharded"
@@ -468,10 +468,10 @@ class EvenParam(ShardedParam):
         if not self.is_packed:
             del self.whole
             self.is_packed = True
-        self.refresh_form(made=not in_place)
+        self.refresh_form(is_new=not in_place)
 
     def as_grad(self, piece: Tensor) -> DTensor:
-        if seen.compiler:
+        if process.compiler:
             piece = own_storage(piece)
         spec, begin = self.spec, _compat.local_tensor(self.sharded)
         if piece.dtype != begin.dtype:

@@ -111,12 +111,12 @@ class GroupSettings:
 def chosen(policy: MixedPrecisionPolicy, offload: OffloadPolicy, settings: GroupSettings) -> list[str]:
     """List the settings that are not at their defaults, in words that ranks compare."""
     words = [] if type(offload) is OffloadPolicy else [type(offload).__name__]
-    for one, default in ((policy, MixedPrecisionPolicy()), (settings, GroupSettings())):
-        for option in fields(one):
+    for current, default in ((policy, MixedPrecisionPolicy()), (settings, GroupSettings())):
+        for option in fields(current):
             # In words that mean the same in every process: the class of an object, not its address.
-            value, usual = _word(getattr(one, option.name)), _word(getattr(default, option.name))
-            if value != usual:
-                words.append(f"{option.name}={value}")
+            word, default_word = _word(getattr(current, option.name)), _word(getattr(default, option.name))
+            if word != default_word:
+                words.append(f"{option.name}={word}")
     return words
 
 

@@ -24,11 +24,11 @@ def begin(states: Sequence[ModuleState]) -> None:
     for state in states:
         name = state.name or "the root module"
         for owner, method in _ranged_methods(state):
-            _put(owner, method, partial(_ranged, f"shardwise: {_RANGED[method]} {name}"))
+            _wrap_method(owner, method, partial(_ranged, f"shardwise: {_RANGED[method]} {name}"))
         # A list, since a forward may call its own module: ranges end innermost first.
         opened: list[record_function] = []
         for method in _FORWARD:
-            _put(state, method, partial(_forward, f"shardwise: forward {name}", opened))
+            _wrap_method(state, method, partial(_forward, f"shardwise: forward {name}", opened))
         # Its `pre_forward` was called before it was wrapped, and opened no range.
         if state is states[0]:
             _open(f"shardwise: forward {name}", opened)
@@ -52,7 +52,7 @@ def _ranged_methods(state: ModuleState) -> Iterator[tuple[Any, str]]:
 Wrapper = Callable[[Callable[..., Any], Any, Any], Any]  # calls a bound method
 
 
-def _put(owner: Any, name: str, wrapper: Wrapper) -> None:
+def _wrap_method(owner: Any, name: str, wrapper: Wrapper) -> None:
     myself = weakref.ref(owner)  # an attribute that refers back would keep the owner alive
     method = getattr(type(owner), name)
 

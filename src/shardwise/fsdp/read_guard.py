@@ -69,9 +69,9 @@ class ReadGuard:
 
 def explain(error: Exception) -> Exception | None:
     """Return the error to raise instead of autograd's; None if that has another reason."""
-    found = _VERSION.search(str(error))
+    match = _VERSION.search(str(error))
     # The saved tensor expects its group's number, plus the changes before it was saved.
-    group = _groups.get(int(found.group(1)) // _APART * _APART) if found is not None else None
+    group = _groups.get(int(match.group(1)) // _APART * _APART) if match is not None else None
     if group is None:
         return None
     if group.is_unsharded:

@@ -27,7 +27,7 @@ from shardwise.comm.api import backend_of
 from shardwise.comm.foreach import Reduction, current_stream
 from shardwise.comm.order import Event, event_for
 from shardwise.errors import ShardingError, here
-from shardwise.fsdp.fast import seen
+from shardwise.fsdp.fast import process
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.parameter import EvenParam, ShardedParam
 from shardwise.fsdp.policy import CPUOffloadPolicy
@@ -66,14 +66,14 @@ class GradReducer(ABC):
                 if param.unsharded is not None:
                     param.set_leaf_grad_dtype(param.unsharded)
 
-    def announce(self, plan: Reduction, params: Sequence[ShardedParam], *, of: Any) -> None:
-        """Announce a reduction of gradients of `params`, which share a segment or dtypes (`of`)."""
+    def announce(self, plan: Reduction, params: Sequence[ShardedParam], *, batch: Any) -> None:
+        """Announce a reduction of gradients of `params`, which share a segment or dtypes (`batch`)."""
         complete = len(params) == len(self.group.params)
         # Names only where some are missing: then the usual key is cheap to make.
-        key = (of, None if complete else tuple([param.name for param in params]))
-        found = self._events.get(key)
-        if found is None:
-            found = self._events[key] = event_for(
+        key = (batch, None if complete else tuple([param.name for param in params]))
+        event = self._events.get(key)
+        if event is None:
+            event = self._events[key] = event_for(
                 f"reduce the gradients of '{self.group.name}'\n'{self.group.name}' is reduced to"
                 f" {plan.result_dtype}, as {plan.dtype}, by {plan.factors}"
                 f"{'' if plan.all_reduce else ', without all-reduce'}\n"
@@ -82,20 +82,20 @@ class GradReducer(ABC):
                 " set_reduce_scatter_unused_params(True) on the root module; elsewhere make the same"
                 " calls on every rank.",
             )
-        self.group.announce(found)
+        self.group.announce(event)
 
     def store_unreduced(self) -> None:
         """Keep gradients unsharded, in the dtype of their sums, for a backward without synchronisation."""
         for param in self.group.params:
-            leaf, wanted = param.unsharded, param.sum_dtype
-            if leaf is None or leaf.grad is None or wanted == leaf.dtype:
+            leaf, sum_dtype = param.unsharded, param.sum_dtype
+            if leaf is None or leaf.grad is None or sum_dtype == leaf.dtype:
                 continue
             if not _compat.SUMS_AS_KEPT:
                 self._accumulate_separately(param, leaf)
-            elif wanted is not None and leaf.grad.dtype != wanted:
+            elif sum_dtype is not None and leaf.grad.dtype != sum_dtype:
                 # torch refuses a `grad_dtype` other than the dtype of the existing gradient.
-                grad, leaf.grad = leaf.grad.to(wanted), None
-                leaf.grad_dtype = wanted
+                grad, leaf.grad = leaf.grad.to(sum_dtype), None
+                leaf.grad_dtype = sum_dtype
                 leaf.grad = grad
             param.set_leaf_grad_dtype(leaf)
 
@@ -114,14 +114,14 @@ class GradReducer(ABC):
         unsharded = param.unsharded
         if unsharded is None:
             return None
-        found = unsharded.grad
+        grad = unsharded.grad
         if param.accumulated is not None:
-            if found is not None:
+            if grad is not None:
                 self._accumulate_separately(param, unsharded)
-            found, param.accumulated = param.accumulated, None
-        if found is not None:
+            grad, param.accumulated = param.accumulated, None
+        if grad is not None:
             unsharded.grad = None
-            return found if param.tp_spec is None else param.plain_grad(found)
+            return grad if param.tp_spec is None else param.plain_grad(grad)
         if self.group.settings.reduce_unused and unsharded.requires_grad:
             # Zeros, so that reductions have equal sizes on ranks that use other parameters.
             return torch.zeros(param.shape, dtype=unsharded.dtype, device=unsharded.device)
@@ -192,7 +192,7 @@ class GradReducer(ABC):
         self._plans[kind] = plan
         return plan
 
-    def stays(self, params: Sequence[ShardedParam], plan: Reduction) -> bool:
+    def shard_becomes_grads(self, params: Sequence[ShardedParam], plan: Reduction) -> bool:
         """Return whether the shard that a reduce-scatter leaves becomes the gradients unchanged.
 
         Such a shard is memory of computation's stream, to reuse what logits and activations free. A shard
@@ -239,8 +239,8 @@ class GradReducer(ABC):
 def check_grad_dtypes(group: ParamGroup) -> None:
     """Raise if the user changed a `grad_dtype` too late for gradients that are being reduced."""
     for param in group.params:
-        now, known = _compat.chosen_grad_dtype(param.sharded), param.chosen_grad_dtype
-        if now != known:
+        current, initial = _compat.chosen_grad_dtype(param.sharded), param.chosen_grad_dtype
+        if current != initial:
             raise ShardingError(
                 f"{here()}: grad_dtype of '{param.name}' was set to {param.sharded.grad_dtype} after the"
                 f" first forward, expected {param.sharded_grad_dtype}: set it before the first forward"
@@ -250,8 +250,8 @@ def check_grad_dtypes(group: ParamGroup) -> None:
 def kind_of(params: Sequence[ShardedParam]) -> Kind:
     """Return the dtypes of one reduction of these parameters' gradients: of the sums and of the result."""
     sums = {param.sum_dtype or param.gather_dtype for param in params}
-    kept = {param.sharded_grad_dtype for param in params}
-    return functools.reduce(torch.promote_types, sums), kept.pop() if len(kept) == 1 else None
+    results = {param.sharded_grad_dtype for param in params}
+    return functools.reduce(torch.promote_types, sums), results.pop() if len(results) == 1 else None
 
 
 @dataclass
@@ -259,22 +259,22 @@ class InterleavedReducer(GradReducer):
     """Reduces gradients that are cut into rows by rank, side by side in the reduce-scatter's input."""
 
     _kinds: dict[ShardedParam, Kind] = field(default_factory=dict)
-    _one_kind: Kind | None = None  # if all parameters have the same
+    _common_kind: Kind | None = None  # if all parameters have the same
     _plain: bool = False  # no parameter is tensor-parallel
     _layout: Any = None  # the group's, when `_kinds` were found
 
     def _find_kinds(self) -> None:
         self._layout = self.group.layout
-        together: dict[Any, list[ShardedParam]] = {}
+        by_dtypes: dict[Any, list[ShardedParam]] = {}
         for param in self.group.params:
-            usual = param.policy.sum_dtype(stored=param.dtype, computed=param.gather_dtype)
-            together.setdefault((param.dtype, usual), []).append(param)
+            sum_dtype = param.policy.sum_dtype(stored=param.dtype, computed=param.gather_dtype)
+            by_dtypes.setdefault((param.dtype, sum_dtype), []).append(param)
         self._plain = all(param.tp_spec is None for param in self.group.params)
         self._kinds = {}
-        for params in together.values():
+        for params in by_dtypes.values():
             self._kinds.update(dict.fromkeys(params, kind_of(params)))
         kinds = set(self._kinds.values())
-        self._one_kind = kinds.pop() if len(kinds) == 1 else None
+        self._common_kind = kinds.pop() if len(kinds) == 1 else None
 
     def collect(self) -> Collected:
         params = self.group.params
@@ -295,20 +295,20 @@ class InterleavedReducer(GradReducer):
     def reduce(self, collected: Collected, *, streams: CommStreams | None) -> list[ReduceResult]:
         """Reduce gradients: one reduction per pair of stored and sum dtype, in order of appearance."""
         batches: dict[Kind, Collected] = {}
-        if self._one_kind is not None:
+        if self._common_kind is not None:
             # The list itself, emptied as a batch: gradients are freed once they are copied.
-            batches[self._one_kind] = collected
+            batches[self._common_kind] = collected
         else:
             kinds = dict.fromkeys(self._kinds[param] for param, _ in collected)
             # No name here outlives its batch: only each list holds its gradients.
-            batches = {kind: [one for one in collected if self._kinds[one[0]] == kind] for kind in kinds}
+            batches = {kind: [pair for pair in collected if self._kinds[pair[0]] == kind] for kind in kinds}
             collected.clear()
         results = []
         for kind, batch in batches.items():
             plan = self._plans[kind] if kind in self._plans else self._plan(kind, streams)
             if kind[1] is None:  # gradients of one stored dtype side by side, as in FSDP2
-                kept = list(dict.fromkeys(param.sharded_grad_dtype for param, _ in batch))
-                batch.sort(key=lambda pair: kept.index(pair[0].sharded_grad_dtype))
+                dtypes = list(dict.fromkeys(param.sharded_grad_dtype for param, _ in batch))
+                batch.sort(key=lambda pair: dtypes.index(pair[0].sharded_grad_dtype))
             results.append(self._reduce_batch(batch, plan))
         return results
 
@@ -318,7 +318,7 @@ class InterleavedReducer(GradReducer):
         # Now only `grads` holds them, and `foreach_reduce` empties it.
         batch.clear()
         if self.group.orders:
-            self.announce(plan, params, of=(plan.result_dtype, plan.dtype))
+            self.announce(plan, params, batch=(plan.result_dtype, plan.dtype))
         key: tuple[str, ...] = ()
         partial = None
         if self.partials or not plan.all_reduce:
@@ -331,7 +331,7 @@ class InterleavedReducer(GradReducer):
             plan,
             shard_numel=sum(map(_SHARD_NUMEL, params)),
             partial=partial,
-            stays=plan.streams is not None and self.stays(params, plan),
+            stays=plan.streams is not None and self.shard_becomes_grads(params, plan),
         )
         if result.partial is not None:
             self.partials[key] = result.partial
@@ -350,9 +350,9 @@ class InterleavedReducer(GradReducer):
     def _partial(self, key: tuple[str, ...]) -> Tensor | None:
         partial = self.partials.pop(key, None)
         if partial is None and self.partials:
-            known = {name for names in self.partials for name in names}
-            changed = sorted(known.symmetric_difference(key))
-            if known & set(key):
+            earlier = {name for names in self.partials for name in names}
+            changed = sorted(earlier.symmetric_difference(key))
+            if earlier & set(key):
                 raise ShardingError(
                     f"{here()}: gradients of group '{self.group.name}' are accumulated without all-reduce,"
                     f" but this backward used other parameters than the last: {changed}. Call"
@@ -383,7 +383,7 @@ class InterleavedReducer(GradReducer):
                     local = _compat.local_tensor(sharded.grad)
                     local += piece
                 # Tracers take no DTensor at an offset: a gradient begins its own storage, which costs calls.
-                elif seen.compiler:
+                elif process.compiler:
                     sharded.grad = param.as_grad(piece)
                 else:  # as `dtensor_at` makes it
                     begin = sharded._local_tensor  # type: ignore[attr-defined]

@@ -35,8 +35,8 @@ class RowsParam(ShardedParam):
     place: Place
     replaced_if = "on all ranks alike"
 
-    def __init__(self, param: nn.Parameter, *, placement: ParamPlacement | None, **where: Any) -> None:
-        super().__init__(param, **where)
+    def __init__(self, param: nn.Parameter, *, placement: ParamPlacement | None, **options: Any) -> None:
+        super().__init__(param, **options)
         self.placement = self._check_placement(placement)
         if self.whole.is_complex():
             raise ShardingError(
@@ -44,11 +44,11 @@ class RowsParam(ShardedParam):
                 ' layout="interleaved", or a real parameter and torch.view_as_complex in forward'
             )
         if not _compat.is_plain(type(self.whole)):
-            raise ShardingError(self._why_no_hooks(f"is a {type(self.whole).__name__}"))
+            raise ShardingError(self._hook_refusal(f"is a {type(self.whole).__name__}"))
 
-    def _why_no_hooks(self, what: str) -> str:
+    def _hook_refusal(self, cause: str) -> str:
         return (
-            f"{here()}: '{self.name}' {what}, but the contiguous layout gathers plain memory in place: each"
+            f"{here()}: '{self.name}' {cause}, but the contiguous layout gathers plain memory in place: each"
             f" rank sends the rows that it holds, which may be none, and {PRE} would need an equal share on"
             f' every rank. Use layout="interleaved" for this module; others may stay contiguous. Weights of'
             " torchao's float8 training may too, with enable_fsdp_float8_all_gather=False: they are then"
@@ -59,7 +59,7 @@ class RowsParam(ShardedParam):
         super().check_data()
         local = self.sharded._local_tensor
         if hasattr(local, PRE) or hasattr(local, POST):
-            raise ShardingError(self._why_no_hooks("has local rows with hooks for the all-gather"))
+            raise ShardingError(self._hook_refusal("has local rows with hooks for the all-gather"))
 
     def _check_placement(self, placement: ParamPlacement | None) -> RaggedShard | Owned:
         if isinstance(placement, (RaggedShard, Owned)):
@@ -99,8 +99,8 @@ class RowsParam(ShardedParam):
         if len(dims.shard_names) < 2 and len(dims.replicate_names) < 2:
             return mesh
         data_parallel = {*dims.shard_names, *dims.replicate_names}
-        others = [mesh[name] for name in mesh.mesh_dim_names or () if name not in data_parallel]
-        return _compat.concatenate_meshes([self.info.mesh, *others])
+        other_meshes = [mesh[name] for name in mesh.mesh_dim_names or () if name not in data_parallel]
+        return _compat.concatenate_meshes([self.info.mesh, *other_meshes])
 
     def part_of(self, shard: Tensor) -> Tensor:
         return self.rows_in(shard)
@@ -132,10 +132,10 @@ class RowsParam(ShardedParam):
             # A view that would keep all memory of the whole parameter.
             del self.whole
             self.is_packed = True
-        self.refresh_form(made=not fits)
+        self.refresh_form(is_new=not fits)
 
-    def refresh_form(self, *, made: bool = False) -> None:
-        super().refresh_form(made=made)
+    def refresh_form(self, *, is_new: bool = False) -> None:
+        super().refresh_form(is_new=is_new)
         # Dtype or device may have changed.
         vars(self).pop("no_rows", None)
 
@@ -145,8 +145,8 @@ class RowsParam(ShardedParam):
         local = self.sharded._local_tensor
         if local.numel():
             return None
-        kept = self.sharded_grad_dtype or self.sum_dtype or self.gather_dtype
-        return ShardedRows.wrap(torch.empty_like(local, dtype=kept), self.piece)
+        dtype = self.sharded_grad_dtype or self.sum_dtype or self.gather_dtype
+        return ShardedRows.wrap(torch.empty_like(local, dtype=dtype), self.piece)
 
     def rename(self, name: str) -> None:
         super().rename(name)
@@ -156,16 +156,16 @@ class RowsParam(ShardedParam):
 
     def _replacement(self, current: nn.Parameter | None) -> nn.Parameter | None:
         if isinstance(current, DTensor) and current.shape == self.global_shape:
-            current = self._our_rows(current)
+            current = self._to_own_rows(current)
         return current if isinstance(current, ShardedParameter) and current.piece == self.piece else None
 
     @torch.no_grad()
-    def _our_rows(self, other: DTensor) -> ShardedParameter:
-        """Turn `other`, in place, into this rank's rows. Collective if it was cut differently."""
-        if isinstance(other, ShardedParameter) and other.piece == self.piece:
-            return other
-        rows = ShardedRows.from_dtensor(cast(DTensor, other.detach()), self.piece)
-        made = ShardedParameter.wrap(rows.local, self.piece, requires_grad=other.requires_grad)
+    def _to_own_rows(self, dtensor: DTensor) -> ShardedParameter:
+        """Turn `dtensor`, in place, into this rank's rows. Collective if it was cut differently."""
+        if isinstance(dtensor, ShardedParameter) and dtensor.piece == self.piece:
+            return dtensor
+        rows = ShardedRows.from_dtensor(cast(DTensor, dtensor.detach()), self.piece)
+        sharded = ShardedParameter.wrap(rows.local, self.piece, requires_grad=dtensor.requires_grad)
         # In place: the module and the caller that loaded it hold this object.
-        torch.utils.swap_tensors(other, made)
-        return cast(ShardedParameter, other)
+        torch.utils.swap_tensors(dtensor, sharded)
+        return cast(ShardedParameter, dtensor)

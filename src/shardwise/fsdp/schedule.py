@@ -19,7 +19,7 @@ from shardwise.comm import AllGatherResult, CommStreams, ReduceResult
 from shardwise.comm.foreach import Input, current_stream
 from shardwise.comm.order import Event, Order
 from shardwise.comm.streams import record_event, wait_for
-from shardwise.fsdp.fast import seen
+from shardwise.fsdp.fast import process
 
 State = Any  # a `ModuleState`, which has a schedule
 
@@ -61,19 +61,19 @@ class Schedule:
 
     def release_pending(self, *, unless: State | None = None) -> None:
         """Release the state whose release was deferred, unless it runs next, on the same stream."""
-        kept = None if self.pending_release is None else self.pending_release()
+        pending = None if self.pending_release is None else self.pending_release()
         self.pending_release = None
-        if kept is None:
+        if pending is None:
             return
         stream = self.release_stream
         if stream is not None and stream != current_stream(self.device):
             with stream:  # it reads what was gathered, and is not ordered with what runs next
-                kept.release()
-            for group in kept.groups:  # smaller shards are cut there, from the current stream's memory
+                pending.release()
+            for group in pending.groups:  # smaller shards are cut there, from the current stream's memory
                 if group.smaller_shards and group.smaller_ready is not None:
                     current_stream(self.device).wait_event(group.smaller_ready)
-        elif kept is not unless:
-            kept.release()
+        elif pending is not unless:
+            pending.release()
 
     def _groups(self) -> list[Any]:
         root = self.root()
@@ -143,7 +143,7 @@ class Schedule:
         for result in results:
             self.reduce_inputs += result.inputs
             # Computation's memory: a shard that stays, or one that is the input (a shard axis of one rank).
-            of_computation = any(one is result.staged for used, _ in result.inputs for one in used)
+            of_computation = any(tensor is result.staged for used, _ in result.inputs for tensor in used)
             if of_computation or result.stream is not self.streams.reduce_scatter:
                 self.reduce_shards.append(result.staged)
             if of_computation and result.added is not None:
@@ -160,7 +160,7 @@ class Schedule:
         for event in self.reduced.values():
             stream.wait_event(event)
         # Gradients are memory of this stream: a step on another one must keep them (`keep_gradients`).
-        seen.computing = (self.device, stream)
+        process.computing = (self.device, stream)
         self.reduced.clear()
         self.reduce_inputs.clear()  # reductions have read them
         self.reduce_shards.clear()

@@ -20,7 +20,7 @@ from shardwise.comm import (
     ReduceScatter,
 )
 from shardwise.comm.api import SymmetricAllGather
-from shardwise.comm.streams import plain
+from shardwise.comm.streams import as_torch_stream
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import finalization, trace_plan
 from shardwise.fsdp.finalization import GradientReductionHandle
@@ -189,8 +189,8 @@ class ModuleSettings(nn.Module):
                 " all-reduce; leave stream out"
             )
         # As a `torch.Stream`: other streams here would not wait for events of a device's own kind.
-        own = None if stream is None else plain(stream)
-        self._set(False, all_reduce_hook=hook, all_reduce_hook_stream=own)
+        hook_stream = None if stream is None else as_torch_stream(stream)
+        self._set(False, all_reduce_hook=hook, all_reduce_hook_stream=hook_stream)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by `factor` instead of the number of data-parallel ranks."""
@@ -219,11 +219,11 @@ class ModuleSettings(nn.Module):
 
         Collective over each shard group: creates one process group per set of shard ranks.
         """
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        cache: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for state in self._states(recurse):
             for group in state.groups:
                 if isinstance(group.info, FSDPMeshInfo):
-                    group.settings.reduce_scatter_group = _separate_group(group, made) if enable else None
+                    group.settings.reduce_scatter_group = _separate_group(group, cache) if enable else None
                     if group.orders:  # after a first forward: ranks that wait here in vain must be ended too
                         group.join_orders()
         self._forget_plans(recurse)
@@ -273,13 +273,13 @@ def states_of(modules: Sequence[ModuleSettings]) -> list[FSDPState]:
     return [module._shardwise_state for module in modules]
 
 
-def _separate_group(group: ParamGroup, made: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup:
+def _separate_group(group: ParamGroup, cache: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup:
     assert group.shard_group is not None
     ranks = tuple(dist.get_process_group_ranks(group.shard_group))
     # One for all groups over the same ranks: a process group costs connections.
-    if ranks not in made:
+    if ranks not in cache:
         # Collective over these ranks only: others may make theirs at another time, or none.
-        made[ranks] = group.settings.reduce_scatter_group or dist.new_group(
+        cache[ranks] = group.settings.reduce_scatter_group or dist.new_group(
             list(ranks), use_local_synchronization=True, group_desc="shardwise_reduce_scatter"
         )
-    return made[ranks]
+    return cache[ranks]

@@ -45,17 +45,17 @@ class ShardReport:
             table.add_column(name, justify="left" if name == "module" else "right")
         for name in ("strategy", "after forward", "gathered by"):
             table.add_column(name, overflow="fold")
-        for one in self.groups:
+        for group in self.groups:
             table.add_row(
-                one.module,
-                str(len(one.parameters)),
-                decimal(one.shard_bytes),
-                decimal(one.gathered_bytes),
-                f"{one.padding_bytes / max(1, one.gathered_bytes):.1%}",
-                str(one.ranks),
-                one.strategy,
-                one.after_forward,
-                one.transport,
+                group.module,
+                str(len(group.parameters)),
+                decimal(group.shard_bytes),
+                decimal(group.gathered_bytes),
+                f"{group.padding_bytes / max(1, group.gathered_bytes):.1%}",
+                str(group.ranks),
+                group.strategy,
+                group.after_forward,
+                group.transport,
             )
         console = Console(width=160)
         with console.capture() as printed:

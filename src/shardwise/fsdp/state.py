@@ -21,14 +21,14 @@ from shardwise.comm.watch import raise_explained
 from shardwise.errors import LifecycleError, here
 from shardwise.fsdp import finalization, interrupted, ranges
 from shardwise.fsdp.autograd_hooks import attach_post_backward, attach_within_transforms
-from shardwise.fsdp.fast import seen
+from shardwise.fsdp.fast import process
 from shardwise.fsdp.group import Form
 from shardwise.fsdp.lifecycle import TABLE, Action, Event, TrainingState, advance
 from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.optimizer_watch import look_for_compiler
 from shardwise.fsdp.reduction import check_grad_dtypes
 from shardwise.fsdp.schedule import Schedule
-from shardwise.fsdp.tensors import grad_tensors, moved, reachable_grad_tensors, with_grad_tensors
+from shardwise.fsdp.tensors import grad_tensors, reachable_grad_tensors, to_device, with_grad_tensors
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 # As globals: an enum's attributes are slow to look up.
@@ -57,10 +57,10 @@ class FSDPState(ModuleState):
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Prepare `module`'s forward; return its arguments, cast and hooked for backward."""
         schedule = self.schedule or self.become_root()
-        action, after = _PRE_FORWARD[self.training_state]
+        action, next_state = _PRE_FORWARD[self.training_state]
         if action is not _GATHER:
             interrupted.check_entry(self, action)
-        self.training_state = after
+        self.training_state = next_state
         self.running += 1
         if action is _RECOMPUTE:
             # The original forward's hooks end this backward: recomputed inputs and outputs need none.
@@ -87,9 +87,9 @@ class FSDPState(ModuleState):
                 interrupted.check_compiled_gradients(group)
             # Checked here as well as in `drop_stale`, to save a call. A module that joins may not drop
             # parameters with which another module of its list computes.
-            holds = group.form is _UNSHARDED or group.gather is not None
-            if holds and action is _GATHER:
-                if group.gathered_at != seen.steps:
+            is_gathered = group.form is _UNSHARDED or group.gather is not None
+            if is_gathered and action is _GATHER:
+                if group.gathered_at != process.steps:
                     group.drop_stale()
                 elif group.form is _UNSHARDED:
                     group.follow_changes()
@@ -126,11 +126,11 @@ class FSDPState(ModuleState):
             schedule.profiled = not schedule.profiled
             (ranges.begin if schedule.profiled else ranges.end)((self, *self.below))
         look_for_compiler()
-        self.check_one_groups_params()
+        self.check_next_group()
         if self.device.type == "cpu":
             return args, kwargs
         # On computation's stream, so before what reads them, and without blocking the host.
-        args, kwargs = moved((args, kwargs), self.device, self.rebuilt)
+        args, kwargs = to_device((args, kwargs), self.device, self.rebuilt)
         return args, kwargs
 
     def _mark_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -191,9 +191,9 @@ class FSDPState(ModuleState):
         if inside or _compat.in_backward():
             return
         orders = [order for group in self.groups for order in group.orders]
-        why = f"raised {type(error).__name__} in its forward: {error}"
+        reason = f"raised {type(error).__name__} in its forward: {error}"
         for order in orders if schedule is None else schedule.orders:
-            order.leave(why)
+            order.leave(reason)
 
     def _leave(self, schedule: Schedule, output: Any) -> Any:
         """Defer this module's release until the next module runs, and hook its output.
@@ -259,17 +259,17 @@ class FSDPState(ModuleState):
         )
         plain = plain and output.requires_grad
         schedule.latest_output = None
-        found = (output,) if plain else reachable_grad_tensors(output, transformed=schedule.transformed)
-        for tensor in found:
-            ending: list[tuple[FSDPState, torch.Stream | None]] = []
-            _compat.hook_gradient(tensor, partial(self.pre_backward, ending))
+        tensors = (output,) if plain else reachable_grad_tensors(output, transformed=schedule.transformed)
+        for tensor in tensors:
+            readers: list[tuple[FSDPState, torch.Stream | None]] = []
+            _compat.hook_gradient(tensor, partial(self.pre_backward, readers))
             if (base := _compat.base_of(tensor)) is not None:
                 # A view that is changed in place gets another history from its base, which bypasses the hook.
                 if base.grad_fn is not None:
                     _compat.hook_gradient(base, self.enter_by_base)
             # A weak reference: the schedule must keep no activation. Not for views, which may bypass hooks.
             elif plain:
-                schedule.latest_output = weakref.ref(tensor), ending
+                schedule.latest_output = weakref.ref(tensor), readers
 
     # Backward
 
@@ -279,22 +279,22 @@ class FSDPState(ModuleState):
         return self.pre_backward((), grad) if self.training_state in _BEFORE_BACKWARD else grad
 
     @_compat.runs_eagerly
-    def pre_backward(self, ending: Sequence[tuple[FSDPState, torch.Stream | None]], grad: Tensor) -> Tensor:
+    def pre_backward(self, readers: Sequence[tuple[FSDPState, torch.Stream | None]], grad: Tensor) -> Tensor:
         """Gather for this module's backward; called with the gradient of each of its outputs.
 
         Args:
-            ending: the modules whose only input was that output, each with the stream it ran on; their
+            readers: the modules whose only input was that output, each with the stream it ran on; their
                 backward ends first.
         """
         # Free before gathering: the module that took this output ends before this one gathers.
-        for state, ran_on in ending:
-            if ran_on is None or ran_on == (here := current_stream(self.device)):
+        for state, ran_on in readers:
+            if ran_on is None or ran_on == (current := current_stream(self.device)):
                 state.post_backward()
                 continue
             # The current stream, on which the output was made, has waited only for its gradient.
-            here.wait_stream(ran_on)
+            current.wait_stream(ran_on)
             state.post_backward()
-            ran_on.wait_stream(here)  # which reads memory that goes back to `ran_on`
+            ran_on.wait_stream(current)  # which reads memory that goes back to `ran_on`
         schedule = self.schedule
         assert schedule is not None
         action, self.training_state = _PRE_BACKWARD[self.training_state]
@@ -308,12 +308,12 @@ class FSDPState(ModuleState):
                 self.gather(group, schedule, forward=False)
             elif group.read_guard is not None:
                 group.read_guard.open()  # backward reads no parameter, but torch may check its version
-        ahead = self._next_in_backward(schedule)  # also removes this state from the order
+        following = self._next_in_backward(schedule)  # also removes this state from the order
         if self.prefetch_in_backward:
             for ref in self.prefetch_in_backward:
                 self.prefetch(ref(), schedule, forward=False)
-        elif ahead is not None:
-            self.prefetch(ahead, schedule, forward=False)
+        elif following is not None:
+            self.prefetch(following, schedule, forward=False)
         return grad
 
     def _await_end(self, schedule: Schedule) -> None:
@@ -355,15 +355,15 @@ class FSDPState(ModuleState):
         _, self.training_state = _POST_BACKWARD[self.training_state]
         self.reduce(schedule)
 
-    def reduce(self, schedule: Schedule, *, what_is_left: bool = False) -> None:
+    def reduce(self, schedule: Schedule, *, unsynced_only: bool = False) -> None:
         """Reduce gradients, or keep them for a later reduction, and reshard.
 
         Args:
-            what_is_left: reduce only gradients that were kept.
+            unsynced_only: reduce only gradients that were kept.
         """
         for group, reducer in self.in_reverse:
             settings = group.settings
-            is_done = what_is_left and not reducer.unsynced
+            is_done = unsynced_only and not reducer.unsynced
             collected = reducer.collect() if settings.reduce_grads and not is_done else None
             # Before memory of reductions or sums is allocated. Frees parameters, not the gradients on them.
             if settings.reshard_after_backward:

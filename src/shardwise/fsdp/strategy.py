@@ -80,8 +80,8 @@ def strategy_for(name: StrategyName | None, info: DataParallelMeshInfo) -> Strat
         raise ShardingError(f"{here()}: strategy must be one of {', '.join(NAMED)}, got {name!r}")
     outer, inner = NAMED[name]
     if (outer is None) == isinstance(info, HSDPMeshInfo):
-        wanted = "1-D" if outer is None else "2-D (replicate, shard)"
-        raise ShardingError(f"{here()}: strategy={name!r} needs a {wanted} mesh, got {info.mesh}")
+        dims = "1-D" if outer is None else "2-D (replicate, shard)"
+        raise ShardingError(f"{here()}: strategy={name!r} needs a {dims} mesh, got {info.mesh}")
     # A mesh of replicas only has no shard axis: its one axis takes the row.
     if outer is None and not isinstance(info, FSDPMeshInfo):
         return Strategy(inner, None)

@@ -34,7 +34,7 @@ def map_tensors(
     fn: Callable[[Tensor], Tensor],
     value: Any,
     rebuilt: Rebuilt | None = None,
-    known: dict[int, Any] | None = None,
+    memo: dict[int, Any] | None = None,
 ) -> Any:
     """Return `value` with every tensor replaced by `fn(tensor)`; the same object if nothing changed.
 
@@ -47,58 +47,58 @@ def map_tensors(
     kind = type(value)
     if kind in _SCALARS:
         return value
-    if known is None:
-        known = {}
-    elif id(value) in known:
-        return known[id(value)]
-    made = value
+    if memo is None:
+        memo = {}
+    elif id(value) in memo:
+        return memo[id(value)]
+    result = value
     contents: Any
     if isinstance(value, dict):
-        contents = {key: map_tensors(fn, item, rebuilt, known) for key, item in value.items()}
-        if same := _unchanged(contents.values(), value.values()):
+        contents = {key: map_tensors(fn, item, rebuilt, memo) for key, item in value.items()}
+        if unchanged := _unchanged(contents.values(), value.values()):
             pass
         elif kind is dict:
-            made = dict(contents)
+            result = dict(contents)
         elif dataclasses.is_dataclass(value):  # of transformers, whose fields are its items
-            made = kind(**contents)
+            result = kind(**contents)
         else:
-            made = _empty_like(value)
+            result = _empty_like(value)
             for key, item in contents.items():
-                _write(made, key, item)
+                _write(result, key, item)
     elif isinstance(value, (list, tuple, set, frozenset)):
-        contents = [map_tensors(fn, item, rebuilt, known) for item in value]
-        if same := _unchanged(contents, value):
+        contents = [map_tensors(fn, item, rebuilt, memo) for item in value]
+        if unchanged := _unchanged(contents, value):
             pass
         elif not isinstance(value, list):
-            made = kind(*contents) if hasattr(value, "_fields") else kind(contents)
+            result = kind(*contents) if hasattr(value, "_fields") else kind(contents)
         elif kind is list:  # which tracers make
-            made = list(contents)
+            result = list(contents)
         else:
-            made = _empty_like(value)
-            _write(made, slice(None), contents)
+            result = _empty_like(value)
+            _write(result, slice(None), contents)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        were = _fields_of(value)
-        contents = {name: map_tensors(fn, item, rebuilt, known) for name, item in were.items()}
-        if not (same := _unchanged(contents.values(), were.values())):
-            made = copy.copy(value)
+        fields = _fields_of(value)
+        contents = {name: map_tensors(fn, item, rebuilt, memo) for name, item in fields.items()}
+        if not (unchanged := _unchanged(contents.values(), fields.values())):
+            result = copy.copy(value)
             for name, item in contents.items():
-                object.__setattr__(made, name, item)
+                object.__setattr__(result, name, item)
     else:
         return value
-    if rebuilt is not None and not same and not isinstance(value, (tuple, set, frozenset)):
-        rebuilt.append((value, made, contents, _attributes_of(value)))
-    known[id(value)] = made
-    return made
+    if rebuilt is not None and not unchanged and not isinstance(value, (tuple, set, frozenset)):
+        rebuilt.append((value, result, contents, _attributes_of(value)))
+    memo[id(value)] = result
+    return result
 
 
 def _empty_like(value: Any) -> Any:
     """Return a list or dict of `value`'s class, which may take other arguments, with its attributes."""
     make, args, *rest = value.__reduce_ex__(4)
-    made, state = make(*args), rest[0] if rest else None
+    empty, state = make(*args), rest[0] if rest else None
     for attributes in state if isinstance(state, tuple) else (state,):  # with and without slots
         for name, item in (attributes or {}).items():
-            object.__setattr__(made, name, item)
-    return made
+            object.__setattr__(empty, name, item)
+    return empty
 
 
 def _base_of(value: Any) -> Any:
@@ -114,7 +114,7 @@ def _write(value: Any, key: Any, item: Any) -> None:
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:
-    """Return what an object has beside its items and fields; nothing while a tracer runs."""
+    """Return an object's attributes other than items and fields; none while a tracer runs."""
     if type(value) in (dict, list) or torch.compiler.is_dynamo_compiling():
         return {}
     fields = _fields_of(value) if dataclasses.is_dataclass(value) else ()
@@ -131,64 +131,64 @@ def hand_back(rebuilt: Rebuilt, output: Any = None) -> Any:
 
     Returns the forward's output, with the caller's containers in place of rebuilt ones.
     """
-    for value, made, contents, attributes in reversed(rebuilt):  # outer ones first, the last rebuilt first
-        for name, item in _attributes_of(made).items():
+    for value, built, contents, attributes in reversed(rebuilt):  # outer ones first, the last rebuilt first
+        for name, item in _attributes_of(built).items():
             if name not in attributes or attributes[name] is not item:
                 object.__setattr__(value, name, item)
         if isinstance(value, list):
-            if len(made) != len(contents) or not all(map(is_, made, contents)):
+            if len(built) != len(contents) or not all(map(is_, built, contents)):
                 pairs = list(zip(contents, value, strict=False))
-                items = [next((old for new, old in pairs if new is item), item) for item in made]
+                items = [next((old for new, old in pairs if new is item), item) for item in built]
                 _write(value, slice(None), items)
             continue
-        now = made if isinstance(value, dict) else _fields_of(made)
-        now = {key: item for key, item in now.items() if key not in contents or contents[key] is not item}
-        if isinstance(value, dict) and [*value] != [*made][: len(value)]:  # keys removed, or in another order
+        diff = built if isinstance(value, dict) else _fields_of(built)
+        diff = {key: item for key, item in diff.items() if key not in contents or contents[key] is not item}
+        if isinstance(value, dict) and [*value] != [*built][: len(value)]:  # keys removed or reordered
             pop = value.pop if type(value) is dict else functools.partial(_base_of(value).pop, value)
-            now = {key: pop(key) for key in [*value]} | now
-            now = {key: now[key] for key in made if key in now}
-        for key, item in now.items():
+            diff = {key: pop(key) for key in [*value]} | diff
+            diff = {key: diff[key] for key in built if key in diff}
+        for key, item in diff.items():
             if isinstance(value, dict):
                 _write(value, key, item)
             else:
                 setattr(value, key, item)
-    return _with_given(output, rebuilt)
+    return _with_originals(output, rebuilt)
 
 
-def _with_given(output: Any, rebuilt: Rebuilt) -> Any:
+def _with_originals(output: Any, rebuilt: Rebuilt) -> Any:
     """Put given containers in place of rebuilt ones, in those that were given and in the output."""
-    given = {id(made): container for container, made, *_ in rebuilt}
+    originals = {id(built): container for container, built, *_ in rebuilt}
 
-    def of(one: Any) -> Any:
-        if isinstance(one, Tensor):  # whose ids some tracers do not know
-            return one
-        if id(one) in given:
-            while id(one) in given:  # rebuilt more than once: cast, then hooked
-                one = given[id(one)]
-            return one
-        if isinstance(one, tuple):
-            items = [of(item) for item in one]
-            if all(map(is_, items, one)):
-                return one
-            return type(one)(*items) if hasattr(one, "_fields") else type(one)(items)
-        return within(one)
+    def restore(value: Any) -> Any:
+        if isinstance(value, Tensor):  # whose ids some tracers do not know
+            return value
+        if id(value) in originals:
+            while id(value) in originals:  # rebuilt more than once: cast, then hooked
+                value = originals[id(value)]
+            return value
+        if isinstance(value, tuple):
+            items = [restore(item) for item in value]
+            if all(map(is_, items, value)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return restore_items(value)
 
-    def within(one: Any) -> Any:
+    def restore_items(value: Any) -> Any:
         # In place: the forward may have kept it.
-        if isinstance(one, (list, dict)):
-            for key, item in list(enumerate(one) if isinstance(one, list) else one.items()):
-                if (new := of(item)) is not item:
-                    _write(one, key, new)
-        elif dataclasses.is_dataclass(one) and not isinstance(one, type):
-            for name, item in _fields_of(one).items():
-                if (new := of(item)) is not item:
-                    object.__setattr__(one, name, new)
-        return one
+        if isinstance(value, (list, dict)):
+            for key, item in list(enumerate(value) if isinstance(value, list) else value.items()):
+                if (new := restore(item)) is not item:
+                    _write(value, key, new)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for name, item in _fields_of(value).items():
+                if (new := restore(item)) is not item:
+                    object.__setattr__(value, name, new)
+        return value
 
     for container, *_ in rebuilt:
-        if id(container) not in given:
-            within(container)
-    return of(output)
+        if id(container) not in originals:
+            restore_items(container)
+    return restore(output)
 
 
 def _unchanged(items: Iterable[Any], value: Iterable[Any]) -> bool:
@@ -196,7 +196,7 @@ def _unchanged(items: Iterable[Any], value: Iterable[Any]) -> bool:
     return not torch.compiler.is_dynamo_compiling() and all(map(is_, items, value))
 
 
-def moved(value: Any, device: torch.device, rebuilt: Rebuilt) -> Any:
+def to_device(value: Any, device: torch.device, rebuilt: Rebuilt) -> Any:
     """Return `value` with its tensors on `device`, on the current stream; the host does not wait."""
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value, rebuilt)
 
@@ -204,10 +204,10 @@ def moved(value: Any, device: torch.device, rebuilt: Rebuilt) -> Any:
 def cast(value: Any, dtype: torch.dtype, rebuilt: Rebuilt | None = None) -> Any:
     """Return `value` with its floating-point tensors cast to `dtype`."""
 
-    def to(tensor: Tensor) -> Tensor:
+    def cast_tensor(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
 
-    return map_tensors(to, value, rebuilt)
+    return map_tensors(cast_tensor, value, rebuilt)
 
 
 def grad_tensors(value: Any, *, transformed: bool = False) -> list[Tensor]:
@@ -215,18 +215,18 @@ def grad_tensors(value: Any, *, transformed: bool = False) -> list[Tensor]:
 
     `transformed`: look into those of `vmap`, too.
     """
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
-    def see(tensor: Tensor) -> Tensor:
+    def collect(tensor: Tensor) -> Tensor:
         if tensor.requires_grad or (transformed and _compat.below_vmap(tensor).requires_grad):
             if type(tensor) is Tensor or not isinstance(tensor, ShardedTensor):
-                found.append(tensor)
+                tensors.append(tensor)
             else:
-                found.extend(_shards(tensor))
+                tensors.extend(_shards(tensor))
         return tensor
 
-    map_tensors(see, value)
-    return found
+    map_tensors(collect, value)
+    return tensors
 
 
 def with_grad_tensors(
@@ -254,24 +254,24 @@ def _shards(sharded: ShardedTensor) -> list[Tensor]:
 
 def reachable_grad_tensors(value: Any, *, transformed: bool = False) -> list[Tensor]:
     """List tensors as `grad_tensors` does, and those in attributes of any object but modules; each once."""
-    found: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
     seen: set[int] = set()
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, Tensor):
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Tensor):
             if transformed:
-                one = _compat.below_vmap(one)
-            if one.requires_grad:
-                for tensor in _shards(one) if isinstance(one, ShardedTensor) else (one,):
+                item = _compat.below_vmap(item)
+            if item.requires_grad:
+                for tensor in _shards(item) if isinstance(item, ShardedTensor) else (item,):
                     # Each once, since each is hooked. Held, so that no other tensor gets its id meanwhile.
-                    found.setdefault(id(tensor), tensor)
-        elif id(one) not in seen and not isinstance(one, _OPAQUE):
+                    tensors.setdefault(id(tensor), tensor)
+        elif id(item) not in seen and not isinstance(item, _OPAQUE):
             # Objects may refer back to themselves.
-            seen.add(id(one))
+            seen.add(id(item))
             # Reversed, so that the stack returns them in order of appearance.
-            left.extend(reversed(_parts(one)))
-    return list(found.values())
+            pending.extend(reversed(_parts(item)))
+    return list(tensors.values())
 
 
 _OPAQUE = (*_SCALARS, bytes, type, torch.dtype, torch.device, nn.Module, ModuleType)
@@ -283,7 +283,7 @@ def _parts(value: Any) -> list[Any]:
         slots = kind.__dict__.get("__slots__", ())
         attributes += [getattr(value, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
     # This forward made no leaves, and an object may lead to all parameters of the model.
-    parts = [one for one in attributes if not (isinstance(one, Tensor) and one.is_leaf)]
+    parts = [item for item in attributes if not (isinstance(item, Tensor) and item.is_leaf)]
     if isinstance(value, Mapping):
         parts += value.values()
     elif isinstance(value, (list, tuple, set, frozenset)):

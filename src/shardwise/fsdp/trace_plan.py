@@ -28,7 +28,7 @@ from shardwise.comm import AutoAllGather, AutoReduceScatter, DefaultAllGather, D
 from shardwise.comm.graphs import name_in_graphs
 from shardwise.errors import LifecycleError, here
 from shardwise.fsdp import guard, interrupted
-from shardwise.fsdp.fast import seen
+from shardwise.fsdp.fast import process
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.parameter import ShardedParam
@@ -61,9 +61,9 @@ def prepare(state: ModuleState) -> None:
             for segment, params in zip(group.traced, group.members, strict=True):
                 if segment.assign is None:
                     _frozen[segment] = tuple(params)
-    for one in live_states():
+    for live in live_states():
         with suppress(ValueError):  # the process group of a model no longer in use was destroyed
-            _prepare(one)
+            _prepare(live)
 
 
 def _prepare(state: ModuleState) -> None:
@@ -97,7 +97,7 @@ def refresh(state: ModuleState) -> None:
             group.traced = refusal  # None: made again when a graph needs it
             continue
         for index, segment in enumerate(group.traced):
-            segment.how = _collectives(group, reducer, group.layout.segments[index])
+            segment.comm = _collectives(group, reducer, group.layout.segments[index])
             segment.reshard = _reshards(state, group)
 
 
@@ -121,22 +121,22 @@ def _refusal(group: ParamGroup, reducer: GradReducer) -> str | None:
 
 def _segment(state: ModuleState, group: ParamGroup, reducer: GradReducer, index: int) -> Segment:
     params, cut = group.members[index], group.traced_cut(index)
-    how = _collectives(group, reducer, group.layout.segments[index])
+    comm = _collectives(group, reducer, group.layout.segments[index])
     reduced, trains = reduced_numel(cut.numbers), any(cut.trains)
-    held = [(i, owner) for i, param in enumerate(params) for owner in param.owners]
-    owners = list({id(owner.parameters): owner.parameters for _, owner in held}.values())
+    places = [(i, owner) for i, param in enumerate(params) for owner in param.owners]
+    owners = list({id(owner.parameters): owner.parameters for _, owner in places}.values())
     number = {id(parameters): i for i, parameters in enumerate(owners)}
     wraps = [_wrap(param) for param in params]
     segment = Segment(
         cut,
-        how,
+        comm,
         reshard=_reshards(state, group),
         # An alias: optimizers change it in place, and each run of a graph reads the current values.
         shard=group.shards[index].detach(),
-        route=_leaf(reduced // int(how.scatter_ranks), how.stored, how.device, trains),
-        whole=_leaf(reduced, how.dtype, how.device, trains),
+        route=_leaf(reduced // int(comm.scatter_ranks), comm.stored, comm.device, trains),
+        whole=_leaf(reduced, comm.dtype, comm.device, trains),
         owners=owners,
-        names=".".join(f"{i}.{number[id(owner.parameters)]}.{owner.name}" for i, owner in held),
+        names=".".join(f"{i}.{number[id(owner.parameters)]}.{owner.name}" for i, owner in places),
         wraps=wraps if any(wraps) else None,
     )
     if trains:
@@ -180,15 +180,15 @@ def _assign(
         # Its whole parameters would hide the sharded ones, which get gradients here.
         owner.reshard()
     trains = zip(params, alive.cut.trains, strict=True)
-    changed = [param.name for param, then in trains if param.sharded.requires_grad != then]
-    if _Unfrozen.looked_at != seen.steps:  # once a step: no gradient comes for these
+    changed = [param.name for param, trained in trains if param.sharded.requires_grad != trained]
+    if _Unfrozen.looked_at != process.steps:  # once a step: no gradient comes for these
         changed += [p.name for members in _frozen.values() for p in members if p.sharded.requires_grad]
     if changed:
         raise LifecycleError(
             f"{here()}: requires_grad of {changed} changed after compilation; call torch.compiler.reset()"
             " after freezing or unfreezing parameters"
         )
-    _Unfrozen.looked_at = seen.steps
+    _Unfrozen.looked_at = process.steps
     try:
         assign(grad)
     except RuntimeError:
@@ -207,9 +207,9 @@ def _take(
 
     Keeps the sum of unsynchronised backwards; the first backward that synchronises again reduces it.
     """
-    alive, reached, owner, grad = segment(), state(), group(), leaf.grad
-    if reached is not None and reached.schedule is not None and reached.schedule.manual:
-        reached.schedule.unfinished = True  # until `finalize_backward`
+    alive, live_state, owner, grad = segment(), state(), group(), leaf.grad
+    if live_state is not None and live_state.schedule is not None and live_state.schedule.manual:
+        live_state.schedule.unfinished = True  # until `finalize_backward`
     # The leaf keeps nothing: the next backward's gradient is not added to this one.
     leaf.grad = None
     if alive is None or owner is None or alive.assign is None or grad is None:
@@ -220,7 +220,7 @@ def _take(
     interrupted.check_eager_gradients(owner)
     total = grad if alive.earlier is None else alive.earlier + grad
     if owner.settings.reduce_grads:
-        alive.assign(alive.how.reduce(total))
+        alive.assign(alive.comm.reduce(total))
     else:
         alive.earlier = total
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import _compat
-from shardwise.fsdp.tensors import Rebuilt, cast, hand_back, moved
+from shardwise.fsdp.tensors import Rebuilt, cast, hand_back, to_device
 
 Placed = tuple[int, int, Sequence[int], Sequence[int]]  # part, dim, piece, shape
 Shown = tuple[dict[str, Any], str, Any]  # where a whole parameter is registered; the sharded one it replaced
@@ -82,14 +82,14 @@ class Cut:
             split = torch.split(full, sizes)
             return [split[part].view(shape) for part, _, _, shape in params]
         split = torch.split(full.view(ranks, -1), sizes, dim=1)
-        found = []
+        params_out = []
         for part, dim, piece, shape in params:
             if dim:
-                found.append(torch.cat(split[part].reshape(ranks, *piece).unbind(0), dim=dim))
+                params_out.append(torch.cat(split[part].reshape(ranks, *piece).unbind(0), dim=dim))
             else:
                 padded = split[part].reshape(ranks * piece[0], *piece[1:])
-                found.append(padded if padded.shape[0] == shape[0] else padded[: shape[0]])
-        return found
+                params_out.append(padded if padded.shape[0] == shape[0] else padded[: shape[0]])
+        return params_out
 
     def staged(self, grads: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """Return a reduction's staging buffer, in its dtype: gradients laid out as in a gathered buffer."""
@@ -109,16 +109,16 @@ def _read(numbers: str) -> tuple[int, list[int], list[Placed], list[int]]:
 def _staged(grads: list[Tensor], numbers: str, dtype: torch.dtype) -> Tensor:
     """Copy gradients into a new staging buffer; `numbers` are those of their `Cut`."""
     ranks, _, params, reduced = _read_once(numbers)
-    left, rows = iter(grads), []
+    queue, rows = iter(grads), []
     # One call flattens and concatenates, but takes only one dtype, and returns a single gradient itself.
     if ranks == 1 and len(reduced) > 1 and grads[0].dtype is dtype:
-        return _compat.flatten([next(left) if item >= 0 else grads[0].new_zeros(-item) for item in reduced])
+        return _compat.flatten([next(queue) if item >= 0 else grads[0].new_zeros(-item) for item in reduced])
     for item in reduced:
         if item < 0:
             rows.append(grads[0].new_zeros((ranks, -item), dtype=dtype))
             continue
         _, dim, piece, shape = params[item]
-        grad = next(left)
+        grad = next(queue)
         if ranks > 1 and dim:
             grad = torch.cat(grad.chunk(ranks, dim=dim), dim=0)
         missing = ranks * piece[0] - shape[0] if ranks > 1 and not dim else 0
@@ -203,7 +203,7 @@ class Segment:
     """The tensors and settings that a graph needs of a segment."""
 
     cut: Cut
-    how: Collectives
+    comm: Collectives
     reshard: bool  # forward frees the parameters
     shard: Tensor  # this rank's part, the memory that the optimizer updates
     route: Tensor  # a leaf without memory; its gradient is the reduced shard
@@ -221,17 +221,17 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, shard: Tensor, segment: Segment, reduces: bool) -> tuple[Tensor, ...]:
         ctx.segment, ctx.reduces = segment, reduces
-        views = segment.cut.views(segment.how.gather(shard))
+        views = segment.cut.views(segment.comm.gather(shard))
         # Frozen parameters require no gradient, though they come from a leaf that does.
         ctx.mark_non_differentiable(*[v for v, t in zip(views, segment.cut.trains, strict=True) if not t])
         return tuple(views)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        how = ctx.segment.how
-        staged = ctx.segment.cut.staged(grads, how.dtype)
+        comm = ctx.segment.comm
+        staged = ctx.segment.cut.staged(grads, comm.dtype)
         # The leaf's gradient, which has the leaf's shape: a reduced shard or a whole buffer.
-        return how.reduce(staged) if ctx.reduces else staged, None, None, None
+        return comm.reduce(staged) if ctx.reduces else staged, None, None, None
 
 
 def _gather(leaf: Tensor, shard: Tensor, segment: Segment, reduces: bool) -> Any:
@@ -248,7 +248,7 @@ def _unshard(segment: Segment, sync: bool) -> Any:
     return _gather(leaf, segment.shard, segment, reduces)
 
 
-def holds(state: Any) -> bool:
+def can_hold(state: Any) -> bool:
     """Return whether the graph that is being traced can hold this call's gather.
 
     The first module of a list to run gathers for all of them, until their root ends. What is gathered inside
@@ -263,7 +263,7 @@ def run(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a sharded module's `forward` while a compiler traces it; its groups must have segments."""
     rebuilt: Rebuilt = []
     if state.is_root and state.device.type != "cpu":
-        args, kwargs = moved((args, kwargs), state.device, rebuilt)
+        args, kwargs = to_device((args, kwargs), state.device, rebuilt)
     if state.input_dtype is not None:
         args, kwargs = cast((args, kwargs), state.input_dtype, rebuilt)
     if state.is_list:  # the first of it to run gathers for all
@@ -272,17 +272,17 @@ def run(state: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
     else:
         # If the root calls itself, the outer call ends the lists.
-        lists = [below for below in state.lists if below.root_depth is None]
-        for below in lists:
-            _compat.traced_side_effect(setattr, below, "root_depth", _compat.depth_in_graph())
+        lists = [inner for inner in state.lists if inner.root_depth is None]
+        for inner in lists:
+            _compat.traced_side_effect(setattr, inner, "root_depth", _compat.depth_in_graph())
         hidden = _show(state)
         output = forward(*args, **kwargs)
         _hide(hidden)
-        for below in lists:
-            if below.hidden is not None:
-                _hide(below.hidden)
-                _compat.traced_side_effect(setattr, below, "hidden", None)
-            _compat.traced_side_effect(setattr, below, "root_depth", None)
+        for inner in lists:
+            if inner.hidden is not None:
+                _hide(inner.hidden)
+                _compat.traced_side_effect(setattr, inner, "hidden", None)
+            _compat.traced_side_effect(setattr, inner, "root_depth", None)
     if rebuilt:
         output = hand_back(rebuilt, output)
     return output if state.policy.output_dtype is None else cast(output, state.policy.output_dtype)

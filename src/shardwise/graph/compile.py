@@ -90,7 +90,7 @@ def compile(
         )
     # Next to graph breaks, or between collectives of sharded modules, a graph may exist on one rank only.
     run = _AgreedBackend(
-        _backend(backend, passes, dynamic, options), sharded, silent_ones=mode == "full" and fullgraph
+        _backend(backend, passes, dynamic, options), sharded, compare_empty=mode == "full" and fullgraph
     )
     if mode == "full":
         return torch.compile(model, backend=run, fullgraph=fullgraph, dynamic=dynamic)
@@ -103,30 +103,30 @@ def compile(
 def _backend(
     backend: str | Backend, passes: Passes, dynamic: bool | None, options: dict[str, Any] | None
 ) -> Backend:
-    made = with_passes(backend, passes, options=options)
+    arguments = with_passes(backend, passes, options=options)
     if backend == "inductor":
-        return _compat.inductor(made["options"], dynamic)
+        return _compat.inductor(arguments["options"], dynamic)
     if backend == "eager":
         return lambda module, inputs: module
-    found = made["backend"]
-    if not callable(found):
+    compiler = arguments["backend"]
+    if not callable(compiler):
         raise ShardingError(
             f"backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}, or a callable that"
             " torch.compile would take"
         )
-    return cast(Backend, found)
+    return cast(Backend, compiler)
 
 
 class _AgreedBackend:
     """A backend that first compares a graph's collectives with those of other ranks.
 
     A graph with the collectives of an earlier one is not compared: a rank may recompile for sizes that only
-    it meets. Graphs without collectives are compared only if `silent_ones` is set.
+    it meets. Graphs without collectives are compared only if `compare_empty` is set.
     """
 
-    def __init__(self, backend: Backend, sharded: list[FSDPModule], *, silent_ones: bool) -> None:
+    def __init__(self, backend: Backend, sharded: list[FSDPModule], *, compare_empty: bool) -> None:
         self._backend = backend
-        self._silent_ones = silent_ones
+        self._compare_empty = compare_empty
         self._agreed: set[str] = set()
         self._groups, self._named, self._device = _groups_of(sharded)
 
@@ -141,7 +141,7 @@ class _AgreedBackend:
         return partial(_fail, error)  # Dynamo would wrap it too, and show the user its own error
 
     def _agree(self, text: str) -> None:
-        if text not in self._agreed and (text or self._silent_ones):
+        if text not in self._agreed and (text or self._compare_empty):
             check_text(text, groups=self._groups, device=self._device)
             self._agreed.add(text)
 
@@ -157,7 +157,7 @@ def _groups_of(sharded: list[FSDPModule]) -> tuple[list[ProcessGroup], list[str]
     states = states_in(sharded)
     for state in states:
         for group in state.groups:
-            groups |= {one: None for one in group.info.process_groups if one is not None and one.size() > 1}
+            groups |= {g: None for g in group.info.process_groups if g is not None and g.size() > 1}
             if group.settings.reduce_scatter_group is not None:
                 names.append(group.settings.reduce_scatter_group.group_name)
     return list(groups), [*(group.group_name for group in groups), *names], states[0].device
@@ -184,13 +184,13 @@ def with_passes(
     if options is not None and backend != "inductor":
         raise ShardingError(f"options are inductor's; backend {backend!r} takes none")
     if backend == "inductor":
-        ours = inductor_options(passes, passes.uuid)
+        own_options = inductor_options(passes, passes.uuid)
         if first is not None:
-            ours["joint_custom_pre_pass"] = _compat.inductor_pass(first, passes.uuid)
-        for name in ours:
+            own_options["joint_custom_pre_pass"] = _compat.inductor_pass(first, passes.uuid)
+        for name in own_options:
             if name in (options or {}):
                 raise ShardingError(f"option {name} is shardwise.compile's own; call torch.compile to set it")
-        return {"backend": backend, "options": {**(options or {}), **ours}}
+        return {"backend": backend, "options": {**(options or {}), **own_options}}
 
     def edit(graph: Graph) -> None:
         if first is not None:

@@ -73,10 +73,10 @@ class _Reading:
         self.inputs = [node for node in self.nodes if node.op == "placeholder"]
         gradients = any(node.name.startswith("tangents") for node in self.inputs)
         self.kind: Kind = kind or ("backward" if gradients else "forward")
-        self.found = collectives(graph)
+        self.collectives = collectives(graph)
         self.root: dict[Node, Node] = {}  # the node that made the memory a node's output lies in
         self.readers: dict[Node, list[int]] = {}  # by root, the places of readers other than views
-        self.sorts: dict[Node, str] = {}
+        self.categories: dict[Node, str] = {}
         self.unsharded: dict[Node, _Memory] = {}  # by root
         self.filled: list[str] = []
         self._take_over(forward)
@@ -86,21 +86,21 @@ class _Reading:
             memory.end = max([memory.begin, memory.end, *self.readers.get(root, [])])
 
     def report(self) -> GraphReport:
-        held, peak_groups = self._over_places()
+        unsharded_bytes, peak_groups = self._over_places()
         output = self.nodes[-1]
-        returned = [node for node in _given(output) if _is_tensor(node)]
+        returned = [node for node in _inputs_of(output) if _is_tensor(node)]
         saved = [node for node in dict.fromkeys(returned) if self.root[node] in self.unsharded]
-        sorts = list(self.sorts.values())
+        categories = list(self.categories.values())
         return GraphReport(
             self.kind,
-            Counts(**{f.name: sorts.count(f.name) for f in fields(Counts)}),
-            tuple(self._collective(index) for index in range(len(self.found))),
-            held,
+            Counts(**{f.name: categories.count(f.name) for f in fields(Counts)}),
+            tuple(self._collective(index) for index in range(len(self.collectives))),
+            unsharded_bytes,
             peak_groups,
             tuple(dict.fromkeys(self.filled)),
             tuple(self._saved(node) for node in saved),
             tuple(node.name for node in returned),
-            tuple(_runs(self.place[n] for n, sort in self.sorts.items() if sort in _WORK)),
+            tuple(_runs(self.place[n] for n, category in self.categories.items() if category in _WORK)),
         )
 
     def _take_over(self, forward: GraphReport | None) -> None:
@@ -109,50 +109,50 @@ class _Reading:
             return
         inputs = [node for node in self.inputs if _is_tensor(node) and not node.name.startswith("tangents")]
         names = forward.outputs[len(forward.outputs) - len(inputs) :]
-        saved = {one.name: one for one in forward.saved}
-        first: dict[str, Node] = {}
+        saved = {value.name: value for value in forward.saved}
+        roots: dict[str, Node] = {}
         for node, name in zip(inputs, names, strict=False):
-            if (one := saved.get(name)) is not None:
-                self.root[node] = first.setdefault(one.buffer, node)
-                gathers = tuple((gather, True) for gather in one.gathers)
-                self.unsharded.setdefault(self.root[node], _Memory(one.bytes, 0, 0, gathers))
+            if (value := saved.get(name)) is not None:
+                self.root[node] = roots.setdefault(value.buffer, node)
+                gathers = tuple((gather, True) for gather in value.gathers)
+                self.unsharded.setdefault(self.root[node], _Memory(value.bytes, 0, 0, gathers))
 
     def _read(self, node: Node) -> None:
-        here, given = self.place[node], _given(node)
-        shared = aliased(node)
-        sort = self.sorts[node] = self._sort(node, shared)
-        if shared is not None:
-            self.root[node] = self.root[shared]
+        place, inputs = self.place[node], _inputs_of(node)
+        base = aliased(node)
+        category = self.categories[node] = self._category(node, base)
+        if base is not None:
+            self.root[node] = self.root[base]
         self.root.setdefault(node, node)
-        if sort not in ("views", "waits"):
-            for root in dict.fromkeys(self.root[one] for one in given):
-                self.readers.setdefault(root, []).append(here)
-        if sort == "":
+        if category not in ("views", "waits"):
+            for root in dict.fromkeys(self.root[source] for source in inputs):
+                self.readers.setdefault(root, []).append(place)
+        if category == "":
             return
-        sources = [self.unsharded[self.root[one]] for one in given if self.root[one] in self.unsharded]
-        if sort == "gathers" and is_of_inputs(node):
+        sources = [self.unsharded[self.root[n]] for n in inputs if self.root[n] in self.unsharded]
+        if category == "gathers" and is_of_inputs(node):
             self._hold(node, ((node.name, False),))
             self._note_filled([self.root[node]])
-        elif sort == "parameter_copies" and shared is None:
-            self._hold(node, tuple(dict.fromkeys(name for one in sources for name in one.gathers)))
+        elif category == "parameter_copies" and base is None:
+            self._hold(node, tuple(dict.fromkeys(name for memory in sources for name in memory.gathers)))
         elif sources and (targets := written(node)):
-            self._note_filled([self.root[one] for one in targets])
+            self._note_filled([self.root[target] for target in targets])
 
     def _hold(self, node: Node, gathers: tuple[tuple[str, bool], ...]) -> None:
         root = self.root[node]
         begin = 0 if root.op == "placeholder" else self.place[root]
-        known = self.unsharded.get(root)
-        if known is None:
+        memory = self.unsharded.get(root)
+        if memory is None:
             self.unsharded[root] = _Memory(nbytes(root), begin, self.place[node], gathers)
         else:
-            known.gathers = tuple(dict.fromkeys((*known.gathers, *gathers)))
+            memory.gathers = tuple(dict.fromkeys((*memory.gathers, *gathers)))
 
     def _note_filled(self, roots: Iterable[Node]) -> None:
         """Note inputs, not shards, that a gather or a reader of unsharded parameters writes to."""
-        shards = {self.root[node] for one in self.found for node in one.inputs if node in self.root}
+        shards = {self.root[node] for c in self.collectives for node in c.inputs if node in self.root}
         self.filled += [root.name for root in roots if root.op == "placeholder" and root not in shards]
 
-    def _sort(self, node: Node, shared: Node | None) -> str:
+    def _category(self, node: Node, base: Node | None) -> str:
         """Return the name in `Counts` of a node; "" for inputs, constants and the output."""
         if node.op in ("placeholder", "get_attr", "output"):
             return ""
@@ -171,35 +171,35 @@ class _Reading:
         if short in _RESIZES:
             return "resizes"
         if short in _COPIES or short.endswith("_copy") or name in _OTHER_COPIES:
-            given = read_by(node)
-            whole = bool(given) and all(self.root[one] in self.unsharded for one in given)
+            inputs = read_by(node)
+            whole = bool(inputs) and all(self.root[source] in self.unsharded for source in inputs)
             return "parameter_copies" if whole else "copies"
-        if shared is not None and not written(node):
+        if base is not None and not written(node):
             return "views"
         on_sizes = name == "" and getattr(node.target, "__module__", "") in ("_operator", "math", "torch")
         return "views" if on_sizes or short.startswith("sym_") else "computes"
 
     def _collective(self, index: int) -> CollectiveReport:
-        one = self.found[index]
-        issue = self.place[one.issue]
-        wait = self.place[one.waits[0]] if one.waits else None
+        collective = self.collectives[index]
+        issue = self.place[collective.issue]
+        wait = self.place[collective.waits[0]] if collective.waits else None
         until = self.nodes[issue + 1 : wait] if wait is not None else []
-        roots = [self.root[one.issue]]
-        gathered = (one.issue.name, False)
+        roots = [self.root[collective.issue]]
+        gathered = (collective.issue.name, False)
         roots += [root for root, memory in self.unsharded.items() if gathered in memory.gathers]
         uses = [
             place for root in dict.fromkeys(roots) for place in self.readers.get(root, []) if place > issue
         ]
         return CollectiveReport(
-            one.kind,
-            one.issue.name,
-            one.group,
-            one.ranks,
-            one.bytes,
-            of_parameters=one.kind == GATHER and is_of_inputs(one.issue),
+            collective.kind,
+            collective.issue.name,
+            collective.group,
+            collective.ranks,
+            collective.bytes,
+            of_parameters=collective.kind == GATHER and is_of_inputs(collective.issue),
             issue=issue,
             wait=wait,
-            overlap=sum(self.sorts[node] == "computes" for node in until),
+            overlap=sum(self.categories[node] == "computes" for node in until),
             first_use=min(uses, default=None),
             last_use=max(uses, default=None),
         )
@@ -214,23 +214,23 @@ class _Reading:
         for memory in self.unsharded.values():
             changes[memory.begin] += memory.bytes
             changes[memory.end + 1] -= memory.bytes
-        held = tuple(accumulate(changes[:-1]))
-        peak = held.index(max(held))
+        unsharded_bytes = tuple(accumulate(changes[:-1]))
+        peak = unsharded_bytes.index(max(unsharded_bytes))
         alive = [memory for memory in self.unsharded.values() if memory.begin <= peak <= memory.end]
-        return held, len({gather for memory in alive for gather in memory.gathers})
+        return unsharded_bytes, len({gather for memory in alive for gather in memory.gathers})
 
 
 _COLLECTIVES = {GATHER: "gathers", SCATTER: "reduce_scatters", REDUCE: "all_reduces"}
 _WORK = ("computes", "copies", "parameter_copies")
 
 
-def _given(node: Node) -> list[Node]:
+def _inputs_of(node: Node) -> list[Node]:
     """Return a node's inputs; those of the output node in order, with repetitions."""
     if node.op != "output":
         return node.all_input_nodes
     returned: Any = node.args[0]
     nodes = returned if isinstance(returned, (list, tuple)) else [returned]
-    return [one for one in nodes if isinstance(one, Node)]
+    return [item for item in nodes if isinstance(item, Node)]
 
 
 def _is_tensor(node: Node) -> bool:

@@ -63,10 +63,10 @@ class Collective:
     @property
     def inputs(self) -> tuple[Node, ...]:
         """The tensors it sends: one, or several if it is coalesced."""
-        first = self.issue.args[0]
-        given = (first,) if isinstance(first, Node) else first
-        assert isinstance(given, (list, tuple))
-        return tuple(node for node in given if isinstance(node, Node))
+        argument = self.issue.args[0]
+        sent = (argument,) if isinstance(argument, Node) else argument
+        assert isinstance(sent, (list, tuple))
+        return tuple(node for node in sent if isinstance(node, Node))
 
 
 def collectives(graph: Graph) -> list[Collective]:
@@ -120,33 +120,33 @@ def values(node: Node) -> list[Tensor]:
     Raises ShardingError if it left none.
     """
     value = node.meta.get("val", node.meta.get("example_value"))
-    found = [value] if isinstance(value, Tensor) else value
-    if not isinstance(found, (list, tuple)) or not all(isinstance(item, Tensor) for item in found):
+    tensors = [value] if isinstance(value, Tensor) else value
+    if not isinstance(tensors, (list, tuple)) or not all(isinstance(item, Tensor) for item in tensors):
         raise ShardingError(
             f"node {node.name} ({node.target}) has no fake tensor in its meta, but {value!r}; shardwise.graph"
             " takes graphs as AOTAutograd or inductor leave them"
         )
-    return list(found)
+    return list(tensors)
 
 
 def _collective(issue: Node, kind: str, place: dict[Node, int]) -> Collective:
     arguments = arguments_of(issue)
-    given = arguments["inputs"] if is_coalesced(issue) else [arguments["input"]]
-    made = [issue]
+    inputs = arguments["inputs"] if is_coalesced(issue) else [arguments["input"]]
+    outputs = [issue]
     if is_coalesced(issue):
-        made = [user for user in issue.users if user.target is operator.getitem]
-    waits = [user for node in made for user in node.users if is_wait(user)]
+        outputs = [user for user in issue.users if user.target is operator.getitem]
+    waits = [user for node in outputs for user in node.users if is_wait(user)]
     group = str(arguments["group_name"])
-    known = None if "group_size" in arguments else _compat.group_known_as(group)  # an all-reduce has no size
+    pg = None if "group_size" in arguments else _compat.group_known_as(group)  # an all-reduce has no size
     return Collective(
         kind,
         issue,
         tuple(sorted(waits, key=place.__getitem__)),
         group_of(group),
-        ranks=int(arguments.get("group_size", 0 if known is None else known.size())),
+        ranks=int(arguments.get("group_size", 0 if pg is None else pg.size())),
         op=str(arguments.get("reduce_op", "")),
-        dtype=values(given[0])[0].dtype,
-        bytes=nbytes(issue) if kind == GATHER else sum(nbytes(node) for node in given),
+        dtype=values(inputs[0])[0].dtype,
+        bytes=nbytes(issue) if kind == GATHER else sum(nbytes(node) for node in inputs),
     )
 
 
@@ -154,8 +154,8 @@ def arguments_of(node: Node) -> dict[str, Any]:
     """Return the arguments of a node's operator by name, with defaults, in the order of its schema."""
     target: Any = node.target
     schema: Any = _compat.schema(target if _compat.is_operator(target) else target.default)
-    known = {argument.name: argument.default_value for argument in schema.arguments}
-    return {**known, **dict(zip(known, node.args, strict=False)), **node.kwargs}
+    defaults = {argument.name: argument.default_value for argument in schema.arguments}
+    return {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}
 
 
 def _numel(value: Tensor) -> int:
@@ -171,7 +171,7 @@ def aliased(node: Node) -> Node | None:
     if node.target is operator.getitem or is_wait(node) or operator_name(node) == "aten::_unsafe_view":
         return node.args[0] if isinstance(node.args[0], Node) else None
     schema = _compat.schema(node.target)
-    infos = [made.alias_info for made in (schema.returns if schema else []) if made.alias_info]
+    infos = [value.alias_info for value in (schema.returns if schema else []) if value.alias_info]
     returned = {name for info in infos for name in info.before_set}
     for argument, nodes in _nodes_by_argument(node):
         info = argument.alias_info
@@ -188,18 +188,18 @@ def is_view(node: Node) -> bool:
 def written(node: Node) -> list[Node]:
     """Return the inputs that a node's operator writes to."""
     return [
-        one
+        source
         for argument, nodes in _nodes_by_argument(node)
         if argument.alias_info is not None and argument.alias_info.is_write
-        for one in nodes
+        for source in nodes
     ]
 
 
 def read_by(node: Node) -> list[Node]:
     """Return the inputs of an operator that it does not write to."""
     targets, kinds = written(node), (Tensor, list, tuple, type(None))  # others are sizes
-    given = [one for one in node.all_input_nodes if one not in targets]
-    return [one for one in given if isinstance(one.meta.get("val"), kinds)]
+    inputs = [source for source in node.all_input_nodes if source not in targets]
+    return [source for source in inputs if isinstance(source.meta.get("val"), kinds)]
 
 
 def _nodes_by_argument(node: Node) -> list[tuple[Any, list[Node]]]:
@@ -207,9 +207,9 @@ def _nodes_by_argument(node: Node) -> list[tuple[Any, list[Node]]]:
     schema = _compat.schema(node.target)
     if schema is None:
         return []
-    found = []
+    pairs = []
     for index, argument in enumerate(schema.arguments):
         value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
         nodes = value if isinstance(value, (list, tuple)) else [value]
-        found.append((argument, [one for one in nodes if isinstance(one, Node)]))
-    return found
+        pairs.append((argument, [item for item in nodes if isinstance(item, Node)]))
+    return pairs

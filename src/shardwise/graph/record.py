@@ -78,13 +78,13 @@ class Recorder:
     def _keep_schedule(
         self, number: int, module: GraphModule, backward: bool, kernels: list[_compat.Kernel]
     ) -> None:
-        made = GraphModule(module, in_order(module.graph, kernels))
-        self.graphs.append(Recorded("backward" if backward else "forward", number, made))
+        ordered = GraphModule(module, in_order(module.graph, kernels))
+        self.graphs.append(Recorded("backward" if backward else "forward", number, ordered))
 
     @property
     def modules(self) -> list[GraphModule]:
         """The graphs alone, as modules."""
-        return [one.module for one in self.graphs]
+        return [graph.module for graph in self.graphs]
 
     @property
     def graph_breaks(self) -> int:
@@ -94,14 +94,14 @@ class Recorder:
     def report(self) -> ModelReport:
         """Measure the graphs kept so far. Local."""
         forward = {
-            one.traced: graph_report(one.module, kind="forward")
-            for one in self.graphs
-            if one.kind == "forward"
+            graph.traced: graph_report(graph.module, kind="forward")
+            for graph in self.graphs
+            if graph.kind == "forward"
         }
         backward = [
-            (one.traced, graph_report(one.module, kind="backward", forward=forward.get(one.traced)))
-            for one in self.graphs
-            if one.kind == "backward"
+            (graph.traced, graph_report(graph.module, kind="backward", forward=forward.get(graph.traced)))
+            for graph in self.graphs
+            if graph.kind == "backward"
         ]
         ordered = sorted([*forward.items(), *backward], key=itemgetter(0))  # forward first
         reports = tuple(report for _, report in ordered)
@@ -126,9 +126,9 @@ def record(backend: str = "aot_eager", *, passes: tuple[Callable[[Graph], Any], 
     Raises:
         ShardingError: another backend.
     """
-    known = ("inductor", *_compat.AOT_EAGER)
-    if backend not in known:
-        raise ShardingError(f"backend {backend!r} cannot be recorded; expected one of {', '.join(known)}")
+    supported = ("inductor", *_compat.AOT_EAGER)
+    if backend not in supported:
+        raise ShardingError(f"backend {backend!r} cannot be recorded; expected one of {', '.join(supported)}")
     return Recorder(backend, passes)
 
 
@@ -139,11 +139,11 @@ def in_order(graph: Graph, kernels: Sequence[_compat.Kernel]) -> Graph:
     placed where it is computed first. A library call computes the last of the nodes that it lists. Views,
     which no kernel computes, come before the nodes that use them.
     """
-    made = Graph(graph.owning_module)
+    result = Graph(graph.owning_module)
     copies: dict[Node, Node] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            copies[node] = made.node_copy(node)
+            copies[node] = result.node_copy(node)
 
     def is_ready(node: Node) -> bool:
         return node in copies or (
@@ -151,10 +151,10 @@ def in_order(graph: Graph, kernels: Sequence[_compat.Kernel]) -> Graph:
         )
 
     def add(node: Node) -> Node:
-        for one in node.all_input_nodes:
-            if one not in copies:
-                add(one)
-        copies[node] = made.node_copy(node, copies.__getitem__)
+        for source in node.all_input_nodes:
+            if source not in copies:
+                add(source)
+        copies[node] = result.node_copy(node, copies.__getitem__)
         return copies[node]
 
     for nodes, is_call in kernels:
@@ -166,5 +166,5 @@ def in_order(graph: Graph, kernels: Sequence[_compat.Kernel]) -> Graph:
     for node in graph.nodes:
         if node not in copies and node.op != "output":
             add(node)
-    made.node_copy(graph.output_node(), copies.__getitem__)
-    return made
+    result.node_copy(graph.output_node(), copies.__getitem__)
+    return result

@@ -139,19 +139,19 @@ class GraphReport:
     @property
     def saved_bytes(self) -> int:
         """Bytes of unsharded memory that outlive the graph, each buffer once."""
-        return sum({one.buffer: one.bytes for one in self.saved}.values())
+        return sum({value.buffer: value.bytes for value in self.saved}.values())
 
     def of(self, kind: str) -> tuple[CollectiveReport, ...]:
         """Return the collectives of one kind ("all_gather", ...) in the order of issue."""
-        return tuple(one for one in self.collectives if one.kind == kind)
+        return tuple(c for c in self.collectives if c.kind == kind)
 
     def table(self) -> str:
         """Return every collective, and the counts, as plain text."""
         rows = []
-        for one in self.collectives:
-            places = (one.issue, one.wait, one.overlap, one.first_use, one.last_use)
+        for c in self.collectives:
+            places = (c.issue, c.wait, c.overlap, c.first_use, c.last_use)
             texts = ["-" if place is None else str(place) for place in places]
-            rows.append((one.name, one.kind, str(one.ranks or "?"), f"{one.bytes:,}", *texts))
+            rows.append((c.name, c.kind, str(c.ranks or "?"), f"{c.bytes:,}", *texts))
         title = f"{self.kind.capitalize()} graph of {len(self.unsharded_bytes)} nodes"
         return rendered(title, dict.fromkeys(("collective", "kind", *_NUMBERS), ""), rows) + self._totals()
 
@@ -247,10 +247,10 @@ def _draw(graphs: Sequence[GraphReport], path: str | os.PathLike[str]) -> Path:
     """Draw graphs below each other, on one scale of places."""
     from jinja2 import Environment, PackageLoader, StrictUndefined  # an import that training does not need
 
-    top, most = 8.0, max((len(graph.unsharded_bytes) for graph in graphs), default=1)
+    top, places = 8.0, max((len(graph.unsharded_bytes) for graph in graphs), default=1)
     panels = []
     for graph in graphs:
-        panels.append(_panel(graph, top, most))
+        panels.append(_panel(graph, top, places))
         top = panels[-1]["bottom"] + _GAP
     environment = Environment(
         loader=PackageLoader("shardwise.graph", "."),
@@ -268,10 +268,10 @@ def _draw(graphs: Sequence[GraphReport], path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _panel(graph: GraphReport, top: float, most: int) -> dict[str, Any]:
-    """Return the coordinates of a graph whose picture begins at `top`; `most` places fill the width."""
-    step = (_WIDTH - _LEFT - _RIGHT) / max(most, 1)
-    held = graph.unsharded_bytes
+def _panel(graph: GraphReport, top: float, places: int) -> dict[str, Any]:
+    """Return the coordinates of a graph whose picture begins at `top`; `places` fill the width."""
+    step = (_WIDTH - _LEFT - _RIGHT) / max(places, 1)
+    levels = graph.unsharded_bytes
 
     def x(place: float) -> float:
         return round(_LEFT + place * step, 2)
@@ -279,28 +279,28 @@ def _panel(graph: GraphReport, top: float, most: int) -> dict[str, Any]:
     y = top + _TITLE
     spans = [{"x": x(first), "width": round((last + 1 - first) * step, 2)} for first, last in graph.spans]
     rows = []
-    for number, one in enumerate(graph.collectives, 1):
-        wait = len(held) - 1 if one.wait is None else one.wait
+    for number, c in enumerate(graph.collectives, 1):
+        wait = len(levels) - 1 if c.wait is None else c.wait
         rows.append(
             {
                 "y": y + number * _ROW,
-                "name": one.name,
-                "kind": one.kind,
-                "x": x(one.issue),
-                "width": round((wait + 1 - one.issue) * step, 2),
-                "used": x(max(wait, one.last_use or 0) + 1),
-                "tip": f"{one.name}: {one.bytes:,} bytes, issued at {one.issue}, waited for at {wait}",
+                "name": c.name,
+                "kind": c.kind,
+                "x": x(c.issue),
+                "width": round((wait + 1 - c.issue) * step, 2),
+                "used": x(max(wait, c.last_use or 0) + 1),
+                "tip": f"{c.name}: {c.bytes:,} bytes, issued at {c.issue}, waited for at {wait}",
             }
         )
     upper = y + (len(rows) + 1) * _ROW + 10
     lower = upper + _BYTES
     corners = [f"{x(0)},{lower}"]
     level = lower
-    for place, count in enumerate([*held, 0]):
-        before, level = level, round(lower - count / (graph.peak_unsharded_bytes or 1) * _BYTES, 2)
-        if level != before:
-            corners += [f"{x(place)},{before}", f"{x(place)},{level}"]
-    corners.append(f"{x(len(held))},{lower}")
+    for place, count in enumerate([*levels, 0]):
+        previous, level = level, round(lower - count / (graph.peak_unsharded_bytes or 1) * _BYTES, 2)
+        if level != previous:
+            corners += [f"{x(place)},{previous}", f"{x(place)},{level}"]
+    corners.append(f"{x(len(levels))},{lower}")
     return {
         "title": f"{graph.kind}: {graph.counts}",
         "title_y": top + 14,

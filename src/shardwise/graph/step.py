@@ -84,15 +84,15 @@ def compile_step(
             step takes a closure; when called, a step that cannot be one graph.
     """
     _check(model, optimizer)
-    loss, found = _loss(model, loss_fn), Counter[str]()
+    loss, counts = _loss(model, loss_fn), Counter[str]()
     passes = Passes(prefetch=prefetch, max_unsharded=max_unsharded)
-    made = partial(with_passes, backend, passes, options=options)
+    compiler = partial(with_passes, backend, passes, options=options)
     # Compilers keep backends, which must not keep the step.
-    edited = made(first=partial(_edit, found=found))
+    edited = compiler(first=partial(_edit, counts=counts))
     whole = torch.compile(_with_backward(loss), fullgraph=True, dynamic=dynamic, **edited)
-    forward = torch.compile(loss, dynamic=dynamic, **made())
+    forward = torch.compile(loss, dynamic=dynamic, **compiler())
     edits = backend not in _EAGER
-    return CompiledStep(model, optimizer, scheduler, whole, forward, max_norm, fullgraph, edits, found)
+    return CompiledStep(model, optimizer, scheduler, whole, forward, max_norm, fullgraph, edits, counts)
 
 
 def _check(model: nn.Module, optimizer: Optimizer) -> None:
@@ -100,11 +100,11 @@ def _check(model: nn.Module, optimizer: Optimizer) -> None:
         raise ShardingError(
             f"{here()}: expected an optimizer whose step takes no closure, found {type(optimizer).__name__}"
         )
-    mine = {id(param) for param in model.parameters()}
-    held = [param for group in optimizer.param_groups for param in group["params"]]
+    ids = {id(param) for param in model.parameters()}
+    trained = [param for group in optimizer.param_groups for param in group["params"]]
     if (
-        held
-        and not any(id(param) in mine for param in held)
+        trained
+        and not any(id(param) in ids for param in trained)
         and type(optimizer).__module__.startswith("torch.")
     ):
         raise ShardingError(
@@ -166,7 +166,7 @@ class CompiledStep:
 
     def describe(self) -> str:
         """Describe how each part of the step runs, a line for each. Empty before the first call."""
-        return "\n".join(f"{part}: {how}" for part, how in self.graphs.items())
+        return "\n".join(f"{part}: {text}" for part, text in self.graphs.items())
 
     def _prepared(self, states: list[ModuleState]) -> list[Segment]:
         """Return the segments that take part; note the reason if one graph is impossible."""
@@ -211,10 +211,10 @@ class CompiledStep:
                         [*(segment.route for segment in segments), *plain], batch, named
                     )
             except Exception as error:
-                why = _compat.why_untraceable(error)
-                if why is None:
+                reason = _compat.why_untraceable(error)
+                if reason is None:
                     raise
-                self._fall_back(why, error)
+                self._fall_back(reason, error)
             else:
                 _assign(segments, plain, grads)
                 return loss
@@ -222,19 +222,19 @@ class CompiledStep:
         loss.backward()
         return loss.detach()
 
-    def _fall_back(self, why: str, error: Exception | None = None) -> None:
+    def _fall_back(self, reason: str, error: Exception | None = None) -> None:
         if self._fullgraph:
             raise ShardingError(
-                f"{here()}: forward, loss and backward cannot be one graph: {why}. Pass fullgraph=False to"
+                f"{here()}: forward, loss and backward cannot be one graph: {reason}. Pass fullgraph=False to"
                 " compile the forward in parts and let autograd run their backwards"
             ) from error
-        self._why_not = why
+        self._why_not = reason
 
     def _described(self) -> dict[str, str]:
         parts = {}
         if self._why_not is None:
-            found = ", ".join(f"{count} {kind}" for kind, count in sorted(self.collectives.items()))
-            parts[_ONE] = f"one graph ({found})" if found else "one graph"
+            counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self.collectives.items()))
+            parts[_ONE] = f"one graph ({counts})" if counts else "one graph"
             if not self._recomputes:
                 parts[_ONE] += (
                     "; parameters stay gathered from forward to backward, as this backend edits none"
@@ -249,11 +249,11 @@ class CompiledStep:
         return parts
 
 
-def _edit(graph: Graph, *, found: Counter[str]) -> None:
+def _edit(graph: Graph, *, counts: Counter[str]) -> None:
     """Edit a graph that includes backward, before the backend compiles it."""
     recompute(graph)
-    found.clear()
-    found.update(one.kind for one in collectives(graph))
+    counts.clear()
+    counts.update(collective.kind for collective in collectives(graph))
 
 
 def _loss(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
@@ -276,21 +276,21 @@ def _with_backward(loss_of: Callable[..., Tensor]) -> Callable[..., tuple[Tensor
 
 def _params(model: nn.Module, states: list[ModuleState]) -> list[ShardedParam | nn.Parameter]:
     """List parameters in the order of `model.parameters()`, whichever form of them modules hold now."""
-    owned = {
+    by_place = {
         (id(owner.parameters), owner.name): param
         for state in states
         for group in state.groups
         for param in group.params
         for owner in param.owners
     }
-    found: dict[int, ShardedParam | nn.Parameter] = {}
+    params: dict[int, ShardedParam | nn.Parameter] = {}
     for module in model.modules():
-        held = _compat.parameters_of(module)
-        for name, param in held.items():
-            one = owned.get((id(held), name), param)
-            if one is not None:
-                found.setdefault(id(one), one)
-    return list(found.values())
+        parameters = _compat.parameters_of(module)
+        for name, param in parameters.items():
+            managed = by_place.get((id(parameters), name), param)
+            if managed is not None:
+                params.setdefault(id(managed), managed)
+    return list(params.values())
 
 
 @torch.no_grad()
@@ -299,9 +299,9 @@ def _assign(segments: list[Segment], plain: list[nn.Parameter], grads: Any) -> N
     for segment, grad in zip(segments, grads, strict=False):
         if grad is not None and segment.assign is not None:
             segment.assign(grad)
-    found = [(p, g) for p, g in zip(plain, grads[len(segments) :], strict=True) if g is not None]
-    if found:
-        torch.autograd.backward([p for p, _ in found], [g for _, g in found])  # with the users' hooks
+    pairs = [(p, g) for p, g in zip(plain, grads[len(segments) :], strict=True) if g is not None]
+    if pairs:
+        torch.autograd.backward([p for p, _ in pairs], [g for _, g in pairs])  # with the users' hooks
 
 
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -323,34 +323,34 @@ def recompute(graph: Graph) -> list[Node]:
     nodes = list(graph.nodes)
     start = next((i for i, node in enumerate(nodes) if node.meta.get("autograd_backward")), len(nodes))
     place = {node: i for i, node in enumerate(nodes)}
-    again: set[Node] = set()
+    repeated: set[Node] = set()
     for node in nodes[:start]:
         # A view of a recomputed value would keep the original.
-        if _is_marked(node) or (is_view(node) and all(one in again for one in node.all_input_nodes)):
-            again.add(node)
+        if _is_marked(node) or (is_view(node) and all(source in repeated for source in node.all_input_nodes)):
+            repeated.add(node)
     copies: dict[Node, Node] = {}
     for node in nodes[start:]:
         if node.op == "output":
             continue
-        needed = [one for one in node.all_input_nodes if one in again]
-        for one in sorted(_missing(needed, again, copies), key=place.__getitem__):
+        sources = [source for source in node.all_input_nodes if source in repeated]
+        for source in sorted(_missing(sources, repeated, copies), key=place.__getitem__):
             with graph.inserting_before(node):
-                copies[one] = graph.node_copy(one, lambda source: copies.get(source, source))
-        for one in needed:
-            node.replace_input_with(one, copies[one])
+                copies[source] = graph.node_copy(source, lambda n: copies.get(n, n))
+        for source in sources:
+            node.replace_input_with(source, copies[source])
     return list(copies.values())
 
 
-def _missing(needed: list[Node], again: set[Node], copies: dict[Node, Node]) -> set[Node]:
-    """Return the nodes that `needed` is computed from and that have no copy yet."""
-    found: set[Node] = set()
-    todo = list(needed)
+def _missing(sources: list[Node], repeated: set[Node], copies: dict[Node, Node]) -> set[Node]:
+    """Return the nodes that `sources` is computed from and that have no copy yet."""
+    missing: set[Node] = set()
+    todo = list(sources)
     while todo:
         node = todo.pop()
-        if node in again and node not in copies and node not in found:
-            found.add(node)
+        if node in repeated and node not in copies and node not in missing:
+            missing.add(node)
             todo += node.all_input_nodes
-    return found
+    return missing
 
 
 def _is_marked(node: Node) -> bool:

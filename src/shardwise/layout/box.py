@@ -53,7 +53,7 @@ class Box:
 
     def shifted(self, by: Sequence[int]) -> Box:
         """Return the box moved by `by[d]` elements in every dim `d`."""
-        return Box(tuple(o + more for o, more in zip(self.offsets, by, strict=True)), self.sizes)
+        return Box(tuple(o + shift for o, shift in zip(self.offsets, by, strict=True)), self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
         """Return the box of elements in both boxes, or None if there are none."""

@@ -105,7 +105,7 @@ class ContiguousLayout:
 
     def box(self, index: int, rank: int) -> Box:
         """Return the rows of parameter `index` that `rank` holds; possibly zero rows."""
-        start, size = self._found[index]
+        start, size = self._spans[index]
         return rows_between(self.specs[index].shape, start, rank * size, (rank + 1) * size)
 
     def describe(self) -> str:
@@ -120,15 +120,15 @@ class ContiguousLayout:
             for place in segment.places:
                 spec = self.specs[place.index]
                 cut = _cut(spec, self.ranks)
-                kept = "whole on one rank" if isinstance(cut, Owned) else f"row block {cut.block}"
+                text = "whole on one rank" if isinstance(cut, Owned) else f"row block {cut.block}"
                 lines.append(
                     f"{spec.name}: shape {list(spec.shape)}, {spec.dtype} gathered as {spec.gather_dtype},"
-                    f" {kept}, from element {place.start}"
+                    f" {text}, from element {place.start}"
                 )
         return "\n".join(lines)
 
     @cached_property
-    def _found(self) -> dict[int, tuple[int, int]]:
+    def _spans(self) -> dict[int, tuple[int, int]]:
         """The start of each parameter and the shard size of its segment, by the parameter's index."""
         return {
             place.index: (place.start, segment.shard_numel)
@@ -170,17 +170,17 @@ def _segment(
     shaped: Sequence[_Shaped], key: _Key, *, ranks: int, rank: int, align_bytes: int
 ) -> ContiguousSegment:
     dtype, gather_dtype, trainable = key
-    mine = [(index, shape, cut) for index, (shape, of, cut) in enumerate(shaped) if of == key]
-    numels = tuple(math.prod(shape) for _, shape, _ in mine)
+    members = [(index, shape, cut) for index, (shape, of, cut) in enumerate(shaped) if of == key]
+    numels = tuple(math.prod(shape) for _, shape, _ in members)
     packing = pack(
         numels,
-        tuple(_block_numel(shape, cut) for _, shape, cut in mine),
+        tuple(_block_numel(shape, cut) for _, shape, cut in members),
         ranks=ranks,
         align=max(1, align_bytes // min(dtype.itemsize, gather_dtype.itemsize)),
-        owners=tuple(cut.rank if isinstance(cut, Owned) else None for _, _, cut in mine),
+        owners=tuple(cut.rank if isinstance(cut, Owned) else None for _, _, cut in members),
     )
     places, begin = [], rank * packing.shard_numel
-    for (index, shape, _), start, numel in zip(mine, packing.starts, numels, strict=True):
+    for (index, shape, _), start, numel in zip(members, packing.starts, numels, strict=True):
         box = rows_between(shape, start, begin, begin + packing.shard_numel)
         places.append(Place(index, start, numel, box, 0 if box.is_empty else max(start - begin, 0)))
     places.sort(key=lambda place: (place.start, place.numel, place.index))
@@ -193,7 +193,7 @@ def _block_numel(shape: tuple[int, ...], cut: _Cut) -> int:
 
 
 def gaps_between(used: Iterable[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
-    """Return what ranges `used`, in order, leave of [begin, end). All ranges but that are (begin, size)."""
+    """Return the gaps that the ranges `used`, in order, leave in [begin, end); both are (begin, size)."""
     edges = [begin, *(edge for start, size in used for edge in (start, start + size)), end]
     return [(a, b - a) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
 
@@ -201,5 +201,5 @@ def gaps_between(used: Iterable[tuple[int, int]], begin: int, end: int) -> list[
 def rows_between(shape: tuple[int, ...], start: int, begin: int, end: int) -> Box:
     """Return the rows of a parameter at `start` that lie in elements [begin, end) of the gathered buffer."""
     row, numel = max(1, math.prod(shape[1:])), math.prod(shape)
-    first, last = (min(max(at - start, 0), numel) // row for at in (begin, end))
+    first, last = (min(max(bound - start, 0), numel) // row for bound in (begin, end))
     return Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))

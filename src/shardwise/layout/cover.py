@@ -40,11 +40,11 @@ def disjoint(boxes: Sequence[Box]) -> None:
     starts, sizes = corners(filled, ndim)
     if _add_up(starts, starts + sizes):
         return
-    for asked, found in Index(starts, starts + sizes).meeting(starts, starts + sizes):
-        pairs = np.flatnonzero(asked != found)
+    for query, hit in Index(starts, starts + sizes).meeting(starts, starts + sizes):
+        pairs = np.flatnonzero(query != hit)
         if len(pairs):
-            one, other = sorted((int(asked[pairs[0]]), int(found[pairs[0]])))
-            raise ShardingError(f"{filled[one]} and {filled[other]} overlap")
+            first, second = sorted((int(query[pairs[0]]), int(hit[pairs[0]])))
+            raise ShardingError(f"{filled[first]} and {filled[second]} overlap")
 
 
 def cover(boxes: Sequence[Box], shape: Sequence[int]) -> None:
@@ -57,10 +57,10 @@ def cover(boxes: Sequence[Box], shape: Sequence[int]) -> None:
         if len(box.sizes) != len(shape) or any(end > size for end, size in zip(box.ends, shape, strict=True)):
             raise ShardingError(f"{box} extends outside the tensor of shape {tuple(shape)}")
     disjoint(boxes)
-    held = sum(box.numel for box in boxes)
-    if held != math.prod(shape):
+    covered = sum(box.numel for box in boxes)
+    if covered != math.prod(shape):
         raise ShardingError(
-            f"the boxes cover {held} of the {math.prod(shape)} elements of shape {tuple(shape)}"
+            f"the boxes cover {covered} of the {math.prod(shape)} elements of shape {tuple(shape)}"
         )
 
 

@@ -121,7 +121,7 @@ _Shaped = tuple[EvenShard, tuple[int, ...], torch.dtype, torch.dtype]
 
 @lru_cache(maxsize=1024)
 def _segments(shaped: tuple[_Shaped, ...], ranks: int, rank: int, align_bytes: int) -> tuple[Segment, ...]:
-    found = []
+    segments = []
     for dtype, gather_dtype in dict.fromkeys((stored, gathered) for _, _, stored, gathered in shaped):
         slots: list[Slot] = []
         shard_numel = unsharded_numel = 0
@@ -142,8 +142,8 @@ def _segments(shaped: tuple[_Shaped, ...], ranks: int, rank: int, align_bytes: i
             shard_numel += slot.padded_shard_numel
             unsharded_numel = slot.unsharded_offset + ranks * slot.padded_shard_numel
         align = max(1, align_bytes // min(dtype.itemsize, gather_dtype.itemsize))
-        found.append(Segment(dtype, gather_dtype, tuple(slots), -shard_numel % align, ranks))
-    return tuple(found)
+        segments.append(Segment(dtype, gather_dtype, tuple(slots), -shard_numel % align, ranks))
+    return tuple(segments)
 
 
 def _even(spec: ParamSpec) -> EvenShard:

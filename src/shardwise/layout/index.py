@@ -45,8 +45,8 @@ class Index:
         self._levels = [(starts[:, self._order], ends[:, self._order])]
         while self._levels[-1][0].shape[1] > 1:
             low, high = self._levels[-1]
-            first = np.arange(0, low.shape[1], _AROUND)
-            around = (np.minimum.reduceat(low, first, axis=1), np.maximum.reduceat(high, first, axis=1))
+            begins = np.arange(0, low.shape[1], _AROUND)
+            around = (np.minimum.reduceat(low, begins, axis=1), np.maximum.reduceat(high, begins, axis=1))
             self._levels.append(around)
 
     def meeting(self, starts: Ints, ends: Ints) -> Iterator[tuple[Ints, Ints]]:
@@ -57,46 +57,46 @@ class Index:
         """
         if not len(self._order):
             return
-        everything = np.arange(starts.shape[1])
-        pending = [(len(self._levels) - 1, everything, np.zeros_like(everything))]
+        columns = np.arange(starts.shape[1])
+        pending = [(len(self._levels) - 1, columns, np.zeros_like(columns))]
         while pending:
-            level, asked, found = pending.pop()
-            at = _between_columns(asked)
-            if at:
-                pending += [(level, asked[at:], found[at:]), (level, asked[:at], found[:at])]
+            level, query, hit = pending.pop()
+            cut = _between_columns(query)
+            if cut:
+                pending += [(level, query[cut:], hit[cut:]), (level, query[:cut], hit[:cut])]
                 continue
             low, high = self._levels[level]
-            common = _meets(starts, ends, asked, low, high, found)
-            asked, found = asked[common], found[common]
+            common = _meets(starts, ends, query, low, high, hit)
+            query, hit = query[common], hit[common]
             if not level:
-                yield asked, self._order[found]
+                yield query, self._order[hit]
                 continue
-            below = (found[:, None] * _AROUND + np.arange(_AROUND)).ravel()
-            there = below < self._levels[level - 1][0].shape[1]
-            pending.append((level - 1, np.repeat(asked, _AROUND)[there], below[there]))
+            children = (hit[:, None] * _AROUND + np.arange(_AROUND)).ravel()
+            valid = children < self._levels[level - 1][0].shape[1]
+            pending.append((level - 1, np.repeat(query, _AROUND)[valid], children[valid]))
 
 
-def _meets(starts: Ints, ends: Ints, asked: Ints, low: Ints, high: Ints, found: Ints) -> Ints:
-    """Return which pairs of columns (asked, found) have elements in common."""
-    left = np.arange(len(asked))
+def _meets(starts: Ints, ends: Ints, query: Ints, low: Ints, high: Ints, hit: Ints) -> Ints:
+    """Return the indices of the pairs of columns (query, hit) that have elements in common."""
+    common = np.arange(len(query))
     for dim in range(len(starts)):
-        one, other = asked[left], found[left]
-        left = left[(low[dim][other] < ends[dim][one]) & (starts[dim][one] < high[dim][other])]
-    return left
+        q, h = query[common], hit[common]
+        common = common[(low[dim][h] < ends[dim][q]) & (starts[dim][q] < high[dim][h])]
+    return common
 
 
-def _between_columns(asked: Ints) -> int:
-    """Return where to divide too many pairs, between two columns; 0 to keep them together."""
-    if len(asked) <= _PORTION:
+def _between_columns(query: Ints) -> int:
+    """Return the index at which to divide too many pairs, between two columns; 0 to keep them together."""
+    if len(query) <= _PORTION:
         return 0
-    middle = asked[len(asked) // 2]
-    at = int(np.searchsorted(asked, middle, side="left")) or int(np.searchsorted(asked, middle, side="right"))
-    return at % len(asked)
+    mid = query[len(query) // 2]
+    cut = int(np.searchsorted(query, mid, side="left")) or int(np.searchsorted(query, mid, side="right"))
+    return cut % len(query)
 
 
 def _along_curve(middles: Ints) -> Ints:
     """Return the order of points [dims, points] along Morton's curve over their ranks in each dim."""
-    ranks = [np.unique(along, return_inverse=True)[1].astype(np.int64) for along in middles]
+    ranks = [np.unique(middle, return_inverse=True)[1].astype(np.int64) for middle in middles]
     varying = [rank for rank in ranks if rank.max(initial=0)][:_KEY_BITS]
     key = np.zeros(middles.shape[1], np.int64)
     if varying:

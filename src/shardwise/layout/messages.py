@@ -1,12 +1,12 @@
 """Messages that bring ranks the boxes they want, from the boxes that ranks hold.
 
-Both sides are boxes of one tensor, any number per rank. Every element of a wanted box comes once: from the
+Both sides are boxes of one tensor, any number per rank. Every element of a target box comes once: from the
 receiver itself if it holds the element, otherwise from the nearest rank that does (least distance of rank
 numbers, the lower of two equally near ranks). So replicas share the work, and elements that a rank already
 holds are never sent.
 
-The message between a held and a wanted box depends only on the two, and on nearer boxes that overlap both. So
-a rank can compute its own messages without those of others and still agree with them. If held boxes overlap
+The message between a source and a target box depends only on the two, and on nearer boxes that overlap both.
+So a rank can compute its own messages without those of others and still agree with them. If sources overlap
 in part, the farther one sends what remains of it after subtracting the nearer ones.
 
 Boxes, as columns of integer arrays, are compared only with those near them (`layout.index`): time and memory
@@ -69,16 +69,16 @@ def transfer(
     if rank is not None and not 0 <= rank < ranks:
         raise ShardingError(f"expected a rank from 0 to {ranks - 1}, got {rank}")
     ndim = _common_ndim(source, target)
-    held, wanted = _Held(_boxes(source, ndim), ranks), _boxes(target, ndim)
+    sources, targets = _Sources(_boxes(source, ndim), ranks), _boxes(target, ndim)
     if rank is None:
-        checked = np.arange(len(wanted))
-        pairs = _pairs_of_receivers(held, wanted, checked)
+        checked = np.arange(len(targets))
+        pairs = _receiver_pairs(sources, targets, checked)
     else:
-        checked = np.flatnonzero(wanted.rank == rank)
-        pairs = _joined([_pairs_of_receivers(held, wanted, checked), _pairs_of_sender(held, wanted, rank)])
-    parts = _parts(held, wanted, pairs)
-    _check_filled(held, wanted, parts, checked, ndim)
-    return _messages(held, wanted, parts, ndim)
+        checked = np.flatnonzero(targets.rank == rank)
+        pairs = _join([_receiver_pairs(sources, targets, checked), _sender_pairs(sources, targets, rank)])
+    parts = _parts(sources, targets, pairs)
+    _check_filled(sources, targets, parts, checked, ndim)
+    return _messages(sources, targets, parts, ndim)
 
 
 def subtract(box: Box, other: Box) -> list[Box]:
@@ -89,10 +89,10 @@ def subtract(box: Box, other: Box) -> list[Box]:
     rest = []
     offsets, sizes = list(box.offsets), list(box.sizes)
     for dim, (start, end) in enumerate(zip(common.offsets, common.ends, strict=True)):
-        for first, size in ((offsets[dim], start - offsets[dim]), (end, offsets[dim] + sizes[dim] - end)):
+        for begin, size in ((offsets[dim], start - offsets[dim]), (end, offsets[dim] + sizes[dim] - end)):
             if size:
                 rest.append(
-                    Box((*offsets[:dim], first, *offsets[dim + 1 :]), (*sizes[:dim], size, *sizes[dim + 1 :]))
+                    Box((*offsets[:dim], begin, *offsets[dim + 1 :]), (*sizes[:dim], size, *sizes[dim + 1 :]))
                 )
         offsets[dim], sizes[dim] = start, end - start
     return rest
@@ -153,7 +153,7 @@ def _as_boxes(starts: Ints, ends: Ints) -> list[Box]:
     return list(map(Box, zip(*starts.tolist(), strict=True), zip(*(ends - starts).tolist(), strict=True)))
 
 
-class _Held:
+class _Sources:
     """The distinct boxes of `source`, each a column in `starts` and `ends`, and the ranks that hold each."""
 
     def __init__(self, boxes: _Boxes, ranks: int) -> None:
@@ -167,9 +167,9 @@ class _Held:
         # A copy is one rank that holds one of the boxes; ordered by box, then by rank.
         number: Ints = np.cumsum(new) - 1
         keys = number * ranks + ordered.rank
-        self._keys, kept = np.unique(keys, return_index=True)  # the first of a rank's equal boxes
-        self.rank, self.place = ordered.rank[kept], ordered.place[kept]
-        self._box: Ints = number[kept]
+        self._keys, first = np.unique(keys, return_index=True)  # the first of a rank's equal boxes
+        self.rank, self.place = ordered.rank[first], ordered.place[first]
+        self._box: Ints = number[first]
         self._bounds = np.searchsorted(self._box, np.arange(self.starts.shape[1] + 1))
 
     def of(self, rank: int) -> Ints:
@@ -178,14 +178,14 @@ class _Held:
 
     def nearest(self, box: Ints, receiver: Ints) -> Ints:
         """Return the copy (an index into `rank` and `place`) of each box that is nearest to its receiver."""
-        after = np.searchsorted(self._keys, box * self.ranks + receiver)
-        before = after - 1
+        upper = np.searchsorted(self._keys, box * self.ranks + receiver)
+        lower = upper - 1
         last = len(self.rank) - 1
-        down = np.where(before >= self._bounds[box], receiver - self.rank[before], self.ranks)
+        down = np.where(lower >= self._bounds[box], receiver - self.rank[lower], self.ranks)
         up = np.where(
-            after < self._bounds[box + 1], self.rank[np.minimum(after, last)] - receiver, self.ranks
+            upper < self._bounds[box + 1], self.rank[np.minimum(upper, last)] - receiver, self.ranks
         )
-        copy: Ints = np.where(down <= up, before, after)
+        copy: Ints = np.where(down <= up, lower, upper)
         return copy
 
     def distance(self, copy: Ints, receiver: Ints) -> Ints:
@@ -198,113 +198,113 @@ class _Held:
         return _as_boxes(self.starts[:, columns], self.ends[:, columns])
 
 
-# Pairs of a held and a wanted box that have elements in common, and the parts of them that move
+# Pairs of a source and a target box that have elements in common, and the parts of them that move
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Boxes to move: the held `copy` sends the part from `starts` to `ends` [dims, parts] to `wanted`."""
+    """Boxes to move: source `copy` sends the part from `starts` to `ends` [dims, parts] to `target`."""
 
     copy: Ints
-    wanted: Ints
+    target: Ints
     starts: Ints
     ends: Ints
 
 
-def _joined(portions: Sequence[Ints]) -> Ints:
+def _join(portions: Sequence[Ints]) -> Ints:
     """Concatenate portions of pairs [2, any]; there may be none."""
     return np.concatenate([np.empty((2, 0), np.int64), *portions], axis=1)
 
 
-def _pairs_of_receivers(held: _Held, wanted: _Boxes, chosen: Ints) -> Ints:
-    """Return the pairs (held, wanted) [2, pairs] of the chosen wanted boxes."""
-    asking = wanted.take(chosen)
-    found = held.index.meeting(asking.starts, asking.ends)
-    return _joined([np.stack([box, chosen[asked]]) for asked, box in found])
+def _receiver_pairs(sources: _Sources, targets: _Boxes, chosen: Ints) -> Ints:
+    """Return the pairs (source, target) [2, pairs] of the chosen target boxes."""
+    boxes = targets.take(chosen)
+    meetings = sources.index.meeting(boxes.starts, boxes.ends)
+    return _join([np.stack([box, chosen[query]]) for query, box in meetings])
 
 
-def _pairs_of_sender(held: _Held, wanted: _Boxes, rank: int) -> Ints:
-    """Return the pairs (held, wanted) [2, pairs] for which `rank` is nearest to another rank."""
-    own = held.of(rank)
+def _sender_pairs(sources: _Sources, targets: _Boxes, rank: int) -> Ints:
+    """Return the pairs (source, target) [2, pairs] for which `rank` is nearest to another rank."""
+    own = sources.of(rank)
     portions = []
-    index = Index(wanted.starts, wanted.ends)
-    for asked, found in index.meeting(held.starts[:, own], held.ends[:, own]):
-        box, receiver = own[asked], wanted.rank[found]
-        sends = (receiver != rank) & (held.rank[held.nearest(box, receiver)] == rank)
-        portions.append(np.stack([box, found])[:, sends])
-    return _joined(portions)
+    index = Index(targets.starts, targets.ends)
+    for query, hit in index.meeting(sources.starts[:, own], sources.ends[:, own]):
+        box, receiver = own[query], targets.rank[hit]
+        sends = (receiver != rank) & (sources.rank[sources.nearest(box, receiver)] == rank)
+        portions.append(np.stack([box, hit])[:, sends])
+    return _join(portions)
 
 
-def _parts(held: _Held, wanted: _Boxes, pairs: Ints) -> _Parts:
-    """Return what each pair moves: its overlap, without the parts that boxes nearer to the receiver have."""
-    box, want = pairs
-    receiver = wanted.rank[want]
-    copy = held.nearest(box, receiver)
-    distance = held.distance(copy, receiver)
-    starts = np.maximum(held.starts[:, box], wanted.starts[:, want])
-    ends = np.minimum(held.ends[:, box], wanted.ends[:, want])
-    shared = np.flatnonzero(_meets_another(held, box)[box])
+def _parts(sources: _Sources, targets: _Boxes, pairs: Ints) -> _Parts:
+    """Return the parts to move: each pair's overlap, without what boxes nearer to the receiver have."""
+    box, target = pairs
+    receiver = targets.rank[target]
+    copy = sources.nearest(box, receiver)
+    distance = sources.distance(copy, receiver)
+    starts = np.maximum(sources.starts[:, box], targets.starts[:, target])
+    ends = np.minimum(sources.ends[:, box], targets.ends[:, target])
+    overlapping = np.flatnonzero(_meets_another(sources, box)[box])
     whole = np.ones(len(box), np.bool_)
     pieces: list[tuple[int, Box]] = []
-    for asked, rival in held.index.meeting(starts[:, shared], ends[:, shared]):
-        pair = shared[asked]
-        nearer = held.distance(held.nearest(rival, receiver[pair]), receiver[pair]) < distance[pair]
+    for query, rival in sources.index.meeting(starts[:, overlapping], ends[:, overlapping]):
+        pair = overlapping[query]
+        nearer = sources.distance(sources.nearest(rival, receiver[pair]), receiver[pair]) < distance[pair]
         pair, rival = pair[nearer], rival[nearer]
         whole[pair] = False
         common = _as_boxes(starts[:, pair], ends[:, pair])
-        pieces += _remainders(pair.tolist(), common, held.boxes(rival))
+        pieces += _remainders(pair.tolist(), common, sources.boxes(rival))
     numbers = np.concatenate([np.flatnonzero(whole), np.array([n for n, _ in pieces], np.int64)])
     offsets, sizes = corners([piece for _, piece in pieces], len(starts))
     return _Parts(
         copy[numbers],
-        want[numbers],
+        target[numbers],
         np.concatenate([starts[:, whole], offsets], axis=1),
         np.concatenate([ends[:, whole], offsets + sizes], axis=1),
     )
 
 
-def _remainders(pairs: list[int], common: list[Box], taken: list[Box]) -> Iterator[tuple[int, Box]]:
-    """Yield what remains of each pair's overlap after subtracting every box in `taken`.
+def _remainders(pairs: list[int], common: list[Box], cuts: list[Box]) -> Iterator[tuple[int, Box]]:
+    """Yield the remainder of each pair's overlap after subtracting every box in `cuts`.
 
-    The cuts depend on the order of `taken`, which is the index's, so that sender and receiver cut alike.
+    The result depends on the order of `cuts`, which is the index's, so that sender and receiver cut alike.
     """
-    for pair, rows in itertools.groupby(zip(pairs, common, taken, strict=True), key=lambda row: row[0]):
+    for pair, rows in itertools.groupby(zip(pairs, common, cuts, strict=True), key=lambda row: row[0]):
         rest: list[Box] | None = None
-        for _, box, other in rows:
-            rest = [part for piece in ([box] if rest is None else rest) for part in subtract(piece, other)]
+        for _, box, cut in rows:
+            rest = [part for piece in ([box] if rest is None else rest) for part in subtract(piece, cut)]
         yield from ((pair, piece) for piece in rest or [])
 
 
-def _meets_another(held: _Held, box: Ints) -> _Bools:
-    """Return which held boxes overlap a different one; computed only for those in `box`."""
-    asked_for = np.flatnonzero(np.bincount(box, minlength=held.starts.shape[1]))
-    met = np.zeros(held.starts.shape[1], np.int64)
-    for asked, _ in held.index.meeting(held.starts[:, asked_for], held.ends[:, asked_for]):
-        met += np.bincount(asked_for[asked], minlength=len(met))
-    several: _Bools = met > 1  # each overlaps itself
-    return several
+def _meets_another(sources: _Sources, box: Ints) -> _Bools:
+    """Return a mask of the sources that overlap a different one; computed only for those in `box`."""
+    queried = np.flatnonzero(np.bincount(box, minlength=sources.starts.shape[1]))
+    overlaps = np.zeros(sources.starts.shape[1], np.int64)
+    for query, _ in sources.index.meeting(sources.starts[:, queried], sources.ends[:, queried]):
+        overlaps += np.bincount(queried[query], minlength=len(overlaps))
+    result: _Bools = overlaps > 1  # each overlaps itself
+    return result
 
 
-def _check_filled(held: _Held, wanted: _Boxes, parts: _Parts, checked: Ints, ndim: int) -> None:
+def _check_filled(sources: _Sources, targets: _Boxes, parts: _Parts, checked: Ints, ndim: int) -> None:
     """Raise unless parts fill each box: they are disjoint, so their elements must add up to the box's."""
-    missing = (wanted.ends - wanted.starts).prod(axis=0)
-    np.subtract.at(missing, parts.wanted, (parts.ends - parts.starts).prod(axis=0))
+    missing = (targets.ends - targets.starts).prod(axis=0)
+    np.subtract.at(missing, parts.target, (parts.ends - parts.starts).prod(axis=0))
     for number in checked[missing[checked] != 0].tolist():
-        column = wanted.take(np.array([number]))
+        column = targets.take(np.array([number]))
         rest = whole = _as_boxes(column.starts, column.ends)
-        for _, found in held.index.meeting(column.starts, column.ends):
-            for other in held.boxes(np.sort(found)):
-                rest = [part for piece in rest for part in subtract(piece, other)]
+        for _, hit in sources.index.meeting(column.starts, column.ends):
+            for source in sources.boxes(np.sort(hit)):
+                rest = [part for piece in rest for part in subtract(piece, source)]
         box, missing_box = (Box(b.offsets[:ndim], b.sizes[:ndim]) for b in (whole[0], rest[0]))
         raise ShardingError(
-            f"rank {wanted.rank[number]} wants {box} (its box {wanted.place[number]}), but no rank holds"
+            f"rank {targets.rank[number]} wants {box} (its box {targets.place[number]}), but no rank holds"
             f" {missing_box}; the boxes of source must cover those of target"
         )
 
 
-def _messages(held: _Held, wanted: _Boxes, parts: _Parts, ndim: int) -> list[Message]:
-    sender, receiver = held.rank[parts.copy], wanted.rank[parts.wanted]
-    target = wanted.place[parts.wanted]
+def _messages(sources: _Sources, targets: _Boxes, parts: _Parts, ndim: int) -> list[Message]:
+    sender, receiver = sources.rank[parts.copy], targets.rank[parts.target]
+    target = targets.place[parts.target]
     order = np.lexsort((*parts.starts[::-1], target, receiver, sender))
     return list(
         map(
@@ -312,7 +312,7 @@ def _messages(held: _Held, wanted: _Boxes, parts: _Parts, ndim: int) -> list[Mes
             sender[order].tolist(),
             receiver[order].tolist(),
             _as_boxes(parts.starts[:ndim, order], parts.ends[:ndim, order]),
-            held.place[parts.copy[order]].tolist(),
+            sources.place[parts.copy[order]].tolist(),
             target[order].tolist(),
         )
     )

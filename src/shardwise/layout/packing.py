@@ -69,10 +69,10 @@ def pack(
     if not items:
         return Packing((0,) * len(numels), 0)
     size, starts = _search(items, ranks)
-    placed = [0] * len(numels)
+    offsets = [0] * len(numels)
     for index, start in starts.items():
-        placed[index] = start * align
-    return Packing(tuple(placed), size * align)
+        offsets[index] = start * align
+    return Packing(tuple(offsets), size * align)
 
 
 def least_shard_numel(
@@ -85,7 +85,7 @@ def least_shard_numel(
 ) -> int:
     """Return a lower bound on shard sizes over all packings, in elements; arguments as for `pack`."""
     items = _items(numels, blocks, align, owners)
-    return _least(items, ranks) * align if items else 0
+    return _smallest_shard(items, ranks) * align if items else 0
 
 
 def _items(
@@ -109,22 +109,22 @@ def _kinds(items: Iterable[_Item]) -> list[tuple[int, int]]:
 # ---------------------------------------------------------------- limits of the shard's size
 
 
-def _least(items: Sequence[_Item], ranks: int) -> int:
-    least = -(-sum(item.size for item in items) // ranks)
+def _smallest_shard(items: Sequence[_Item], ranks: int) -> int:
+    even = -(-sum(item.size for item in items) // ranks)
     owned = _by_owner(items).values()
     # Given j * ranks + 1 parameters that are not cut, some rank holds j + 1 of them.
     whole = sorted((item.size for item in items if item.step >= item.size), reverse=True)
-    together = (whole[j * ranks - j : j * ranks + 1] for j in range(1, (len(whole) - 1) // ranks + 1))
-    sums = (sum(item.size for item in own) for own in owned)
-    return _next_possible(max(least, 1, *sums, *map(sum, together)), _kinds(items))
+    sets = (whole[j * ranks - j : j * ranks + 1] for j in range(1, (len(whole) - 1) // ranks + 1))
+    sums = (sum(item.size for item in group) for group in owned)
+    return _next_possible(max(even, 1, *sums, *map(sum, sets)), _kinds(items))
 
 
 def _by_owner(items: Sequence[_Item]) -> dict[int, list[_Item]]:
-    found: dict[int, list[_Item]] = {}
+    by_owner: dict[int, list[_Item]] = {}
     for item in items:
         if item.owner is not None:
-            found.setdefault(item.owner, []).append(item)
-    return found
+            by_owner.setdefault(item.owner, []).append(item)
+    return by_owner
 
 
 def _can_cut(size: int, step: int, shard: int) -> bool:
@@ -163,7 +163,7 @@ def _search(items: Sequence[_Item], ranks: int) -> tuple[int, dict[int, int]]:
     """Return the first candidate size at which a placement succeeds, and its starts."""
     kinds = _kinds(items)
     failed = 0
-    for shard in _candidates(_least(items, ranks), kinds):
+    for shard in _candidates(_smallest_shard(items, ranks), kinds):
         starts = _place(items, shard, ranks)
         if starts is not None:
             break
@@ -172,16 +172,16 @@ def _search(items: Sequence[_Item], ranks: int) -> tuple[int, dict[int, int]]:
         middle = _next_possible((failed + shard + 1) // 2, kinds)
         if not failed < middle < shard:
             break
-        found = _place(items, middle, ranks)
-        if found is None:
+        refined = _place(items, middle, ranks)
+        if refined is None:
             failed = middle
         else:
-            shard, starts = middle, found
+            shard, starts = middle, refined
     assert starts is not None
     return shard, starts
 
 
-def _candidates(least: int, kinds: Sequence[tuple[int, int]]) -> Iterator[int]:
+def _candidates(smallest: int, kinds: Sequence[tuple[int, int]]) -> Iterator[int]:
     """Yield the possible sizes in ascending order, without end.
 
     One series has any size; others have multiples of common multiples of the largest parameters' steps, at
@@ -189,13 +189,13 @@ def _candidates(least: int, kinds: Sequence[tuple[int, int]]) -> Iterator[int]:
     """
     common = accumulate((step for _, step in kinds), math.lcm, initial=1)
     multiples = list(dict.fromkeys(takewhile(lambda multiple: multiple <= kinds[0][0], common)))
-    series = [least + -least % m for m in multiples]  # the next of each
-    last = tried = 0
+    series = [smallest + -smallest % m for m in multiples]  # the next of each
+    previous = tried = 0
     while True:
         shard = _next_possible(min(series), kinds)
-        if shard != last:
+        if shard != previous:
             yield shard
-            last, tried = shard, tried + 1
+            previous, tried = shard, tried + 1
         stride = max(1, (shard >> 10) << (tried // 16))
         for j, m in enumerate(multiples):
             if series[j] <= shard:
@@ -226,17 +226,17 @@ class _Space:
         self.largest_gap = 0
         self.starts: dict[int, int] = {}
 
-    def first_start(self, at: int, size: int, step: int) -> int:
-        """Return the first position from `at` on where a parameter may begin."""
+    def first_start(self, position: int, size: int, step: int) -> int:
+        """Return the first position from `position` on where a parameter may begin."""
         shard = self.shard
         while True:
-            room = shard - at % shard
+            room = shard - position % shard
             if size <= room:
-                return at
+                return position
             cut = room - room % step
             if cut and (size <= cut + shard or shard % step == 0):
-                return at + room - cut
-            at += room
+                return position + room - cut
+            position += room
 
     def add_gap(self, begin: int, end: int) -> None:
         if begin < end:
@@ -281,12 +281,12 @@ def _space(items: Sequence[_Item], shard: int, ranks: int) -> tuple[_Space, list
         total = sum(item.size for item in owned)
         if total > shard:
             return None
-        at = rank * shard if rank % 2 == 0 else (rank + 1) * shard - total
-        space.add_gap(space.cursor, at)
+        start = rank * shard if rank % 2 == 0 else (rank + 1) * shard - total
+        space.add_gap(space.cursor, start)
         for item in owned:
-            space.starts[item.index] = at
-            at += item.size
-        space.cursor = at
+            space.starts[item.index] = start
+            start += item.size
+        space.cursor = start
     return space, [item for item in items if item.owner is None]
 
 
@@ -294,10 +294,10 @@ def _in_order(key: Callable[[_Item], tuple[int, ...]]) -> Callable[..., dict[int
     """Return the strategy that places parameters in order of `key`, and then of registration."""
 
     def place(items: Sequence[_Item], shard: int, ranks: int) -> dict[int, int] | None:
-        found = _space(items, shard, ranks)
-        if found is None:
+        prepared = _space(items, shard, ranks)
+        if prepared is None:
             return None
-        space, free = found
+        space, free = prepared
         return space.starts if all(map(space.add, sorted(free, key=key))) else None
 
     return place
@@ -305,10 +305,10 @@ def _in_order(key: Callable[[_Item], tuple[int, ...]]) -> Callable[..., dict[int
 
 def _least_push(items: Sequence[_Item], shard: int, ranks: int) -> dict[int, int] | None:
     """Always place the parameter that leaves the smallest gap; those that can be cut anywhere come last."""
-    found = _space(items, shard, ranks)
-    if found is None:
+    prepared = _space(items, shard, ranks)
+    if prepared is None:
         return None
-    space, free = found
+    space, free = prepared
     waiting: dict[tuple[int, int], list[_Item]] = {}
     for item in sorted(free, key=lambda item: (-item.step, -item.size)):
         if item.step == 1 or not space.fill_gap(item):

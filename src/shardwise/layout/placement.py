@@ -30,8 +30,8 @@ from shardwise.layout.box import Box
 
 def even_intervals(size: int, ranks: int) -> list[tuple[int, int]]:
     """Return [begin, end) for each rank, as even as possible; like `tensor_split`, the first are larger."""
-    least, more = divmod(size, ranks)
-    return list(pairwise(rank * least + min(rank, more) for rank in range(ranks + 1)))
+    quotient, remainder = divmod(size, ranks)
+    return list(pairwise(rank * quotient + min(rank, remainder) for rank in range(ranks + 1)))
 
 
 @dataclass(frozen=True)

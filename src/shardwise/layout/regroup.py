@@ -43,13 +43,13 @@ def regrouped(
     """
     if any(isinstance(size, int) and size == 0 for size in old):
         return _without_elements(old, new, same)
-    found: Groups = []
+    groups: Groups = []
     i = j = 0
     while i < len(old) or j < len(new):
         before, after = [i] if i < len(old) else [], [j] if j < len(new) else []
         i, j = i + 1, j + 1
-        while not same(one := _product(old, before), other := _product(new, after)):
-            if i < len(old) and (hint(one) < hint(other) or j >= len(new)):
+        while not same(old_size := _product(old, before), new_size := _product(new, after)):
+            if i < len(old) and (hint(old_size) < hint(new_size) or j >= len(new)):
                 before.append(i)
                 i += 1
             elif j < len(new):
@@ -57,8 +57,8 @@ def regrouped(
                 j += 1
             else:
                 break
-        found.append((before, after))
-    return found
+        groups.append((before, after))
+    return groups
 
 
 def _product(sizes: Sequence[Any], dims: Sequence[int]) -> Any:
@@ -66,13 +66,13 @@ def _product(sizes: Sequence[Any], dims: Sequence[int]) -> Any:
 
 
 def _without_elements(old: Sequence[Any], new: Sequence[Any], same: Callable[[Any, Any], bool]) -> Groups:
-    most = min(len(old), len(new))
-    first = next((d for d in range(most) if not same(old[d], new[d])), most)
-    most -= first
-    last = next((d for d in range(most) if not same(old[-1 - d], new[-1 - d])), most)
-    middle = list(range(first, len(old) - last)), list(range(first, len(new) - last))
-    ends = [([len(old) - d], [len(new) - d]) for d in range(last, 0, -1)]
-    return [*(([d], [d]) for d in range(first)), *([middle] if any(middle) else []), *ends]
+    common = min(len(old), len(new))
+    prefix = next((d for d in range(common) if not same(old[d], new[d])), common)
+    common -= prefix
+    suffix = next((d for d in range(common) if not same(old[-1 - d], new[-1 - d])), common)
+    middle = list(range(prefix, len(old) - suffix)), list(range(prefix, len(new) - suffix))
+    ends = [([len(old) - d], [len(new) - d]) for d in range(suffix, 0, -1)]
+    return [*(([d], [d]) for d in range(prefix)), *([middle] if any(middle) else []), *ends]
 
 
 Pick = int | range | None  # for a dim: one element, or several; None is a new dim of size 1
@@ -84,25 +84,25 @@ def reshape_boxes(boxes: Sequence[Box], *, old: Sequence[int], new: Sequence[int
 
     Returns None for a box whose elements are not a box of `new`, or for an empty box if `new` is a scalar.
     """
-    ours, theirs = ([dim for dim, size in enumerate(sizes) if size != 1] for sizes in (old, new))
+    old_dims, new_dims = ([dim for dim, size in enumerate(sizes) if size != 1] for sizes in (old, new))
     groups = [
-        ([ours[dim] for dim in before], [theirs[dim] for dim in after])
-        for before, after in regrouped([old[dim] for dim in ours], [new[dim] for dim in theirs])
+        ([old_dims[dim] for dim in before], [new_dims[dim] for dim in after])
+        for before, after in regrouped([old[dim] for dim in old_dims], [new[dim] for dim in new_dims])
     ]
     return [_reshape_box(box, old, new, groups) for box in boxes]
 
 
 def _reshape_box(box: Box, old: Sequence[int], new: Sequence[int], groups: Groups) -> Box | None:
     extents: list[_Extent] = [(0, size) for size in new]
-    for ours, theirs in groups:
-        if len(ours) == len(theirs) == 1 and old[ours[0]] == new[theirs[0]]:
-            extents[theirs[0]] = (box.offsets[ours[0]], box.sizes[ours[0]])
+    for old_dims, new_dims in groups:
+        if len(old_dims) == len(new_dims) == 1 and old[old_dims[0]] == new[new_dims[0]]:
+            extents[new_dims[0]] = (box.offsets[old_dims[0]], box.sizes[old_dims[0]])
             continue
-        span = _span([(box.offsets[d], box.sizes[d]) for d in ours], [old[d] for d in ours])
-        image = None if span is None else _split(*span, [new[d] for d in theirs])
+        span = _span([(box.offsets[d], box.sizes[d]) for d in old_dims], [old[d] for d in old_dims])
+        image = None if span is None else _split(*span, [new[d] for d in new_dims])
         if image is None and not box.is_empty:
             return None
-        for dim, extent in zip(theirs, image or [], strict=False):
+        for dim, extent in zip(new_dims, image or [], strict=False):
             extents[dim] = extent
     if box.is_empty and all(size for _, size in extents):
         if not new:

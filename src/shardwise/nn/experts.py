@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
 
-DTYPES = [each for _, each in sorted(vars(torch).items()) if isinstance(each, torch.dtype)]
+DTYPES = [dtype for _, dtype in sorted(vars(torch).items()) if isinstance(dtype, torch.dtype)]
 Experts = Callable[[Tensor, Tensor], Tensor]
 Mixture = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -63,8 +63,8 @@ class ExpertCut:
         Raises:
             ShardingError: a parameter whose dim 0 is not the number of experts. Nothing has been cut then.
         """
-        found = dict(module.named_parameters())
-        for name, param in found.items():
+        params = dict(module.named_parameters())
+        for name, param in params.items():
             if not param.ndim or param.shape[0] != self.count:
                 raise ShardingError(
                     f"{here()}: '{name}' has shape {tuple(param.shape)}; expected dim 0 of {self.count},"
@@ -72,10 +72,10 @@ class ExpertCut:
                 )
         if self.mesh is None:
             return
-        for name, param in found.items():
-            owner, _, own = name.rpartition(".")
+        for name, param in params.items():
+            owner, _, attribute = name.rpartition(".")
             cut = nn.Parameter(distribute_tensor(param, self.mesh, [Shard(0)]), param.requires_grad)
-            module.get_submodule(owner).register_parameter(own, cut)
+            module.get_submodule(owner).register_parameter(attribute, cut)
 
     def mixture(self, function: Experts) -> Mixture:
         """Return a mixture for this rank's tokens that runs `function` for its experts. Calls are collective.
@@ -93,40 +93,40 @@ class ExpertCut:
                 tokens whose width or dtype differs between ranks.
         """
 
-        def mixed(tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        def mix(tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
             rows = len(tokens)
-            tokens, chosen, weights = (self._share(each) for each in (tokens, chosen, weights))
-            wanted = chosen.reshape(-1)
-            order = wanted.argsort(stable=True)
-            counts, arriving = self._counts(wanted, tokens)
-            sent, got = counts.sum(1).tolist(), arriving.sum(1).tolist()
-            received = self._exchange(tokens[order // chosen.shape[1]], got, sent)
+            tokens, chosen, weights = (self._share(t) for t in (tokens, chosen, weights))
+            choices = chosen.reshape(-1)
+            order = choices.argsort(stable=True)
+            counts, arriving = self._count_tokens(choices, tokens)
+            sends, receives = counts.sum(1).tolist(), arriving.sum(1).tolist()
+            received = self._exchange(tokens[order // chosen.shape[1]], receives, sends)
             expert = torch.arange(self.count // self.ranks, device=tokens.device).repeat(self.ranks)
             by_expert = expert.repeat_interleave(arriving.reshape(-1)).argsort(stable=True)
-            found = function(received[by_expert], arriving.sum(0))
-            results = self._exchange(found[by_expert.argsort()], sent, got)[order.argsort()]
-            each = results.view(*chosen.shape, results.shape[1])
-            return self._whole((each * weights.unsqueeze(-1)).sum(1), rows)
+            outputs = function(received[by_expert], arriving.sum(0))
+            results = self._exchange(outputs[by_expert.argsort()], sends, receives)[order.argsort()]
+            per_choice = results.view(*chosen.shape, results.shape[1])
+            return self._whole((per_choice * weights.unsqueeze(-1)).sum(1), rows)
 
-        return mixed
+        return mix
 
-    def _counts(self, wanted: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _count_tokens(self, choices: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Count tokens sent to each rank's experts [ranks, its experts], and from each rank to this one's."""
-        inside = (wanted >= 0) & (wanted < self.count)
-        counts = torch.bincount(wanted.where(inside, 0), minlength=self.count).view(self.ranks, -1)
+        inside = (choices >= 0) & (choices < self.count)
+        counts = torch.bincount(choices.where(inside, 0), minlength=self.count).view(self.ranks, -1)
         form = counts.new_tensor([tokens.shape[1], DTYPES.index(tokens.dtype)])
-        said = torch.cat([counts.where(inside.all(), -1), form.expand(self.ranks, 2)], 1)
+        message = torch.cat([counts.where(inside.all(), -1), form.expand(self.ranks, 2)], 1)
         if self.mesh is not None:
-            dist.all_to_all_single(said, said.clone(), group=self.mesh.get_group())
-        arriving, forms = said[:, :-2].contiguous(), said[:, -2:]
+            dist.all_to_all_single(message, message.clone(), group=self.mesh.get_group())
+        arriving, forms = message[:, :-2].contiguous(), message[:, -2:]
         differs, outside = (forms != form).any(), (arriving < 0).any(1)
         if not differs | outside.any():  # the host waits for the device once
             return counts, arriving
         if differs:
-            each = enumerate(forms.tolist())
-            found = "; ".join(f"rank {rank}: {width}, {DTYPES[at]}" for rank, (width, at) in each)
+            pairs = enumerate(forms.tolist())
+            listed = "; ".join(f"rank {rank}: {width}, {DTYPES[index]}" for rank, (width, index) in pairs)
             raise ShardingError(
-                f"{here()}: ranks of the mesh give tokens of different widths or dtypes ({found}); give all"
+                f"{here()}: ranks of the mesh give tokens of different widths or dtypes ({listed}); give all"
                 " the same"
             )
         raise ShardingError(
@@ -134,15 +134,15 @@ class ExpertCut:
             f" that are not of the {self.count}; expected numbers from 0 to {self.count - 1}"
         )
 
-    def _exchange(self, rows: Tensor, got: list[int], sent: list[int]) -> Tensor:
-        return rows if self.mesh is None else _compat.exchange(rows, got, sent, self.mesh.get_group())
+    def _exchange(self, rows: Tensor, receives: list[int], sends: list[int]) -> Tensor:
+        return rows if self.mesh is None else _compat.exchange(rows, receives, sends, self.mesh.get_group())
 
     def _share(self, whole: Tensor) -> Tensor:
         """Return this rank's share of the rows that all ranks of tp_mesh have."""
         if self.tp_mesh is None:
             return whole
-        same = DTensor.from_local(whole, self.tp_mesh, [Replicate()], run_check=False)
-        return same.redistribute(self.tp_mesh, [Shard(0)]).to_local()
+        replicated = DTensor.from_local(whole, self.tp_mesh, [Replicate()], run_check=False)
+        return replicated.redistribute(self.tp_mesh, [Shard(0)]).to_local()
 
     def _whole(self, share: Tensor, rows: int) -> Tensor:
         if self.tp_mesh is None:

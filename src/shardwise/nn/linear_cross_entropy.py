@@ -94,8 +94,8 @@ def _check(
 ) -> None:
     wrong, dtypes = "", [x.dtype for x in (hidden, weight, bias) if x is not None]
     if weight.ndim != 2 or not hidden.ndim or hidden.shape[-1] != weight.shape[1] or not weight.numel():
-        found = f"{list(hidden.shape)} and {list(weight.shape)}"
-        wrong = f"expected hidden [..., H] and weight [V, H] with elements, found {found}"
+        shapes = f"{list(hidden.shape)} and {list(weight.shape)}"
+        wrong = f"expected hidden [..., H] and weight [V, H] with elements, found {shapes}"
     elif targets.shape != hidden.shape[:-1] or targets.dtype not in _INTEGERS:
         wrong = (
             f"expected integer targets {list(hidden.shape[:-1])}, found {targets.dtype} {list(targets.shape)}"
@@ -121,8 +121,8 @@ def _cut(weight: DTensor) -> tuple[int, dist.ProcessGroup | None]:
     axes = [axis for axis, placement in enumerate(weight.placements) if placement != Replicate()]
     if not axes:
         return 0, None
-    (axis, *more) = axes
-    if more or weight.placements[axis] != Shard(0):
+    (axis, *extra) = axes
+    if extra or weight.placements[axis] != Shard(0):
         raise ShardingError(
             f"{here()}: linear_cross_entropy: expected a weight cut on dim 0 over one mesh axis, found"
             f" {weight.placements}; redistribute it"
@@ -142,8 +142,8 @@ def _chunks(
         yield begin, end, logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _here(targets: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-    """Return which tokens have their target among rows `begin` to `end`, and its row there; 0 for others."""
+def _rows_inside(targets: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    """Return a mask of tokens whose target is in rows `begin` to `end`, and its row there; 0 for others."""
     inside = (targets >= begin) & (targets < end)
     return inside, (targets - begin).where(inside, 0)
 
@@ -158,16 +158,16 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: tuple[Any, ...]
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, spec: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor]:
-        rows, first, size, ignored, group = how
+        rows, first, size, ignored, group = spec
         wide = torch.promote_types(hidden.dtype, torch.float32)
         largest = hidden.new_full((len(hidden),), -torch.inf, dtype=wide)
         exps, at_target = torch.zeros_like(largest), torch.zeros_like(largest)
         for begin, end, logits in _chunks(hidden, weight, bias, size):
             maximum = torch.maximum(largest, logits.amax(1))
-            inside, at = _here(targets - first, begin, end)
-            at_target += logits.gather(1, at[:, None])[:, 0].where(inside, 0)
+            inside, row = _rows_inside(targets - first, begin, end)
+            at_target += logits.gather(1, row[:, None])[:, 0].where(inside, 0)
             shift = _finite(maximum)
             exps = exps * (largest - shift).exp() + logits.sub_(shift[:, None]).exp_().sum(1)
             largest = maximum
@@ -178,13 +178,13 @@ class _Sum(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
             exps, at_target = sums
         log_sum = _finite(largest) + exps.log()
-        counts = targets != ignored
+        valid = targets != ignored
         at_target.masked_fill_((targets < 0) | (targets >= rows), torch.nan)
         ctx.save_for_backward(hidden, weight, bias, targets, log_sum)
-        ctx.how = how
-        count = counts.sum()
+        ctx.spec = spec
+        count = valid.sum()
         ctx.mark_non_differentiable(count)
-        return (log_sum - at_target).where(counts, 0).sum(), count
+        return (log_sum - at_target).where(valid, 0).sum(), count
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
@@ -194,15 +194,15 @@ class _Sum(torch.autograd.Function):
                 " F.cross_entropy of all logits"
             )
         hidden, weight, bias, targets, log_sum = ctx.saved_tensors
-        _, first, size, ignored, group = ctx.how
+        _, first, size, ignored, group = ctx.spec
         factor = grad.to(log_sum.dtype).expand_as(log_sum).where(targets != ignored, 0)
         to_hidden = torch.zeros_like(hidden, dtype=log_sum.dtype) if ctx.needs_input_grad[0] else None
         to_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         to_bias = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         for begin, end, logits in _chunks(hidden, weight, bias, size):
             change = logits.sub_(log_sum[:, None]).exp_()
-            inside, at = _here(targets - first, begin, end)
-            change.scatter_add_(1, at[:, None], -inside.to(change.dtype)[:, None])
+            inside, row = _rows_inside(targets - first, begin, end)
+            change.scatter_add_(1, row[:, None], -inside.to(change.dtype)[:, None])
             change = change.mul_(factor[:, None]).to(hidden.dtype)
             if to_weight is not None:
                 torch.mm(change.t(), hidden, out=to_weight[begin:end])

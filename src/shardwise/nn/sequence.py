@@ -65,9 +65,9 @@ class SequenceCut:
             total: a scalar, the sum of losses of this rank's tokens.
             count: the number of these tokens.
         """
-        everywhere = torch.tensor(0, dtype=total.dtype, device=total.device) + count
-        dist.all_reduce(everywhere, group=self.group)
-        return total * (self.ranks / everywhere)
+        total_count = torch.tensor(0, dtype=total.dtype, device=total.device) + count
+        dist.all_reduce(total_count, group=self.group)
+        return total * (self.ranks / total_count)
 
     def attention(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Turn `function` of whole sequences into one of this rank's tokens. Each call is collective.
@@ -92,27 +92,27 @@ class SequenceCut:
             count = query.shape[-3]
             shares = _heads(count, key.shape[-3], self.ranks)
             sent = [
-                [query[..., mine, :, :], key[..., used, :, :], value[..., used, :, :]]
-                for mine, used, _ in shares
+                [query[..., heads, :, :], key[..., used, :, :], value[..., used, :, :]]
+                for heads, used, _ in shares
             ]
-            mine, used, copies = shares[self.rank]
-            sizes = [(_size(heads), tokens) for tokens in lengths for heads in (mine, used, used)]
-            got = self._exchange(sent, sizes)
-            query, key, value = (torch.cat(got[each::3], -2) for each in range(3))
+            own, used, copies = shares[self.rank]
+            sizes = [(_size(heads), tokens) for tokens in lengths for heads in (own, used, used)]
+            received = self._exchange(sent, sizes)
+            query, key, value = (torch.cat(received[i::3], -2) for i in range(3))
             if copies is not None:
                 key, value = key[..., copies, :, :], value[..., copies, :, :]
 
-            def of_own_heads(given: Any) -> Any:
-                by_head = isinstance(given, Tensor) and given.ndim > 3 and given.shape[-3] == count
-                return given[..., mine, :, :] if by_head else given
+            def of_own_heads(arg: Any) -> Any:
+                by_head = isinstance(arg, Tensor) and arg.ndim > 3 and arg.shape[-3] == count
+                return arg[..., own, :, :] if by_head else arg
 
-            if _size(mine):
+            if _size(own):
                 args = tuple(map(of_own_heads, args))
-                kwargs = {name: of_own_heads(given) for name, given in kwargs.items()}
-                found = function(query, key, value, *args, **kwargs)
+                kwargs = {name: of_own_heads(arg) for name, arg in kwargs.items()}
+                result = function(query, key, value, *args, **kwargs)
             else:
-                found = value[..., :0, :, :]  # for backward, which is collective too
-            results = [[piece] for piece in found.split(lengths, -2)]
+                result = value[..., :0, :, :]  # for backward, which is collective too
+            results = [[piece] for piece in result.split(lengths, -2)]
             sizes = [(_size(heads), lengths[self.rank]) for heads, _, _ in shares]
             return torch.cat(self._exchange(results, sizes), -3)
 
@@ -121,42 +121,42 @@ class SequenceCut:
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> list[int]:
         """Return each rank's number of tokens; raise if this rank's inputs do not fit."""
         lengths = [end - begin for begin, end in even_intervals(self.length, self.ranks)]
-        found = [each.shape[-2] for each in (query, key, value)]
-        if found != [lengths[self.rank]] * 3:
+        counts = [t.shape[-2] for t in (query, key, value)]
+        if counts != [lengths[self.rank]] * 3:
             raise ShardingError(
-                f"{here()}: queries, keys and values have {found} tokens; expected {lengths[self.rank]} of"
+                f"{here()}: queries, keys and values have {counts} tokens; expected {lengths[self.rank]} of"
                 f" each, of the {self.length} that were cut last over {self.ranks} ranks. Cut what goes into"
                 " the model by this SequenceCut, all of one length"
             )
-        heads = [each.shape[-3] for each in (query, key, value)]
+        heads = [t.shape[-3] for t in (query, key, value)]
         if heads[1] != heads[2] or not heads[1] or heads[0] % heads[1]:
             raise ShardingError(
                 f"{here()}: queries, keys and values have {heads} heads; expected as many of keys as of"
                 " values, and of queries as many or a multiple"
             )
         if not query.dtype == key.dtype == value.dtype:
-            dtypes = ", ".join(str(each.dtype) for each in (query, key, value))
+            dtypes = ", ".join(str(t.dtype) for t in (query, key, value))
             raise ShardingError(f"{here()}: queries, keys and values are {dtypes}; convert them to one dtype")
         return lengths
 
-    def _exchange(self, sent: Sequence[Sequence[Tensor]], sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    def _exchange(self, sends: Sequence[Sequence[Tensor]], sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Send each rank its tensors; return those received, as many from each, of `sizes` (heads, tokens).
 
         One all-to-all. Outer dims and widths are the same on all ranks.
         """
-        outer = [(each.shape[:-3], each.shape[-1]) for each in sent[self.rank]]
+        outer = [(t.shape[:-3], t.shape[-1]) for t in sends[self.rank]]
         shapes = [
             (*outer[i % len(outer)][0], *size, outer[i % len(outer)][1]) for i, size in enumerate(sizes)
         ]
-        counts = [math.prod(shape) for shape in shapes]
+        numels = [math.prod(shape) for shape in shapes]
         step = len(outer)
         received = _compat.exchange(
-            torch.cat([each.reshape(-1) for tensors in sent for each in tensors]),
-            [sum(counts[i : i + step]) for i in range(0, len(counts), step)],
-            [sum(each.numel() for each in tensors) for tensors in sent],
+            torch.cat([t.reshape(-1) for tensors in sends for t in tensors]),
+            [sum(numels[i : i + step]) for i in range(0, len(numels), step)],
+            [sum(t.numel() for t in tensors) for tensors in sends],
             self.group,
         )
-        return [part.view(shape) for part, shape in zip(received.split(counts), shapes, strict=True)]
+        return [part.view(shape) for part, shape in zip(received.split(numels), shapes, strict=True)]
 
 
 _Share = tuple[slice, slice, list[int] | None]
@@ -167,12 +167,12 @@ def _heads(queries: int, keys: int, ranks: int) -> list[_Share]:
     group = queries // keys
     if keys >= ranks:
         return [(slice(a * group, b * group), slice(a, b), None) for a, b in even_intervals(keys, ranks)]
-    found: list[_Share] = []
+    shares: list[_Share] = []
     for a, b in even_intervals(queries, ranks):
         used = [head // group for head in range(a, b)]
         first, last = (used[0], used[-1] + 1) if used else (0, 0)
-        found.append((slice(a, b), slice(first, last), [head - first for head in used]))
-    return found
+        shares.append((slice(a, b), slice(first, last), [head - first for head in used]))
+    return shares
 
 
 def _size(part: slice) -> int:

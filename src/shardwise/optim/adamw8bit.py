@@ -105,26 +105,26 @@ class AdamW8bit(Optimizer):
         `Optimizer.load_state_dict` would cast state to the parameter's dtype, which codes and scales do not
         have. So it loads only the options; the state is added before any hook sees it.
         """
-        given: dict[str, Any] = {}
+        loaded: dict[str, Any] = {}
 
         def hold_state(_: Optimizer, after_hooks: dict[str, Any]) -> dict[str, Any]:
-            given.update(after_hooks)
+            loaded.update(after_hooks)
             return {**after_hooks, "state": {}}
 
         def restore_state(_: Optimizer) -> None:
-            ids = [key for options in given["param_groups"] for key in options["params"]]
+            ids = [key for options in loaded["param_groups"] for key in options["params"]]
             places = [(param, options) for options in self.param_groups for param in options["params"]]
             for key, (param, options) in zip(ids, places, strict=True):
-                if key in given["state"]:
-                    self.state[param] = _loaded(given["state"][key], param, key, block=options["block"])
+                if key in loaded["state"]:
+                    self.state[param] = _loaded(loaded["state"][key], param, key, block=options["block"])
 
-        before = self.register_load_state_dict_pre_hook(hold_state)  # the last: sees other hooks' changes
-        after = self.register_load_state_dict_post_hook(restore_state, prepend=True)
+        pre_hook = self.register_load_state_dict_pre_hook(hold_state)  # the last: sees other hooks' changes
+        post_hook = self.register_load_state_dict_post_hook(restore_state, prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
-            before.remove()
-            after.remove()
+            pre_hook.remove()
+            post_hook.remove()
 
 
 # ---------------------------------------------------------------- blocks of codes
@@ -222,16 +222,16 @@ def _initial_state(param: Tensor, *, block: int) -> dict[str, Tensor]:
     return state
 
 
-def _loaded(given: dict[str, Any], param: Tensor, name: object, *, block: int) -> dict[str, Tensor]:
-    """Return a copy of the state `given` for `param`, checked."""
+def _loaded(saved: dict[str, Any], param: Tensor, name: object, *, block: int) -> dict[str, Tensor]:
+    """Return a copy of the state `saved` for `param`, checked."""
     state = _initial_state(param, block=block)
     for key, target in state.items():
-        value = given.get(key)
-        found = (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
-        if found != (target.dtype, tuple(target.shape)):
+        value = saved.get(key)
+        actual = (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
+        if actual != (target.dtype, tuple(target.shape)):
             raise ShardingError(
                 f"{here()}: {key} of parameter {name} (shape {tuple(param.shape)}, block {block}) must be"
-                f" {target.dtype} of shape {tuple(target.shape)}, but the state to load has {found};"
+                f" {target.dtype} of shape {tuple(target.shape)}, but the state to load has {actual};"
                 " load what AdamW8bit saved, with the same block"
             )
         with torch.no_grad():
@@ -261,8 +261,8 @@ def _step_quantised(param: Tensor, state: dict[str, Tensor], options: dict[str, 
     scales = [_compat.local_of(state[f"{moment}_scale"]) for moment in _MOMENTS]
     param_rows = local.reshape(rows, columns)  # a copy if the memory has another order
     whole = [param_rows, grad.reshape(rows, columns), *codes, *scales]
-    for first in range(0, rows, at_once):
-        run = [tensor[first : first + at_once] for tensor in whole]
+    for begin in range(0, rows, at_once):
+        run = [tensor[begin : begin + at_once] for tensor in whole]
         _step_rows(*run, step=step, options=options)
     if not local.is_contiguous():
         local.copy_(param_rows.view(local.shape))

@@ -42,10 +42,10 @@ def check_elementwise(kind: type[Optimizer], *, over: str, advice: str) -> None:
     """
     if is_elementwise(kind):
         return
-    why = next((_WHY_NOT[base.__name__] for base in kind.__mro__ if base.__name__ in _WHY_NOT), None)
-    why = why or f"only {', '.join(ELEMENTWISE)} of torch.optim are known to; {advice}"
+    cause = next((_WHY_NOT[base.__name__] for base in kind.__mro__ if base.__name__ in _WHY_NOT), None)
+    cause = cause or f"only {', '.join(ELEMENTWISE)} of torch.optim are known to; {advice}"
     raise ShardingError(
-        f"{here()}: {kind.__name__} cannot step on {over}, where every element must be treated alone: {why}"
+        f"{here()}: {kind.__name__} cannot step on {over}, where every element must be treated alone: {cause}"
     )
 
 
@@ -69,15 +69,15 @@ def loaded_options(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]
         ShardingError: names differ, or names of one group here are in several groups there.
     """
     groups = state_dict["param_groups"]
-    where = {name: number for number, group in enumerate(groups) for name in group["params"]}
-    if any(not isinstance(name, str) for name in where):
+    group_of = {name: number for number, group in enumerate(groups) for name in group["params"]}
+    if any(not isinstance(name, str) for name in group_of):
         raise ShardingError(
             f"{here()}: this optimizer state numbers its parameters; states are loaded by name, from its own"
             " state_dict() or torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
         )
-    known = [name for own in names for name in own]
-    missing = [name for name in known if name not in where]
-    unknown = sorted({*where, *state_dict["state"]} - set(known))
+    expected = [name for own in names for name in own]
+    missing = [name for name in expected if name not in group_of]
+    unknown = sorted({*group_of, *state_dict["state"]} - set(expected))
     if missing or unknown:
         raise ShardingError(
             f"{here()}: the optimizer state lacks {missing[:5] or 'nothing'}, and has"
@@ -85,12 +85,12 @@ def loaded_options(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]
             " same names, as the one that was saved"
         )
     for own in names:
-        if len({where[name] for name in own}) > 1:
+        if len({group_of[name] for name in own}) > 1:
             raise ShardingError(
                 f"{here()}: {list(own)[:5]} are one group here but several in the loaded state; give the same"
                 " groups as the optimizer that was saved"
             )
-    return [_options(groups[where[own[0]]]) if own else {} for own in names]
+    return [_options(groups[group_of[own[0]]]) if own else {} for own in names]
 
 
 def check_shapes(name: str, shape: Sequence[int], values: Mapping[str, Any]) -> None:
@@ -136,11 +136,11 @@ def allocate_state(
                 continue
             stand_in = nn.Parameter(torch.zeros_like(tensor))
             stand_in.grad = torch.zeros_like(stand_in)
-            made = make([{**_options(group), "params": [stand_in]}])
-            made.step()
-            if made.state[stand_in]:
-                optimizer.state[tensor] = made.state[stand_in]
-                undo_step(type(made), optimizer.state[tensor], group)
+            trial = make([{**_options(group), "params": [stand_in]}])
+            trial.step()
+            if trial.state[stand_in]:
+                optimizer.state[tensor] = trial.state[stand_in]
+                undo_step(type(trial), optimizer.state[tensor], group)
 
 
 def undo_step(kind: type[Optimizer], values: dict[str, Any], options: Mapping[str, Any]) -> None:
@@ -151,12 +151,12 @@ def undo_step(kind: type[Optimizer], values: dict[str, Any], options: Mapping[st
         options: the options of the parameter's group.
     """
     for key in values.keys() & (_BEFORE_A_STEP.keys() if is_elementwise(kind) else {"step"}):
-        before: Any = _BEFORE_A_STEP[key]
-        before = options[before] if isinstance(before, str) else before
+        initial: Any = _BEFORE_A_STEP[key]
+        initial = options[initial] if isinstance(initial, str) else initial
         if isinstance(values[key], Tensor):
-            values[key].fill_(before)
+            values[key].fill_(initial)
         else:
-            values[key] = type(values[key])(before)
+            values[key] = type(values[key])(initial)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

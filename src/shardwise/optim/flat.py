@@ -80,29 +80,29 @@ def flat(
     managed = _managed(model)
     named = _names(model, managed)
     sets: list[dict[str, Any]] = []
-    given: list[Any] = list(named) if params is None else list(params)
-    for one in given if given and isinstance(given[0], dict) else [{"params": given}]:
-        members = [one["params"]] if isinstance(one["params"], Tensor) else list(one["params"])
-        sets.append({**one, "params": [of[1] if isinstance(of, tuple) else of for of in members]})
-    _check_params([param for one in sets for param in one["params"]], named)
-    made: FlatOptimizer = _flat_class(cast(Any, optimizer))(sets, managed, named, **options)
-    return made
+    listed: list[Any] = list(named) if params is None else list(params)
+    for entry in listed if listed and isinstance(listed[0], dict) else [{"params": listed}]:
+        members = [entry["params"]] if isinstance(entry["params"], Tensor) else list(entry["params"])
+        sets.append({**entry, "params": [m[1] if isinstance(m, tuple) else m for m in members]})
+    _check_params([param for entry in sets for param in entry["params"]], named)
+    result: FlatOptimizer = _flat_class(cast(Any, optimizer))(sets, managed, named, **options)
+    return result
 
 
 def _managed(model: nn.Module) -> dict[ContiguousGroup, None]:
     """Return the groups of the model, resharded."""
-    found: dict[ContiguousGroup, None] = {}
+    managed: dict[ContiguousGroup, None] = {}
     for name, module in model.named_modules():
         state = state_of(module)
         for group in () if state is None else state.groups:
             if not isinstance(group, ContiguousGroup):
-                first = ", ".join(param.name for param in group.params[:5])
+                names = ", ".join(param.name for param in group.params[:5])
                 raise ShardingError(
-                    f"{here()}: the parameters of '{name or type(module).__name__}' ({first}) are sharded"
+                    f"{here()}: the parameters of '{name or type(module).__name__}' ({names}) are sharded"
                     ' with layout="interleaved"; a flat optimizer needs fully_shard(..., layout="contiguous")'
                 )
-            found[group] = None
-    for group in found:
+            managed[group] = None
+    for group in managed:
         group.reshard()
         for param in group.params:
             if not param.grads_have_stored_dtype:
@@ -111,7 +111,7 @@ def _managed(model: nn.Module) -> dict[ContiguousGroup, None]:
                     f" parameter in {param.dtype}; a flat optimizer steps on memory that is alike. Build"
                     " the optimizer over model.parameters(), or set no grad_dtype"
                 )
-    return found
+    return managed
 
 
 def _names(model: nn.Module, managed: dict[ContiguousGroup, None]) -> dict[nn.Parameter, str]:
@@ -121,23 +121,21 @@ def _names(model: nn.Module, managed: dict[ContiguousGroup, None]) -> dict[nn.Pa
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
         named[param] = name
-    ours = {id(param.sharded) for group in managed for param in group.params}
-    other = [
-        name for param, name in named.items() if id(param) not in ours and isinstance(param, ShardedRows)
-    ]
-    if other or not managed:
-        wrong = other or list(named.values())
+    ids = {id(param.sharded) for group in managed for param in group.params}
+    outer = [name for param, name in named.items() if id(param) not in ids and isinstance(param, ShardedRows)]
+    if outer or not managed:
+        wrong = outer or list(named.values())
         raise ShardingError(
             f"{here()}: {len(wrong)} parameters ({', '.join(wrong[:5])}{', ...' if len(wrong) > 5 else ''})"
-            f" are {'sharded by a module around this one' if other else 'not sharded'}; pass the module that"
+            f" are {'sharded by a module around this one' if outer else 'not sharded'}; pass the module that"
             ' fully_shard(..., layout="contiguous") was applied to, or one that contains it'
         )
     return named
 
 
-def _check_params(given: Sequence[nn.Parameter], named: dict[nn.Parameter, str]) -> None:
+def _check_params(params: Sequence[nn.Parameter], named: dict[nn.Parameter, str]) -> None:
     seen: set[nn.Parameter] = set()
-    for param in given:
+    for param in params:
         if param not in named:
             raise ShardingError(
                 f"{here()}: params holds a {type(param).__name__} of shape {tuple(param.shape)} that is not a"
@@ -178,25 +176,25 @@ class _Run:
         try:
             locals_ = [param.grad._local_tensor for param in self.params]  # type: ignore[union-attr]
         except AttributeError:
-            return self._collect_state()
+            return self._copy_gradients()
         base = _compat.base_of(locals_[0])
         if base is None or base.numel() != self.size:
-            return self._collect_state()
+            return self._copy_gradients()
         for local, offset in zip(locals_, self.offsets, strict=True):
             if _compat.base_of(local) is not base or local.storage_offset() != offset:
-                return self._collect_state()
+                return self._copy_gradients()
         return (
             base if self.end - self.begin == self.size else base.narrow(0, self.begin, self.end - self.begin)
         )
 
-    def _collect_state(self) -> Tensor | list[bool]:
+    def _copy_gradients(self) -> Tensor | list[bool]:
         has = [param.grad is not None for param in self.params]
         if not all(has):
             return has
-        made = torch.zeros_like(self.tensor)
+        grads = torch.zeros_like(self.tensor)
         for member, param in zip(self.members, self.params, strict=True):
-            self.rows_of(made, member).copy_(cast(Tensor, param.grad))
-        return made
+            self.rows_of(grads, member).copy_(cast(Tensor, param.grad))
+        return grads
 
     def rows_of(self, tensor: Tensor, member: RowsParam) -> ShardedRows:
         """Return a member's rows of a tensor that is laid out like this run."""
@@ -213,8 +211,8 @@ class _Run:
     def cut(self, kinds: Sequence[Any]) -> list[tuple[Any, _Run]]:
         """Return the runs of members of equal kind, over the same range."""
         runs: list[tuple[Any, _Run]] = []
-        for kind, alike in groupby(zip(kinds, self.members, strict=True), key=itemgetter(0)):
-            members, begin = [member for _, member in alike], self.begin
+        for kind, pairs in groupby(zip(kinds, self.members, strict=True), key=itemgetter(0)):
+            members, begin = [member for _, member in pairs], self.begin
             if runs:
                 begin = runs[-1][1].end = members[0].place.shard_offset
             runs.append((kind, _Run(self.group, self.segment, begin, self.end, members)))
@@ -234,8 +232,8 @@ class FlatOptimizer(Optimizer):
         named: dict[nn.Parameter, str],
         **options: Any,
     ) -> None:
-        self._names_by_set = [[named[param] for param in one["params"]] for one in sets]
-        set_of = {id(param): i for i, one in enumerate(sets) for param in one["params"]}
+        self._names_by_set = [[named[param] for param in entry["params"]] for entry in sets]
+        set_of = {id(param): i for i, entry in enumerate(sets) for param in entry["params"]}
         tensors: list[list[nn.Parameter]] = [[] for _ in sets]
         self._runs: dict[nn.Parameter, _Run] = {}
         self._managed: dict[str, RowsParam] = {}  # includes those without rows here, which are in no run
@@ -246,22 +244,22 @@ class FlatOptimizer(Optimizer):
                 members = [member for member in members if member.sharded.numel()]  # others are ordinary
                 sharded.update(id(member.sharded) for member in members)
                 self._managed.update({named[m.sharded]: m for m in members if id(m.sharded) in set_of})
-                held = [member for member in members if not member.place.box.is_empty]
-                whole = _Run(group, index, 0, segment.shard_numel, held)
-                for kind, run in whole.cut([set_of.get(id(member.sharded)) for member in held]):
+                nonempty = [member for member in members if not member.place.box.is_empty]
+                whole = _Run(group, index, 0, segment.shard_numel, nonempty)
+                for kind, run in whole.cut([set_of.get(id(member.sharded)) for member in nonempty]):
                     if kind is None:
                         continue
                     run.lay()
                     self._runs[run.tensor] = run
                     tensors[kind].append(run.tensor)
         self._ordinary: dict[nn.Parameter, str] = {}
-        for own, one in zip(tensors, sets, strict=True):
-            ordinary = {param: named[param] for param in one["params"] if id(param) not in sharded}
+        for flat_params, entry in zip(tensors, sets, strict=True):
+            ordinary = {param: named[param] for param in entry["params"] if id(param) not in sharded}
             self._ordinary.update(ordinary)
-            own.extend(ordinary)
+            flat_params.extend(ordinary)
         self._names = {member: name for name, member in self._managed.items()}
         self._is_built = False
-        groups = [{**one, "params": own} for one, own in zip(sets, tensors, strict=True)]
+        groups = [{**entry, "params": flat_params} for entry, flat_params in zip(sets, tensors, strict=True)]
         cast(Any, super()).__init__(groups, **options)
         self._is_built = True
         self._list_params()
@@ -295,18 +293,18 @@ class FlatOptimizer(Optimizer):
         keep_gradients(param for run in self._runs.values() for param in run.params)
         for tensor, run in list(self._runs.items()):
             if not run.is_current:
-                tensor, run = self._moved(tensor, run)
+                tensor, run = self._follow_memory(tensor, run)
             grad = run.gradient()
             if isinstance(grad, Tensor):
                 tensor.grad = grad
             elif any(grad):
                 for part in self._split(tensor, run.cut(grad)):
-                    found = part.gradient()
-                    part.tensor.grad = found if isinstance(found, Tensor) else None
+                    part_grad = part.gradient()
+                    part.tensor.grad = part_grad if isinstance(part_grad, Tensor) else None
             else:
                 tensor.grad = None
 
-    def _moved(self, tensor: nn.Parameter, run: _Run) -> tuple[nn.Parameter, _Run]:
+    def _follow_memory(self, tensor: nn.Parameter, run: _Run) -> tuple[nn.Parameter, _Run]:
         """Return tensor and run over the model's new memory, after `to_empty` or loading by assignment."""
         shard = run.group.shards[run.segment]
         if self.state.get(tensor) and (shard.dtype, shard.device) != (tensor.dtype, tensor.device):
@@ -315,8 +313,8 @@ class FlatOptimizer(Optimizer):
                 f" the optimizer's state is {tensor.dtype} on {tensor.device}; convert and move the model"
                 " before its first step"
             )
-        (moved,) = self._split(tensor, run.cut([None] * len(run.members)))
-        return moved.tensor, moved
+        (new_run,) = self._split(tensor, run.cut([None] * len(run.members)))
+        return new_run.tensor, new_run
 
     def _split(self, tensor: nn.Parameter, cut: list[tuple[Any, _Run]]) -> list[_Run]:
         """Replace a run by other runs over the same range, each with its part of the state."""
@@ -353,19 +351,19 @@ class FlatOptimizer(Optimizer):
         """
         packed = super().state_dict()
         tensors = [tensor for group in self.param_groups for tensor in group["params"]]
-        found: dict[str, dict[str, Any]] = {}
+        state: dict[str, dict[str, Any]] = {}
         for index, values in packed["state"].items():
             tensor = tensors[index]
             run = self._runs.get(tensor)
             if run is None:
-                found[self._ordinary[tensor]] = values
+                state[self._ordinary[tensor]] = values
                 continue
             for member in run.members:
-                found[self._names[member]] = {
+                state[self._names[member]] = {
                     key: run.rows_of(value, member) if _is_state(value, tensor) else copied(value)
                     for key, value in values.items()
                 }
-        return named_state(found, packed["param_groups"], self._names_by_set)
+        return named_state(state, packed["param_groups"], self._names_by_set)
 
     def allocate_state(self) -> None:
         """Give trainable parameters without state some, for `state_dict` to name what is to be filled. Local.
@@ -394,8 +392,8 @@ class FlatOptimizer(Optimizer):
         state: dict[str, Any] = state_dict["state"]
         local = {
             name: _local_state(name, state[name], self._managed[name])
-            for own in self._names_by_set
-            for name in own
+            for names in self._names_by_set
+            for name in names
             if name in self._managed and name in state
         }
         for tensor, run in list(self._runs.items()):
@@ -405,17 +403,17 @@ class FlatOptimizer(Optimizer):
         packed: dict[str, Any] = {"state": {}, "param_groups": []}
         index = 0
         for group, options in zip(self.param_groups, loaded, strict=True):
-            first = index
+            begin = index
             for tensor in group["params"]:
                 if tensor in self._ordinary:
                     values = state.get(self._ordinary[tensor])
                 else:
                     run = self._runs[tensor]
-                    values = _joined(run, [local.get(self._names[member]) for member in run.members])
+                    values = _join_states(run, [local.get(self._names[member]) for member in run.members])
                 if values:
                     packed["state"][index] = values
                 index += 1
-            packed["param_groups"].append({**options, "params": list(range(first, index))})
+            packed["param_groups"].append({**options, "params": list(range(begin, index))})
         super().load_state_dict(packed)
 
 
@@ -463,28 +461,28 @@ def _is_state(value: Any, tensor: Tensor) -> bool:
 def _local_state(name: str, values: dict[str, Any], member: RowsParam) -> dict[str, Any]:
     """Return one parameter's state with tensors of its shape replaced by local rows."""
     check_shapes(name, member.piece.shape, values)
-    found = {}
+    result = {}
     for key, value in values.items():
         if not is_elements(key, value, member.piece.shape):
-            found[key] = value
+            result[key] = value
         elif isinstance(value, ShardedRows) and value.piece == member.piece:
-            found[key] = value.local
+            result[key] = value.local
         else:
             local = torch.empty(member.place.box.sizes, dtype=value.dtype, device=member.local.device)
             ShardedRows.wrap(local, member.piece).copy_(value)
-            found[key] = local
-    return found
+            result[key] = local
+    return result
 
 
-def _joined(run: _Run, each: list[dict[str, Any] | None]) -> dict[str, Any]:
+def _join_states(run: _Run, states: list[dict[str, Any] | None]) -> dict[str, Any]:
     """Return the state of a run from the states of its members."""
     joined: dict[str, Any] = {}
-    for key, first in (each[0] or {}).items():
-        if not isinstance(first, Tensor) or first.ndim == 0:
-            joined[key] = copied(first)
+    for key, value in (states[0] or {}).items():
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            joined[key] = copied(value)
             continue
         joined[key] = torch.zeros_like(run.tensor)
-        for member, values in zip(run.members, each, strict=True):
+        for member, values in zip(run.members, states, strict=True):
             assert values is not None
             run.rows_of(joined[key], member).local.copy_(values[key])
     return joined

@@ -129,17 +129,17 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        together: dict[tuple[dist.ProcessGroup | None, str], list[_Matrix]] = {}
+        by_group: dict[tuple[dist.ProcessGroup | None, str], list[_Matrix]] = {}
         for options in self.param_groups:
             for param in options["params"]:
                 if param.grad is not None:
                     matrix = self._matrix(param, options)
-                    together.setdefault((matrix.cut.group, options["ns_dtype"]), []).append(matrix)
+                    by_group.setdefault((matrix.cut.group, options["ns_dtype"]), []).append(matrix)
         exchanges = [
             _Exchange(matrices, self._plan(key, matrices), dtype=getattr(torch, key[1]))
-            for key, matrices in together.items()
+            for key, matrices in by_group.items()
         ]
-        for matrices in together.values():
+        for matrices in by_group.values():
             for matrix in matrices:
                 if matrix.cut.is_whole_here:
                     matrix.apply(matrix.orthogonalised(matrix.direction()))
@@ -161,21 +161,21 @@ class Muon(Optimizer):
         self._plans: dict[Any, tuple[list[_Cut], _Plan]] = {}
 
     def _cut(self, param: Tensor, name: object = "?") -> _Cut:
-        """Return how `param` is cut; recomputed only if the cut has changed."""
+        """Return the cut of `param`; recomputed only if it has changed."""
         form = sharding_of(param)
-        known = self._cuts.get(param)
-        if known is None or known[0] is not form:
-            known = self._cuts[param] = (form, _cut_of(param, name))
-        return known[1]
+        cached = self._cuts.get(param)
+        if cached is None or cached[0] is not form:
+            cached = self._cuts[param] = (form, _cut_of(param, name))
+        return cached[1]
 
     def _plan(self, key: Any, matrices: list[_Matrix]) -> _Plan:
-        """Return which rank works on what; made anew only if other matrices have gradients than last time."""
+        """Return the plan of the ranks' work, made anew if other matrices have gradients than last time."""
         cuts = [matrix.cut for matrix in matrices]
-        known = self._plans.get(key)
-        if known is None or known[0] != cuts:
-            names = [getattr(one.param, "shardwise_name", one.cut.name) for one in matrices]
-            known = self._plans[key] = (cuts, _Plan.of(cuts, names))
-        return known[1]
+        cached = self._plans.get(key)
+        if cached is None or cached[0] != cuts:
+            names = [getattr(m.param, "shardwise_name", m.cut.name) for m in matrices]
+            cached = self._plans[key] = (cuts, _Plan.of(cuts, names))
+        return cached[1]
 
 
 def newton_schulz(
@@ -231,17 +231,17 @@ def _cut_of(param: Tensor, name: object) -> _Cut:
             " give parameters of other than 2 dims to AdamW"
         )
     try:
-        over = None if isinstance(param, ShardedTensor) else holding_of(param).over_one_group()
+        cut = None if isinstance(param, ShardedTensor) else holding_of(param).over_one_group()
     except ShardingError:  # of partial sums
-        over = None
-    if over is None:
+        cut = None
+    if cut is None:
         raise ShardingError(
             f"{here()}: Muon needs matrices that are whole or cut over one mesh axis, but parameter"
             f" {getattr(sharding_of(param), 'name', '') or name} of shape {tuple(param.shape)} is"
             f" {getattr(param, 'placements', 'a ShardedTensor')}; give it to AdamW, or leave it out of tensor"
             " parallelism"
         )
-    group, boxes = over
+    group, boxes = cut
     rows, columns = param.shape
     holders = {rank: box for rank, box in enumerate(boxes) if not box.is_empty}
     return _Cut((rows, columns), holders, group, 0 if group is None else group.rank(), str(name))
@@ -261,8 +261,8 @@ def assign(cuts: Sequence[_Cut]) -> list[int]:
 
     for i in sorted(range(len(cuts)), key=lambda i: (len(cuts[i].holders) > 1, -cost(cuts[i]), i)):
         holders = cuts[i].holders
-        most = max((box.numel for box in holders.values()), default=0)
-        equals = [rank for rank, box in holders.items() if box.numel == most]
+        largest = max((box.numel for box in holders.values()), default=0)
+        equals = [rank for rank, box in holders.items() if box.numel == largest]
         if equals:
             workers[i] = min(equals, key=lambda rank: (work[rank], rank))
             work[workers[i]] += cost(cuts[i])
@@ -274,9 +274,9 @@ class _Plan:
     """The rows that go to each worker, and back."""
 
     messages: list[Message]  # those that this rank sends or gets; source and target are the matrix
-    mine: list[int]  # the cut matrices that this rank works on
+    assigned: list[int]  # the cut matrices that this rank works on
     is_needed: bool  # whether any rank sends anything
-    what: str  # in words, equal on ranks that do the same
+    operation: str  # in words, equal on ranks that do the same
 
     @classmethod
     def of(cls, cuts: Sequence[_Cut], names: Sequence[str]) -> _Plan:
@@ -289,8 +289,8 @@ class _Plan:
             if holder != workers[i] and rank in (holder, workers[i])
         ]
         listed = [f"{names[i]} {list(cuts[i].shape)}" for i in cut]
-        what = "\n".join([f"orthogonalise {len(cut)} matrices that ranks have parts of", *listed])
-        return cls(messages, [i for i in cut if workers[i] == rank], is_needed=bool(cut), what=what)
+        operation = "\n".join([f"orthogonalise {len(cut)} matrices that ranks have parts of", *listed])
+        return cls(messages, [i for i in cut if workers[i] == rank], is_needed=bool(cut), operation=operation)
 
 
 @dataclass(frozen=True)
@@ -339,12 +339,12 @@ class _Exchange:
         if not plan.is_needed:
             return
         group = cast(dist.ProcessGroup, matrices[0].cut.group)
-        self.moves = AllToAll(plan.messages, group=group, dtype=dtype, device=matrices[0].local.device)
-        for message, rows in self.moves.outgoing:
+        self.exchange = AllToAll(plan.messages, group=group, dtype=dtype, device=matrices[0].local.device)
+        for message, rows in self.exchange.outgoing:
             rows.copy_(matrices[message.source].direction())
         self.group = group
-        with announced(group, plan.what):
-            self.work = self.moves.send()
+        with announced(group, plan.operation):
+            self.work = self.exchange.send()
 
     def finish(self) -> None:
         if not self.plan.is_needed:
@@ -352,22 +352,22 @@ class _Exchange:
         with announced(self.group, "get matrices to orthogonalise"):
             self.work.wait()
         borrowed: dict[int, list[tuple[Box, Tensor]]] = defaultdict(list)
-        for message, rows in self.moves.incoming:
+        for message, rows in self.exchange.incoming:
             borrowed[message.target].append((message.box, rows))
-        for i in self.plan.mine:
+        for i in self.plan.assigned:
             self._orthogonalise(self.matrices[i], borrowed[i])
         with announced(self.group, "send back orthogonalised matrices"):
-            self.moves.send(back=True).wait()
-        for message, rows in self.moves.outgoing:
+            self.exchange.send(back=True).wait()
+        for message, rows in self.exchange.outgoing:
             self.matrices[message.source].apply(rows)
 
     def _orthogonalise(self, matrix: _Matrix, borrowed: list[tuple[Box, Tensor]]) -> None:
         box, own = Box.whole(matrix.cut.shape), matrix.cut.holders[matrix.cut.rank]
         whole = borrowed[0][1].new_empty(matrix.cut.shape)
         part(box, whole, own).copy_(matrix.direction())
-        for theirs, rows in borrowed:
-            part(box, whole, theirs).copy_(rows)
+        for peer_box, rows in borrowed:
+            part(box, whole, peer_box).copy_(rows)
         result = matrix.orthogonalised(whole)
-        for theirs, rows in borrowed:
-            rows.copy_(part(box, result, theirs))
+        for peer_box, rows in borrowed:
+            rows.copy_(part(box, result, peer_box))
         matrix.apply(part(box, result, own))

@@ -89,19 +89,19 @@ def _norm(
         cut = [axes for axes in pending if group in axes]
         count = sum(counts[axes] for axes in counts if group in axes)
         of = "" if count == all_count else f" of {all_count}"
-        what = f"reduce the {norm_type}-norm of {count}{of} tensors{purpose}"
+        operation = f"reduce the {norm_type}-norm of {count}{of} tensors{purpose}"
         reduced = _all_reduce(
-            torch.stack([pending.pop(axes) for axes in cut]), group, what, infinite=infinite
+            torch.stack([pending.pop(axes) for axes in cut]), group, operation, infinite=infinite
         )
         for axes, total in zip(cut, reduced.unbind(), strict=True):
-            rest = tuple(other for other in axes if other is not group)
+            rest = tuple(g for g in axes if g is not group)
             pending[rest] = total if rest not in pending else _add(pending[rest], total, infinite=infinite)
     total = next(iter(pending.values()), torch.zeros(()))  # a stage may have no gradients
     if stages is not None:
-        what = f"reduce the {norm_type}-norm of all stages{purpose}"
+        operation = f"reduce the {norm_type}-norm of all stages{purpose}"
         # In float64 from here on, since a stage without gradients has no dtype.
         wide = total.reshape(1).to(stages.device_type, torch.float64)
-        (total,) = _all_reduce(wide, stages.get_group(), what, infinite=infinite)
+        (total,) = _all_reduce(wide, stages.get_group(), operation, infinite=infinite)
     return total if infinite else total.pow(1 / norm_type)
 
 
@@ -152,8 +152,8 @@ def clip_grad_norm_(
             # An evaluation may have left it gathered: the sharded form has the gradient.
             parameters[index] = sharded_form(parameters[index])
             grads[index] = parameters[index].grad
-    shared = {id(form) for param in tied for form in (param, sharded_form(param))}
-    half = list(map(shared.__contains__, map(id, parameters)))
+    tied_ids = {id(form) for param in tied for form in (param, sharded_form(param))}
+    half = list(map(tied_ids.__contains__, map(id, parameters)))
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     local, counts = by_axes(
         [grad for grad, twice in zip(grads, half, strict=True) if grad is not None and not twice],
@@ -161,10 +161,10 @@ def clip_grad_norm_(
         merge_views,
     )
     tied_grads = [grad for grad in compress(grads, half) if grad is not None]
-    halves, more = by_axes(tied_grads, groups, merge_views)
-    counts += more
-    lacking = [p for p, grad in zip(parameters, grads, strict=True) if grad is None and p.requires_grad]
-    for axes, locals_ in by_axes(lacking, groups, merge_views)[0].items():  # other ranks may have theirs
+    halves, half_counts = by_axes(tied_grads, groups, merge_views)
+    counts += half_counts
+    missing = [p for p, grad in zip(parameters, grads, strict=True) if grad is None and p.requires_grad]
+    for axes, locals_ in by_axes(missing, groups, merge_views)[0].items():  # other ranks may have theirs
         local.setdefault(axes, []).append(locals_[0].new_empty(0))
     # A bound that is a tensor is not read, since that would wait for its device.
     bound = "" if isinstance(max_norm, Tensor) else f" of {float(max_norm):.6g}"
@@ -194,11 +194,11 @@ def of_a_stage(parameters: Iterable[Tensor]) -> None:
 
 def _in_order(groups: Iterable[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
     """Sort groups by the offsets between their ranks, so by mesh axis, whichever tensor comes first."""
-    found = list(groups)
-    if len(found) > 1:
-        of = {group: dist.get_process_group_ranks(group) for group in found}
-        found.sort(key=lambda group: [rank - of[group][0] for rank in of[group]])
-    return found
+    ordered = list(groups)
+    if len(ordered) > 1:
+        of = {group: dist.get_process_group_ranks(group) for group in ordered}
+        ordered.sort(key=lambda group: [rank - of[group][0] for rank in of[group]])
+    return ordered
 
 
 def _add(a: Tensor, b: Tensor, *, infinite: bool) -> Tensor:
@@ -206,18 +206,18 @@ def _add(a: Tensor, b: Tensor, *, infinite: bool) -> Tensor:
     return torch.maximum(a, b) if infinite else a + b
 
 
-def _all_reduce(totals: Tensor, group: dist.ProcessGroup, what: str, *, infinite: bool) -> Tensor:
+def _all_reduce(totals: Tensor, group: dist.ProcessGroup, operation: str, *, infinite: bool) -> Tensor:
     """Return the totals over `group`: sums, or maxima for infinity."""
     if not infinite:
-        return _in_place(totals, dist.ReduceOp.SUM, group, what)
-    return extreme(totals, lambda each: _in_place(each, dist.ReduceOp.MAX, group, what), largest=True)
+        return _in_place(totals, dist.ReduceOp.SUM, group, operation)
+    return extreme(totals, lambda t: _in_place(t, dist.ReduceOp.MAX, group, operation), largest=True)
 
 
-def _in_place(totals: Tensor, op: Any, group: dist.ProcessGroup, what: str) -> Tensor:
+def _in_place(totals: Tensor, op: Any, group: dist.ProcessGroup, operation: str) -> Tensor:
     if torch.compiler.is_compiling():
         dist.all_reduce(totals, op=op, group=group)
         return totals
-    with announced(group, what):
+    with announced(group, operation):
         dist.all_reduce(totals, op=op, group=group)
     return totals
 

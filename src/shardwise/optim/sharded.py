@@ -123,20 +123,20 @@ class ShardedOptimizer(Optimizer):
         if self._inner is None:  # the base class passes on the groups of the optimizer inside
             super().add_param_group(param_group)
             return
-        more = param_group.get("params")
-        if not isinstance(more, Mapping):
+        params = param_group.get("params")
+        if not isinstance(params, Mapping):
             raise ShardingError(
                 f'{here()}: a group of a ShardedOptimizer has "params" by name, {{name: tensor}}, found'
-                f" {type(more).__name__}"
+                f" {type(params).__name__}"
             )
-        known = [name for name in more if name in self._named]
-        if known:
-            raise ShardingError(f"{here()}: {known[:5]} are optimized already; add parameters once")
-        _check_params({**self._named, **more})
-        self._named.update(more)
-        self._tensors.update({name: shards_of(param) for name, param in more.items()})
+        repeated = [name for name in params if name in self._named]
+        if repeated:
+            raise ShardingError(f"{here()}: {repeated[:5]} are optimized already; add parameters once")
+        _check_params({**self._named, **params})
+        self._named.update(params)
+        self._tensors.update({name: shards_of(param) for name, param in params.items()})
         options = {key: value for key, value in param_group.items() if key != "params"}
-        self._inner.add_param_group(self._with_tensors({**options, "names": list(more)}))
+        self._inner.add_param_group(self._with_tensors({**options, "names": list(params)}))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by parameter name. Local.
@@ -147,12 +147,12 @@ class ShardedOptimizer(Optimizer):
         loads it into another cut or number of ranks. Before the first step there is no state; see
         `allocate_state`.
         """
-        found = {}
+        state = {}
         for name, param in self._named.items():
             states = [self.state[tensor] for tensor in self._tensors[name] if self.state.get(tensor)]
             if states:
-                found[name] = _whole_state(name, param, self._tensors[name], states)
-        return named_state(found, self.param_groups, [group["names"] for group in self.param_groups])
+                state[name] = _whole_state(name, param, self._tensors[name], states)
+        return named_state(state, self.param_groups, [group["names"] for group in self.param_groups])
 
     def allocate_state(self) -> None:
         """Make state for trainable parameters that have none, so that `state_dict` can be loaded into. Local.
@@ -162,14 +162,12 @@ class ShardedOptimizer(Optimizer):
         inner = self._inner
 
         def like_original(groups: list[dict[str, Any]]) -> Optimizer:
-            made: Any = object.__new__(type(inner))
-            made.__dict__.update(vars(inner))  # its options, whatever its constructor takes
-            made.state, made.param_groups = defaultdict(dict), groups
-            return cast(Optimizer, made)
+            twin: Any = object.__new__(type(inner))
+            twin.__dict__.update(vars(inner))  # its options, whatever its constructor takes
+            twin.state, twin.param_groups = defaultdict(dict), groups
+            return cast(Optimizer, twin)
 
-        frozen = {
-            x for name, own in self._tensors.items() if not self._named[name].requires_grad for x in own
-        }
+        frozen = {x for name, xs in self._tensors.items() if not self._named[name].requires_grad for x in xs}
         allocate_state(self, like_original, frozen=frozen)
 
     @torch.no_grad()
@@ -193,7 +191,7 @@ class ShardedOptimizer(Optimizer):
                 parts = _local_state(self._named[name], tensors, state.get(name, {}))
                 for tensor, values in zip(tensors, parts, strict=True):
                     if values:
-                        self.state[tensor] = _placed(values, tensor, group)
+                        self.state[tensor] = _move_counts(values, tensor, group)
                     else:
                         self.state.pop(tensor, None)
 
@@ -203,8 +201,8 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def _complete_gradients(self) -> None:
         for name, tensors in self._tensors.items():
-            now = shards_of(self._named[name])
-            if len(now) != len(tensors) or any(a is not b for a, b in zip(now, tensors, strict=True)):
+            shards = shards_of(self._named[name])
+            if len(shards) != len(tensors) or any(a is not b for a, b in zip(shards, tensors, strict=True)):
                 raise ShardingError(
                     f"{here()}: {name} holds other shards than when its optimizer was made; cut parameters"
                     " first and make the optimizer then"
@@ -219,11 +217,11 @@ class ShardedOptimizer(Optimizer):
 
 
 def _check_params(named: Mapping[str, Tensor]) -> None:
-    first: dict[int, str] = {}
+    names: dict[int, str] = {}
     for name, param in named.items():
-        other = first.setdefault(id(param), name)
-        if other != name:
-            raise ShardingError(f"{here()}: {other} and {name} are one parameter; give it once")
+        earlier = names.setdefault(id(param), name)
+        if earlier != name:
+            raise ShardingError(f"{here()}: {earlier} and {name} are one parameter; give it once")
         if not param.is_leaf:
             raise ShardingError(
                 f"{here()}: {name} is the result of an operation, which collects no gradient; optimize the"
@@ -233,16 +231,16 @@ def _check_params(named: Mapping[str, Tensor]) -> None:
 
 def _grouped(names: list[str], groups: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield one group for the names that are in no group, then `groups`."""
-    taken: dict[str, None] = {}
+    grouped: dict[str, None] = {}
     for group in groups:
         for name in group["names"]:
             if name not in names:
                 near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[:3]
                 raise ShardingError(f"{here()}: no parameter is named {name!r}; near names are {near}")
-            if name in taken:
+            if name in grouped:
                 raise ShardingError(f"{here()}: {name} is in two param_groups; name it once")
-            taken[name] = None
-    rest = [name for name in names if name not in taken]
+            grouped[name] = None
+    rest = [name for name in names if name not in grouped]
     if rest or not groups:
         yield {"names": rest}
     for group in groups:
@@ -258,19 +256,19 @@ def _whole_state(
     """Return one parameter's state from the states of its shards on this rank."""
     if not isinstance(param, ShardedTensor):
         return dict(states[0])
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in states[0].items():
         if is_elements(key, value, tensors[0].shape):
             parts = [state[key] for state in states]
-            found[key] = param.with_tensors(parts if param.tensors else [], anchor=parts[0].new_empty(0))
+            result[key] = param.with_tensors(parts if param.tensors else [], anchor=parts[0].new_empty(0))
         elif isinstance(value, Tensor) and value.numel() != 1:
             raise ShardingError(
                 f"{here()}: the optimizer's {key!r} of {name} has shape {tuple(value.shape)} for a shard of"
                 f" shape {tuple(tensors[0].shape)}; only state by element, and numbers, can be described"
             )
         else:
-            found[key] = value
-    return found
+            result[key] = value
+    return result
 
 
 def _local_state(param: Tensor, tensors: Sequence[Tensor], values: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -281,16 +279,16 @@ def _local_state(param: Tensor, tensors: Sequence[Tensor], values: Mapping[str, 
         if is_elements(key, value, param.shape):
             cut = [torch.empty_like(tensor, dtype=value.dtype, requires_grad=False) for tensor in tensors]
             if isinstance(param, ShardedTensor):
-                into = param.with_tensors(cut if param.tensors else [], anchor=cut[0].new_empty(0))
-                into.copy_(value)
+                whole = param.with_tensors(cut if param.tensors else [], anchor=cut[0].new_empty(0))
+                whole.copy_(value)
             else:
                 cut[0].copy_(value)
-        for part, own in zip(parts, cut, strict=True):
-            part[key] = own
+        for part, piece in zip(parts, cut, strict=True):
+            part[key] = piece
     return parts
 
 
-def _placed(values: dict[str, Any], tensor: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+def _move_counts(values: dict[str, Any], tensor: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
     """Move counts to the device where the step reads them."""
     if group.get("fused") or group.get("capturable"):
         return {k: v.to(tensor.device) if isinstance(v, Tensor) else v for k, v in values.items()}

@@ -38,15 +38,15 @@ def add_tied_gradients(parameters: Iterable[Tensor], stages: DeviceMesh, *, othe
     group = stages.get_group()
     peer = dist.get_global_rank(group, other)
     with _compat.plain_attributes():
-        found = [param.grad for param in parameters]
-    locals_ = [_compat.local_of(grad) for grad in found if grad is not None]
+        grads = [param.grad for param in parameters]
+    locals_ = [_compat.local_of(grad) for grad in grads if grad is not None]
     sizes = [(local.numel(), str(local.dtype)) for local in locals_]
-    mine = torch.tensor([fingerprint(str(sizes)), len(found) - len(locals_)], device=stages.device_type)
-    theirs = torch.empty_like(mine)
-    _swap([(mine, theirs)], group, peer)
-    if not torch.equal(mine, theirs) or len(locals_) < len(found):
+    summary = torch.tensor([fingerprint(str(sizes)), len(grads) - len(locals_)], device=stages.device_type)
+    peer_summary = torch.empty_like(summary)
+    _swap([(summary, peer_summary)], group, peer)
+    if not torch.equal(summary, peer_summary) or len(locals_) < len(grads):
         raise ShardingError(
-            f"{here()}: {len(found) - len(locals_)} of {len(found)} tied parameters have no gradient, the"
+            f"{here()}: {len(grads) - len(locals_)} of {len(grads)} tied parameters have no gradient, the"
             f" others {sizes} here, not as on rank {peer}; expected a gradient of each, of one size on both."
             " Call it after backward with the same parameters, each sharded by a fully_shard of its own"
         )

@@ -48,7 +48,7 @@ def route_evenly(load: float) -> Iterator[None]:
     # Patches methods, since a torch-function mode is off while backward recomputes.
     patched = mock.patch.object
     with (
-        patched(ExpertCut, "_counts", counts),
+        patched(ExpertCut, "_count_tokens", counts),
         patched(FakeTensor, "tolist", tolist),
         patched(Tensor, "repeat_interleave", repeated),
     ):

@@ -43,7 +43,7 @@ def handles(*funcs: Any) -> Callable[[_H], _H]:
 
 def between_graphs(function: _F) -> _F:
     """Exclude a function from tracing: inside it, ranks agree on values that they read from each other."""
-    return _compat.runs_eagerly(function, why="a graph holds no ShardedTensor; pass fullgraph=False")
+    return _compat.runs_eagerly(function, reason="a graph holds no ShardedTensor; pass fullgraph=False")
 
 
 def declared(method: _F) -> _F:

@@ -55,13 +55,13 @@ class Passes:
     )
 
     def __post_init__(self) -> None:
-        for name, value, least in (
+        for name, value, minimum in (
             ("prefetch", self.prefetch, 0),
             ("max_unsharded", self.max_unsharded, 1),
             ("merge_bytes", self.merge_bytes, 0),
         ):
-            if value is not None and (not isinstance(value, int) or value < least):
-                raise ShardingError(f"{name} is {value!r}; expected a whole number of {least} or more")
+            if value is not None and (not isinstance(value, int) or value < minimum):
+                raise ShardingError(f"{name} is {value!r}; expected a whole number of {minimum} or more")
 
     def __call__(self, graph: Graph) -> None:
         """Run the passes over a forward or backward graph of operators, in place.
@@ -69,7 +69,7 @@ class Passes:
         Raises ShardingError if the graph itself needs more than `max_unsharded` groups at a time.
         """
         returned = graph.output_node().args[0]  # names before the passes, which may change them
-        names = [getattr(one, "name", "") for one in returned] if isinstance(returned, (list, tuple)) else []
+        names = [getattr(v, "name", "") for v in returned] if isinstance(returned, (list, tuple)) else []
         if self.merge_bytes:
             merge_small(graph, nbytes=self.merge_bytes)
         if self.prefetch is not None:
@@ -88,15 +88,15 @@ class Passes:
         A backward graph takes its forward's outputs, by the same names, and tangents.
         """
         inputs = {node.name for node in graph.nodes if node.op == "placeholder"}
-        taken = {name for name in inputs if not name.startswith("tangents_")}
-        known = (saved for names, saved in reversed(self._forwards) if taken != inputs and taken <= names)
-        return next(known, {})
+        values = {name for name in inputs if not name.startswith("tangents_")}
+        match = (saved for names, saved in reversed(self._forwards) if values != inputs and values <= names)
+        return next(match, {})
 
     @property
     def uuid(self) -> str:
         """Hash of the settings and source of these passes and `recompute`, for caches of compiled graphs."""
-        here = Path(__file__).parent
-        others = [here.parent / name for name in ("nodes.py", "step.py")]
-        sources = [*sorted(here.glob("*.py")), *others]
+        folder = Path(__file__).parent
+        helpers = [folder.parent / name for name in ("nodes.py", "step.py")]
+        sources = [*sorted(folder.glob("*.py")), *helpers]
         text = b"".join(source.read_bytes() for source in sources) + repr(self).encode()
         return hashlib.sha256(text).hexdigest()

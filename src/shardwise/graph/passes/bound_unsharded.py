@@ -40,7 +40,7 @@ def bound_unsharded(graph: Graph, *, limit: int, saved: Mapping[str, str] | None
         ShardingError: the graph itself uses more than `limit` at a time. Names the gathers held where no more
             fit, and the one needed there. Nothing has moved.
     """
-    gathers = [one for one in collectives(graph) if one.kind == GATHER]
+    gathers = [c for c in collectives(graph) if c.kind == GATHER]
     moved: list[Node] = []
     for index, (gather, anchor) in enumerate(
         zip(gathers, _plan(graph, gathers, limit, saved or {}), strict=True)
@@ -48,8 +48,8 @@ def bound_unsharded(graph: Graph, *, limit: int, saved: Mapping[str, str] | None
         overtakes = index > 0 and gather.issue < gathers[index - 1].issue  # which has just been delayed
         if gather.issue <= anchor or overtakes:
             if index:
-                before = gathers[index - 1]
-                anchor = max(anchor, before.issue if uses(tail(before)) else last_use(before))
+                previous = gathers[index - 1]
+                anchor = max(anchor, previous.issue if uses(tail(previous)) else last_use(previous))
             moved += _delay(gather, anchor)
     return moved
 
@@ -58,13 +58,13 @@ def saved_gathers(graph: Graph) -> dict[int, str]:
     """Return the gather of each gathered parameter that a graph returns, by its place among the outputs."""
     returned = graph.output_node().args[0]
     places = enumerate(returned if isinstance(returned, (list, tuple)) else [returned])
-    brought = {
-        node: label(one)
-        for one in collectives(graph)
-        if one.kind == GATHER and is_of_inputs(one.issue)
-        for node in [one.issue, *tail(one)]
+    labels = {
+        node: label(gather)
+        for gather in collectives(graph)
+        if gather.kind == GATHER and is_of_inputs(gather.issue)
+        for node in [gather.issue, *tail(gather)]
     }
-    return {place: brought[node] for place, node in places if isinstance(node, Node) and node in brought}
+    return {place: labels[node] for place, node in places if isinstance(node, Node) and node in labels}
 
 
 def _ends_of_saved(graph: Graph, saved: Mapping[str, str]) -> dict[Collective | str, Node]:
@@ -77,10 +77,10 @@ def _ends_of_saved(graph: Graph, saved: Mapping[str, str]) -> dict[Collective | 
 
 
 def _last_use_of(nodes: Iterable[Node]) -> Node:
-    found = list(nodes)
-    for node in found:  # which grows
-        found += [user for user in node.users if is_layout(user) and user not in found]
-    return max([*found, *uses(found)])
+    chain = list(nodes)
+    for node in chain:  # which grows
+        chain += [user for user in node.users if is_layout(user) and user not in chain]
+    return max([*chain, *uses(chain)])
 
 
 def last_use(gather: Collective) -> Node:
@@ -96,12 +96,12 @@ def _plan(graph: Graph, gathers: list[Collective], limit: int, saved: Mapping[st
     for gather, deadline in zip(gathers, _deadlines(graph, gathers), strict=True):
         anchor = max([gather.issue.prev, *planned[-1:]])
         if is_of_inputs(gather.issue):
-            held = {one: last for one, last in held.items() if anchor < last}
+            held = {g: last for g, last in held.items() if anchor < last}
             while len(held) >= limit:
                 anchor = min(held.values())
                 if anchor >= deadline:
                     raise _impossible(gather, list(held), limit)
-                held = {one: last for one, last in held.items() if anchor < last}
+                held = {g: last for g, last in held.items() if anchor < last}
             dropped = gather.issue <= anchor and not uses(tail(gather))
             held[gather] = anchor if dropped else last_use(gather)
         planned.append(anchor)
@@ -112,14 +112,14 @@ def _deadlines(graph: Graph, gathers: list[Collective]) -> list[Node]:
     """Return, by gather, the first node that needs it or a later gather, as gathers keep their order."""
     end = graph.output_node()
     written = [node for node in graph.nodes if writes(node)]
-    found: list[Node] = []
+    deadlines: list[Node] = []
     for gather in reversed(gathers):
         if is_of_inputs(gather.issue):
             end = min([end, *uses(tail(gather))[:1], *[node for node in written if gather.issue < node][:1]])
         else:
             end = min(end, gather.issue)  # which stays
-        found.append(end)
-    return found[::-1]
+        deadlines.append(end)
+    return deadlines[::-1]
 
 
 def _delay(gather: Collective, anchor: Node) -> list[Node]:
@@ -137,7 +137,7 @@ def _delay(gather: Collective, anchor: Node) -> list[Node]:
 
 
 def _impossible(gather: Collective, held: list[Collective | str], limit: int) -> ShardingError:
-    names = ", ".join(one if isinstance(one, str) else label(one) for one in held)
+    names = ", ".join(item if isinstance(item, str) else label(item) for item in held)
     return ShardingError(
         f"{here()}: no more than {limit} groups of parameters shall be gathered at a time, but where"
         f" {label(gather)} is needed the graph still uses {names}; allow {len(held) + 1} or more, or shard"

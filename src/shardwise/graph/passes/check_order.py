@@ -26,10 +26,8 @@ def order_text(graphs: Graph | Iterable[Graph], *, groups: Sequence[str] | None 
         groups: names of the process groups whose ranks must agree about sizes; None: all. Collectives over
             other groups may carry different amounts on these ranks, so only their kind is listed.
     """
-    found = [
-        one for graph in ([graphs] if isinstance(graphs, Graph) else graphs) for one in collectives(graph)
-    ]
-    return "\n".join(f"{i}. {_describe(one, groups)}" for i, one in enumerate(found, 1))
+    listed = [c for graph in ([graphs] if isinstance(graphs, Graph) else graphs) for c in collectives(graph)]
+    return "\n".join(f"{i}. {_describe(c, groups)}" for i, c in enumerate(listed, 1))
 
 
 def graphs_in(module: GraphModule) -> list[Graph]:
@@ -37,9 +35,9 @@ def graphs_in(module: GraphModule) -> list[Graph]:
 
     Dynamo's graphs hold the bodies of checkpoints and autograd functions as such inner graphs.
     """
-    found: dict[Graph, None] = {}
-    _visit(module, found)
-    return list(found)
+    graphs: dict[Graph, None] = {}
+    _visit(module, graphs)
+    return list(graphs)
 
 
 def check_order(
@@ -73,19 +71,19 @@ def check_text(text: str, *, groups: Sequence[ProcessGroup], device: torch.devic
     )
 
 
-def _describe(one: Collective, groups: Sequence[str] | None) -> str:
-    words = f"{one.kind} by {one.op}" if one.op else one.kind
-    if groups is None or one.group in groups:
-        words += f" of {one.bytes} bytes, {str(one.dtype).removeprefix('torch.')},"
-    return f"{words} over {one.ranks or '?'} ranks"
+def _describe(collective: Collective, groups: Sequence[str] | None) -> str:
+    words = f"{collective.kind} by {collective.op}" if collective.op else collective.kind
+    if groups is None or collective.group in groups:
+        words += f" of {collective.bytes} bytes, {str(collective.dtype).removeprefix('torch.')},"
+    return f"{words} over {collective.ranks or '?'} ranks"
 
 
-def _visit(module: GraphModule, found: dict[Graph, None]) -> None:
-    if module.graph in found:
+def _visit(module: GraphModule, graphs: dict[Graph, None]) -> None:
+    if module.graph in graphs:
         return
-    found[module.graph] = None
+    graphs[module.graph] = None
     for node in module.graph.nodes:
         if node.op in ("get_attr", "call_module"):
             inner = attrgetter(str(node.target))(module)
             if isinstance(inner, GraphModule):
-                _visit(inner, found)
+                _visit(inner, graphs)

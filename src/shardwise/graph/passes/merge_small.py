@@ -49,51 +49,51 @@ def merge_small(graph: Graph, *, nbytes: int) -> list[list[str]]:
     merged = []
     for kind in (GATHER, SCATTER, REDUCE):
         for run in _runs(graph, kind, nbytes):
-            merged.append([one.issue.name for one in run])
+            merged.append([c.issue.name for c in run])
             _merge(graph, run)
     return merged
 
 
 def _runs(graph: Graph, kind: str, nbytes: int) -> list[list[Collective]]:
-    found = collectives(graph)
-    reductions = {one.issue: one for one in found if one.kind in (SCATTER, REDUCE)}
+    listed = collectives(graph)
+    reductions = {c.issue: c for c in listed if c.kind in (SCATTER, REDUCE)}
     runs: list[list[Collective]] = []
-    for one in found:
-        if one.kind != kind:
+    for c in listed:
+        if c.kind != kind:
             continue
         run = runs[-1] if runs else []
-        fits = run and sum(o.bytes for o in run) + one.bytes <= nbytes and _can_merge(run[0], one)
-        if fits and (_can_gather(run[0], one) if kind == GATHER else _can_reduce([*run, one], reductions)):
-            run.append(one)
+        fits = run and sum(o.bytes for o in run) + c.bytes <= nbytes and _can_merge(run[0], c)
+        if fits and (_can_gather(run[0], c) if kind == GATHER else _can_reduce([*run, c], reductions)):
+            run.append(c)
         else:
-            runs.append([one])
+            runs.append([c])
     return [run for run in runs if len(run) > 1]
 
 
-def _can_merge(first: Collective, one: Collective) -> bool:
-    for each in (first, one):
-        if is_coalesced(each.issue) or writes(each.issue) or len(each.waits) != 1:
+def _can_merge(first: Collective, other: Collective) -> bool:
+    for c in (first, other):
+        if is_coalesced(c.issue) or writes(c.issue) or len(c.waits) != 1:
             return False
-        shapes = [values(node)[0] for node in (*each.inputs, each.wait)]
+        shapes = [values(node)[0] for node in (*c.inputs, c.wait)]
         if not all(isinstance(size, int) for value in shapes for size in value.shape):
             return False
         if not all(value.is_contiguous() for value in shapes):
             return False
-    return (first.group, first.dtype, first.op) == (one.group, one.dtype, one.op)
+    return (first.group, first.dtype, first.op) == (other.group, other.dtype, other.op)
 
 
-def _can_gather(first: Collective, one: Collective) -> bool:
-    """Return whether `one` can be issued where `first` is."""
-    if not is_of_inputs(first.issue) or not is_of_inputs(one.issue):
+def _can_gather(first: Collective, other: Collective) -> bool:
+    """Return whether `other` can be issued where `first` is."""
+    if not is_of_inputs(first.issue) or not is_of_inputs(other.issue):
         return False
-    return first_write(first.issue, one.issue) is None
+    return first_write(first.issue, other.issue) is None
 
 
 def _can_reduce(run: list[Collective], reductions: dict[Node, Collective]) -> bool:
     """Return whether all of `run` can be issued where the last is, among all `reductions` of the graph."""
     first, last = run[0], run[-1]
-    chains = [_chain(one, reductions) for one in run[:-1]]
-    own = {one.issue for one in run} | {node for chain in chains for node in chain}
+    chains = [_chain(c, reductions) for c in run[:-1]]
+    own = {c.issue for c in run} | {node for chain in chains for node in chain}
     if first_write(first.issue, last.issue) is not None:
         return False
     if any(first.issue < node < last.issue and node not in own for node in reductions):
@@ -101,9 +101,9 @@ def _can_reduce(run: list[Collective], reductions: dict[Node, Collective]) -> bo
     return all(last.issue < user for chain in chains for user in uses(chain)[:1])
 
 
-def _chain(one: Collective, reductions: dict[Node, Collective]) -> list[Node]:
+def _chain(reduction: Collective, reductions: dict[Node, Collective]) -> list[Node]:
     """Return the nodes after a reduction that may move past others: its tail, and that of its all-reduce."""
-    chain = tail(one)
+    chain = tail(reduction)
     for node in list(chain):
         if node in reductions:
             chain += _chain(reductions[node], reductions)
@@ -114,42 +114,42 @@ def _merge(graph: Graph, run: list[Collective]) -> None:
     """Merge a run: inputs side by side, a row per target of a reduce-scatter; results, a row per sender."""
     first = run[0]
     if first.kind == GATHER:
-        at = first.issue
-        for one in run[1:]:
-            hoist(pack(one.issue)[0], at.prev)
+        place = first.issue
+        for c in run[1:]:
+            hoist(pack(c.issue)[0], place.prev)
     else:
-        anchor = at = run[-1].issue
-        reductions = {one.issue: one for one in collectives(graph) if one.kind in (SCATTER, REDUCE)}
-        for one in run[:-1]:
-            anchor = move_behind([node for node in _chain(one, reductions) if node < at], anchor)
-    to, by = (first.ranks if first.kind == kind else 1 for kind in (SCATTER, GATHER))
-    sizes = [values(one.inputs[0])[0].numel() // to for one in run]
-    with graph.inserting_before(at):
-        parts = [_call(graph, _aten.reshape.default, one.inputs[0], [to, -1]) for one in run]
+        anchor = place = run[-1].issue
+        reductions = {c.issue: c for c in collectives(graph) if c.kind in (SCATTER, REDUCE)}
+        for c in run[:-1]:
+            anchor = move_behind([node for node in _chain(c, reductions) if node < place], anchor)
+    targets, senders = (first.ranks if first.kind == kind else 1 for kind in (SCATTER, GATHER))
+    sizes = [values(c.inputs[0])[0].numel() // targets for c in run]
+    with graph.inserting_before(place):
+        parts = [_call(graph, _aten.reshape.default, c.inputs[0], [targets, -1]) for c in run]
         whole = _call(graph, _aten.view.default, _call(graph, _aten.cat.default, parts, 1), [-1])
         issue = _call(graph, first.issue.target, whole, *first.issue.args[1:], **first.issue.kwargs)
-    with graph.inserting_before(min(one.wait for one in run)):
+    with graph.inserting_before(min(c.wait for c in run)):
         wait = _call(graph, first.wait.target, issue)
-        rows = _call(graph, _aten.view.default, wait, [by, -1])
+        rows = _call(graph, _aten.view.default, wait, [senders, -1])
         split = _call(graph, _aten.split_with_sizes.default, rows, sizes, 1)
-    for index, one in enumerate(run):
-        _replace(graph, one, split, index)
+    for index, c in enumerate(run):
+        _replace(graph, c, split, index)
 
 
-def _replace(graph: Graph, one: Collective, split: Node, index: int) -> None:
-    """Make users of `one` use a copy of its part: what a graph returns must have its own memory."""
-    with graph.inserting_before(one.wait):
+def _replace(graph: Graph, merged: Collective, split: Node, index: int) -> None:
+    """Make users of `merged` use a copy of its part: what a graph returns must have its own memory."""
+    with graph.inserting_before(merged.wait):
         part = _call(graph, operator.getitem, split, index)
         part = _call(graph, _aten.clone.default, part, memory_format=torch.contiguous_format)
-        part = _call(graph, _aten.view.default, part, list(values(one.wait)[0].shape))
-    one.wait.replace_all_uses_with(part)
-    graph.erase_node(one.wait)
-    graph.erase_node(one.issue)
+        part = _call(graph, _aten.view.default, part, list(values(merged.wait)[0].shape))
+    merged.wait.replace_all_uses_with(part)
+    graph.erase_node(merged.wait)
+    graph.erase_node(merged.issue)
 
 
 def _call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     """Return a new node, with its fake tensor."""
     node = graph.call_function(target, args, kwargs)
-    given, named = map_arg((args, kwargs), lambda one: one.meta["val"])
-    node.meta["val"] = target(*given, **named)
+    values_, named = map_arg((args, kwargs), lambda n: n.meta["val"])
+    node.meta["val"] = target(*values_, **named)
     return node

@@ -63,10 +63,10 @@ def pack(issue: Node) -> tuple[list[Node], list[Node]]:
     return sorted(layout), sorted(starts)
 
 
-def staging(one: Collective) -> Node | None:
-    """Return the node that copies gradients into the staging buffer that `one` reduces, or None."""
-    found = [node for node in pack(one.issue)[0] if operator_name(node) == STAGED] if one.op else []
-    return found[-1] if found else None
+def staging(reduction: Collective) -> Node | None:
+    """Return the node that copies gradients into the staging buffer that `reduction` reduces, or None."""
+    copies = [n for n in pack(reduction.issue)[0] if operator_name(n) == STAGED] if reduction.op else []
+    return copies[-1] if copies else None
 
 
 def is_of_inputs(issue: Node) -> bool:
@@ -79,21 +79,21 @@ def tail(collective: Collective) -> list[Node]:
 
     The tail of a reduction includes, as its end, an all-reduce of the result.
     """
-    made = {*collective.waits}
+    nodes = {*collective.waits}
     for node in collective.issue.users:
         if node.target is operator.getitem:
-            made.add(node)
-    todo = list(made)
+            nodes.add(node)
+    todo = list(nodes)
     while todo:
         for user in todo.pop().users:
-            if user in made or not all(node in made for node in user.all_input_nodes):
+            if user in nodes or not all(node in nodes for node in user.all_input_nodes):
                 continue
             if is_layout(user):
                 todo.append(user)
             elif kind_of(user) != REDUCE or not collective.op:
                 continue
-            made.add(user)
-    return sorted(made)
+            nodes.add(user)
+    return sorted(nodes)
 
 
 def uses(nodes: Iterable[Node]) -> list[Node]:

@@ -35,12 +35,12 @@ def prefetch_in_turn(graph: Graph) -> list[Node]:
     Returns:
         The nodes that moved, in their order.
     """
-    return _prefetch(graph, 1, reductions=[one for one in collectives(graph) if staging(one) is not None])
+    return _prefetch(graph, 1, reductions=[c for c in collectives(graph) if staging(c) is not None])
 
 
 def _prefetch(graph: Graph, ahead: int, *, reductions: list[Collective]) -> list[Node]:
     """Issue gathers early, after the waits of those `reductions` that they would overlap."""
-    made = _gradients(graph)
+    gradients = _gradients(graph)
     moved: list[Node] = []
     issues: list[Node] = []  # of all gathers before
     waits: list[Node] = []  # of gathers of the graph's inputs
@@ -51,11 +51,11 @@ def _prefetch(graph: Graph, ahead: int, *, reductions: list[Collective]) -> list
             if waits and ahead > 0:
                 begin = waits[-ahead:][0]
                 anchor = max(issues[-1], begin.prev)
-                for one in reductions:
-                    if one.issue < begin < one.wait < gather.issue:
-                        share = one.bytes / (one.bytes + gather.bytes)
-                        moved += hoist(list(one.waits), _amid(begin, one.wait, share, made))
-                        anchor = max(anchor, *one.waits)
+                for reduction in reductions:
+                    if reduction.issue < begin < reduction.wait < gather.issue:
+                        share = reduction.bytes / (reduction.bytes + gather.bytes)
+                        moved += hoist(list(reduction.waits), _amid(begin, reduction.wait, share, gradients))
+                        anchor = max(anchor, *reduction.waits)
                 moved += hoist([*pack(gather.issue)[0], gather.issue], anchor)
             waits.append(gather.wait)
         issues.append(gather.issue)
@@ -64,25 +64,25 @@ def _prefetch(graph: Graph, ahead: int, *, reductions: list[Collective]) -> list
 
 def _gradients(graph: Graph) -> Counter[Node]:
     """Return the bytes of staged gradients, by the node whose memory they lie in."""
-    found: Counter[Node] = Counter()
+    sizes: Counter[Node] = Counter()
     for node in graph.nodes:
         for grad in node.args[0] if operator_name(node) == STAGED else ():
             size = nbytes(grad)
             while (source := aliased(grad)) is not None:
                 grad = source
-            found[grad] += size
-    return found
+            sizes[grad] += size
+    return sizes
 
 
-def _amid(begin: Node, end: Node, share: float, made: Counter[Node]) -> Node:
+def _amid(begin: Node, end: Node, share: float, gradients: Counter[Node]) -> Node:
     """Return the first node from `begin` to `end` by which this share of the gradients is made."""
     between = [begin]
     while between[-1].next is not end:
         between.append(between[-1].next)
-    left = share * sum(made[node] for node in between)
+    remaining = share * sum(gradients[node] for node in between)
     for node in between:
-        left -= made[node]
-        if left <= 0:
+        remaining -= gradients[node]
+        if remaining <= 0:
             return node
     return between[-1]
 
@@ -101,12 +101,12 @@ def sink_waits(graph: Graph) -> list[Node]:
     moved = issue_reductions(graph)
     # An all-reduce lies between a reduce-scatter's wait and its own wait: it must make room, then follow.
     for kind in (REDUCE, SCATTER, REDUCE):
-        found = [one for one in collectives(graph) if one.kind == kind]
-        for i, one in enumerate(found):
-            moved += _sink(one, found[i + 1] if i + 1 < len(found) else None)
-    for one in collectives(graph):
-        if one.kind not in (REDUCE, SCATTER):
-            moved += _sink(one, None)
+        same_kind = [c for c in collectives(graph) if c.kind == kind]
+        for i, collective in enumerate(same_kind):
+            moved += _sink(collective, same_kind[i + 1] if i + 1 < len(same_kind) else None)
+    for collective in collectives(graph):
+        if collective.kind not in (REDUCE, SCATTER):
+            moved += _sink(collective, None)
     return moved
 
 
@@ -114,20 +114,20 @@ def issue_reductions(graph: Graph) -> list[Node]:
     """Issue every reduce-scatter as soon as its inputs are ready, but not before the previous one."""
     moved: list[Node] = []
     heads = [node for node in graph.nodes if node.op == "placeholder"][-1:]
-    last: Node | None = None
-    for one in collectives(graph):
-        if one.kind != SCATTER:
+    previous: Node | None = None
+    for reduction in collectives(graph):
+        if reduction.kind != SCATTER:
             continue
-        layout, starts = pack(one.issue)
-        anchor = max([*starts, *heads, *([] if last is None else [last])])
-        moved += hoist([*layout, one.issue], anchor)
-        last = one.issue
+        layout, starts = pack(reduction.issue)
+        anchor = max([*starts, *heads, *([] if previous is None else [previous])])
+        moved += hoist([*layout, reduction.issue], anchor)
+        previous = reduction.issue
     return moved
 
 
-def _sink(one: Collective, after: Collective | None) -> list[Node]:
-    chain = tail(one)
+def _sink(collective: Collective, following: Collective | None) -> list[Node]:
+    chain = tail(collective)
     anchors = uses(chain)[:1]
-    if after is not None and after.issue not in chain:
-        anchors.append(staging(after) or after.issue.next)
+    if following is not None and following.issue not in chain:
+        anchors.append(staging(following) or following.issue.next)
     return sink(chain, min(anchors)) if anchors else []
