@@ -155,7 +155,7 @@ def verdict(reports: Mapping[int, Report], damaged: Mapping[str, str] | None = N
         lines += details
         last += waits
     lines += [
-        f"{name} cannot be used, where its rank is is not known: {why}" for name, why in damaged.items()
+        f"{name} cannot be used, so its rank may be anywhere: {why}" for name, why in damaged.items()
     ]
     verdicts = dict.fromkeys(report["verdict"] for report in reports.values() if report["verdict"])
     lines += [f"Told to the ranks: {first_line(text)}" for text in verdicts]

@@ -303,7 +303,7 @@ def _can_run(model: Model, setup: Setup) -> bool:
 
 
 def numbers_of_blocks(setup: Setup, pattern: Pattern, layers: int) -> list[int]:
-    """Return the numbers of `layers` blocks to run, in order of trial; none if to run all kinds is cheaper."""
+    """Return the numbers of `layers` blocks to run, in order of trial; none if all cost less."""
     reshard = setup.reshard_after_forward
     reaches_far = setup.layout == "contiguous" and reshard is not False
     reaches_far |= reshard is not None and not isinstance(reshard, bool)
