@@ -43,16 +43,11 @@ _T: Any = Tensor
 def _getitem(func: Any, sharded: ShardedTensor, index: Any) -> ShardedTensor:
     items = [_item(sharded, item) for item in (index if isinstance(index, tuple) else (index,))]
     size = probe(sharded)[tuple(items)].shape  # raises what torch raises for such an index
-    left, picks = iter(sharded.metadata().size), list[Pick]()
     given = sum(item is not None and item is not Ellipsis for item in items)
-    for item in items if Ellipsis in items else [*items, Ellipsis]:
-        if item is Ellipsis:
-            picks += [range(next(left)) for _ in range(sharded.ndim - given)]
-        elif isinstance(item, slice):
-            picks.append(range(*item.indices(next(left))))
-        else:
-            picks.append(item if item is None else item % next(left))
-    return _picked(sharded, picks, size)
+    rest = items.index(Ellipsis) if Ellipsis in items else len(items)
+    items[rest : rest + 1] = [slice(None)] * (sharded.ndim - given)
+    left = iter(sharded.metadata().size)
+    return _picked(sharded, [item if item is None else range(next(left))[item] for item in items], size)
 
 
 def _item(sharded: ShardedTensor, item: Any) -> Any:
