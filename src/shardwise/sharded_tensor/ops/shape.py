@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise import _compat
 from shardwise.layout import Box
 from shardwise.layout.regroup import expand_box, reshape_boxes
 from shardwise.sharded_tensor.autograd import nothing_of, tied
@@ -42,15 +43,10 @@ def taken(args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
     return rest.pop("tensor" if "tensor" in rest else "input"), (), rest
 
 
-def _shown(args: Args, kwargs: Kwargs) -> tuple[Any, list[Any], Kwargs]:
+def _shown(args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
     """Return the first operand, and the other arguments; of sharded ones among these only the shapes."""
     tensor, rest, kwargs = taken(args, kwargs)
-    shown = [probe(value) if isinstance(value, ShardedTensor) else value for value in rest]
-    return (
-        tensor,
-        shown,
-        {name: probe(v) if isinstance(v, ShardedTensor) else v for name, v in kwargs.items()},
-    )
+    return tensor, *_compat.pytree.tree_map_only(ShardedTensor, probe, (rest, kwargs))
 
 
 def derived(
