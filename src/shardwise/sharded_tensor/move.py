@@ -189,18 +189,24 @@ def _gather(
 def _to(sharded: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
     args = tuple(arg.anchor if isinstance(arg, ShardedTensor) else arg for arg in args)
     kwargs = {k: v.anchor if isinstance(v, ShardedTensor) else v for k, v in kwargs.items()}
-    if kwargs.get("memory_format") is torch.preserve_format:
-        del kwargs["memory_format"]
-    anchor = sharded.anchor.to(*args, **{k: v for k, v in kwargs.items() if k != "memory_format"})
-    tensors = [tensor.to(*args, **kwargs) for tensor in sharded.tensors]
+    made = converted(sharded, Tensor.to, *args, **kwargs)
+    before, after = sharded.metadata().tensor_properties, made.metadata().tensor_properties
+    same = all(map(operator.is_, [*made.tensors, made.anchor], [*sharded.tensors, sharded.anchor]))
+    return sharded if same and after.memory_format is before.memory_format else made
+
+
+def converted(
+    sharded: ShardedTensor, function: Callable[..., Tensor], *args: Any, **options: Any
+) -> ShardedTensor:
+    """Apply `function` to every shard, for a tensor of the same cut: in other memory, or of another kind."""
+    anchor = function(sharded.anchor, *args, **{k: v for k, v in options.items() if k != "memory_format"})
+    tensors = [function(tensor, *args, **options) for tensor in sharded.tensors]
     metadata = sharded.metadata()
-    before = metadata.tensor_properties.memory_format
-    wanted = kwargs.get("memory_format", before)
-    if wanted is before and all(map(operator.is_, [*tensors, anchor], [*sharded.tensors, sharded.anchor])):
-        return sharded
+    if (wanted := options.get("memory_format")) not in (None, torch.preserve_format):
+        metadata = metadata.with_properties(memory_format=wanted)
+    if options.get("pin_memory"):
+        metadata = metadata.with_properties(pin_memory=True)
     if anchor.device.type != sharded.anchor.device.type:
         # Without an index: each rank knows only its own, and the metadata is equal on all.
         metadata = metadata.placed(lambda place: place.on(anchor.device.type))
-    if wanted is not before:
-        metadata = metadata.with_properties(memory_format=wanted)
     return sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)

@@ -171,9 +171,7 @@ def _keeps_identity(func: Any, args: Args, kwargs: Kwargs) -> bool:
 
 @rule(_T.clone, torch.clone, takes="input memory_format")
 def _clone(func: Any, sharded: ShardedTensor, memory_format: torch.memory_format | None) -> ShardedTensor:
-    wanted = memory_format or torch.preserve_format
-    tensors = [tensor.clone(memory_format=wanted) for tensor in sharded.tensors]
-    return _of_same_cut(sharded, tensors, None if tensors else sharded.anchor.clone(), wanted)
+    return move.converted(sharded, torch.clone, memory_format=memory_format or torch.preserve_format)
 
 
 @called_as(_T.contiguous)
@@ -182,17 +180,7 @@ def _contiguous(
 ) -> ShardedTensor:
     if memory_format is sharded.metadata().tensor_properties.memory_format and _dense(sharded, memory_format):
         return sharded
-    tensors = [tensor.contiguous(memory_format=memory_format) for tensor in sharded.tensors]
-    return _of_same_cut(sharded, tensors, sharded.anchor, memory_format)
-
-
-def _of_same_cut(
-    sharded: ShardedTensor, tensors: list[Tensor], anchor: Tensor | None, memory_format: torch.memory_format
-) -> ShardedTensor:
-    metadata = sharded.metadata()
-    if memory_format is not torch.preserve_format:
-        metadata = metadata.with_properties(memory_format=memory_format)
-    return sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)
+    return move.converted(sharded, Tensor.contiguous, memory_format=memory_format)
 
 
 @called_as(_T.pin_memory)
