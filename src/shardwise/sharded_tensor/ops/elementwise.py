@@ -26,9 +26,9 @@ from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor.autograd import all_reduced
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
 from shardwise.sharded_tensor.move import move_to
-from shardwise.sharded_tensor.ops.operands import broadcast, called_as, parts
+from shardwise.sharded_tensor.ops.operands import broadcast, by_name, called_as, parts
 from shardwise.sharded_tensor.refuse import refuse
-from shardwise.sharded_tensor.registry import Args, Handler, Kwargs, handles
+from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 # Each is registered as a function of torch, a method of Tensor, an activation or a special function, and in
@@ -129,24 +129,16 @@ def _each(func: Any, args: Args, kwargs: Kwargs, leader: ShardedTensor, metadata
     ]
 
 
-def _handler(func: Any) -> Handler:
-    """Return what handles a function: `elementwise`, or what its argument `inplace` chooses."""
-    names = list(inspect.signature(func).parameters) if inspect.isfunction(func) else []
-    if "inplace" not in names:
-        return elementwise
-    place = names.index("inplace")
-
-    def activation(func: Any, args: Args, kwargs: Kwargs) -> Any:
-        chosen = args[place] if len(args) > place else kwargs.get("inplace")
-        return in_place(func, args, kwargs) if chosen else elementwise(func, args, kwargs)
-
-    return activation
+def _activation(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Handle a function whose argument `inplace` chooses."""
+    return (in_place if by_name(func, args, kwargs)["inplace"] else elementwise)(func, args, kwargs)
 
 
 for _name in _NAMES.split():
     for _holder in (torch, Tensor, F, torch.special):
         if _func := getattr(_holder, _name, None):
-            handles(_func)(_handler(_func))
+            _chooses = inspect.isfunction(_func) and "inplace" in inspect.signature(_func).parameters
+            handles(_func)(_activation if _chooses else elementwise)
         if _func := getattr(_holder, f"{_name}_", None):
             handles(_func)(in_place)
 for _name in _OPERATORS.split():
