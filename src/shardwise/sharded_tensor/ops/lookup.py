@@ -232,7 +232,7 @@ def compared(ask: Callable[[], Lookup], group: dist.ProcessGroup) -> tuple[Looku
     counts = all_reduced(on_group, group).cpu()
     if not counts[:, _RIGHT].all():
         try:
-            together("looking up ids", lambda: _raise(error), group=group, kind=ShardingError)
+            together("looking up ids", lambda: bool(ask()), group=group, kind=ShardingError)
         except ShardingError as everywhere:
             raise (error or everywhere) from everywhere.__cause__
     assert asked is not None
@@ -265,8 +265,3 @@ def _by_rank(mine: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> 
     metadata = spec.build_metadata(torch.Size([sum(lengths), *mine.shape[1:]]), properties)
     shard = Shard(mine, metadata.shards_metadata[group.rank()])
     return ShardedTensor.wrap([shard], metadata, process_group=group, anchor=mine.reshape(-1)[:0])
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error
