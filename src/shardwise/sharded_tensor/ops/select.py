@@ -211,10 +211,10 @@ def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
 
 def _joins(tensor: ShardedTensor, first: ShardedTensor, dim: int) -> bool:
     """Return whether shards of `tensor` are whole in `dim` and otherwise those of `first`."""
-    length, shards = tensor.metadata().size[dim], tensor.metadata().shards_metadata
-    return [(s.rank, s.shard_offsets, s.shard_sizes) for s in shards] == [
-        (s.rank, s.shard_offsets, [*s.shard_sizes[:dim], length, *s.shard_sizes[dim + 1 :]])
-        for s in first.metadata().shards_metadata
+    length = tensor.metadata().size[dim]
+    return tensor.metadata().places() == [
+        (rank, offsets, [*sizes[:dim], length, *sizes[dim + 1 :]])
+        for rank, offsets, sizes in first.metadata().places()
     ]
 
 
