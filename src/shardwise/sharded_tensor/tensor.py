@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import rpc
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
@@ -31,9 +32,6 @@ from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata
 from shardwise.sharded_tensor.refuse import refuse
 from shardwise.sharded_tensor.registry import HANDLERS, PLAIN, Args, Kwargs, between_graphs, declared
 from shardwise.sharded_tensor.spec import ShardingSpec
-
-if TYPE_CHECKING:
-    from torch.distributed.rpc import RRef
 
 
 class ShardedTensor(ShardedTensorBase):
@@ -135,7 +133,7 @@ class ShardedTensor(ShardedTensorBase):
         return [shard.metadata.box for shard in self._shards]
 
     @between_graphs
-    def remote_shards(self) -> dict[int, list[RRef[Shard]]]:
+    def remote_shards(self) -> dict[int, list[rpc.RRef[Shard]]]:
         """Return references over torch RPC to every other rank's shards; needs `init_rrefs=True`. Local.
 
         Raises:
