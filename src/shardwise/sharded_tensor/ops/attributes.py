@@ -51,17 +51,11 @@ def _pinned(sharded: ShardedTensor, device: Any = None) -> bool:
     return held and all(tensor.is_pinned() for tensor in sharded.tensors)
 
 
-def _detached(sharded: ShardedTensor) -> ShardedTensor:
-    return sharded.with_tensors([t.detach() for t in sharded.tensors], anchor=sharded.anchor.detach())
-
-
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     _T.requires_grad.__get__: lambda s: any(tensor.requires_grad for tensor in _leaves(s)),
     _T.is_leaf.__get__: lambda s: all(tensor.is_leaf for tensor in _leaves(s)),
     _T.grad_fn.__get__: lambda s: next((t.grad_fn for t in _leaves(s) if t.grad_fn is not None), None),
-    _T.data.__get__: _detached,
-    _T.detach: _detached,
-    torch.detach: _detached,
+    **dict.fromkeys((_T.data.__get__, _T.detach, torch.detach), lambda s: move.converted(s, torch.detach)),
     _T.is_contiguous: _dense,
     _T.is_pinned: _pinned,
     _T.cpu: ShardedTensor.cpu,
