@@ -14,21 +14,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import ShardingError
 from shardwise.layout import Box, cover
 from shardwise.layout.regroup import Pick, pick_box
-from shardwise.sharded_tensor.autograd import replicated, tied
+from shardwise.sharded_tensor.autograd import tied
 from shardwise.sharded_tensor.base import first_sharded
 from shardwise.sharded_tensor.metadata import ShardMetadata
-from shardwise.sharded_tensor.ops.operands import anchor_of, check_group, probe, rule, within
-from shardwise.sharded_tensor.ops.shape import assembled, derived, reshaped, taken
+from shardwise.sharded_tensor.ops.operands import anchor_of, check_group, parts, probe, rule
+from shardwise.sharded_tensor.ops.shape import assembled, derived, taken
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -144,49 +142,31 @@ def _along(func: Any, args: Args, kwargs: Kwargs) -> Any:
 # ---------------------------------------------------------------- several together
 
 
-@handles(torch.cat, torch.concat, torch.concatenate)
-def _cat(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    tensors, dim = _joining(func, args, kwargs)
-    return _joined(tensors, dim=dim, name="cat")
-
-
-@handles(torch.stack)
-def _stack(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    tensors, dim = _joining(func, args, kwargs)
-    size = torch.stack([probe(tensor) for tensor in tensors], dim).shape
-    dim %= len(size)
-    one = [*size[:dim], 1, *size[dim + 1 :]]
-    grown = [
-        reshaped(t, one, name="stack") if isinstance(t, ShardedTensor) else t.unsqueeze(dim) for t in tensors
-    ]
-    return _joined(grown, dim=dim, name="stack")
-
-
-def _joining(func: Any, args: Args, kwargs: Kwargs) -> tuple[Sequence[Tensor], int]:
-    values = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
-    if values.get("out") is not None or not isinstance(values["tensors"], (list, tuple)):
-        refuse(func, args, kwargs)
-    return values["tensors"], values.get("dim", values.get("axis", 0))
-
-
-def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
+@handles(torch.cat, torch.concat, torch.concatenate, torch.stack)
+def _join(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Return the tensors one after another along `dim`, in new memory. Local.
 
     Plain ones are replicated, and may be joined with sharded ones that are whole in `dim`.
     """
+    values = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
+    tensors, dim = values["tensors"], values.get("dim", values.get("axis", 0))
+    if values.get("out") is not None or not isinstance(tensors, (list, tuple)):
+        refuse(func, args, kwargs)
     first: ShardedTensor = first_sharded((tensors,), {})
-    result = torch.cat([probe(tensor) for tensor in tensors], dim)  # raises what torch raises
-    if result.ndim > 1:  # torch lets tensors of shape (0,) stand beside any others
+    result = func([probe(tensor) for tensor in tensors], dim)  # raises what torch raises
+    if func is torch.stack:
+        tensors = [tensor.unsqueeze(dim) for tensor in tensors]
+    elif result.ndim > 1:  # torch lets tensors of shape (0,) stand beside any others
         tensors = [tensor for tensor in tensors if tensor.ndim > 1]
     dim %= result.ndim
     sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
+    name = "stack" if func is torch.stack else "cat"
     if not sharded:
         refuse_case(name, first, why="of the sharded tensors none has elements", instead="leave them out")
     for other in sharded[1:]:
         check_group(sharded[0], other)
-    beside = [tensor.anchor.to(result.dtype) for tensor in sharded if not tensor.tensors]
     if all(_joins(tensor, sharded[0], dim) for tensor in sharded):
-        return _joined_shards(tensors, dim=dim, result=result, beside=beside)
+        return _joined_shards(tensors, dim=dim, size=result.shape)
     if len(sharded) < len(tensors):
         refuse_case(
             name,
@@ -195,17 +175,15 @@ def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
             instead="cut the plain tensor by shard_tensor(), or reshard() the others",
         )
     shards: list[ShardMetadata] = []
-    start = 0
+    start = [0] * result.ndim
     for tensor in sharded:
-        for shard in tensor.metadata().shards_metadata:
-            offsets = list(shard.shard_offsets)
-            offsets[dim] += start
-            shards.append(ShardMetadata(offsets, shard.shard_sizes, shard.placement))
-        start += tensor.metadata().size[dim]
+        shards += tensor.metadata().map(result.shape, lambda box: box.shifted(start)).shards_metadata
+        start[dim] += tensor.metadata().size[dim]
     # Where one operand requires grad, so does every shard: also those of others, and on every rank.
     ends = [anchor_of(tensor) for tensor in sharded if tensor.requires_grad]
     pieces = [piece for tensor in sharded for piece in tensor.tensors]
     local = [tied(p.to(result.dtype, copy=True), [] if p.requires_grad else ends) for p in pieces]
+    beside = [tensor.anchor.to(result.dtype) for tensor in sharded if not tensor.tensors]
     return assembled(sharded[0], shards, local, size=result.shape, beside=beside)
 
 
@@ -218,31 +196,26 @@ def _joins(tensor: ShardedTensor, first: ShardedTensor, dim: int) -> bool:
     ]
 
 
-def _joined_shards(
-    tensors: Sequence[Tensor], *, dim: int, result: Tensor, beside: list[Tensor]
-) -> ShardedTensor:
+def _joined_shards(tensors: Sequence[Tensor], *, dim: int, size: torch.Size) -> ShardedTensor:
     """Join each shard of the first sharded tensor with the corresponding shards of the others."""
     sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
-    first, size = sharded[0], result.shape
-    shards = [
-        replace(s, shard_sizes=[*s.shard_sizes[:dim], size[dim], *s.shard_sizes[dim + 1 :]])
-        for s in first.metadata().shards_metadata
-    ]
-    parts: list[Any] = [
-        t if isinstance(t, ShardedTensor) else replicated(t, first.process_group) for t in tensors
-    ]
+    first = sharded[0]
+    metadata = first.metadata().map(
+        size, lambda box: Box(box.offsets, (*box.sizes[:dim], size[dim], *box.sizes[dim + 1 :]))
+    )
     if not any(tensor.numel() for tensor in sharded):  # of nothing any boxes are a cover, of the result not
         try:
-            cover([shard.box for shard in shards], result.shape)
+            cover([shard.box for shard in metadata.shards_metadata], size)
         except ShardingError as error:
             refuse_case("cat", *sharded, why=str(error), instead="leave out the tensors without elements")
-
-    mine = [shard.box for shard in shards if shard.rank == dist.get_rank()]
     columns = [
-        t.tensors if isinstance(t, ShardedTensor) else [within(t, box, size=size) for box in mine]
-        for t in parts
+        (t.tensors or [t.anchor])
+        if isinstance(t, ShardedTensor)
+        else parts(t, leader=first, metadata=metadata)
+        for t in tensors
     ]
-    local = [torch.cat(pieces, dim) for pieces in zip(*columns, strict=True)]
-    if not local:
-        beside += [t.reshape(-1)[:0].to(result.dtype) for t in parts if not isinstance(t, ShardedTensor)]
-    return assembled(first, shards, local, size=size, beside=[] if local else beside)
+    if not first.tensors:
+        return first.with_tensors([], metadata=metadata, anchor=torch.cat([piece for [piece] in columns]))
+    return first.with_tensors(
+        [torch.cat(each, dim) for each in zip(*columns, strict=True)], metadata=metadata
+    )
