@@ -77,9 +77,10 @@ def tied(tensor: Tensor, ends: Sequence[Tensor]) -> Tensor:
     return cast(Tensor, linked(lambda t, *_: t.view_as(t), lambda grad: (grad, *nothing), tensor, *needed))
 
 
-def nothing_of(tensor: Tensor) -> Tensor:
-    """Return an empty 1-D slice of a tensor, which is connected to it in the autograd graph."""
-    return (tensor.narrow(0, 0, 0) if tensor.ndim else tensor.reshape(1).narrow(0, 0, 0)).reshape(-1)
+def nothing_of(*tensors: Tensor) -> Tensor:
+    """Return an empty 1-D tensor, which is connected to all of `tensors` in the autograd graph."""
+    empty = [torch.atleast_1d(tensor).narrow(0, 0, 0).reshape(-1) for tensor in tensors]
+    return empty[0] if len(empty) == 1 else torch.cat(empty)
 
 
 def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:

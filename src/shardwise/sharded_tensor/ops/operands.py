@@ -141,10 +141,7 @@ def unsharded(operand: Any) -> Any:
 
 def anchor_of(sharded: ShardedTensor) -> Tensor:
     """Return an empty 1-D tensor that depends on all that this rank has of `sharded`, even no shards."""
-    if not sharded.tensors:
-        return sharded.anchor
-    empty = [nothing_of(tensor) for tensor in sharded.tensors]
-    return empty[0] if len(empty) == 1 else torch.cat(empty)
+    return nothing_of(*sharded.tensors) if sharded.tensors else sharded.anchor
 
 
 def total_of(parts: Sequence[tuple[Box, Tensor]], size: Sequence[int], anchor: Tensor) -> Tensor:

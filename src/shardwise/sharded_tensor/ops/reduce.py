@@ -195,10 +195,7 @@ def _sum(sharded: ShardedTensor, dims: Dims, dtype: torch.dtype | None = None) -
     return total.to(wanted)
 
 
-@rule(
-    *(torch.sum, _T.sum, torch.nansum, _T.nansum, torch.mean, _T.mean),
-    takes="input dim keepdim dtype",
-)
+@rule(*(torch.sum, _T.sum, torch.nansum, _T.nansum, torch.mean, _T.mean), takes="input dim keepdim dtype")
 def _sums(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any, dtype: Any) -> Tensor:
     dims, name = dims_of(sharded, dim), func.__name__
     wanted = dtype or sharded.dtype

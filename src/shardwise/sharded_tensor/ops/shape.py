@@ -97,8 +97,7 @@ def assembled(
         metadata = metadata.with_properties(memory_format=torch.contiguous_format)
     if tensors:
         return like.with_tensors([tied(tensors[0], beside), *tensors[1:]], metadata=metadata)
-    ends = [nothing_of(tensor) for tensor in beside]
-    return like.with_tensors([], metadata=metadata, anchor=torch.cat(ends) if len(ends) > 1 else ends[0])
+    return like.with_tensors([], metadata=metadata, anchor=nothing_of(*beside))
 
 
 # ---------------------------------------------------------------- dims in another order
