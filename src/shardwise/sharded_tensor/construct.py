@@ -24,7 +24,6 @@ from torch import Tensor
 
 from shardwise import _compat
 from shardwise.comm.agree import device_of
-from shardwise.comm.exchange import part
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor import random
@@ -300,15 +299,12 @@ def shard_tensor(
     )
     shards = _allocated(metadata)
     whole = Box.whole(tensor.shape)
-    if src_rank is None or is_outside(group):
-        for shard in shards:
-            shard.tensor.copy_(part(whole, tensor, shard.box))
-    else:
-        held = [[whole] if rank == src_rank else [] for rank in range(group.size())]
+    if not is_outside(group):
+        held = [[whole] if src_rank in (None, rank) else [] for rank in range(group.size())]
         fill(
             held,
             metadata.boxes_by(dist.get_process_group_ranks(group)),
-            source=[tensor] if group.rank() == src_rank else [],
+            source=[tensor] if held[group.rank()] else [],
             target=[shard.tensor for shard in shards],
             group=group,
             wire=tensor,
