@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -218,15 +216,12 @@ def _projections(
     operand: ShardedTensor, *, leader: ShardedTensor, metadata: ShardedTensorMetadata
 ) -> list[Tensor]:
     """List, for each local box of `metadata`, the shard of `operand` that is its projection."""
-    places: dict[tuple[int, Box], int] = {}
-    numbers: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
-    for shard in operand.metadata().shards_metadata:
-        places.setdefault((shard.rank, shard.box), next(numbers[shard.rank]))
+    held = {(shard.rank, shard.box) for shard in operand.metadata().shards_metadata}
+    own: dict[Box | None, Tensor] = dict(zip(operand.boxes, operand.tensors, strict=True))
     me, found = dist.get_rank(), []
     for shard in metadata.shards_metadata:
         projection = _projected(shard.box, size=operand.metadata().size, onto=metadata.size)
-        place = places.get((shard.rank, projection)) if projection is not None else None
-        if place is None and not shard.box.is_empty:
+        if (shard.rank, projection) not in held and not shard.box.is_empty:
             mine, others = (f"{tuple(t.metadata().size)} by {t.sharding_spec()!r}" for t in (leader, operand))
             raise ShardingError(
                 f"{here()}: tensors cut otherwise cannot be combined: {mine} and {others}; call .reshard() on"
@@ -234,8 +229,8 @@ def _projections(
             )
         if shard.rank != me:
             continue
-        if place is not None:
-            found.append(operand.tensors[place])
+        if projection in own:
+            found.append(own[projection])
             continue
         sizes = shard.box.sizes[len(shard.box.sizes) - operand.ndim :]
         nothing = operand.anchor.new_zeros(sizes if 0 in sizes else ())
@@ -250,13 +245,11 @@ def _projected(box: Box, *, size: torch.Size, onto: torch.Size) -> Box | None:
     first = len(onto) - len(size)
     if first < 0:
         return None
-    offsets, sizes = list(box.offsets[first:]), list(box.sizes[first:])
-    for dim, (mine, whole) in enumerate(zip(size, onto[first:], strict=True)):
-        if mine != whole:
-            if mine != 1:
-                return None
-            offsets[dim], sizes[dim] = 0, 1
-    return Box(tuple(offsets), tuple(sizes))
+    dims = list(zip(size, onto[first:], box.offsets[first:], box.sizes[first:], strict=True))
+    if any(mine not in (1, whole) for mine, whole, _, _ in dims):
+        return None
+    cut = [(offset, length) if mine == whole else (0, 1) for mine, whole, offset, length in dims]
+    return Box(tuple(offset for offset, _ in cut), tuple(length for _, length in cut))
 
 
 def _stand_in(sharded: ShardedTensor) -> Tensor:
