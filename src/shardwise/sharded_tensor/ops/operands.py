@@ -41,6 +41,12 @@ _ALIASES = {
 }
 
 
+def named(names: str) -> list[Any]:
+    """List the functions of torch, methods of `Tensor` and special functions of these names."""
+    holders = (torch, Tensor, torch.special)
+    return [getattr(holder, name) for name in names.split() for holder in holders if hasattr(holder, name)]
+
+
 def rule(*funcs: Any, takes: str) -> Callable[[_F], _F]:
     """Register the decorated `do(func, *values)` for every torch function in `funcs`.
 

@@ -25,7 +25,7 @@ from shardwise.layout.regroup import Pick, pick_box
 from shardwise.sharded_tensor.autograd import tied
 from shardwise.sharded_tensor.base import first_sharded
 from shardwise.sharded_tensor.metadata import ShardMetadata
-from shardwise.sharded_tensor.ops.operands import anchor_of, check_group, parts, probe, rule
+from shardwise.sharded_tensor.ops.operands import anchor_of, check_group, named, parts, probe, rule
 from shardwise.sharded_tensor.ops.shape import assembled, derived, taken
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
@@ -110,11 +110,7 @@ def _setitem(func: Any, sharded: ShardedTensor, index: Any, value: Any) -> None:
 # ---------------------------------------------------------------- along one dim
 
 
-@handles(
-    *(torch.narrow, torch.select, torch.unbind, torch.chunk, torch.split, torch.split_with_sizes),
-    *(_T.narrow, _T.select, _T.unbind, _T.chunk, _T.split, _T.split_with_sizes),
-    *(torch.tensor_split, _T.tensor_split),
-)
+@handles(*named("narrow select unbind chunk split split_with_sizes tensor_split"))
 def _along(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Cut along one dim; torch's own result for a tensor of that dim determines the elements of each part."""
     sharded, rest, kwargs = taken(args, kwargs)

@@ -23,7 +23,7 @@ from shardwise.layout import Box
 from shardwise.layout.regroup import expand_box, reshape_boxes
 from shardwise.sharded_tensor.autograd import nothing_of, tied
 from shardwise.sharded_tensor.metadata import ShardMetadata
-from shardwise.sharded_tensor.ops.operands import probe
+from shardwise.sharded_tensor.ops.operands import named, probe
 from shardwise.sharded_tensor.refuse import refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.spec import ChunkShardingSpec
@@ -103,11 +103,7 @@ def assembled(
 # ---------------------------------------------------------------- dims in another order
 
 
-@handles(
-    *(torch.transpose, torch.swapaxes, torch.swapdims, torch.t, torch.permute, torch.movedim, torch.moveaxis),
-    *(_T.transpose, _T.swapaxes, _T.swapdims, _T.t, _T.permute, _T.movedim, _T.moveaxis),
-    *(_T.T.__get__, _T.mT.__get__),
-)
+@handles(*named("transpose swapaxes swapdims t permute movedim moveaxis"), _T.T.__get__, _T.mT.__get__)
 def _permute(func: Any, args: Args, kwargs: Kwargs) -> Any:
     sharded, rest, kwargs = taken(args, kwargs)
     metadata = sharded.metadata()
@@ -126,11 +122,7 @@ def _permute(func: Any, args: Args, kwargs: Kwargs) -> Any:
 # ---------------------------------------------------------------- the same elements in other dims
 
 
-@handles(
-    *(torch.reshape, torch.flatten, torch.unflatten, torch.ravel, torch.squeeze, torch.unsqueeze),
-    *(_T.reshape, _T.flatten, _T.unflatten, _T.ravel, _T.squeeze, _T.unsqueeze, _T.view),
-    *(_T.view_as, _T.reshape_as),
-)
+@handles(*named("reshape flatten unflatten ravel squeeze unsqueeze view view_as reshape_as"))
 def _reshape(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     sharded, rest, kwargs = _shown(args, kwargs)
     if not isinstance(sharded, ShardedTensor):
@@ -200,7 +192,7 @@ def _refuse_reshape(name: str, sharded: ShardedTensor, size: Sequence[int], brok
 # ---------------------------------------------------------------- the same elements several times
 
 
-@handles(torch.broadcast_to, _T.expand, _T.broadcast_to, _T.expand_as)
+@handles(*named("expand broadcast_to expand_as"))
 def _expand(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     tensor, rest, kwargs = _shown(args, kwargs)
     if not isinstance(tensor, ShardedTensor):
