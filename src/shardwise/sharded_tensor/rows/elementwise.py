@@ -198,10 +198,7 @@ def random_(op: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _drawn(op: Any, args: Args, kwargs: Kwargs) -> Tensor:
     first = args[0]
-    if first.is_meta:
-        drawn: Tensor = op(first._local_tensor, *args[1:], **kwargs)
-        return drawn
-    if op._schema.name == "aten::bernoulli":
+    if op._schema.name == "aten::bernoulli" and not first.is_meta:
         source = whole(first)
     else:
         source = torch.empty(first.shape, dtype=first.dtype, device=first.device)
@@ -252,12 +249,7 @@ def product(op: Any, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(a, ShardedRows) or a.piece.axes_along(range(1, a.ndim)) or is_foreign(b):
         refuse(op, args, kwargs)
     if op._schema.name == "aten::bmm":
-        if isinstance(b, ShardedRows):
-            if b.piece.counts != a.piece.counts or b.piece.axes != a.piece.axes:
-                refuse(op, args, kwargs)
-            local = b._local_tensor
-        else:
-            local = local_part(a.piece.with_trailing(b.shape[1:]), b)
+        local = local_operand(op, b, a.piece.with_trailing(b.shape[1:]))
         return rows(op(a._local_tensor, local), a.piece.with_trailing((a.shape[1], b.shape[2])))
     if isinstance(b, ShardedRows):
         if b.shape[0] != 1:  # a whole matrix would have to be gathered
