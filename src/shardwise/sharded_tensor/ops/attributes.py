@@ -16,7 +16,8 @@ from shardwise.sharded_tensor import move
 from shardwise.sharded_tensor.base import is_foreign
 from shardwise.sharded_tensor.construct import from_torch
 from shardwise.sharded_tensor.metadata import check_pinnable
-from shardwise.sharded_tensor.ops.operands import called_as, like, rule
+from shardwise.sharded_tensor.ops.elementwise import on_parts, written
+from shardwise.sharded_tensor.ops.operands import called_as, probe, rule
 from shardwise.sharded_tensor.registry import PLAIN, Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -219,8 +220,6 @@ def _copy_(into: Tensor, other: Any, non_blocking: bool = False) -> Tensor:
         other = from_torch(other)
     if isinstance(other, ShardedTensor) and other.shape == into.shape and not other.metadata().cut_as(cut):
         other = move.move_to(other, lambda: cut, what="copy_")
-    for tensor, piece in zip(into.tensors or [into.anchor], like(into, other), strict=True):
-        tensor.copy_(piece)
-    if into.requires_grad != into.metadata().tensor_properties.requires_grad:
-        into._metadata = into.metadata().with_properties(requires_grad=into.requires_grad)
-    return into
+    elif isinstance(other, Tensor) and not isinstance(other, ShardedTensor):
+        probe(other).expand(cut.size)  # raises on all ranks, if at all
+    return written(into, on_parts(Tensor.copy_, (into, other, non_blocking), {}, into, cut)[0])

@@ -62,7 +62,7 @@ def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if kwargs.get("out") is not None:
         return _into(kwargs["out"], func, args, kwargs)
     leader, metadata = broadcast([*args, *kwargs.values()])
-    results = _each(func, args, kwargs, leader, metadata)
+    results = on_parts(func, args, kwargs, leader, metadata)
     if any(result is NotImplemented for result in results):
         return NotImplemented
     return result_of(results, leader, metadata)
@@ -72,7 +72,7 @@ def in_place(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Apply `func`, which writes its first argument, a sharded tensor, in place; return it. Local."""
     target: Any = args[0] if args else kwargs.get("input")
     check_target(func, target, lambda: broadcast([*args, *kwargs.values()])[1].size)
-    return written(target, _each(func, args, kwargs, target, target.metadata())[0])
+    return written(target, on_parts(func, args, kwargs, target, target.metadata())[0])
 
 
 def check_target(func: Any, target: Any, size: Callable[[], torch.Size]) -> None:
@@ -115,11 +115,11 @@ def _into(out: Any, func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     if not isinstance(out, ShardedTensor) or torch.broadcast_shapes(*shapes) != out.metadata().size:
         refuse(func, args, kwargs)
     broadcast([*others, out])
-    _each(func, args, kwargs, out, out.metadata())
+    on_parts(func, args, kwargs, out, out.metadata())
     return out
 
 
-def _each(func: Any, args: Args, kwargs: Kwargs, leader: ShardedTensor, metadata: Any) -> list[Any]:
+def on_parts(func: Any, args: Args, kwargs: Kwargs, leader: ShardedTensor, metadata: Any) -> list[Any]:
     """Apply `func` to the parts in each local shard; on a rank without shards, to stand-ins."""
     columns = [parts(value, leader=leader, metadata=metadata) for value in args]
     named = {name: parts(value, leader=leader, metadata=metadata) for name, value in kwargs.items()}

@@ -40,7 +40,7 @@ from shardwise.sharded_tensor.ops.lookup import (
     to_all,
     to_holders,
 )
-from shardwise.sharded_tensor.ops.operands import by_name, check_group, like, probe, unsharded
+from shardwise.sharded_tensor.ops.operands import by_name, check_group, parts, probe, unsharded
 from shardwise.sharded_tensor.refuse import refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -249,8 +249,7 @@ def _in_plain_table(lookup: Any, ids: ShardedTensor, table: Tensor, options: dic
             " which is dense; pass sparse=False, or shard the table"
         )
     table = replicated(table, ids.process_group)
-    weights = options.get("per_sample_weights")
-    pieces = [None] * len(ids.tensors) if weights is None else like(ids, weights)
+    pieces = parts(options.get("per_sample_weights"), leader=ids, metadata=ids.metadata())
     results = []
     for mine, piece in zip(ids.tensors, pieces, strict=False):
         if mine.shape[1:] != ids.shape[1:]:  # rows of no ids are no rows

@@ -108,27 +108,6 @@ def as_torch(func: Any, sharded: ShardedTensor, *args: Any) -> None:
     func(torch.empty(size, dtype=sharded.dtype, device="meta" if size.numel() else "cpu"), *args)
 
 
-def like(sharded: ShardedTensor, operand: Any) -> list[Any]:
-    """List the part of `operand` at each local shard of `sharded` (at its anchor, where there is none).
-
-    Args:
-        operand: a number: itself. A plain tensor, replicated and broadcasting to the whole shape: the part
-            in the shard's box. A sharded tensor of the same cut, or cut so that it has the projection of
-            every box on the same rank: its shard.
-
-    Raises:
-        RuntimeError: a tensor that does not broadcast to the whole shape.
-        ShardingError: a sharded tensor of another cut.
-    """
-    if isinstance(operand, Tensor) and not isinstance(operand, ShardedTensor):
-        shape, size = operand.shape, sharded.metadata().size
-        if shape != size and torch.broadcast_shapes(shape, size) != size:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(shape)} does not broadcast to the ShardedTensor's {tuple(size)}"
-            )
-    return parts(operand, leader=sharded, metadata=sharded.metadata())
-
-
 def within(whole: Tensor, box: Box, *, size: Sequence[int]) -> Tensor:
     """Return the part of a tensor, broadcasting to the whole `size`, that lies in `box`: a view."""
     first = len(box.sizes) - whole.ndim

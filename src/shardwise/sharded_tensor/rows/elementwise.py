@@ -259,19 +259,12 @@ def product(op: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def index_put_(op: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run `rows[mask] = scalar`, with a mask of the same cut."""
-    target, indices, value = args[:3]
-    mask = indices[0] if len(indices) == 1 else None
-    if (
-        not isinstance(target, ShardedRows)
-        or not isinstance(mask, ShardedRows)
-        or (mask.dtype, mask.piece) != (torch.bool, target.piece)
-        or value.ndim
-        or any(args[3:])
-    ):
+    """Run `rows[mask] = scalar`, with a mask of the same shape."""
+    target, [mask, *others], value = args[:3]
+    is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == target.shape
+    if not is_mask or others or value.ndim or any(args[3:]):
         refuse(op, args, kwargs)
-    target._local_tensor.masked_fill_(mask._local_tensor, value)
-    return target
+    return elementwise_(torch.ops.aten.masked_fill_.Tensor, (target, mask, value), {})
 
 
 def scalar(op: Any, args: Args, kwargs: Kwargs) -> Any:
