@@ -97,11 +97,8 @@ def of_boxes(
     group: dist.ProcessGroup,
 ) -> ShardedTensor:
     """Return the tensor of these boxes on these global ranks; `tensors` are this rank's. Local."""
-    metadata = ShardedTensorMetadata(
-        [ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{like.device.type}") for box, rank in placed],
-        shape,
-        TensorProperties(dtype=like.dtype),
-    )
+    every = [ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{like.device.type}") for box, rank in placed]
+    metadata = ShardedTensorMetadata(every, shape, TensorProperties(dtype=like.dtype))
     places = metadata.held_by(dist.get_rank())
     shards = [Shard(tensor, place) for tensor, place in zip(tensors, places, strict=True)]
     return ShardedTensor.wrap(shards, metadata, process_group=group)

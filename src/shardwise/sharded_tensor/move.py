@@ -57,13 +57,14 @@ def move_to(
         return sharded.with_tensors([], metadata=wanted(), anchor=sharded.anchor)
     ranks = dist.get_process_group_ranks(group)
 
-    def built() -> tuple[ShardedTensorMetadata, _Plan]:
+    def built() -> tuple[tuple[ShardedTensorMetadata, _Plan], str]:
         failure.raise_here(failure.known(sharded))
         target = wanted()
         cuts = [_Cut(describe(metadata), metadata) for metadata in (source, target)]
-        return target, _plan(*cuts, tuple(ranks), group.rank())
+        plan = _plan(*cuts, tuple(ranks), group.rank())
+        return (target, plan), plan.text
 
-    (target, plan), agreement = proposed(built, text=lambda made: made[1].text, group=group, what=what)
+    (target, plan), agreement = proposed(built, group=group, what=what)
     if source.cut_as(target):
         made, anchor = [tensor.view_as(tensor) for tensor in sharded.tensors], sharded.anchor.view(-1)
     else:
@@ -117,6 +118,11 @@ def describe(metadata: ShardedTensorMetadata) -> str:
     """Describe `metadata` completely; equal metadata give equal texts."""
     shards = [f"{s.shard_offsets}+{s.shard_sizes} on {s.placement}" for s in metadata.shards_metadata]
     return "\n".join([f"{tuple(metadata.size)} {metadata.tensor_properties.dtype}", *shards])
+
+
+def described(metadata: ShardedTensorMetadata) -> tuple[ShardedTensorMetadata, str]:
+    """Return `metadata` and its description, for ranks to agree on."""
+    return metadata, describe(metadata)
 
 
 @does(ShardedTensor.full_tensor)

@@ -81,12 +81,9 @@ class ShardedTensor(ShardedTensorBase):
         """
         properties = metadata.tensor_properties
         if anchor is None:
-            anchor = torch.empty(
-                0,
-                dtype=properties.dtype,
-                device=device_of([shard.tensor for shard in shards], metadata),
-                requires_grad=properties.requires_grad,
-            )
+            device = device_of([shard.tensor for shard in shards], metadata)
+            anchor = torch.empty(0, dtype=properties.dtype, device=device)
+            anchor.requires_grad_(properties.requires_grad)
         made: ShardedTensor = _compat.make_wrapper(
             cls, metadata.size, dtype=properties.dtype, device=anchor.device, requires_grad=False
         )
