@@ -17,7 +17,7 @@ Autograd runs them in the reverse order of their creation, which is the same on 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -110,23 +110,28 @@ def all_extreme(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -> T
     return extreme(tensor.detach(), lambda each: all_reduced(each, group, op), largest=largest)
 
 
+class Route(NamedTuple):
+    """A rank's part in a move: the messages, the boxes that it has, and those that it gets."""
+
+    messages: list[Message]
+    source: list[Box]
+    target: list[Box]
+
+
 def moved(
     tensors: Sequence[Tensor],
-    messages: Sequence[Message],
+    route: Route,
     *,
-    source: Sequence[Box],
-    target: Sequence[Box],
     group: dist.ProcessGroup,
     anchor: Tensor,
     like: torch.memory_format = torch.contiguous_format,
     agreement: Agreement | None = None,
     to_all: Sequence[Sequence[Box]] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """Return this rank's `target` boxes, filled by `messages` from the ranks' `source` boxes. Collective.
+    """Return the boxes that this rank gets, filled from the ranks' own. Collective.
 
     Args:
-        tensors: this rank's source boxes. The source boxes of all ranks are an exact cover, as are the
-            target boxes.
+        tensors: of the boxes that this rank has. Those of all ranks are an exact cover before and after.
         anchor: an empty tensor that requires grad if the whole source does.
         like: memory format of the results.
         agreement: an agreement about these messages, in progress; see `exchange`.
@@ -136,6 +141,7 @@ def moved(
         The target tensors, and an empty one that keeps a rank without any in the autograd graph.
     """
     nothing = anchor.detach().new_empty(0)
+    messages, source, target = route
 
     def forward(_: Tensor, *held: Tensor) -> tuple[Tensor, ...]:
         made = [
@@ -206,12 +212,9 @@ def fill(
     landing = [
         t if (t.dtype, t.device) == (wire.dtype, wire.device) else wire.new_empty(t.shape) for t in target
     ]
-    exchange_values(
-        transfer(held, wanted, rank=rank),
-        source=[(box, t.detach().to(wire)) for box, t in zip(held[rank], source, strict=True)],
-        target=list(zip(wanted[rank], landing, strict=True)),
-        group=group,
-    )
+    messages, filled = transfer(held, wanted, rank=rank), list(zip(wanted[rank], landing, strict=True))
+    sent = [(box, t.detach().to(wire)) for box, t in zip(held[rank], source, strict=True)]
+    exchange_values(messages, source=sent, target=filled, group=group)
     for tensor, landed in zip(target, landing, strict=True):
         if landed is not tensor:
             tensor.copy_(landed)

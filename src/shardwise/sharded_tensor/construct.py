@@ -38,7 +38,7 @@ from shardwise.sharded_tensor.metadata import (
     check_pinnable,
     size_of,
 )
-from shardwise.sharded_tensor.move import describe, described
+from shardwise.sharded_tensor.move import boxes_of, describe, described
 from shardwise.sharded_tensor.registry import does
 from shardwise.sharded_tensor.remote import register_shards
 from shardwise.sharded_tensor.spec import ShardingSpec, spec_of
@@ -71,13 +71,9 @@ def empty(
         ShardingError: on every rank, for a layout, size or spec that is not possible.
         RankMismatchError: on every rank, if ranks have different sizes, properties or specs.
     """
-    properties: Any = {
-        "requires_grad": requires_grad,
-        "memory_format": memory_format,
-        "pin_memory": pin_memory,
-    }
-    placed: Any = {"process_group": process_group, "init_rrefs": init_rrefs}
-    return _made(sharding_spec, size, dtype=dtype, layout=layout, **placed, **properties)
+    properties: Any = {"requires_grad": requires_grad, "memory_format": memory_format}
+    others: Any = {"pin_memory": pin_memory, "process_group": process_group, "init_rrefs": init_rrefs}
+    return _made(sharding_spec, size, dtype=dtype, layout=layout, **properties, **others)
 
 
 def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Any) -> ShardedTensor:
@@ -287,14 +283,9 @@ def shard_tensor(
     whole = Box.whole(tensor.shape)
     if not is_outside(group):
         held = [[whole] if src_rank in (None, rank) else [] for rank in range(group.size())]
-        fill(
-            held,
-            metadata.boxes_by(dist.get_process_group_ranks(group)),
-            source=[tensor] if held[group.rank()] else [],
-            target=[shard.tensor for shard in shards],
-            group=group,
-            wire=tensor,
-        )
+        wanted, target = boxes_of(metadata, group), [shard.tensor for shard in shards]
+        source = [tensor] if held[group.rank()] else []
+        fill(held, wanted, source=source, target=target, group=group, wire=tensor)
     return _wrapped(shards, metadata, group, sharding_spec)
 
 

@@ -116,11 +116,8 @@ class RaggedShardingSpec(ShardingSpec):
     placements: list[RemoteDevice]
 
     def __init__(self, dim: int, sizes: Sequence[int], placements: Sequence[Any]) -> None:
-        self.dim, self.sizes, self.placements = (
-            _int_dim(self, dim),
-            list(sizes),
-            _placements(self, placements),
-        )
+        self.dim, self.sizes = _int_dim(self, dim), list(sizes)
+        self.placements = _placements(self, placements)
         if len(self.sizes) != len(self.placements) or any(size < 0 for size in self.sizes):
             raise ShardingError(
                 f"RaggedShardingSpec needs one size of at least 0 for each placement, found {self.sizes}"

@@ -32,7 +32,7 @@ from torch import Tensor
 from shardwise.comm.agree import fingerprint, together
 from shardwise.errors import ShardingError
 from shardwise.layout import Box, transfer
-from shardwise.sharded_tensor.autograd import all_reduced, moved, nothing_of, replicated, summed
+from shardwise.sharded_tensor.autograd import Route, all_reduced, moved, nothing_of, replicated, summed
 from shardwise.sharded_tensor.group import is_outside
 from shardwise.sharded_tensor.metadata import Shard, TensorProperties
 from shardwise.sharded_tensor.ops.operands import total_of
@@ -137,14 +137,9 @@ def to_holders(weight: ShardedTensor, look: Lookup, ids: ShardedTensor) -> Shard
         _partial(table, box, look, at).unsqueeze(0)
         for table, box, at in zip(weight.tensors, weight.boxes, own, strict=True)
     ]
-    received, anchor = moved(
-        sent,
-        transfer(made, wanted, rank=rank),
-        source=made[rank],
-        target=wanted[rank],
-        group=weight.process_group,
-        anchor=stand_in(weight, [look.weights]),
-    )
+    route = Route(transfer(made, wanted, rank=rank), made[rank], wanted[rank])
+    anchor = stand_in(weight, [look.weights])
+    received, anchor = moved(sent, route, group=weight.process_group, anchor=anchor)
     results = []
     for number, batch in enumerate(ids.boxes):
         begin, end = _span(batch, look, ids)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -204,12 +205,8 @@ def _joined_shards(tensors: Sequence[Tensor], *, dim: int, size: torch.Size) -> 
             cover([shard.box for shard in metadata.shards_metadata], size)
         except ShardingError as error:
             refuse_case("cat", *sharded, why=str(error), instead="leave out the tensors without elements")
-    columns = [
-        (t.tensors or [t.anchor])
-        if isinstance(t, ShardedTensor)
-        else parts(t, leader=first, metadata=metadata)
-        for t in tensors
-    ]
+    cut = partial(parts, leader=first, metadata=metadata)  # of a plain one
+    columns = [t.tensors or [t.anchor] if isinstance(t, ShardedTensor) else cut(t) for t in tensors]
     if not first.tensors:
         return first.with_tensors([], metadata=metadata, anchor=torch.cat([piece for [piece] in columns]))
     return first.with_tensors(
