@@ -347,11 +347,7 @@ def _wrapped(
 
 
 def _drawn(
-    spec: ShardingSpec,
-    size: tuple[Any, ...],
-    options: dict[str, Any],
-    seed: int | None,
-    draw: partial[Tensor],
+    spec: ShardingSpec, size: Sequence[Any], options: dict[str, Any], seed: int | None, draw: partial[Tensor]
 ) -> ShardedTensor:
     """Make a tensor filled by `draw`, a function of `sharded_tensor.random`."""
     made = _made(spec, size, values=f"{draw.func.__name__} {draw.keywords} of seed {seed}", **options)

@@ -42,12 +42,7 @@ class RemoteDevice:
         if not slash and (text.startswith("rank:") or not _is_device(text)):
             process, device = text, "cpu"
         by_rank = process.startswith("rank:")
-        if (
-            not text
-            or text.startswith("/")
-            or not _is_device(device)
-            or (by_rank and not process[5:].isdecimal())
-        ):
+        if text[:1] in ("", "/") or not _is_device(device) or (by_rank and not process[5:].isdecimal()):
             raise _bad_placement(text)
         self._process = int(process[5:]) if by_rank else process
         self._device = torch.device(device)

@@ -1,4 +1,4 @@
-"""References to shards of other processes, over torch RPC; and placements by the name of an RPC worker.
+"""References to shards of other processes, over torch RPC.
 
 A process's worker id must be its global rank, as `init_rpc(name, rank=dist.get_rank(), ...)` makes it. Each
 process keeps its registered tensors by number, weakly: once a tensor is gone, only references keep its shards

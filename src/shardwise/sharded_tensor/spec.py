@@ -52,10 +52,7 @@ class ShardingSpec(ABC):
 
     @declared
     def shard(
-        self,
-        tensor: torch.Tensor,
-        src_rank: int | None = 0,
-        process_group: dist.ProcessGroup | None = None,
+        self, tensor: torch.Tensor, src_rank: int | None = 0, process_group: dist.ProcessGroup | None = None
     ) -> Any:
         """Cut the `tensor` of group rank `src_rank`; see `shard_tensor`. Collective over the group."""
         raise NotImplementedError

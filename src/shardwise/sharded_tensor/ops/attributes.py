@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -125,9 +124,8 @@ def _set_grad(sharded: ShardedTensor, grad: Any = None) -> None:
 @rule(_T.detach_, takes="input")
 def _detach_(func: Any, sharded: ShardedTensor) -> ShardedTensor:
     # Not in place: on some ranks only, shards may be views, which torch cannot detach in place.
-    sharded._shards = [replace(shard, tensor=shard.tensor.detach()) for shard in sharded._shards]
-    sharded.anchor = sharded.anchor.detach()
-    sharded._metadata = sharded.metadata().with_properties(requires_grad=False)
+    one = cast(ShardedTensor, sharded.detach())
+    sharded._shards, sharded.anchor, sharded._metadata = one._shards, one.anchor, one._metadata
     return sharded
 
 

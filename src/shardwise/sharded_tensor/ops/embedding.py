@@ -234,10 +234,9 @@ def _on_columns(
 
     metadata = weight.metadata().map((*lead, weight.shape[1]), of_result)
     anchor = stand_in(weight, [weights])
-    tensors = [
-        anchor.new_zeros((*lead, 0)) + table.sum() + anchor.sum() if box.is_empty else lookup(table)
-        for table, box in zip(weight.tensors, weight.boxes, strict=True)
-    ]
+    shards = zip(weight.tensors, weight.boxes, strict=True)
+    nothing = anchor.new_zeros((*lead, 0)) + anchor.sum()
+    tensors = [nothing + table.sum() if box.is_empty else lookup(table) for table, box in shards]
     return weight.with_tensors(tensors, metadata=metadata, anchor=anchor)
 
 

@@ -133,10 +133,8 @@ def to_holders(weight: ShardedTensor, look: Lookup, ids: ShardedTensor) -> Shard
     rank, tables = weight.process_group.rank(), weight.metadata().shards_metadata
     found, made, wanted = _routes(weight, look, ids)
     own = [at for shard, at in zip(tables, found, strict=True) if shard.rank == dist.get_rank()]
-    sent = [
-        _partial(table, box, look, at).unsqueeze(0)
-        for table, box, at in zip(weight.tensors, weight.boxes, own, strict=True)
-    ]
+    shards = zip(weight.tensors, weight.boxes, own, strict=True)
+    sent = [_partial(table, box, look, at).unsqueeze(0) for table, box, at in shards]
     route = Route(transfer(made, wanted, rank=rank), made[rank], wanted[rank])
     anchor = stand_in(weight, [look.weights])
     received, anchor = moved(sent, route, group=weight.process_group, anchor=anchor)

@@ -161,9 +161,8 @@ def _total(
 def _extreme(sharded: ShardedTensor, dims: Dims, *, largest: bool) -> Tensor:
     """Return the largest or smallest elements along `dims`, which it keeps, without gradient. Collective."""
     wide = wide_of(sharded.dtype)
-    what, better, along = (
-        ("the largest", torch.maximum, torch.amax) if largest else ("the smallest", torch.minimum, torch.amin)
-    )
+    what, better = ("the largest", torch.maximum) if largest else ("the smallest", torch.minimum)
+    along = torch.amax if largest else torch.amin
     worst = torch.full((), worst_of(wide, largest=largest), dtype=wide, device=sharded.anchor.device)
     found = _joined(
         what, sharded, dims, worst, lambda held, t: better(held, along(t, dims, keepdim=True).to(wide))

@@ -198,10 +198,8 @@ def random_(op: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _drawn(op: Any, args: Args, kwargs: Kwargs) -> Tensor:
     first = args[0]
-    if op._schema.name == "aten::bernoulli" and not first.is_meta:
-        source = whole(first)
-    else:
-        source = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+    draws = first.is_meta or op._schema.name != "aten::bernoulli"
+    source = torch.empty(first.shape, dtype=first.dtype, device=first.device) if draws else whole(first)
     others = [whole(value) if isinstance(value, ShardedRows) else value for value in args[1:]]
     return local_part(first.piece, op(source, *others, **kwargs)).clone()
 
