@@ -17,7 +17,7 @@ Autograd runs them in the reverse order of their creation, which is the same on 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -58,8 +58,6 @@ def replicated(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum every rank's `tensor` (all of one shape and dtype) on every rank. Collective over `group`."""
-    if group.size() == 1:
-        return tensor
     return cast(Tensor, linked(lambda t: all_reduced(t, group), lambda grad: (grad,), tensor))
 
 
@@ -77,9 +75,10 @@ def tied(tensor: Tensor, ends: Sequence[Tensor]) -> Tensor:
     return cast(Tensor, linked(lambda t, *_: t.view_as(t), lambda grad: (grad, *nothing), tensor, *needed))
 
 
-def nothing_of(tensor: Tensor) -> Tensor:
-    """Return an empty 1-D slice of a tensor, which is connected to it in the autograd graph."""
-    return (tensor.narrow(0, 0, 0) if tensor.ndim else tensor.reshape(1).narrow(0, 0, 0)).reshape(-1)
+def nothing_of(*tensors: Tensor) -> Tensor:
+    """Return an empty 1-D tensor, which is connected to all of `tensors` in the autograd graph."""
+    empty = [torch.atleast_1d(tensor).narrow(0, 0, 0).reshape(-1) for tensor in tensors]
+    return empty[0] if len(empty) == 1 else torch.cat(empty)
 
 
 def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -111,23 +110,28 @@ def all_extreme(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -> T
     return extreme(tensor.detach(), lambda each: all_reduced(each, group, op), largest=largest)
 
 
+class Route(NamedTuple):
+    """A rank's part in a move: the messages, the boxes that it has, and those that it gets."""
+
+    messages: list[Message]
+    source: list[Box]
+    target: list[Box]
+
+
 def moved(
     tensors: Sequence[Tensor],
-    messages: Sequence[Message],
+    route: Route,
     *,
-    source: Sequence[Box],
-    target: Sequence[Box],
     group: dist.ProcessGroup,
     anchor: Tensor,
     like: torch.memory_format = torch.contiguous_format,
     agreement: Agreement | None = None,
     to_all: Sequence[Sequence[Box]] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """Return this rank's `target` boxes, filled by `messages` from the ranks' `source` boxes. Collective.
+    """Return the boxes that this rank gets, filled from the ranks' own. Collective.
 
     Args:
-        tensors: this rank's source boxes. The source boxes of all ranks are an exact cover, as are the
-            target boxes.
+        tensors: of the boxes that this rank has. Those of all ranks are an exact cover before and after.
         anchor: an empty tensor that requires grad if the whole source does.
         like: memory format of the results.
         agreement: an agreement about these messages, in progress; see `exchange`.
@@ -137,6 +141,7 @@ def moved(
         The target tensors, and an empty one that keeps a rank without any in the autograd graph.
     """
     nothing = anchor.detach().new_empty(0)
+    messages, source, target = route
 
     def forward(_: Tensor, *held: Tensor) -> tuple[Tensor, ...]:
         made = [
@@ -207,12 +212,9 @@ def fill(
     landing = [
         t if (t.dtype, t.device) == (wire.dtype, wire.device) else wire.new_empty(t.shape) for t in target
     ]
-    exchange_values(
-        transfer(held, wanted, rank=rank),
-        source=[(box, t.detach().to(wire)) for box, t in zip(held[rank], source, strict=True)],
-        target=list(zip(wanted[rank], landing, strict=True)),
-        group=group,
-    )
+    messages, filled = transfer(held, wanted, rank=rank), list(zip(wanted[rank], landing, strict=True))
+    sent = [(box, t.detach().to(wire)) for box, t in zip(held[rank], source, strict=True)]
+    exchange_values(messages, source=sent, target=filled, group=group)
     for tensor, landed in zip(target, landing, strict=True):
         if landed is not tensor:
             tensor.copy_(landed)

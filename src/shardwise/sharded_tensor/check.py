@@ -73,11 +73,8 @@ def gather_shards(
     for name in ("dtype", "memory_format"):
         if name in known:
             properties[name] = getattr(torch, known[name].removeprefix("torch."))
-    metadata = ShardedTensorMetadata(
-        [ShardMetadata(*place) for each in by_rank for place in each["shards"]],
-        size_of(global_size),
-        TensorProperties(**properties),
-    )
+    places = [ShardMetadata(*place) for each in by_rank for place in each["shards"]]
+    metadata = ShardedTensorMetadata(places, size_of(global_size), TensorProperties(**properties))
     metadata.check(ranks)
     return metadata
 
@@ -104,12 +101,11 @@ def check_local(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> lis
 
 
 def proposed(
-    make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.ProcessGroup, what: str
+    make: Callable[[], tuple[_T, str]], *, group: dist.ProcessGroup, what: str
 ) -> tuple[_T, Agreement]:
     """Run `agreed` without its confirmation: the caller must complete the agreement."""
     try:
-        made = make()
-        words = text(made)
+        made, words = make()
     except Exception as error:  # whatever a user's spec raises
         message = str(error).removeprefix(f"{here()}: ")  # so that ranks that fail alike report the same
         agree(f"impossible: {message}", group=group, what=what)
@@ -117,14 +113,14 @@ def proposed(
     return made, Agreement(words, group=group, what=what)
 
 
-def agreed(make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.ProcessGroup, what: str) -> _T:
+def agreed(make: Callable[[], tuple[_T, str]], *, group: dist.ProcessGroup, what: str) -> _T:
     """Call `make()`, pure arithmetic, and raise unless all ranks make the same. Collective over `group`.
 
     A process outside the group only calls `make()`.
 
     Args:
-        make: may raise; only if ranks get different arguments may it raise on some of them.
-        text: describes the result in words, equal for equal results.
+        make: returns a result and words for it, equal for equal results. It may raise; only if ranks get
+            different arguments may it raise on some of them.
         what: the result's name, for the error.
 
     Raises:
@@ -132,8 +128,8 @@ def agreed(make: Callable[[], _T], *, text: Callable[[_T], str], group: dist.Pro
         Exception: the exception of `make`, if it raises on all ranks.
     """
     if is_outside(group):
-        return make()
-    made, agreement = proposed(make, text=text, group=group, what=what)
+        return make()[0]
+    made, agreement = proposed(make, group=group, what=what)
     agreement.confirm()
     return made
 

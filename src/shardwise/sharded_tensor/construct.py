@@ -24,7 +24,6 @@ from torch import Tensor
 
 from shardwise import _compat
 from shardwise.comm.agree import device_of
-from shardwise.comm.exchange import part
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor import random
@@ -39,7 +38,7 @@ from shardwise.sharded_tensor.metadata import (
     check_pinnable,
     size_of,
 )
-from shardwise.sharded_tensor.move import describe
+from shardwise.sharded_tensor.move import boxes_of, describe, described
 from shardwise.sharded_tensor.registry import does
 from shardwise.sharded_tensor.remote import register_shards
 from shardwise.sharded_tensor.spec import ShardingSpec, spec_of
@@ -72,13 +71,9 @@ def empty(
         ShardingError: on every rank, for a layout, size or spec that is not possible.
         RankMismatchError: on every rank, if ranks have different sizes, properties or specs.
     """
-    properties: Any = {
-        "requires_grad": requires_grad,
-        "memory_format": memory_format,
-        "pin_memory": pin_memory,
-    }
-    placed: Any = {"process_group": process_group, "init_rrefs": init_rrefs}
-    return _made(sharding_spec, size, dtype=dtype, layout=layout, **placed, **properties)
+    properties: Any = {"requires_grad": requires_grad, "memory_format": memory_format}
+    others: Any = {"pin_memory": pin_memory, "process_group": process_group, "init_rrefs": init_rrefs}
+    return _made(sharding_spec, size, dtype=dtype, layout=layout, **properties, **others)
 
 
 def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Any) -> ShardedTensor:
@@ -182,20 +177,15 @@ def init_from_local_shards_and_global_metadata(
     """
     group = group_or_default(process_group)
 
-    def checked() -> ShardedTensorMetadata:
+    def checked() -> tuple[ShardedTensorMetadata, str]:
         metadata = with_ranks(ShardedTensorMetadata.of(sharded_tensor_metadata))
         metadata.check(ranks_of(group))
         problems = check_local([Shard.of(shard) for shard in local_shards], metadata)
         if problems:
             raise ShardingError(f"{here()}: " + "; ".join(problems))
-        return metadata
+        return metadata, f"{metadata.tensor_properties} {describe(metadata)}"
 
-    metadata = agreed(
-        checked,
-        text=lambda known: f"{known.tensor_properties} {describe(known)}",
-        group=group,
-        what="the tensor to make of local shards",
-    )
+    metadata = agreed(checked, group=group, what="the tensor to make of local shards")
     return _wrapped([Shard.of(shard) for shard in local_shards], metadata, group, sharding_spec, init_rrefs)
 
 
@@ -245,12 +235,8 @@ def init_from_local_tensor(
         return local
 
     found = gather_shards(shards, global_size, group=group)
-    metadata = agreed(
-        lambda: cut_by(sharding_spec, found.size, found.tensor_properties, group),
-        text=describe,
-        group=group,
-        what="the spec of the local tensors",
-    )
+    cut = partial(cut_by, sharding_spec, found.size, found.tensor_properties, group)
+    metadata = agreed(lambda: described(cut()), group=group, what="the spec of the local tensors")
     return _wrapped(local, metadata, group, sharding_spec, init_rrefs)
 
 
@@ -274,7 +260,7 @@ def shard_tensor(
     """
     group = group_or_default(process_group)
 
-    def built() -> ShardedTensorMetadata:
+    def built() -> tuple[ShardedTensorMetadata, str]:
         if isinstance(tensor, ShardedTensor):
             raise ShardingError("shard_tensor() cuts a plain tensor, found a sharded one; use its reshard()")
         if is_foreign(tensor):
@@ -290,29 +276,16 @@ def shard_tensor(
                 f"a tensor on the meta device has no values for shards on {devices}; use empty(), or a tensor"
                 " with values"
             )
-        return metadata
+        return metadata, f"src_rank {src_rank}, requires_grad {tensor.requires_grad}, {describe(metadata)}"
 
-    metadata = agreed(
-        built,
-        text=lambda made: f"src_rank {src_rank}, requires_grad {tensor.requires_grad}, {describe(made)}",
-        group=group,
-        what="the tensor to shard",
-    )
+    metadata = agreed(built, group=group, what="the tensor to shard")
     shards = _allocated(metadata)
     whole = Box.whole(tensor.shape)
-    if src_rank is None or is_outside(group):
-        for shard in shards:
-            shard.tensor.copy_(part(whole, tensor, shard.box))
-    else:
-        held = [[whole] if rank == src_rank else [] for rank in range(group.size())]
-        fill(
-            held,
-            metadata.boxes_by(dist.get_process_group_ranks(group)),
-            source=[tensor] if group.rank() == src_rank else [],
-            target=[shard.tensor for shard in shards],
-            group=group,
-            wire=tensor,
-        )
+    if not is_outside(group):
+        held = [[whole] if src_rank in (None, rank) else [] for rank in range(group.size())]
+        wanted, target = boxes_of(metadata, group), [shard.tensor for shard in shards]
+        source = [tensor] if held[group.rank()] else []
+        fill(held, wanted, source=source, target=target, group=group, wire=tensor)
     return _wrapped(shards, metadata, group, sharding_spec)
 
 
@@ -339,7 +312,7 @@ def _made(
     """Make an `empty` tensor, to be filled with `values`: a description that ranks compare."""
     group = group_or_default(process_group)
 
-    def built() -> ShardedTensorMetadata:
+    def built() -> tuple[ShardedTensorMetadata, str]:
         if layout != torch.strided:
             raise ShardingError(f"a sharded tensor has layout torch.strided, found {layout}; use that")
         wanted = TensorProperties(dtype=dtype or torch.get_default_dtype(), **properties)
@@ -353,14 +326,9 @@ def _made(
             raise ShardingError(f"a tensor of {wanted.dtype} cannot require grad; use a floating-point dtype")
         if wanted.pin_memory:
             check_pinnable()
-        return metadata
+        return metadata, f"{metadata.tensor_properties} {values} {describe(metadata)}"
 
-    metadata = agreed(
-        built,
-        text=lambda made: f"{made.tensor_properties} {values} {describe(made)}",
-        group=group,
-        what="the tensor to make",
-    )
+    metadata = agreed(built, group=group, what="the tensor to make")
     return _wrapped(_allocated(metadata), metadata, group, sharding_spec, init_rrefs)
 
 
@@ -379,11 +347,7 @@ def _wrapped(
 
 
 def _drawn(
-    spec: ShardingSpec,
-    size: tuple[Any, ...],
-    options: dict[str, Any],
-    seed: int | None,
-    draw: partial[Tensor],
+    spec: ShardingSpec, size: Sequence[Any], options: dict[str, Any], seed: int | None, draw: partial[Tensor]
 ) -> ShardedTensor:
     """Make a tensor filled by `draw`, a function of `sharded_tensor.random`."""
     made = _made(spec, size, values=f"{draw.func.__name__} {draw.keywords} of seed {seed}", **options)
@@ -408,13 +372,6 @@ def _allocated(metadata: ShardedTensorMetadata) -> list[Shard]:
     properties, shards = metadata.tensor_properties, []
     for place in metadata.held_by(dist.get_rank()):
         assert place.placement is not None
-        tensor = torch.empty(
-            place.shard_sizes,
-            dtype=properties.dtype,
-            device=place.placement.device(),
-            requires_grad=properties.requires_grad,
-            pin_memory=properties.pin_memory,
-            memory_format=properties.memory_format,
-        )
+        tensor = torch.empty(place.shard_sizes, device=place.placement.device(), **vars(properties))
         shards.append(Shard(tensor, place))
     return shards

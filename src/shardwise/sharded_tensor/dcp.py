@@ -40,14 +40,8 @@ def write_items(
 ) -> list[WriteItem]:
     """List the write items of `parts` of the tensor `name`, with the dtype and layout of `like`."""
     properties = TensorProperties.create_from_tensor(like)
-    return [
-        WriteItem(
-            index=MetadataIndex(name, part.offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=part, properties=properties, size=size),
-        )
-        for part in parts
-    ]
+    data = [TensorWriteData(chunk=part, properties=properties, size=size) for part in parts]
+    return [WriteItem(MetadataIndex(name, d.chunk.offsets), WriteItemType.SHARD, tensor_data=d) for d in data]
 
 
 def _write_items(sharded: ShardedTensor, name: str, value: Any) -> list[WriteItem]:

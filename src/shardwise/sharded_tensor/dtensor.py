@@ -97,11 +97,8 @@ def of_boxes(
     group: dist.ProcessGroup,
 ) -> ShardedTensor:
     """Return the tensor of these boxes on these global ranks; `tensors` are this rank's. Local."""
-    metadata = ShardedTensorMetadata(
-        [ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{like.device.type}") for box, rank in placed],
-        shape,
-        TensorProperties(dtype=like.dtype),
-    )
+    every = [ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{like.device.type}") for box, rank in placed]
+    metadata = ShardedTensorMetadata(every, shape, TensorProperties(dtype=like.dtype))
     places = metadata.held_by(dist.get_rank())
     shards = [Shard(tensor, place) for tensor, place in zip(tensors, places, strict=True)]
     return ShardedTensor.wrap(shards, metadata, process_group=group)
@@ -138,14 +135,9 @@ def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Pl
     wanted = [[box for box, _ in parts[rank].boxes] if rank in parts else [] for rank in ranks]
     mine = parts.get(dist.get_rank())
     local = sharded.anchor.detach().new_empty(0 if mine is None else mine.sizes)
-    fill(
-        metadata.boxes_by(ranks),
-        wanted,
-        source=[shard.tensor for shard in sharded.local_shards()],
-        target=[] if mine is None else [local[slices] for _, slices in mine.boxes],
-        group=group,
-        wire=local,
-    )
+    held, source = metadata.boxes_by(ranks), [shard.tensor for shard in sharded.local_shards()]
+    target = [] if mine is None else [local[slices] for _, slices in mine.boxes]
+    fill(held, wanted, source=source, target=target, group=group, wire=local)
     spec = _compat.dtensor_spec(mesh, placements, shape=metadata.size, dtype=local.dtype)
     if local.device.type != mesh.device_type:
         local = local.to(mesh.device_type)
@@ -234,17 +226,11 @@ def to_rows(sharded: ShardedTensor, rows: ShardedRows) -> None:
         RankMismatchError: on every rank, if ranks pass differently cut tensors.
     """
     metadata, group = sharded.metadata(), sharded.process_group
-    wanted = _all_boxes(rows, group=group, shape=metadata.size)
+    wanted = [[box] for box in _all_boxes(rows, group=group, shape=metadata.size)]
     text = failure.with_failures(describe(metadata), sharded)
     agree(text, group=group, what="the sharded tensor to copy into rows")
-    fill(
-        boxes_of(metadata, group),
-        [[box] for box in wanted],
-        source=sharded.tensors,
-        target=[rows.local],
-        group=group,
-        wire=sharded.anchor,
-    )
+    held = boxes_of(metadata, group)
+    fill(held, wanted, source=sharded.tensors, target=[rows.local], group=group, wire=sharded.anchor)
 
 
 def _all_boxes(

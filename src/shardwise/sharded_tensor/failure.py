@@ -145,13 +145,9 @@ def _twin_of(tensor: Any, twin: Callable[[Tensor], Tensor]) -> Any:
     if not isinstance(tensor, ShardedTensorBase):
         return twin(tensor)
     sharded: Any = tensor
-    return sharded.wrap(
-        [Shard(twin(shard.tensor), shard.metadata) for shard in tensor._shards],
-        tensor.metadata(),
-        process_group=OUTSIDE,
-        sharding_spec=tensor._spec,
-        anchor=twin(sharded.anchor),
-    )
+    shards = [Shard(twin(shard.tensor), shard.metadata) for shard in tensor._shards]
+    spec, anchor = tensor._spec, twin(sharded.anchor)
+    return sharded.wrap(shards, tensor.metadata(), process_group=OUTSIDE, sharding_spec=spec, anchor=anchor)
 
 
 def _ones(tensor: Tensor, device: torch.device | str | None = None) -> Tensor:

@@ -42,12 +42,7 @@ class RemoteDevice:
         if not slash and (text.startswith("rank:") or not _is_device(text)):
             process, device = text, "cpu"
         by_rank = process.startswith("rank:")
-        if (
-            not text
-            or text.startswith("/")
-            or not _is_device(device)
-            or (by_rank and not process[5:].isdecimal())
-        ):
+        if text[:1] in ("", "/") or not _is_device(device) or (by_rank and not process[5:].isdecimal()):
             raise _bad_placement(text)
         self._process = int(process[5:]) if by_rank else process
         self._device = torch.device(device)
@@ -170,13 +165,8 @@ class TensorProperties:
     @staticmethod
     def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
         """Return the properties of `tensor`."""
-        return TensorProperties(
-            dtype=tensor.dtype,
-            layout=tensor.layout,
-            requires_grad=tensor.requires_grad,
-            memory_format=memory_format_of(tensor),
-            pin_memory=tensor.is_pinned(),
-        )
+        memory_format, pinned = memory_format_of(tensor), tensor.is_pinned()
+        return TensorProperties(tensor.dtype, tensor.layout, tensor.requires_grad, memory_format, pinned)
 
     def __getstate__(self) -> dict[str, Any]:
         # By name: torch.save's pickle protocol, 2, cannot store a memory format.
@@ -218,10 +208,8 @@ def _check_movable(dtype: torch.dtype) -> None:
 
 def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
     """Return the memory format in which `tensor` is dense; `torch.preserve_format` for other strides."""
-    for memory_format in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d):
-        if tensor.is_contiguous(memory_format=memory_format):
-            return memory_format
-    return torch.preserve_format
+    formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+    return next((f for f in formats if tensor.is_contiguous(memory_format=f)), torch.preserve_format)
 
 
 @dataclass
@@ -265,15 +253,11 @@ class ShardedTensorMetadata:
         """Return whether both have one shape and give the same boxes to the same ranks in the same order."""
         if self is other or self.shards_metadata is other.shards_metadata:
             return True
-        mine, theirs = self.shards_metadata, other.shards_metadata
-        return (
-            self.size == other.size
-            and len(mine) == len(theirs)
-            and all(
-                a.shard_offsets == b.shard_offsets and a.shard_sizes == b.shard_sizes and a.rank == b.rank
-                for a, b in zip(mine, theirs, strict=True)
-            )
-        )
+        return self.size == other.size and self.places() == other.places()
+
+    def places(self) -> list[tuple[int, list[int], list[int]]]:
+        """List rank, offsets and sizes of every shard."""
+        return [(shard.rank, shard.shard_offsets, shard.shard_sizes) for shard in self.shards_metadata]
 
     def with_properties(self, **changes: Any) -> ShardedTensorMetadata:
         """Return the metadata with other tensor properties."""

@@ -33,7 +33,7 @@ from shardwise.sharded_tensor.check import agreed
 from shardwise.sharded_tensor.construct import empty, from_torch, shard_tensor
 from shardwise.sharded_tensor.group import cut_by, group_or_default
 from shardwise.sharded_tensor.metadata import Shard, TensorProperties
-from shardwise.sharded_tensor.move import boxes_of, describe
+from shardwise.sharded_tensor.move import boxes_of, described
 from shardwise.sharded_tensor.spec import ChunkShardingSpec, ShardingSpec, spec_of
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -116,12 +116,7 @@ def shard_module(
     """
     group = group_or_default(process_group)
     outputs, local = plan.output_plan or {}, plan.return_local_tensor or []
-    agreed(
-        lambda: _check_plan(module, plan, group),
-        text=lambda checked: f"{list(plan.plan)} {list(outputs)} {local}",
-        group=group,
-        what="the sharding plan",
-    )
+    agreed(lambda: (None, _check_plan(module, plan, group)), group=group, what="the sharding plan")
     specs: dict[str, Any] = {name: spec for name, spec in plan.plan.items() if not _is_sharder(spec)}
     for name, spec in specs.items():
         whole = module.get_parameter(name)
@@ -312,7 +307,8 @@ def _check_parameter(module: nn.Module, name: str, spec: Any, group: dist.Proces
     cut_by(spec, parameter.shape, properties, group)
 
 
-def _check_plan(module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup) -> None:
+def _check_plan(module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup) -> str:
+    """Return `plan` in words. Raises ShardingError if it does not fit `module`."""
     modules = dict(module.named_modules(remove_duplicate=False))
     sharders = [name for name, spec in plan.plan.items() if _is_sharder(spec)]
     parameters: dict[int, str] = {}
@@ -335,6 +331,7 @@ def _check_plan(module: nn.Module, plan: ShardingPlan, group: dist.ProcessGroup)
     for name in [*(plan.output_plan or {}), *(plan.return_local_tensor or [])]:
         if name not in modules:
             raise _unknown(module, "module", name, list(modules))
+    return f"{list(plan.plan)} {list(plan.output_plan or {})} {plan.return_local_tensor or []}"
 
 
 def _is_sharder(value: Any) -> bool:
@@ -353,8 +350,9 @@ def _unknown(module: nn.Module, kind: str, name: str, known: Sequence[str]) -> S
 
 def _cut(whole: Tensor, spec: ShardingSpec, group: dist.ProcessGroup, *, compare: bool) -> ShardedTensor:
     """Copy this rank's shards out of a replicated tensor; differentiable."""
-    built = partial(cut_by, spec, whole.shape, TensorProperties.create_from_tensor(whole), group)
-    metadata = agreed(built, text=describe, group=group, what="the output to cut") if compare else built()
+    cut = partial(cut_by, spec, whole.shape, TensorProperties.create_from_tensor(whole), group)
+    asked = partial(agreed, group=group, what="the output to cut")
+    metadata = asked(lambda: described(cut())) if compare else cut()
     differentiable = whole.requires_grad and torch.is_grad_enabled()
     metadata = metadata.with_properties(requires_grad=differentiable, memory_format=torch.contiguous_format)
     everything = Box.whole(whole.shape)

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.comm.agree import Agreement, together
 from shardwise.errors import ShardingError, here
-from shardwise.layout import Box, Message, transfer
+from shardwise.layout import Box, transfer
 from shardwise.sharded_tensor import autograd, failure
 from shardwise.sharded_tensor.check import proposed
 from shardwise.sharded_tensor.group import is_outside, with_ranks
@@ -57,25 +57,20 @@ def move_to(
         return sharded.with_tensors([], metadata=wanted(), anchor=sharded.anchor)
     ranks = dist.get_process_group_ranks(group)
 
-    def built() -> tuple[ShardedTensorMetadata, _Plan]:
+    def built() -> tuple[tuple[ShardedTensorMetadata, autograd.Route], str]:
         failure.raise_here(failure.known(sharded))
         target = wanted()
         cuts = [_Cut(describe(metadata), metadata) for metadata in (source, target)]
-        return target, _plan(*cuts, tuple(ranks), group.rank())
+        text, route = _plan(*cuts, tuple(ranks), group.rank())
+        return (target, route), text
 
-    (target, plan), agreement = proposed(built, text=lambda made: made[1].text, group=group, what=what)
+    (target, route), agreement = proposed(built, group=group, what=what)
     if source.cut_as(target):
         made, anchor = [tensor.view_as(tensor) for tensor in sharded.tensors], sharded.anchor.view(-1)
     else:
+        like = target.tensor_properties.memory_format
         made, anchor = autograd.moved(
-            sharded.tensors,
-            plan.messages,
-            source=plan.source,
-            target=plan.target,
-            group=group,
-            anchor=sharded.anchor,
-            like=target.tensor_properties.memory_format,
-            agreement=agreement,
+            sharded.tensors, route, group=group, anchor=sharded.anchor, like=like, agreement=agreement
         )
     agreement.confirm()
     places = [shard.placement for shard in target.held_by(dist.get_rank()) if shard.placement]
@@ -91,18 +86,12 @@ class _Cut:
     metadata: ShardedTensorMetadata = field(compare=False, repr=False)
 
 
-class _Plan(NamedTuple):
-    """The messages of one rank from one cut to another, cached since they are the same each time."""
-
-    text: str
-    messages: list[Message]
-    source: list[Box]
-    target: list[Box]
-
-
 @lru_cache(maxsize=64)
-def _plan(source: _Cut, target: _Cut | None, ranks: tuple[int, ...], rank: int) -> _Plan:
-    """Plan a move for `rank` of the group of global `ranks`; `target` None means the whole on each rank."""
+def _plan(source: _Cut, target: _Cut | None, ranks: tuple[int, ...], rank: int) -> tuple[str, autograd.Route]:
+    """Describe a move and route `rank` of the group of global `ranks`; `target` None: the whole on each.
+
+    Cached, since moves are the same each time.
+    """
     held = source.metadata.boxes_by(ranks)
     if target is None:
         text, wanted = "the whole", [[Box.whole(source.metadata.size)] for _ in ranks]
@@ -110,7 +99,7 @@ def _plan(source: _Cut, target: _Cut | None, ranks: tuple[int, ...], rank: int) 
         target.metadata.check(ranks)
         text, wanted = target.text, target.metadata.boxes_by(ranks)
     messages = transfer(held, wanted, rank=rank)
-    return _Plan(f"{source.text}\nto\n{text}", messages, held[rank], wanted[rank])
+    return f"{source.text}\nto\n{text}", autograd.Route(messages, held[rank], wanted[rank])
 
 
 def describe(metadata: ShardedTensorMetadata) -> str:
@@ -119,22 +108,21 @@ def describe(metadata: ShardedTensorMetadata) -> str:
     return "\n".join([f"{tuple(metadata.size)} {metadata.tensor_properties.dtype}", *shards])
 
 
+def described(metadata: ShardedTensorMetadata) -> tuple[ShardedTensorMetadata, str]:
+    """Return `metadata` and its description, for ranks to agree on."""
+    return metadata, describe(metadata)
+
+
 @does(ShardedTensor.full_tensor)
 def _full_tensor(sharded: ShardedTensor) -> Tensor:
     source, group, rank = sharded.metadata(), sharded.process_group, sharded.process_group.rank()
     ranks = dist.get_process_group_ranks(group)
-    plan = _plan(_Cut(describe(source), source), None, tuple(ranks), rank)
-    text = failure.with_failures(plan.text, sharded)
+    plan, route = _plan(_Cut(describe(source), source), None, tuple(ranks), rank)
+    text = failure.with_failures(plan, sharded)
     agreement = Agreement(text, group=group, what="the tensor to make whole")
+    held, anchor = source.boxes_by(ranks), sharded.anchor
     (whole,), _ = autograd.moved(
-        sharded.tensors,
-        plan.messages,
-        source=plan.source,
-        target=plan.target,
-        group=group,
-        anchor=sharded.anchor,
-        agreement=agreement,
-        to_all=source.boxes_by(ranks),
+        sharded.tensors, route, group=group, anchor=anchor, agreement=agreement, to_all=held
     )
     return whole
 
@@ -189,18 +177,24 @@ def _gather(
 def _to(sharded: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
     args = tuple(arg.anchor if isinstance(arg, ShardedTensor) else arg for arg in args)
     kwargs = {k: v.anchor if isinstance(v, ShardedTensor) else v for k, v in kwargs.items()}
-    if kwargs.get("memory_format") is torch.preserve_format:
-        del kwargs["memory_format"]
-    anchor = sharded.anchor.to(*args, **{k: v for k, v in kwargs.items() if k != "memory_format"})
-    tensors = [tensor.to(*args, **kwargs) for tensor in sharded.tensors]
+    made = converted(sharded, Tensor.to, *args, **kwargs)
+    before, after = sharded.metadata().tensor_properties, made.metadata().tensor_properties
+    same = all(map(operator.is_, [*made.tensors, made.anchor], [*sharded.tensors, sharded.anchor]))
+    return sharded if same and after.memory_format is before.memory_format else made
+
+
+def converted(
+    sharded: ShardedTensor, function: Callable[..., Tensor], *args: Any, **options: Any
+) -> ShardedTensor:
+    """Apply `function` to every shard, for a tensor of the same cut: in other memory, or of another kind."""
+    anchor = function(sharded.anchor, *args, **{k: v for k, v in options.items() if k != "memory_format"})
+    tensors = [function(tensor, *args, **options) for tensor in sharded.tensors]
     metadata = sharded.metadata()
-    before = metadata.tensor_properties.memory_format
-    wanted = kwargs.get("memory_format", before)
-    if wanted is before and all(map(operator.is_, [*tensors, anchor], [*sharded.tensors, sharded.anchor])):
-        return sharded
+    if (wanted := options.get("memory_format")) not in (None, torch.preserve_format):
+        metadata = metadata.with_properties(memory_format=wanted)
+    if options.get("pin_memory"):
+        metadata = metadata.with_properties(pin_memory=True)
     if anchor.device.type != sharded.anchor.device.type:
         # Without an index: each rank knows only its own, and the metadata is equal on all.
         metadata = metadata.placed(lambda place: place.on(anchor.device.type))
-    if wanted is not before:
-        metadata = metadata.with_properties(memory_format=wanted)
     return sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)

@@ -66,12 +66,8 @@ def _rebuild(
             f" of {found[3]}); load it on the same rank within load_with_process_group(...), or save it with"
             " torch.distributed.checkpoint, which loads into any world size"
         )
-    made = ShardedTensor.wrap(
-        [Shard(tensor, place_) for tensor, place_ in shards],
-        metadata,
-        process_group=group,
-        sharding_spec=spec,
-    )
+    held = [Shard(tensor, where) for tensor, where in shards]
+    made = ShardedTensor.wrap(held, metadata, process_group=group, sharding_spec=spec)
     made.requires_grad_(metadata.tensor_properties.requires_grad)
     if is_parameter:
         made._is_param = True

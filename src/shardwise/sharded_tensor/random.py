@@ -152,13 +152,20 @@ def _random_bits(
         return
     start, gamma = _stream(seed)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    # A slab is a single run of the box in row-major order: as many of the last dims as fit, cut in the first.
+    sizes, numel = list(box.sizes), 1
+    for dim in reversed(range(len(sizes))):
+        sizes[dim] = max(1, min(sizes[dim], _slab_numel(device) // numel))
+        numel *= box.sizes[dim]
+    cuts = [
+        [slice(begin, min(begin + size, end)) for begin in range(0, end, size)]
+        for size, end in zip(sizes, box.sizes, strict=True)
+    ]
     # Slabs of one box differ by a constant, and a smaller last one is a prefix of the others.
-    steps = buffer = other = torch.empty(0, dtype=torch.int64, device=device)
-    for part, sizes in _slabs(box.sizes, _slab_numel(device)):
-        if not steps.numel():
-            steps = _steps(sizes, [stride * gamma for stride in strides], device)
-            buffer, other = torch.empty_like(steps), torch.empty_like(steps)
-        numel = math.prod(sizes)
+    steps = _steps(sizes, [stride * gamma for stride in strides], device)
+    buffer, other = torch.empty_like(steps), torch.empty_like(steps)
+    for part in itertools.product(*cuts):
+        numel = math.prod(each.stop - each.start for each in part)
         bits, spare = buffer[:numel], other[:numel]
         first = sum((o + p.start) * s for o, p, s in zip(box.offsets, part, strides, strict=True))
         torch.add(steps[:numel], _signed(start + (first + 1) * gamma), out=bits)
@@ -172,24 +179,6 @@ def _random_bits(
 def _slab_numel(device: torch.device) -> int:
     """Return how many elements to draw at once: as many as fit each core's cache or are worth a launch."""
     return min(1 << 20, torch.get_num_threads() << 16) if device.type == "cpu" else 1 << 20
-
-
-def _slabs(sizes: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
-    """Cut a box into parts of at most `limit` elements, each a single run of the box in row-major order."""
-    dim, inner = len(sizes), 1
-    while dim > 0 and inner * sizes[dim - 1] <= limit:
-        dim -= 1
-        inner *= sizes[dim]
-    rest = tuple(slice(0, size) for size in sizes[dim:])
-    if dim == 0:
-        yield rest, sizes
-        return
-    count = limit // inner
-    for outer in itertools.product(*map(range, sizes[: dim - 1])):
-        lead = tuple(slice(index, index + 1) for index in outer)
-        for begin in range(0, sizes[dim - 1], count):
-            end = min(begin + count, sizes[dim - 1])
-            yield (*lead, slice(begin, end), *rest), (*(1 for _ in lead), end - begin, *sizes[dim:])
 
 
 def _steps(sizes: Sequence[int], strides: Sequence[int], device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""References to shards of other processes, over torch RPC; and placements by the name of an RPC worker.
+"""References to shards of other processes, over torch RPC.
 
 A process's worker id must be its global rank, as `init_rpc(name, rank=dist.get_rank(), ...)` makes it. Each
 process keeps its registered tensors by number, weakly: once a tensor is gone, only references keep its shards
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import rpc
@@ -18,9 +18,6 @@ from shardwise.comm.agree import together
 from shardwise.errors import ShardingError
 from shardwise.sharded_tensor.metadata import Shard
 from shardwise.sharded_tensor.tensor import ShardedTensor
-
-if TYPE_CHECKING:
-    from torch.distributed.rpc import RRef
 
 _registered: weakref.WeakValueDictionary[int, ShardedTensor] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -34,7 +31,7 @@ def register_shards(sharded: ShardedTensor) -> None:
     """
     group = sharded.process_group
     what = "referring to shards by torch RPC"
-    found: dict[int, list[RRef[Shard]]] = {}
+    found: dict[int, list[rpc.RRef[Shard]]] = {}
 
     def register() -> int:
         try:

@@ -52,10 +52,7 @@ class ShardingSpec(ABC):
 
     @declared
     def shard(
-        self,
-        tensor: torch.Tensor,
-        src_rank: int | None = 0,
-        process_group: dist.ProcessGroup | None = None,
+        self, tensor: torch.Tensor, src_rank: int | None = 0, process_group: dist.ProcessGroup | None = None
     ) -> Any:
         """Cut the `tensor` of group rank `src_rank`; see `shard_tensor`. Collective over the group."""
         raise NotImplementedError
@@ -69,15 +66,14 @@ class ChunkShardingSpec(ShardingSpec):
     placements: list[RemoteDevice]
 
     def __init__(self, dim: int, placements: Sequence[Any]) -> None:
-        self.dim = _int_dim(dim, spec="ChunkShardingSpec")
-        self.placements = _placements(placements, spec="ChunkShardingSpec")
+        self.dim, self.placements = _int_dim(self, dim), _placements(self, placements)
 
     def build_metadata(
         self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
     ) -> ShardedTensorMetadata:
-        dim = _dim_of(self.dim, tensor_sizes, spec="ChunkShardingSpec")
+        dim = _dim_of(self, tensor_sizes)
         cuts = {dim: _chunks(tensor_sizes[dim], len(self.placements))}
-        return _grid(tensor_sizes, cuts, self.placements, tensor_properties)
+        return _grid(self, tensor_sizes, cuts, tensor_properties)
 
 
 @dataclass
@@ -89,7 +85,7 @@ class GridShardingSpec(ShardingSpec):
 
     def __init__(self, grid: Sequence[int], placements: Sequence[Any]) -> None:
         self.grid = list(grid)
-        self.placements = _placements(placements, spec="GridShardingSpec")
+        self.placements = _placements(self, placements)
         if any(chunks < 1 for chunks in self.grid) or math.prod(self.grid) != len(self.placements):
             raise ShardingError(
                 f"GridShardingSpec of {self.grid} chunks needs {math.prod(self.grid)} placements, one for"
@@ -105,7 +101,7 @@ class GridShardingSpec(ShardingSpec):
                 f" {tuple(tensor_sizes)}"
             )
         cuts = map(_chunks, tensor_sizes, self.grid)
-        return _grid(tensor_sizes, dict(enumerate(cuts)), self.placements, tensor_properties)
+        return _grid(self, tensor_sizes, dict(enumerate(cuts)), tensor_properties)
 
 
 @dataclass
@@ -117,9 +113,8 @@ class RaggedShardingSpec(ShardingSpec):
     placements: list[RemoteDevice]
 
     def __init__(self, dim: int, sizes: Sequence[int], placements: Sequence[Any]) -> None:
-        self.dim = _int_dim(dim, spec="RaggedShardingSpec")
-        self.sizes = list(sizes)
-        self.placements = _placements(placements, spec="RaggedShardingSpec")
+        self.dim, self.sizes = _int_dim(self, dim), list(sizes)
+        self.placements = _placements(self, placements)
         if len(self.sizes) != len(self.placements) or any(size < 0 for size in self.sizes):
             raise ShardingError(
                 f"RaggedShardingSpec needs one size of at least 0 for each placement, found {self.sizes}"
@@ -129,13 +124,13 @@ class RaggedShardingSpec(ShardingSpec):
     def build_metadata(
         self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
     ) -> ShardedTensorMetadata:
-        dim = _dim_of(self.dim, tensor_sizes, spec="RaggedShardingSpec")
+        dim = _dim_of(self, tensor_sizes)
         if sum(self.sizes) != tensor_sizes[dim]:
             raise ShardingError(
                 f"RaggedShardingSpec has sizes {self.sizes}, together {sum(self.sizes)}, but dim {dim} of"
                 f" shape {tuple(tensor_sizes)} has {tensor_sizes[dim]}"
             )
-        return _grid(tensor_sizes, {dim: self.sizes}, self.placements, tensor_properties)
+        return _grid(self, tensor_sizes, {dim: self.sizes}, tensor_properties)
 
 
 @dataclass
@@ -231,34 +226,33 @@ def _chunks(size: int, count: int) -> list[int]:
 
 
 def _grid(
-    size: torch.Size,
-    cuts: Mapping[int, Sequence[int]],
-    placements: Sequence[RemoteDevice],
-    properties: TensorProperties,
+    spec: Any, size: torch.Size, cuts: Mapping[int, Sequence[int]], properties: TensorProperties
 ) -> ShardedTensorMetadata:
-    """Return the product of the lengths that `cuts` lists by dim, others whole, in row-major order."""
+    """Place the product of the lengths that `cuts` lists by dim, others whole, in row-major order."""
     lengths = [cuts.get(dim, [length]) for dim, length in enumerate(size)]
     ranges = [list(zip(itertools.accumulate(cut, initial=0), cut, strict=False)) for cut in lengths]
     shards = [
         ShardMetadata([start for start, _ in ranged], [length for _, length in ranged], placement)
-        for ranged, placement in zip(itertools.product(*ranges), placements, strict=True)
+        for ranged, placement in zip(itertools.product(*ranges), spec.placements, strict=True)
     ]
     return ShardedTensorMetadata(shards, torch.Size(size), properties)
 
 
-def _placements(found: Sequence[Any], *, spec: str) -> list[RemoteDevice]:
+def _placements(spec: ShardingSpec, found: Sequence[Any]) -> list[RemoteDevice]:
     if isinstance(found, str) or not len(found):
-        raise ShardingError(f"{spec} needs a list of at least one placement, found {found!r}")
+        name = type(spec).__name__
+        raise ShardingError(f"{name} needs a list of at least one placement, found {found!r}")
     return [RemoteDevice.of(placement) for placement in found]
 
 
-def _int_dim(dim: Any, *, spec: str) -> int:
+def _int_dim(spec: ShardingSpec, dim: Any) -> int:
     if isinstance(dim, bool) or not isinstance(dim, int):
-        raise ShardingError(f"{spec} needs a dim as an int, found {dim!r}")
+        raise ShardingError(f"{type(spec).__name__} needs a dim as an int, found {dim!r}")
     return dim
 
 
-def _dim_of(dim: int, size: torch.Size, *, spec: str) -> int:
-    if not -len(size) <= dim < len(size):
-        raise ShardingError(f"{spec} cuts dim {dim}, which shape {tuple(size)} does not have")
-    return dim % len(size)
+def _dim_of(spec: ChunkShardingSpec | RaggedShardingSpec, size: torch.Size) -> int:
+    if not -len(size) <= spec.dim < len(size):
+        name = type(spec).__name__
+        raise ShardingError(f"{name} cuts dim {spec.dim}, which shape {tuple(size)} does not have")
+    return spec.dim % len(size)

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import rpc
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
@@ -31,9 +32,6 @@ from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata
 from shardwise.sharded_tensor.refuse import refuse
 from shardwise.sharded_tensor.registry import HANDLERS, PLAIN, Args, Kwargs, between_graphs, declared
 from shardwise.sharded_tensor.spec import ShardingSpec
-
-if TYPE_CHECKING:
-    from torch.distributed.rpc import RRef
 
 
 class ShardedTensor(ShardedTensorBase):
@@ -83,12 +81,9 @@ class ShardedTensor(ShardedTensorBase):
         """
         properties = metadata.tensor_properties
         if anchor is None:
-            anchor = torch.empty(
-                0,
-                dtype=properties.dtype,
-                device=device_of([shard.tensor for shard in shards], metadata),
-                requires_grad=properties.requires_grad,
-            )
+            device = device_of([shard.tensor for shard in shards], metadata)
+            anchor = torch.empty(0, dtype=properties.dtype, device=device)
+            anchor.requires_grad_(properties.requires_grad)
         made: ShardedTensor = _compat.make_wrapper(
             cls, metadata.size, dtype=properties.dtype, device=anchor.device, requires_grad=False
         )
@@ -135,7 +130,7 @@ class ShardedTensor(ShardedTensorBase):
         return [shard.metadata.box for shard in self._shards]
 
     @between_graphs
-    def remote_shards(self) -> dict[int, list[RRef[Shard]]]:
+    def remote_shards(self) -> dict[int, list[rpc.RRef[Shard]]]:
         """Return references over torch RPC to every other rank's shards; needs `init_rrefs=True`. Local.
 
         Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -16,7 +15,8 @@ from shardwise.sharded_tensor import move
 from shardwise.sharded_tensor.base import is_foreign
 from shardwise.sharded_tensor.construct import from_torch
 from shardwise.sharded_tensor.metadata import check_pinnable
-from shardwise.sharded_tensor.ops.operands import called_as, like, rule
+from shardwise.sharded_tensor.ops.elementwise import on_parts, written
+from shardwise.sharded_tensor.ops.operands import called_as, probe, rule
 from shardwise.sharded_tensor.registry import PLAIN, Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -51,17 +51,11 @@ def _pinned(sharded: ShardedTensor, device: Any = None) -> bool:
     return held and all(tensor.is_pinned() for tensor in sharded.tensors)
 
 
-def _detached(sharded: ShardedTensor) -> ShardedTensor:
-    return sharded.with_tensors([t.detach() for t in sharded.tensors], anchor=sharded.anchor.detach())
-
-
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     _T.requires_grad.__get__: lambda s: any(tensor.requires_grad for tensor in _leaves(s)),
     _T.is_leaf.__get__: lambda s: all(tensor.is_leaf for tensor in _leaves(s)),
     _T.grad_fn.__get__: lambda s: next((t.grad_fn for t in _leaves(s) if t.grad_fn is not None), None),
-    _T.data.__get__: _detached,
-    _T.detach: _detached,
-    torch.detach: _detached,
+    **dict.fromkeys((_T.data.__get__, _T.detach, torch.detach), lambda s: move.converted(s, torch.detach)),
     _T.is_contiguous: _dense,
     _T.is_pinned: _pinned,
     _T.cpu: ShardedTensor.cpu,
@@ -130,9 +124,8 @@ def _set_grad(sharded: ShardedTensor, grad: Any = None) -> None:
 @rule(_T.detach_, takes="input")
 def _detach_(func: Any, sharded: ShardedTensor) -> ShardedTensor:
     # Not in place: on some ranks only, shards may be views, which torch cannot detach in place.
-    sharded._shards = [replace(shard, tensor=shard.tensor.detach()) for shard in sharded._shards]
-    sharded.anchor = sharded.anchor.detach()
-    sharded._metadata = sharded.metadata().with_properties(requires_grad=False)
+    one = cast(ShardedTensor, sharded.detach())
+    sharded._shards, sharded.anchor, sharded._metadata = one._shards, one.anchor, one._metadata
     return sharded
 
 
@@ -171,9 +164,7 @@ def _keeps_identity(func: Any, args: Args, kwargs: Kwargs) -> bool:
 
 @rule(_T.clone, torch.clone, takes="input memory_format")
 def _clone(func: Any, sharded: ShardedTensor, memory_format: torch.memory_format | None) -> ShardedTensor:
-    wanted = memory_format or torch.preserve_format
-    tensors = [tensor.clone(memory_format=wanted) for tensor in sharded.tensors]
-    return _of_same_cut(sharded, tensors, None if tensors else sharded.anchor.clone(), wanted)
+    return move.converted(sharded, torch.clone, memory_format=memory_format or torch.preserve_format)
 
 
 @called_as(_T.contiguous)
@@ -182,17 +173,7 @@ def _contiguous(
 ) -> ShardedTensor:
     if memory_format is sharded.metadata().tensor_properties.memory_format and _dense(sharded, memory_format):
         return sharded
-    tensors = [tensor.contiguous(memory_format=memory_format) for tensor in sharded.tensors]
-    return _of_same_cut(sharded, tensors, sharded.anchor, memory_format)
-
-
-def _of_same_cut(
-    sharded: ShardedTensor, tensors: list[Tensor], anchor: Tensor | None, memory_format: torch.memory_format
-) -> ShardedTensor:
-    metadata = sharded.metadata()
-    if memory_format is not torch.preserve_format:
-        metadata = metadata.with_properties(memory_format=memory_format)
-    return sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)
+    return move.converted(sharded, Tensor.contiguous, memory_format=memory_format)
 
 
 @called_as(_T.pin_memory)
@@ -237,8 +218,6 @@ def _copy_(into: Tensor, other: Any, non_blocking: bool = False) -> Tensor:
         other = from_torch(other)
     if isinstance(other, ShardedTensor) and other.shape == into.shape and not other.metadata().cut_as(cut):
         other = move.move_to(other, lambda: cut, what="copy_")
-    for tensor, piece in zip(into.tensors or [into.anchor], like(into, other), strict=True):
-        tensor.copy_(piece)
-    if into.requires_grad != into.metadata().tensor_properties.requires_grad:
-        into._metadata = into.metadata().with_properties(requires_grad=into.requires_grad)
-    return into
+    elif isinstance(other, Tensor) and not isinstance(other, ShardedTensor):
+        probe(other).expand(cut.size)  # raises on all ranks, if at all
+    return written(into, on_parts(Tensor.copy_, (into, other, non_blocking), {}, into, cut)[0])

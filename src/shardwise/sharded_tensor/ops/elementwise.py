@@ -26,9 +26,9 @@ from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor.autograd import all_reduced
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
 from shardwise.sharded_tensor.move import move_to
-from shardwise.sharded_tensor.ops.operands import broadcast, called_as, parts
+from shardwise.sharded_tensor.ops.operands import broadcast, by_name, called_as, parts
 from shardwise.sharded_tensor.refuse import refuse
-from shardwise.sharded_tensor.registry import Args, Handler, Kwargs, handles
+from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 # Each is registered as a function of torch, a method of Tensor, an activation or a special function, and in
@@ -62,7 +62,7 @@ def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if kwargs.get("out") is not None:
         return _into(kwargs["out"], func, args, kwargs)
     leader, metadata = broadcast([*args, *kwargs.values()])
-    results = _each(func, args, kwargs, leader, metadata)
+    results = on_parts(func, args, kwargs, leader, metadata)
     if any(result is NotImplemented for result in results):
         return NotImplemented
     return result_of(results, leader, metadata)
@@ -72,7 +72,7 @@ def in_place(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Apply `func`, which writes its first argument, a sharded tensor, in place; return it. Local."""
     target: Any = args[0] if args else kwargs.get("input")
     check_target(func, target, lambda: broadcast([*args, *kwargs.values()])[1].size)
-    return written(target, _each(func, args, kwargs, target, target.metadata())[0])
+    return written(target, on_parts(func, args, kwargs, target, target.metadata())[0])
 
 
 def check_target(func: Any, target: Any, size: Callable[[], torch.Size]) -> None:
@@ -115,11 +115,11 @@ def _into(out: Any, func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     if not isinstance(out, ShardedTensor) or torch.broadcast_shapes(*shapes) != out.metadata().size:
         refuse(func, args, kwargs)
     broadcast([*others, out])
-    _each(func, args, kwargs, out, out.metadata())
+    on_parts(func, args, kwargs, out, out.metadata())
     return out
 
 
-def _each(func: Any, args: Args, kwargs: Kwargs, leader: ShardedTensor, metadata: Any) -> list[Any]:
+def on_parts(func: Any, args: Args, kwargs: Kwargs, leader: ShardedTensor, metadata: Any) -> list[Any]:
     """Apply `func` to the parts in each local shard; on a rank without shards, to stand-ins."""
     columns = [parts(value, leader=leader, metadata=metadata) for value in args]
     named = {name: parts(value, leader=leader, metadata=metadata) for name, value in kwargs.items()}
@@ -129,24 +129,16 @@ def _each(func: Any, args: Args, kwargs: Kwargs, leader: ShardedTensor, metadata
     ]
 
 
-def _handler(func: Any) -> Handler:
-    """Return what handles a function: `elementwise`, or what its argument `inplace` chooses."""
-    names = list(inspect.signature(func).parameters) if inspect.isfunction(func) else []
-    if "inplace" not in names:
-        return elementwise
-    place = names.index("inplace")
-
-    def activation(func: Any, args: Args, kwargs: Kwargs) -> Any:
-        chosen = args[place] if len(args) > place else kwargs.get("inplace")
-        return in_place(func, args, kwargs) if chosen else elementwise(func, args, kwargs)
-
-    return activation
+def _activation(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Handle a function whose argument `inplace` chooses."""
+    return (in_place if by_name(func, args, kwargs)["inplace"] else elementwise)(func, args, kwargs)
 
 
 for _name in _NAMES.split():
     for _holder in (torch, Tensor, F, torch.special):
         if _func := getattr(_holder, _name, None):
-            handles(_func)(_handler(_func))
+            _chooses = inspect.isfunction(_func) and "inplace" in inspect.signature(_func).parameters
+            handles(_func)(_activation if _chooses else elementwise)
         if _func := getattr(_holder, f"{_name}_", None):
             handles(_func)(in_place)
 for _name in _OPERATORS.split():

@@ -19,8 +19,9 @@ The maximum of a bag (`mode="max"`) needs all rows in every shard, `max_norm` al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -39,7 +40,7 @@ from shardwise.sharded_tensor.ops.lookup import (
     to_all,
     to_holders,
 )
-from shardwise.sharded_tensor.ops.operands import by_name, check_group, like, probe, unsharded
+from shardwise.sharded_tensor.ops.operands import by_name, check_group, parts, probe, unsharded
 from shardwise.sharded_tensor.refuse import refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -54,7 +55,14 @@ def _look_up(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     input, weight, max_norm, norm_type, by_freq = (options.pop(name) for name in names)
     if isinstance(weight, ShardedTensor):
         _check_cut(func, weight, max_norm, options.get("mode"))
-    look, own, holders = _asked(lambda: _lookup(func, input, weight, options), input, weight)
+    ask = partial(_lookup, func, input, weight, options)
+    own, holders = None, input if isinstance(input, ShardedTensor) else None
+    if holders is not None or not isinstance(weight, ShardedTensor):
+        look = ask()
+    else:
+        look, counts = compared(ask, weight.process_group)
+        if counts:  # each rank has ids of its own, and its part of the result
+            own, (look, holders) = look, of_all(look, counts, weight.process_group)
     options["padding_idx"] = look.padding
     if by_freq and options["sparse"]:
         raise ShardingError(
@@ -121,22 +129,6 @@ def _lookup(func: Any, ids: Tensor, weight: Tensor, options: dict[str, Any]) -> 
 def _lead(look: Lookup) -> tuple[int, ...]:
     """Return the result's dims before the columns."""
     return look.shape if look.mode == "row" else (look.bags,)
-
-
-def _asked(
-    ask: Callable[[], Lookup], input: Tensor, weight: Tensor
-) -> tuple[Lookup, Lookup | None, ShardedTensor | None]:
-    """Return the lookup of all ranks together; this rank's, if each has ids of its own; and the result's cut.
-
-    The last is a tensor cut as the result is to be, None where every rank is to have all of it. Collective.
-    """
-    if isinstance(input, ShardedTensor) or not isinstance(weight, ShardedTensor):
-        return ask(), None, input if isinstance(input, ShardedTensor) else None
-    own, counts = compared(ask, weight.process_group)
-    if not counts:
-        return own, None, None
-    everyones, holders = of_all(own, counts, weight.process_group)
-    return everyones, own, holders
 
 
 # ------------------------------------------------------------ arguments
@@ -242,10 +234,9 @@ def _on_columns(
 
     metadata = weight.metadata().map((*lead, weight.shape[1]), of_result)
     anchor = stand_in(weight, [weights])
-    tensors = [
-        anchor.new_zeros((*lead, 0)) + table.sum() + anchor.sum() if box.is_empty else lookup(table)
-        for table, box in zip(weight.tensors, weight.boxes, strict=True)
-    ]
+    shards = zip(weight.tensors, weight.boxes, strict=True)
+    nothing = anchor.new_zeros((*lead, 0)) + anchor.sum()
+    tensors = [nothing + table.sum() if box.is_empty else lookup(table) for table, box in shards]
     return weight.with_tensors(tensors, metadata=metadata, anchor=anchor)
 
 
@@ -257,8 +248,7 @@ def _in_plain_table(lookup: Any, ids: ShardedTensor, table: Tensor, options: dic
             " which is dense; pass sparse=False, or shard the table"
         )
     table = replicated(table, ids.process_group)
-    weights = options.get("per_sample_weights")
-    pieces = [None] * len(ids.tensors) if weights is None else like(ids, weights)
+    pieces = parts(options.get("per_sample_weights"), leader=ids, metadata=ids.metadata())
     results = []
     for mine, piece in zip(ids.tensors, pieces, strict=False):
         if mine.shape[1:] != ids.shape[1:]:  # rows of no ids are no rows

@@ -29,6 +29,7 @@ from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor import random
 from shardwise.sharded_tensor.construct import filled, shared_seed
+from shardwise.sharded_tensor.move import converted
 from shardwise.sharded_tensor.ops.operands import rule
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
@@ -108,14 +109,7 @@ def _like(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
         refuse(func, args, kwargs)
     if (layout := kwargs.get("layout")) not in (None, torch.strided):
         refuse_case(func.__name__, sharded, why=f"its shards cannot be {layout}", instead="leave out layout")
-    anchor = func(sharded.anchor, *args[1:], **{k: v for k, v in kwargs.items() if k != "memory_format"})
-    tensors = [func(tensor, *args[1:], **kwargs) for tensor in sharded.tensors]
-    metadata = sharded.metadata().with_properties(pin_memory=bool(kwargs.get("pin_memory")))
-    if (wanted := kwargs.get("memory_format")) not in (None, torch.preserve_format):
-        metadata = metadata.with_properties(memory_format=wanted)
-    if anchor.device != sharded.anchor.device:
-        metadata = metadata.placed(lambda place: place.on(anchor.device))
-    return sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)
+    return converted(sharded, func, *args[1:], **kwargs)
 
 
 @handles(torch.rand_like, torch.randn_like)

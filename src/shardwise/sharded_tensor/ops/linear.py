@@ -125,13 +125,9 @@ def _leader(left: Tensor, right: Tensor, name: str) -> tuple[ShardedTensor, Tens
         held: dict[int, list[Box]] = {}
         for rank, box in _shards(other):
             held.setdefault(rank, []).append(box)
-        if all(
-            box.is_empty
-            or any(
-                _contains(mine, _needed(box, leader.shape, other.shape, dim)) for mine in held.get(rank, [])
-            )
-            for rank, box in _shards(leader)
-        ):
+        filled = [(rank, box) for rank, box in _shards(leader) if not box.is_empty]
+        needs = [(rank, _needed(box, leader.shape, other.shape, dim)) for rank, box in filled]
+        if all(any(_contains(mine, needed) for mine in held.get(rank, [])) for rank, needed in needs):
             return leader, other, dim
     if all(box.is_empty or box.sizes[-2] == right.shape[-2] for _, box in _shards(right)):
         remedy = "pass full_tensor() of the first"

@@ -32,7 +32,7 @@ from torch import Tensor
 from shardwise.comm.agree import fingerprint, together
 from shardwise.errors import ShardingError
 from shardwise.layout import Box, transfer
-from shardwise.sharded_tensor.autograd import all_reduced, moved, nothing_of, replicated, summed
+from shardwise.sharded_tensor.autograd import Route, all_reduced, moved, nothing_of, replicated, summed
 from shardwise.sharded_tensor.group import is_outside
 from shardwise.sharded_tensor.metadata import Shard, TensorProperties
 from shardwise.sharded_tensor.ops.operands import total_of
@@ -133,18 +133,11 @@ def to_holders(weight: ShardedTensor, look: Lookup, ids: ShardedTensor) -> Shard
     rank, tables = weight.process_group.rank(), weight.metadata().shards_metadata
     found, made, wanted = _routes(weight, look, ids)
     own = [at for shard, at in zip(tables, found, strict=True) if shard.rank == dist.get_rank()]
-    sent = [
-        _partial(table, box, look, at).unsqueeze(0)
-        for table, box, at in zip(weight.tensors, weight.boxes, own, strict=True)
-    ]
-    received, anchor = moved(
-        sent,
-        transfer(made, wanted, rank=rank),
-        source=made[rank],
-        target=wanted[rank],
-        group=weight.process_group,
-        anchor=stand_in(weight, [look.weights]),
-    )
+    shards = zip(weight.tensors, weight.boxes, own, strict=True)
+    sent = [_partial(table, box, look, at).unsqueeze(0) for table, box, at in shards]
+    route = Route(transfer(made, wanted, rank=rank), made[rank], wanted[rank])
+    anchor = stand_in(weight, [look.weights])
+    received, anchor = moved(sent, route, group=weight.process_group, anchor=anchor)
     results = []
     for number, batch in enumerate(ids.boxes):
         begin, end = _span(batch, look, ids)
@@ -232,7 +225,7 @@ def compared(ask: Callable[[], Lookup], group: dist.ProcessGroup) -> tuple[Looku
     counts = all_reduced(on_group, group).cpu()
     if not counts[:, _RIGHT].all():
         try:
-            together("looking up ids", lambda: _raise(error), group=group, kind=ShardingError)
+            together("looking up ids", lambda: bool(ask()), group=group, kind=ShardingError)
         except ShardingError as everywhere:
             raise (error or everywhere) from everywhere.__cause__
     assert asked is not None
@@ -265,8 +258,3 @@ def _by_rank(mine: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> 
     metadata = spec.build_metadata(torch.Size([sum(lengths), *mine.shape[1:]]), properties)
     shard = Shard(mine, metadata.shards_metadata[group.rank()])
     return ShardedTensor.wrap([shard], metadata, process_group=group, anchor=mine.reshape(-1)[:0])
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error

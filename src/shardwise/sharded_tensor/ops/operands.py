@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -41,6 +39,12 @@ _ALIASES = {
     "from": "a",
     "to": "b",
 }
+
+
+def named(names: str) -> list[Any]:
+    """List the functions of torch, methods of `Tensor` and special functions of these names."""
+    holders = (torch, Tensor, torch.special)
+    return [getattr(holder, name) for name in names.split() for holder in holders if hasattr(holder, name)]
 
 
 def rule(*funcs: Any, takes: str) -> Callable[[_F], _F]:
@@ -104,27 +108,6 @@ def as_torch(func: Any, sharded: ShardedTensor, *args: Any) -> None:
     func(torch.empty(size, dtype=sharded.dtype, device="meta" if size.numel() else "cpu"), *args)
 
 
-def like(sharded: ShardedTensor, operand: Any) -> list[Any]:
-    """List the part of `operand` at each local shard of `sharded` (at its anchor, where there is none).
-
-    Args:
-        operand: a number: itself. A plain tensor, replicated and broadcasting to the whole shape: the part
-            in the shard's box. A sharded tensor of the same cut, or cut so that it has the projection of
-            every box on the same rank: its shard.
-
-    Raises:
-        RuntimeError: a tensor that does not broadcast to the whole shape.
-        ShardingError: a sharded tensor of another cut.
-    """
-    if isinstance(operand, Tensor) and not isinstance(operand, ShardedTensor):
-        shape, size = operand.shape, sharded.metadata().size
-        if shape != size and torch.broadcast_shapes(shape, size) != size:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(shape)} does not broadcast to the ShardedTensor's {tuple(size)}"
-            )
-    return parts(operand, leader=sharded, metadata=sharded.metadata())
-
-
 def within(whole: Tensor, box: Box, *, size: Sequence[int]) -> Tensor:
     """Return the part of a tensor, broadcasting to the whole `size`, that lies in `box`: a view."""
     first = len(box.sizes) - whole.ndim
@@ -141,10 +124,7 @@ def unsharded(operand: Any) -> Any:
 
 def anchor_of(sharded: ShardedTensor) -> Tensor:
     """Return an empty 1-D tensor that depends on all that this rank has of `sharded`, even no shards."""
-    if not sharded.tensors:
-        return sharded.anchor
-    empty = [nothing_of(tensor) for tensor in sharded.tensors]
-    return empty[0] if len(empty) == 1 else torch.cat(empty)
+    return nothing_of(*sharded.tensors) if sharded.tensors else sharded.anchor
 
 
 def total_of(parts: Sequence[tuple[Box, Tensor]], size: Sequence[int], anchor: Tensor) -> Tensor:
@@ -221,15 +201,12 @@ def _projections(
     operand: ShardedTensor, *, leader: ShardedTensor, metadata: ShardedTensorMetadata
 ) -> list[Tensor]:
     """List, for each local box of `metadata`, the shard of `operand` that is its projection."""
-    places: dict[tuple[int, Box], int] = {}
-    numbers: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
-    for shard in operand.metadata().shards_metadata:
-        places.setdefault((shard.rank, shard.box), next(numbers[shard.rank]))
+    held = {(shard.rank, shard.box) for shard in operand.metadata().shards_metadata}
+    own: dict[Box | None, Tensor] = dict(zip(operand.boxes, operand.tensors, strict=True))
     me, found = dist.get_rank(), []
     for shard in metadata.shards_metadata:
         projection = _projected(shard.box, size=operand.metadata().size, onto=metadata.size)
-        place = places.get((shard.rank, projection)) if projection is not None else None
-        if place is None and not shard.box.is_empty:
+        if (shard.rank, projection) not in held and not shard.box.is_empty:
             mine, others = (f"{tuple(t.metadata().size)} by {t.sharding_spec()!r}" for t in (leader, operand))
             raise ShardingError(
                 f"{here()}: tensors cut otherwise cannot be combined: {mine} and {others}; call .reshard() on"
@@ -237,8 +214,8 @@ def _projections(
             )
         if shard.rank != me:
             continue
-        if place is not None:
-            found.append(operand.tensors[place])
+        if projection in own:
+            found.append(own[projection])
             continue
         sizes = shard.box.sizes[len(shard.box.sizes) - operand.ndim :]
         nothing = operand.anchor.new_zeros(sizes if 0 in sizes else ())
@@ -253,13 +230,11 @@ def _projected(box: Box, *, size: torch.Size, onto: torch.Size) -> Box | None:
     first = len(onto) - len(size)
     if first < 0:
         return None
-    offsets, sizes = list(box.offsets[first:]), list(box.sizes[first:])
-    for dim, (mine, whole) in enumerate(zip(size, onto[first:], strict=True)):
-        if mine != whole:
-            if mine != 1:
-                return None
-            offsets[dim], sizes[dim] = 0, 1
-    return Box(tuple(offsets), tuple(sizes))
+    dims = list(zip(size, onto[first:], box.offsets[first:], box.sizes[first:], strict=True))
+    if any(mine not in (1, whole) for mine, whole, _, _ in dims):
+        return None
+    cut = [(offset, length) if mine == whole else (0, 1) for mine, whole, offset, length in dims]
+    return Box(tuple(offset for offset, _ in cut), tuple(length for _, length in cut))
 
 
 def _stand_in(sharded: ShardedTensor) -> Tensor:

@@ -161,9 +161,8 @@ def _total(
 def _extreme(sharded: ShardedTensor, dims: Dims, *, largest: bool) -> Tensor:
     """Return the largest or smallest elements along `dims`, which it keeps, without gradient. Collective."""
     wide = wide_of(sharded.dtype)
-    what, better, along = (
-        ("the largest", torch.maximum, torch.amax) if largest else ("the smallest", torch.minimum, torch.amin)
-    )
+    what, better = ("the largest", torch.maximum) if largest else ("the smallest", torch.minimum)
+    along = torch.amax if largest else torch.amin
     worst = torch.full((), worst_of(wide, largest=largest), dtype=wide, device=sharded.anchor.device)
     found = _joined(
         what, sharded, dims, worst, lambda held, t: better(held, along(t, dims, keepdim=True).to(wide))
@@ -195,26 +194,20 @@ def _sum(sharded: ShardedTensor, dims: Dims, dtype: torch.dtype | None = None) -
     return total.to(wanted)
 
 
-def _mean(sharded: ShardedTensor, dims: Dims, dtype: torch.dtype | None) -> Tensor:
-    wanted = dtype or sharded.dtype
-    total = _sum(sharded.map(lambda t: t.to(wanted)), dims, wide_of(wanted))
-    return (total / _count(sharded, dims)).to(wanted)
-
-
-def _nansum(sharded: ShardedTensor, dims: Dims, dtype: torch.dtype | None) -> Tensor:
-    return _sum(sharded.map(lambda t: torch.where(t.isnan(), 0, t)), dims, dtype)
-
-
-@rule(
-    *(torch.sum, _T.sum, torch.nansum, _T.nansum, torch.mean, _T.mean),
-    takes="input dim keepdim dtype",
-)
+@rule(*(torch.sum, _T.sum, torch.nansum, _T.nansum, torch.mean, _T.mean), takes="input dim keepdim dtype")
 def _sums(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any, dtype: Any) -> Tensor:
     dims, name = dims_of(sharded, dim), func.__name__
-    combined = {"sum": _sum, "nansum": _nansum, "mean": _mean}[name]
+    wanted = dtype or sharded.dtype
     if name == "mean":
-        torch.empty((), dtype=dtype or sharded.dtype, device="meta").mean()  # raises what torch raises
-    whole = partial(combined, sharded, dims, dtype)
+        torch.empty((), dtype=wanted, device="meta").mean()  # raises what torch raises
+
+    def whole() -> Tensor:
+        if name == "mean":
+            total = _sum(sharded.map(lambda t: t.to(wanted)), dims, wide_of(wanted))
+            return (total / _count(sharded, dims)).to(wanted)
+        numbers = sharded.map(lambda t: torch.where(t.isnan(), 0, t)) if name == "nansum" else sharded
+        return _sum(numbers, dims, dtype)
+
     return _reduced(getattr(torch, name), sharded, dims, keepdim, whole, dtype=dtype)
 
 

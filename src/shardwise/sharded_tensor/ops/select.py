@@ -14,21 +14,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import ShardingError
 from shardwise.layout import Box, cover
 from shardwise.layout.regroup import Pick, pick_box
-from shardwise.sharded_tensor.autograd import replicated, tied
+from shardwise.sharded_tensor.autograd import tied
 from shardwise.sharded_tensor.base import first_sharded
 from shardwise.sharded_tensor.metadata import ShardMetadata
-from shardwise.sharded_tensor.ops.operands import anchor_of, check_group, probe, rule, within
-from shardwise.sharded_tensor.ops.shape import assembled, derived, reshaped, taken
+from shardwise.sharded_tensor.ops.operands import anchor_of, check_group, named, parts, probe, rule
+from shardwise.sharded_tensor.ops.shape import assembled, derived, taken
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -43,16 +42,11 @@ _T: Any = Tensor
 def _getitem(func: Any, sharded: ShardedTensor, index: Any) -> ShardedTensor:
     items = [_item(sharded, item) for item in (index if isinstance(index, tuple) else (index,))]
     size = probe(sharded)[tuple(items)].shape  # raises what torch raises for such an index
-    left, picks = iter(sharded.metadata().size), list[Pick]()
     given = sum(item is not None and item is not Ellipsis for item in items)
-    for item in items if Ellipsis in items else [*items, Ellipsis]:
-        if item is Ellipsis:
-            picks += [range(next(left)) for _ in range(sharded.ndim - given)]
-        elif isinstance(item, slice):
-            picks.append(range(*item.indices(next(left))))
-        else:
-            picks.append(item if item is None else item % next(left))
-    return _picked(sharded, picks, size)
+    rest = items.index(Ellipsis) if Ellipsis in items else len(items)
+    items[rest : rest + 1] = [slice(None)] * (sharded.ndim - given)
+    left = iter(sharded.metadata().size)
+    return _picked(sharded, [item if item is None else range(next(left))[item] for item in items], size)
 
 
 def _item(sharded: ShardedTensor, item: Any) -> Any:
@@ -117,11 +111,7 @@ def _setitem(func: Any, sharded: ShardedTensor, index: Any, value: Any) -> None:
 # ---------------------------------------------------------------- along one dim
 
 
-@handles(
-    *(torch.narrow, torch.select, torch.unbind, torch.chunk, torch.split, torch.split_with_sizes),
-    *(_T.narrow, _T.select, _T.unbind, _T.chunk, _T.split, _T.split_with_sizes),
-    *(torch.tensor_split, _T.tensor_split),
-)
+@handles(*named("narrow select unbind chunk split split_with_sizes tensor_split"))
 def _along(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Cut along one dim; torch's own result for a tensor of that dim determines the elements of each part."""
     sharded, rest, kwargs = taken(args, kwargs)
@@ -149,49 +139,31 @@ def _along(func: Any, args: Args, kwargs: Kwargs) -> Any:
 # ---------------------------------------------------------------- several together
 
 
-@handles(torch.cat, torch.concat, torch.concatenate)
-def _cat(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    tensors, dim = _joining(func, args, kwargs)
-    return _joined(tensors, dim=dim, name="cat")
-
-
-@handles(torch.stack)
-def _stack(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    tensors, dim = _joining(func, args, kwargs)
-    size = torch.stack([probe(tensor) for tensor in tensors], dim).shape
-    dim %= len(size)
-    one = [*size[:dim], 1, *size[dim + 1 :]]
-    grown = [
-        reshaped(t, one, name="stack") if isinstance(t, ShardedTensor) else t.unsqueeze(dim) for t in tensors
-    ]
-    return _joined(grown, dim=dim, name="stack")
-
-
-def _joining(func: Any, args: Args, kwargs: Kwargs) -> tuple[Sequence[Tensor], int]:
-    values = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
-    if values.get("out") is not None or not isinstance(values["tensors"], (list, tuple)):
-        refuse(func, args, kwargs)
-    return values["tensors"], values.get("dim", values.get("axis", 0))
-
-
-def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
+@handles(torch.cat, torch.concat, torch.concatenate, torch.stack)
+def _join(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Return the tensors one after another along `dim`, in new memory. Local.
 
     Plain ones are replicated, and may be joined with sharded ones that are whole in `dim`.
     """
+    values = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
+    tensors, dim = values["tensors"], values.get("dim", values.get("axis", 0))
+    if values.get("out") is not None or not isinstance(tensors, (list, tuple)):
+        refuse(func, args, kwargs)
     first: ShardedTensor = first_sharded((tensors,), {})
-    result = torch.cat([probe(tensor) for tensor in tensors], dim)  # raises what torch raises
-    if result.ndim > 1:  # torch lets tensors of shape (0,) stand beside any others
+    result = func([probe(tensor) for tensor in tensors], dim)  # raises what torch raises
+    if func is torch.stack:
+        tensors = [tensor.unsqueeze(dim) for tensor in tensors]
+    elif result.ndim > 1:  # torch lets tensors of shape (0,) stand beside any others
         tensors = [tensor for tensor in tensors if tensor.ndim > 1]
     dim %= result.ndim
     sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
+    name = "stack" if func is torch.stack else "cat"
     if not sharded:
         refuse_case(name, first, why="of the sharded tensors none has elements", instead="leave them out")
     for other in sharded[1:]:
         check_group(sharded[0], other)
-    beside = [tensor.anchor.to(result.dtype) for tensor in sharded if not tensor.tensors]
     if all(_joins(tensor, sharded[0], dim) for tensor in sharded):
-        return _joined_shards(tensors, dim=dim, result=result, beside=beside)
+        return _joined_shards(tensors, dim=dim, size=result.shape)
     if len(sharded) < len(tensors):
         refuse_case(
             name,
@@ -200,54 +172,43 @@ def _joined(tensors: Sequence[Tensor], *, dim: int, name: str) -> ShardedTensor:
             instead="cut the plain tensor by shard_tensor(), or reshard() the others",
         )
     shards: list[ShardMetadata] = []
-    start = 0
+    start = [0] * result.ndim
     for tensor in sharded:
-        for shard in tensor.metadata().shards_metadata:
-            offsets = list(shard.shard_offsets)
-            offsets[dim] += start
-            shards.append(ShardMetadata(offsets, shard.shard_sizes, shard.placement))
-        start += tensor.metadata().size[dim]
+        shards += tensor.metadata().map(result.shape, lambda box: box.shifted(start)).shards_metadata
+        start[dim] += tensor.metadata().size[dim]
     # Where one operand requires grad, so does every shard: also those of others, and on every rank.
     ends = [anchor_of(tensor) for tensor in sharded if tensor.requires_grad]
     pieces = [piece for tensor in sharded for piece in tensor.tensors]
     local = [tied(p.to(result.dtype, copy=True), [] if p.requires_grad else ends) for p in pieces]
+    beside = [tensor.anchor.to(result.dtype) for tensor in sharded if not tensor.tensors]
     return assembled(sharded[0], shards, local, size=result.shape, beside=beside)
 
 
 def _joins(tensor: ShardedTensor, first: ShardedTensor, dim: int) -> bool:
     """Return whether shards of `tensor` are whole in `dim` and otherwise those of `first`."""
-    length, shards = tensor.metadata().size[dim], tensor.metadata().shards_metadata
-    return [(s.rank, s.shard_offsets, s.shard_sizes) for s in shards] == [
-        (s.rank, s.shard_offsets, [*s.shard_sizes[:dim], length, *s.shard_sizes[dim + 1 :]])
-        for s in first.metadata().shards_metadata
+    length = tensor.metadata().size[dim]
+    return tensor.metadata().places() == [
+        (rank, offsets, [*sizes[:dim], length, *sizes[dim + 1 :]])
+        for rank, offsets, sizes in first.metadata().places()
     ]
 
 
-def _joined_shards(
-    tensors: Sequence[Tensor], *, dim: int, result: Tensor, beside: list[Tensor]
-) -> ShardedTensor:
+def _joined_shards(tensors: Sequence[Tensor], *, dim: int, size: torch.Size) -> ShardedTensor:
     """Join each shard of the first sharded tensor with the corresponding shards of the others."""
     sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
-    first, size = sharded[0], result.shape
-    shards = [
-        replace(s, shard_sizes=[*s.shard_sizes[:dim], size[dim], *s.shard_sizes[dim + 1 :]])
-        for s in first.metadata().shards_metadata
-    ]
-    parts: list[Any] = [
-        t if isinstance(t, ShardedTensor) else replicated(t, first.process_group) for t in tensors
-    ]
+    first = sharded[0]
+    metadata = first.metadata().map(
+        size, lambda box: Box(box.offsets, (*box.sizes[:dim], size[dim], *box.sizes[dim + 1 :]))
+    )
     if not any(tensor.numel() for tensor in sharded):  # of nothing any boxes are a cover, of the result not
         try:
-            cover([shard.box for shard in shards], result.shape)
+            cover([shard.box for shard in metadata.shards_metadata], size)
         except ShardingError as error:
             refuse_case("cat", *sharded, why=str(error), instead="leave out the tensors without elements")
-
-    mine = [shard.box for shard in shards if shard.rank == dist.get_rank()]
-    columns = [
-        t.tensors if isinstance(t, ShardedTensor) else [within(t, box, size=size) for box in mine]
-        for t in parts
-    ]
-    local = [torch.cat(pieces, dim) for pieces in zip(*columns, strict=True)]
-    if not local:
-        beside += [t.reshape(-1)[:0].to(result.dtype) for t in parts if not isinstance(t, ShardedTensor)]
-    return assembled(first, shards, local, size=size, beside=[] if local else beside)
+    cut = partial(parts, leader=first, metadata=metadata)  # of a plain one
+    columns = [t.tensors or [t.anchor] if isinstance(t, ShardedTensor) else cut(t) for t in tensors]
+    if not first.tensors:
+        return first.with_tensors([], metadata=metadata, anchor=torch.cat([piece for [piece] in columns]))
+    return first.with_tensors(
+        [torch.cat(each, dim) for each in zip(*columns, strict=True)], metadata=metadata
+    )

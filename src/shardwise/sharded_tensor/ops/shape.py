@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise import _compat
 from shardwise.layout import Box
 from shardwise.layout.regroup import expand_box, reshape_boxes
 from shardwise.sharded_tensor.autograd import nothing_of, tied
 from shardwise.sharded_tensor.metadata import ShardMetadata
-from shardwise.sharded_tensor.ops.operands import probe
+from shardwise.sharded_tensor.ops.operands import named, probe
 from shardwise.sharded_tensor.refuse import refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.spec import ChunkShardingSpec
@@ -42,15 +43,10 @@ def taken(args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
     return rest.pop("tensor" if "tensor" in rest else "input"), (), rest
 
 
-def _shown(args: Args, kwargs: Kwargs) -> tuple[Any, list[Any], Kwargs]:
+def _shown(args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
     """Return the first operand, and the other arguments; of sharded ones among these only the shapes."""
     tensor, rest, kwargs = taken(args, kwargs)
-    shown = [probe(value) if isinstance(value, ShardedTensor) else value for value in rest]
-    return (
-        tensor,
-        shown,
-        {name: probe(v) if isinstance(v, ShardedTensor) else v for name, v in kwargs.items()},
-    )
+    return tensor, *_compat.pytree.tree_map_only(ShardedTensor, probe, (rest, kwargs))
 
 
 def derived(
@@ -101,18 +97,13 @@ def assembled(
         metadata = metadata.with_properties(memory_format=torch.contiguous_format)
     if tensors:
         return like.with_tensors([tied(tensors[0], beside), *tensors[1:]], metadata=metadata)
-    ends = [nothing_of(tensor) for tensor in beside]
-    return like.with_tensors([], metadata=metadata, anchor=torch.cat(ends) if len(ends) > 1 else ends[0])
+    return like.with_tensors([], metadata=metadata, anchor=nothing_of(*beside))
 
 
 # ---------------------------------------------------------------- dims in another order
 
 
-@handles(
-    *(torch.transpose, torch.swapaxes, torch.swapdims, torch.t, torch.permute, torch.movedim, torch.moveaxis),
-    *(_T.transpose, _T.swapaxes, _T.swapdims, _T.t, _T.permute, _T.movedim, _T.moveaxis),
-    *(_T.T.__get__, _T.mT.__get__),
-)
+@handles(*named("transpose swapaxes swapdims t permute movedim moveaxis"), _T.T.__get__, _T.mT.__get__)
 def _permute(func: Any, args: Args, kwargs: Kwargs) -> Any:
     sharded, rest, kwargs = taken(args, kwargs)
     metadata = sharded.metadata()
@@ -131,11 +122,7 @@ def _permute(func: Any, args: Args, kwargs: Kwargs) -> Any:
 # ---------------------------------------------------------------- the same elements in other dims
 
 
-@handles(
-    *(torch.reshape, torch.flatten, torch.unflatten, torch.ravel, torch.squeeze, torch.unsqueeze),
-    *(_T.reshape, _T.flatten, _T.unflatten, _T.ravel, _T.squeeze, _T.unsqueeze, _T.view),
-    *(_T.view_as, _T.reshape_as),
-)
+@handles(*named("reshape flatten unflatten ravel squeeze unsqueeze view view_as reshape_as"))
 def _reshape(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     sharded, rest, kwargs = _shown(args, kwargs)
     if not isinstance(sharded, ShardedTensor):
@@ -205,7 +192,7 @@ def _refuse_reshape(name: str, sharded: ShardedTensor, size: Sequence[int], brok
 # ---------------------------------------------------------------- the same elements several times
 
 
-@handles(torch.broadcast_to, _T.expand, _T.broadcast_to, _T.expand_as)
+@handles(*named("expand broadcast_to expand_as"))
 def _expand(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     tensor, rest, kwargs = _shown(args, kwargs)
     if not isinstance(tensor, ShardedTensor):

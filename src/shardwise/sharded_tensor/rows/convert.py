@@ -81,13 +81,9 @@ def _moved(local: Tensor, source: Sequence[Box], target: Sequence[Box], piece: P
     text = f"{tuple(piece.shape)} {local.dtype}\n{source}\nto\n{target}"
     agreement = Agreement(text, group=piece.group, what="the rows to move")
     moved = local.new_empty(wanted.sizes)
-    exchange(
-        transfer([[box] for box in source], [[box] for box in target], rank=piece.rank),
-        source=[(held, local)],
-        target=[(wanted, moved)],
-        group=piece.group,
-        agreement=agreement,
-    )
+    messages = transfer([[box] for box in source], [[box] for box in target], rank=piece.rank)
+    given, filled = [(held, local)], [(wanted, moved)]
+    exchange(messages, source=given, target=filled, group=piece.group, agreement=agreement)
     return moved
 
 

@@ -198,13 +198,8 @@ def random_(op: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _drawn(op: Any, args: Args, kwargs: Kwargs) -> Tensor:
     first = args[0]
-    if first.is_meta:
-        drawn: Tensor = op(first._local_tensor, *args[1:], **kwargs)
-        return drawn
-    if op._schema.name == "aten::bernoulli":
-        source = whole(first)
-    else:
-        source = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+    draws = first.is_meta or op._schema.name != "aten::bernoulli"
+    source = torch.empty(first.shape, dtype=first.dtype, device=first.device) if draws else whole(first)
     others = [whole(value) if isinstance(value, ShardedRows) else value for value in args[1:]]
     return local_part(first.piece, op(source, *others, **kwargs)).clone()
 
@@ -252,12 +247,7 @@ def product(op: Any, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(a, ShardedRows) or a.piece.axes_along(range(1, a.ndim)) or is_foreign(b):
         refuse(op, args, kwargs)
     if op._schema.name == "aten::bmm":
-        if isinstance(b, ShardedRows):
-            if b.piece.counts != a.piece.counts or b.piece.axes != a.piece.axes:
-                refuse(op, args, kwargs)
-            local = b._local_tensor
-        else:
-            local = local_part(a.piece.with_trailing(b.shape[1:]), b)
+        local = local_operand(op, b, a.piece.with_trailing(b.shape[1:]))
         return rows(op(a._local_tensor, local), a.piece.with_trailing((a.shape[1], b.shape[2])))
     if isinstance(b, ShardedRows):
         if b.shape[0] != 1:  # a whole matrix would have to be gathered
@@ -267,19 +257,12 @@ def product(op: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def index_put_(op: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run `rows[mask] = scalar`, with a mask of the same cut."""
-    target, indices, value = args[:3]
-    mask = indices[0] if len(indices) == 1 else None
-    if (
-        not isinstance(target, ShardedRows)
-        or not isinstance(mask, ShardedRows)
-        or (mask.dtype, mask.piece) != (torch.bool, target.piece)
-        or value.ndim
-        or any(args[3:])
-    ):
+    """Run `rows[mask] = scalar`, with a mask of the same shape."""
+    target, [mask, *others], value = args[:3]
+    is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == target.shape
+    if not is_mask or others or value.ndim or any(args[3:]):
         refuse(op, args, kwargs)
-    target._local_tensor.masked_fill_(mask._local_tensor, value)
-    return target
+    return elementwise_(torch.ops.aten.masked_fill_.Tensor, (target, mask, value), {})
 
 
 def scalar(op: Any, args: Args, kwargs: Kwargs) -> Any:
