@@ -23,7 +23,7 @@ from shardwise.tensor_parallel import tensor_parallel_transformation
 from shardwise.tensor_parallel.auto import ChosenPlan, Prices, best, choose
 from shardwise.tensor_parallel.explain import counts
 from shardwise.tensor_parallel.exploring import STYLES, Space, State, Use, _flops, explore, repeated
-from shardwise.tensor_parallel.program import read
+from shardwise.tensor_parallel.program import read_program
 
 CHEAP = Prices(latency=1e-9)  # for tiny models, which are not worth a collective otherwise
 
@@ -126,7 +126,7 @@ def program(name: str) -> ExportedProgram:
 
 @functools.cache
 def space(name: str, ranks: int) -> Space:
-    return explore(read(program(name)), ranks)
+    return explore(read_program(program(name)), ranks)
 
 
 def uses_of(of: Space, styles: tuple[str, ...]) -> list[Use]:

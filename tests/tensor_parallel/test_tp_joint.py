@@ -20,7 +20,7 @@ from torch.export.graph_signature import OutputKind
 from ranks import on_ranks
 from shardwise.comm.count import CommCounter
 from shardwise.tensor_parallel import counts, tensor_parallel_transformation
-from shardwise.tensor_parallel.state import held, placement_from_json, record_of
+from shardwise.tensor_parallel.state import placement_from_json, record_of, shard_of
 
 Build = Callable[[], nn.Module]
 
@@ -180,7 +180,7 @@ def check(
             torch.testing.assert_close(value, loss, rtol=1e-5, atol=1e-5)
         else:
             assert spec.kind == OutputKind.GRADIENT_TO_PARAMETER
-            wanted = held(
+            wanted = shard_of(
                 whole[spec.target], placement_from_json(parts[spec.target]["placement"]), parts["rank"]
             )
             torch.testing.assert_close(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.tensor_parallel import ColwiseParallel, counts, tensor_parallel_transformation
-from shardwise.tensor_parallel.state import held, placement_from_json, record_of
+from shardwise.tensor_parallel.state import placement_from_json, record_of, shard_of
 
 WORDS = 3
 Loss = Callable[[Tensor, Tensor, Tensor], Any]
@@ -204,7 +204,7 @@ def test_gradients_of_losses_are_the_whole_models_and_take_no_all_reduce_of_thei
     for rank, one in enumerate(programs):
         entries = record_of(one)["parameters"]
         for name, parameter in whole.items():
-            wanted = held(parameter.grad, placement_from_json(entries[name]["placement"]), rank)
+            wanted = shard_of(parameter.grad, placement_from_json(entries[name]["placement"]), rank)
             torch.testing.assert_close(one.state_dict[name].grad, wanted, msg=lambda m, n=name: f"{n}: {m}")
     # that of the head's inputs; and of rows, where sums over words go back into words
     assert backward == {"all_reduce": 1 + len(SUMS)}

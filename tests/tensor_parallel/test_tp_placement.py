@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.tensor_parallel.placement import Split, even, normal, regroup
-from shardwise.tensor_parallel.training import _repeated
+from shardwise.tensor_parallel.training import _shared_pieces
 
 
 @st.composite
@@ -112,7 +112,7 @@ def test_a_rank_finds_elements_where_they_lie_and_units_where_they_are_whole(dat
 
 def test_elements_that_several_ranks_have_get_a_place_each_that_all_of_them_know() -> None:
     at = Split(0, (((0, 4),), ((2, 6), (8, 9)), ((3, 5), (8, 9))))
-    found = [_repeated(at, rank) for rank in range(3)]
+    found = [_shared_pieces(at, rank) for rank in range(3)]
     assert [total for _, total in found] == [4, 4, 4]
     assert found[0][0] == [2, 1, 0, 3, 1, 1]  # begin on the rank, length, place
     assert found[1][0] == [0, 1, 0, 1, 1, 1, 2, 1, 2, 4, 1, 3]

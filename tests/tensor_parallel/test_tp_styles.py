@@ -150,8 +150,8 @@ def test_a_function_chooses_by_name_and_shape_and_may_leave_a_parameter_alone() 
     plan = plan_of({"layers.0.down": peer.RowwiseParallel(), "*": choose}, PARAMETERS)
     assert seen == {name: tuple(tensor.shape) for name, tensor in PARAMETERS.items()}
     assert plan.styles == UP | {"layers.0.down.weight": "row", "layers.0.down.bias": "row"}
-    assert plan.asked["*"] == "choose"
-    assert plan.asked["layers.0.down"].startswith("RowwiseParallel(")
+    assert plan.strategies["*"] == "choose"
+    assert plan.strategies["layers.0.down"].startswith("RowwiseParallel(")
 
 
 @pytest.mark.parametrize(

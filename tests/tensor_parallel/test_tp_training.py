@@ -21,7 +21,7 @@ from shardwise.tensor_parallel import (
     operators,
     tensor_parallel_transformation,
 )
-from shardwise.tensor_parallel.state import held, placement_from_json, record_of
+from shardwise.tensor_parallel.state import placement_from_json, record_of, shard_of
 
 COL, ROW = ColwiseParallel, RowwiseParallel
 
@@ -159,7 +159,7 @@ def check_gradients(model: nn.Module, mine: nn.Module, parameters: Any) -> None:
         expected = whole[name].grad
         assert expected is not None, name
         assert parameter.grad is not None, name
-        wanted = held(expected, placement_from_json(parameters[name]["placement"]), dist.get_rank())
+        wanted = shard_of(expected, placement_from_json(parameters[name]["placement"]), dist.get_rank())
         torch.testing.assert_close(
             parameter.grad, wanted, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
         )
@@ -203,7 +203,7 @@ def test_a_step_of_a_language_model_with_a_tied_vocabulary_is_the_whole_models()
         check_gradients(model, mine, parameters)
     whole = dict(model.named_parameters())
     for name, parameter in mine.named_parameters():
-        wanted = held(
+        wanted = shard_of(
             whole[name].detach(), placement_from_json(parameters[name]["placement"]), dist.get_rank()
         )
         torch.testing.assert_close(parameter.detach(), wanted, rtol=1e-10, atol=1e-10)

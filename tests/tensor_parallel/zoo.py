@@ -43,7 +43,7 @@ from shardwise.tensor_parallel import (
 )
 from shardwise.tensor_parallel.canonical import functional
 from shardwise.tensor_parallel.placement import REPLICATE, Split
-from shardwise.tensor_parallel.state import held, placement_from_json, record_of
+from shardwise.tensor_parallel.state import placement_from_json, record_of, shard_of
 
 COL, ROW = ColwiseParallel, RowwiseParallel
 Form = tuple[bool, bool]  # strict, decomposed
@@ -208,7 +208,7 @@ def _train(exported: Exported, programs: list[ExportedProgram], result: Result) 
             if isinstance(parameter, nn.Parameter):
                 at = placement_from_json(placements[name]["placement"])
                 wanted = gradients[name]
-                part = torch.zeros_like(parameter) if wanted is None else held(wanted, at, rank)
+                part = torch.zeros_like(parameter) if wanted is None else shard_of(wanted, at, rank)
                 own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 result.gradient = max(result.gradient, (_distance(own, part, scale), name))
         for own, one in zip(_tensors(inputs[rank]), _tensors(whole), strict=True):

@@ -32,7 +32,7 @@ from torch.export import ExportedProgram
 from shardwise.errors import ShardingError, from_extra
 from shardwise.graph.reports import rendered
 from shardwise.tensor_parallel.exploring import STYLES, Space, State, Use, explore
-from shardwise.tensor_parallel.program import read
+from shardwise.tensor_parallel.program import read_program
 
 _SCALE = 1e6  # the objective's largest coefficient, far above the solver's tolerances of 1e-6
 _PREFERENCE = 1e-2  # among plans of equal cost, prefer cutting less, then by column
@@ -182,7 +182,7 @@ def choose(
         ShardingError: fewer than one rank, a program without tensors, or a budget that no plan meets.
         ShardwiseError: scipy is not installed.
     """
-    return best(explore(read(program), world_size), prices=prices, memory_budget=memory_budget)
+    return best(explore(read_program(program), world_size), prices=prices, memory_budget=memory_budget)
 
 
 def best(space: Space, *, prices: Prices | None = None, memory_budget: int | None = None) -> ChosenPlan:

@@ -31,7 +31,7 @@ from shardwise.tensor_parallel.heads import column_ranges
 from shardwise.tensor_parallel.nodes import args_of, name_of, nbytes, op_of, several
 from shardwise.tensor_parallel.partition import Parameter, Partition, Value
 from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Placement, Split, hint, local_shape
-from shardwise.tensor_parallel.program import Whole, at_first_use, build, output, outputs
+from shardwise.tensor_parallel.program import Whole, build_node, output, outputs, resolve_style
 from shardwise.tensor_parallel.state import fake_mode_of
 
 STYLES = ("replicate", "column", "row")  # the first is a parameter's default
@@ -159,7 +159,7 @@ def explore(whole: Whole, ranks: int) -> Space:
             first = State(REPLICATE) if parameter is None else State(None, style=parameter.style)
             made.states.setdefault(node, {first: _Local(node.meta.get("val"))})
         else:
-            made.step(node.all_input_nodes, node, partial(build, node=node))
+            made.step(node.all_input_nodes, node, partial(build_node, node=node))
     names = {node: x.name for node, x in whole.parameters.items()}
     sizes = {name: nbytes(node) for node, name in names.items() if node not in whole.aliases}
     used = {names[step.inputs[place]] for step in made.steps for use in step.uses for place, _ in use.placed}
@@ -268,7 +268,7 @@ class _Exploration:
             placement = REPLICATE if each.placement is None else each.placement
             p.values[x] = Value(_given(p, local.value), placement)
             for target, value in local.sent.items():
-                p._moved[x, target] = _given(p, value)
+                p._copies[x, target] = _given(p, value)
             if x in self.parameters:
                 name = self.parameters[x].name
                 p.parameters[x] = Parameter(name, x, each.style, each.placement)
@@ -303,7 +303,7 @@ def _state_of(p: Partition, x: fx.Node) -> tuple[State, _Local]:
     placement = value.placement if parameter is None else parameter.placement
     sent = {  # where moving it needs communication
         target: made.meta["val"]
-        for (source, target), made in p._moved.items()
+        for (source, target), made in p._copies.items()
         if source is x and (placement == PARTIAL or (isinstance(placement, Split) and target == REPLICATE))
     }
     style = None if parameter is None else parameter.style
@@ -359,7 +359,7 @@ def _groups(whole: Whole) -> tuple[Group, ...]:
     weights: dict[str, fx.Node] = {}
     for node, parameter in whole.parameters.items():
         name = parameter.name
-        written = name in whole.written or kinds[name] != InputKind.PARAMETER
+        written = name in whole.mutated or kinds[name] != InputKind.PARAMETER
         if written or node in whole.aliases or not node.users:
             continue
         if node.meta["val"].ndim >= 2:
@@ -374,7 +374,7 @@ def _groups(whole: Whole) -> tuple[Group, ...]:
     for names in groups.values():
         vectors = {name: of_module.pop(name.rpartition(".")[0], []) for name in names}
         states = tuple(
-            (whole.named[each], _first_states(whole.named[each], each))
+            (whole.by_name[each], _first_states(whole.by_name[each], each))
             for name in names
             for each in (name, *vectors[name])
         )
@@ -385,7 +385,7 @@ def _groups(whole: Whole) -> tuple[Group, ...]:
 def _first_states(parameter: fx.Node, name: str) -> tuple[State, ...]:
     """Return a parameter's state before its first use for each style, as its first use names that style."""
     module = name.rpartition(".")[0]
-    styles = [at_first_use(parameter, style, module)[1] for style in STYLES[1:]]
+    styles = [resolve_style(parameter, style, module)[1] for style in STYLES[1:]]
     return tuple(State(None, style=style) for style in (None, *styles))
 
 

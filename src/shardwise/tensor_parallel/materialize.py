@@ -31,7 +31,7 @@ from shardwise.files.stores import on_disk
 from shardwise.files.tensors import StoredTensor, TensorFiles
 from shardwise.tensor_parallel.device import as_is, here_for
 from shardwise.tensor_parallel.placement import Placement, Split
-from shardwise.tensor_parallel.state import intervals, placement_from_json, record_of
+from shardwise.tensor_parallel.state import placement_from_json, rank_intervals, record_of
 
 Part = Callable[[int, int, int], Tensor]  # of a dim, from begin to end; all of it if the end is negative
 Entry = tuple[Iterable[int], Part]  # the whole's shape, and its parts
@@ -126,7 +126,7 @@ def _store(program: ExportedProgram, name: str) -> dict[str, Any]:
 def _part(read: Part, placement: Placement, rank: int) -> Tensor:
     if not isinstance(placement, Split):
         return read(0, 0, -1)
-    parts = [read(placement.dim, begin, end) for begin, end in intervals(placement, rank)]
+    parts = [read(placement.dim, begin, end) for begin, end in rank_intervals(placement, rank)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, placement.dim)
 
 

@@ -95,13 +95,13 @@ class Plan:
         styles: "column" or "row", by parameter; those not named stay whole.
         inputs: layout of a module's one input, by the module's fully qualified name.
         outputs: layout of a module's outputs, likewise.
-        asked: every entry as text, in order.
+                strategies: every entry as text, in order.
     """
 
     styles: dict[str, str] = field(default_factory=dict)
     inputs: dict[str, Layout] = field(default_factory=dict)
     outputs: dict[str, Layout] = field(default_factory=dict)
-    asked: dict[str, str] = field(default_factory=dict)
+    strategies: dict[str, str] = field(default_factory=dict)
 
 
 _WORDS = {
@@ -138,7 +138,7 @@ def plan_of(
         ShardingError: a name that matches nothing, with the nearest names; an entry that is not a style;
             impossible layouts; a module to be cut that has no weight of two dims or more.
     """
-    plan = Plan(asked={asked: described(entry) for asked, entry in strategies.items()})
+    plan = Plan(strategies={asked: described(entry) for asked, entry in strategies.items()})
     styles: _Claims = {}
     moved: dict[str, _Claims] = {"inputs": {}, "outputs": {}}
     for asked, entry in strategies.items():
