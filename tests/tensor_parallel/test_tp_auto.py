@@ -20,9 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.errors import ShardingError
 from shardwise.tensor_parallel import tensor_parallel_transformation
-from shardwise.tensor_parallel.auto import ChosenPlan, Prices, best, choose
+from shardwise.tensor_parallel.auto import ChosenPlan, Prices, best_plan, choose
 from shardwise.tensor_parallel.explain import counts
-from shardwise.tensor_parallel.exploring import STYLES, Space, State, Use, _flops, explore, repeated
+from shardwise.tensor_parallel.exploring import STYLES, Space, State, Use, _flops, explore, find_repeats
 from shardwise.tensor_parallel.program import read_program
 
 CHEAP = Prices(latency=1e-9)  # for tiny models, which are not worth a collective otherwise
@@ -141,7 +141,7 @@ def uses_of(of: Space, styles: tuple[str, ...]) -> list[Use]:
             for use in step.uses
             if all(states.setdefault(x, at) == at for x, at in zip(step.inputs, use.before, strict=True))
         )
-        states.update(zip(step.leaves, use.after, strict=True))
+        states.update(zip(step.values, use.after, strict=True))
         uses.append(use)
     return uses
 
@@ -162,12 +162,12 @@ def check_prediction(of: Space, whole: ExportedProgram, styles: tuple[str, ...])
         made = tensor_parallel_transformation(whole, rank, of.ranks, "cpu", of.strategies(styles))
         assert counts(made) == expected, (styles, rank)
         held = {id(tensor): tensor.nbytes for tensor in made.state_dict.values()}
-        assert sum(held.values()) == of.held(uses)[rank], (styles, rank)
+        assert sum(held.values()) == of.bytes_held(uses)[rank], (styles, rank)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_llama_gets_column_and_row_pairs_with_two_all_reduces_a_layer(ranks: int) -> None:
-    plan = best(space("llama", ranks))
+    plan = best_plan(space("llama", ranks))
     for layer in ("layers.0.", "layers.1."):
         assert layer_styles(plan, layer) == LLAMA_STYLES
     assert plan.strategies["head.weight"] == "column"
@@ -175,11 +175,11 @@ def test_llama_gets_column_and_row_pairs_with_two_all_reduces_a_layer(ranks: int
     assert plan.collectives["all_reduce"] + plan.collectives["all_gather"] == 2 * 2 + 2
     assert plan.gap == 0
     norms = 5 * 2048 * 2
-    assert plan.bytes_held == ((plan.space.whole() - norms) // ranks + norms,) * ranks
+    assert plan.bytes_held == ((plan.space.total() - norms) // ranks + norms,) * ranks
 
 
 def test_a_gpt_block_gets_the_same_with_its_biases() -> None:
-    plan = best(space("gpt", 4))
+    plan = best_plan(space("gpt", 4))
     columns = {
         f"{name}.{kind}"
         for name in ("attention.q", "attention.k", "attention.v", "up")
@@ -194,8 +194,8 @@ def test_a_gpt_block_gets_the_same_with_its_biases() -> None:
 @pytest.mark.parametrize("changed", [each.name for each in fields(Prices)])
 def test_layers_keep_their_plan_when_a_price_halves_or_doubles(changed: str, factor: float) -> None:
     prices = replace(Prices(), **{changed: getattr(Prices(), changed) * factor})
-    assert layer_styles(best(space("llama", 4), prices=prices), "layers.0.") == LLAMA_STYLES
-    assert best(space("gpt", 4), prices=prices).strategies == best(space("gpt", 4)).strategies
+    assert layer_styles(best_plan(space("llama", 4), prices=prices), "layers.0.") == LLAMA_STYLES
+    assert best_plan(space("gpt", 4), prices=prices).strategies == best_plan(space("gpt", 4)).strategies
 
 
 def test_the_plan_is_the_cheapest_of_all_by_any_prices() -> None:
@@ -207,7 +207,7 @@ def test_the_plan_is_the_cheapest_of_all_by_any_prices() -> None:
     for _ in range(8):
         exponents = (random.uniform(-9, -6), random.uniform(-12, -9), random.uniform(-12, -9), -13.0)
         prices = Prices(*(10**exponent for exponent in exponents))
-        found = best(of, prices=prices)
+        found = best_plan(of, prices=prices)
         assert found.seconds == pytest.approx(
             min(price(of, prices, styles) for styles in everything), rel=1e-9
         )
@@ -221,7 +221,7 @@ def test_what_is_said_of_any_plan_is_what_the_transformation_does(name: str, ran
     of = space(name, ranks)
     for _ in range(4):
         check_prediction(of, program(name), tuple(random.choices(STYLES, k=len(of.decisions))))
-    check_prediction(of, program(name), tuple(each.style for each in best(of, prices=CHEAP).decisions))
+    check_prediction(of, program(name), tuple(each.style for each in best_plan(of, prices=CHEAP).decisions))
 
 
 def test_a_table_that_is_embedding_and_head_is_one_decision() -> None:
@@ -251,24 +251,24 @@ def test_two_choices_are_one() -> None:
 def test_a_memory_budget_is_met_at_the_least_price() -> None:
     of = space("tiny gpt", 2)
     dear = Prices(latency=1.0)
-    assert best(of, prices=dear).strategies == {}
-    whole = of.whole()
-    plan = best(of, prices=dear, memory_budget=whole * 7 // 10)
+    assert best_plan(of, prices=dear).strategies == {}
+    whole = of.total()
+    plan = best_plan(of, prices=dear, memory_budget=whole * 7 // 10)
     assert max(plan.bytes_held) <= whole * 7 // 10
     fitting = (
         price(of, dear, styles)
         for styles in itertools.product(STYLES, repeat=len(of.decisions))
-        if max(of.held(uses_of(of, styles))) <= whole * 7 // 10
+        if max(of.bytes_held(uses_of(of, styles))) <= whole * 7 // 10
     )
     assert plan.seconds == pytest.approx(min(fitting))
     assert f"of {whole * 7 // 10:,} allowed" in str(plan)
     with pytest.raises(ShardingError, match=r"into 1,000 bytes per rank: the smallest plan needs [\d,]+ of"):
-        best(of, memory_budget=1000)
+        best_plan(of, memory_budget=1000)
 
 
 def test_nothing_is_cut_where_only_communication_costs_or_there_is_one_rank() -> None:
     free = Prices(seconds_per_byte_held=0, seconds_per_flop=0)
-    assert best(space("tiny gpt", 2), prices=free).strategies == {}
+    assert best_plan(space("tiny gpt", 2), prices=free).strategies == {}
     assert choose(program("tiny gpt"), 1, prices=CHEAP).strategies == {}
     with pytest.raises(ShardingError, match="at least one rank"):
         choose(program("tiny gpt"), 0)
@@ -276,7 +276,7 @@ def test_nothing_is_cut_where_only_communication_costs_or_there_is_one_rank() ->
 
 def test_a_table_says_what_other_styles_would_cost() -> None:
     of = space("tiny gpt", 2)
-    plan = best(of, prices=CHEAP)
+    plan = best_plan(of, prices=CHEAP)
     everything = {
         styles: price(of, CHEAP, styles) for styles in itertools.product(STYLES, repeat=len(of.decisions))
     }
@@ -322,7 +322,7 @@ def test_only_numbered_modules_of_several_weights_that_are_alike_repeat() -> Non
     def kinds(**shapes: Any) -> dict[str, tuple[Any, ...]]:
         return {name.replace("_", "."): shape for name, shape in shapes.items()}
 
-    assert repeated(kinds(h_0_a=(1,), h_0_b=(2,), h_1_a=(1,), h_1_b=(2,))) == {
+    assert find_repeats(kinds(h_0_a=(1,), h_0_b=(2,), h_1_a=(1,), h_1_b=(2,))) == {
         "h.0.a": "h.0.a",
         "h.0.b": "h.0.b",
         "h.1.a": "h.0.a",
@@ -334,8 +334,8 @@ def test_only_numbered_modules_of_several_weights_that_are_alike_repeat() -> Non
         kinds(h_0_a=(1,), h_0_b=(2,), g_0_a=(1,), g_0_b=(2,)),
     )
     for each in others:
-        assert repeated(each) == {name: name for name in each}
+        assert find_repeats(each) == {name: name for name in each}
     nested = {f"stage.{s}.block.{b}.{kind}": (s, kind) for s in range(2) for b in range(3) for kind in "qk"}
-    assert set(repeated(nested).values()) == {f"stage.{s}.block.0.{kind}" for s in range(2) for kind in "qk"}
+    assert set(find_repeats(nested).values()) == {f"stage.{s}.block.0.{x}" for s in range(2) for x in "qk"}
     alike = {name: kind[1:] for name, kind in nested.items()}
-    assert set(repeated(alike).values()) == {"stage.0.block.0.q", "stage.0.block.0.k"}
+    assert set(find_repeats(alike).values()) == {"stage.0.block.0.q", "stage.0.block.0.k"}

@@ -28,7 +28,7 @@ from shardwise.hf.generate import cut_folder
 from shardwise.tensor_parallel import counts, cut_steps, export_steps, generate, strategies_of
 from shardwise.tensor_parallel.canonical import functional
 from shardwise.tensor_parallel.pretrained import chosen_for
-from shardwise.tensor_parallel.serving import Programs, choice
+from shardwise.tensor_parallel.serving import Programs, describe_choice
 
 transformers.logging.set_verbosity_error()
 
@@ -226,7 +226,7 @@ def test_what_auto_chose_is_said_with_the_bytes_that_it_leaves() -> None:
     columns = dict.fromkeys(["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"], "colwise")
     prefill, _ = cut_steps(steps, 1, 2, columns)
     modules = r"colwise: (?:model.layers.\*.mlp.(?:gate|up)_proj(?:, |; )){2}"
-    found = re.search(modules + r"rank 1 holds ([\d,]+) of ([\d,]+) bytes", choice(prefill))
+    found = re.search(modules + r"rank 1 holds ([\d,]+) of ([\d,]+) bytes", describe_choice(prefill))
     assert found is not None
     here, whole = (int(one.replace(",", "")) for one in found.groups())
     assert whole - here == 2 * 4 * 48 * 40 // 2

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from shardwise.cli import app
 from shardwise.errors import CheckpointError
 from shardwise.tensor_parallel import Split, merge, save
-from shardwise.tensor_parallel.package import _put
+from shardwise.tensor_parallel.package import _merge_part
 from shardwise.tensor_parallel.state import shard_of
 
 # torch's own decompositions copy what it calls deprecated
@@ -56,6 +56,6 @@ def test_rows_that_several_ranks_have_are_put_together_once_and_compared() -> No
     given = torch.arange(16.0).view(8, 2)
     whole = torch.empty_like(given)
     for rank in range(3):
-        assert _put(whole, shard_of(given, at, rank), at, rank)
+        assert _merge_part(whole, shard_of(given, at, rank), at, rank)
     assert torch.equal(whole, given)
-    assert not _put(whole, shard_of(given + 1, at, 2), at, 2)
+    assert not _merge_part(whole, shard_of(given + 1, at, 2), at, 2)

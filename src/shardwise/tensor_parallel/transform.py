@@ -20,7 +20,7 @@ from torch.export.graph_signature import ExportGraphSignature
 from shardwise.errors import ShardingError, here
 from shardwise.tensor_parallel import device, state
 from shardwise.tensor_parallel import training as gradients
-from shardwise.tensor_parallel.auto import best
+from shardwise.tensor_parallel.auto import best_plan
 from shardwise.tensor_parallel.exploring import explore
 from shardwise.tensor_parallel.nodes import calls_of, is_tensor, line_of, modules_of, name_of, nbytes
 from shardwise.tensor_parallel.partition import Partition, Value, aten
@@ -80,7 +80,7 @@ def tensor_parallel_transformation(
     _check_strategies(parallel_strategies)
     whole = read_program(exported_program)
     if isinstance(parallel_strategies, str):
-        parallel_strategies = best(explore(whole, world_size)).strategies
+        parallel_strategies = best_plan(explore(whole, world_size)).strategies
     modules = dict.fromkeys(name for node in whole.graph.nodes for name in modules_of(node))
     tensors = {name: node.meta["val"] for name, node in whole.by_name.items()}
     plan = plan_of(parallel_strategies, tensors, modules=modules)
