@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.tensor_parallel import tensor_parallel_transformation
-from shardwise.tensor_parallel.canonical import functional
+from shardwise.tensor_parallel.canonical import functionalize
 
 Collective = tuple[str, Tensor, tuple[Any, ...]]
 _NAMESPACE = "_c10d_functional"
@@ -28,7 +28,7 @@ _SECONDS = 60.0  # that a rank waits for the others before it is sure that they 
 
 def parts(program: ExportedProgram, plan: Any, *, ranks: int = 2, **options: Any) -> list[ExportedProgram]:
     """Every rank's program; operations in place are replaced once for all, which takes as long as to cut."""
-    program = functional(program)
+    program = functionalize(program)
     return [
         tensor_parallel_transformation(program, rank, ranks, "cpu", plan, **options) for rank in range(ranks)
     ]

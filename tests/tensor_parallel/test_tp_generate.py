@@ -26,8 +26,8 @@ from shardwise.errors import RankMismatchError, ShardingError
 from shardwise.files.tensors import StoredTensor
 from shardwise.hf.generate import cut_folder
 from shardwise.tensor_parallel import counts, cut_steps, export_steps, generate, strategies_of
-from shardwise.tensor_parallel.canonical import functional
-from shardwise.tensor_parallel.pretrained import chosen_for
+from shardwise.tensor_parallel.canonical import functionalize
+from shardwise.tensor_parallel.pretrained import resolve_strategies
 from shardwise.tensor_parallel.serving import Programs, describe_choice
 
 transformers.logging.set_verbosity_error()
@@ -84,7 +84,7 @@ def exported(kind: str) -> tuple[nn.Module, Tensor, Programs]:
     """The same, with its programs: to export one, and to make it functional, takes longer than to cut it."""
     model, prompt = made(kind)
     prefill, decode = export_steps(model, prompt, TOKENS)
-    return model, prompt, (functional(prefill), functional(decode))
+    return model, prompt, (functionalize(prefill), functionalize(decode))
 
 
 def whole(model: Any, prompt: Tensor) -> Tensor:
@@ -204,18 +204,18 @@ def test_a_plan_that_leaves_most_of_a_model_whole_warns_with_the_way_out() -> No
         strategies_of(model)
     model._tp_plan = {"lm_head": "colwise"}
     with pytest.warns(UserWarning, match=r"cuts only \d+% of its [\d,]+ bytes \(lm_head\).*'auto'"):
-        assert chosen_for(model, None) == {"lm_head": "colwise"}
+        assert resolve_strategies(model, None) == {"lm_head": "colwise"}
 
 
 def test_a_model_without_a_plan_is_cut_by_auto_and_says_so() -> None:
     model, _ = made("llama")
     model._tp_plan = {}
     with pytest.warns(UserWarning, match="LlamaForCausalLM has no .* plan, so strategies='auto' chooses"):
-        assert chosen_for(model, None) == "auto"
+        assert resolve_strategies(model, None) == "auto"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert chosen_for(model, "auto") == "auto"
-        assert chosen_for(model, {"lm_head": "colwise"}) == {"lm_head": "colwise"}
+        assert resolve_strategies(model, "auto") == "auto"
+        assert resolve_strategies(model, {"lm_head": "colwise"}) == {"lm_head": "colwise"}
 
 
 def test_what_auto_chose_is_said_with_the_bytes_that_it_leaves() -> None:

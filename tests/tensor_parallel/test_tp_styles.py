@@ -92,7 +92,7 @@ def placed(program: ExportedProgram, name: str) -> Any:
         "colwise",
         "column",
     ],
-    ids=styles.described,
+    ids=styles.describe,
 )
 def test_a_class_an_instance_and_a_word_mean_the_same(style: Any) -> None:
     plan = plan_of({"layers.0.up": style}, PARAMETERS)

@@ -41,7 +41,7 @@ from shardwise.tensor_parallel import (
     RowwiseParallel,
     counts,
 )
-from shardwise.tensor_parallel.canonical import functional
+from shardwise.tensor_parallel.canonical import functionalize
 from shardwise.tensor_parallel.placement import REPLICATE, Split
 from shardwise.tensor_parallel.state import placement_from_json, record_of, shard_of
 
@@ -139,7 +139,7 @@ def export(case: Case, form: Form) -> Exported:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         program = torch.export.export(model, args, kwargs, dynamic_shapes=case.dynamic, strict=strict)
-        program = program.run_decompositions() if decomposed else functional(program)
+        program = program.run_decompositions() if decomposed else functionalize(program)
     return Exported(case, form, program, model, args, kwargs)
 
 

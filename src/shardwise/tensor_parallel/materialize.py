@@ -29,7 +29,7 @@ from torch.export import ExportedProgram
 from shardwise.errors import CheckpointError
 from shardwise.files.stores import on_disk
 from shardwise.files.tensors import StoredTensor, TensorFiles
-from shardwise.tensor_parallel.device import as_is, here_for
+from shardwise.tensor_parallel.device import storage_device, wrap_like
 from shardwise.tensor_parallel.placement import Placement, Split
 from shardwise.tensor_parallel.state import placement_from_json, rank_intervals, record_of
 
@@ -69,7 +69,7 @@ def materialize(
             and buffers that already have memory may be missing, and stay as they are.
     """
     record = record_of(program)
-    device = device or here_for(record.get("device", "cpu"))
+    device = device or storage_device(record.get("device", "cpu"))
     stored_names = {name: (rename or str)(name) for name in record["parameters"]}
     shards: dict[str, Tensor] = {}
     mismatched, missing = [], []
@@ -96,7 +96,7 @@ def materialize(
             if not missing and not mismatched:
                 shard = _read_shard(read, placement_from_json(entry["placement"]), record["rank"])
                 local = shard.to(device=device, dtype=current.dtype, copy=True).contiguous()
-                shards[name] = as_is(current, local)
+                shards[name] = wrap_like(current, local)
     if missing or mismatched:
         _raise_mismatch(checkpoint, missing, mismatched)
     for name, tensor in shards.items():

@@ -18,7 +18,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from shardwise.errors import ShardingError
 from shardwise.graph.nodes import kind_of
-from shardwise.tensor_parallel.canonical import canonical, functional
+from shardwise.tensor_parallel.canonical import canonicalize, functionalize
 from shardwise.tensor_parallel.nodes import is_tensor, line_of, modules_of, name_of, nbytes, op_of
 from shardwise.tensor_parallel.partition import Parameter, Partition, Value
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
@@ -70,8 +70,8 @@ def read_program(program: ExportedProgram) -> Whole:
         ShardingError: something other than an exported program, or a program already cut for one rank.
     """
     _check_whole(program)
-    program = functional(program)
-    graph = canonical(program)
+    program = functionalize(program)
+    graph = canonicalize(program)
     placeholders = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
     parameters = {
         (node := placeholders[spec.arg.name]): Parameter(spec.target, node)

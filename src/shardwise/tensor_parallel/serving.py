@@ -27,7 +27,7 @@ from shardwise.comm.agree import agree
 from shardwise.errors import ShardingError
 from shardwise.tensor_parallel.explain import explain
 from shardwise.tensor_parallel.package import default_group
-from shardwise.tensor_parallel.pretrained import chosen_for
+from shardwise.tensor_parallel.pretrained import resolve_strategies
 from shardwise.tensor_parallel.state import record_of
 from shardwise.tensor_parallel.transform import tensor_parallel_transformation
 
@@ -65,7 +65,7 @@ def generate(
         whole,
         dist.get_rank(group),
         group.size(),
-        chosen_for(model, strategies),
+        resolve_strategies(model, strategies),
         group_name=group.group_name,
     )
     return greedy(programs, prompt, tokens, ends=ends)

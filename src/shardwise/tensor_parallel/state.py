@@ -23,7 +23,7 @@ from torch.export.graph_signature import ConstantArgument, ExportGraphSignature
 
 from shardwise import _compat
 from shardwise.errors import ShardingError
-from shardwise.tensor_parallel.device import as_is, here_for
+from shardwise.tensor_parallel.device import storage_device, wrap_like
 from shardwise.tensor_parallel.nodes import is_impure
 from shardwise.tensor_parallel.partition import Partition
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split, local_shape
@@ -85,7 +85,7 @@ def shard_of(whole: Tensor, placement: Placement | None, rank: int) -> Tensor:
         )
     else:
         part = whole.detach().clone()
-    return as_is(whole, part)
+    return wrap_like(whole, part)
 
 
 def rank_intervals(placement: Split, rank: int) -> tuple[tuple[int, int], ...]:
@@ -148,7 +148,7 @@ def program_of(
         state_dict=state,
         range_constraints=dict(program.range_constraints),
         module_call_graph=list(program.module_call_graph),
-        example_inputs=_move_examples(program.example_inputs, here_for(device_type)),
+        example_inputs=_move_examples(program.example_inputs, storage_device(device_type)),
         constants=constants,
         verifiers=program.verifiers,
     )
