@@ -59,9 +59,9 @@ class Prices:
 
     def of(self, use: Use) -> float:
         """Return the seconds of one operation, including the weights that it is the first to use."""
-        sent = sum(self.latency + size * self.seconds_per_byte_sent for _, size in use.collectives)
-        held = max(use.bytes_held, default=0) * self.seconds_per_byte_held
-        return sent + held + use.flops * self.seconds_per_flop
+        communication = sum(self.latency + size * self.seconds_per_byte_sent for _, size in use.collectives)
+        memory = max(use.bytes_held, default=0) * self.seconds_per_byte_held
+        return communication + memory + use.flops * self.seconds_per_flop
 
     def of_all(self, space: Space, uses: Sequence[Use]) -> float:
         """Return the seconds for a program, given each step's use."""
@@ -283,11 +283,11 @@ def _solve(
     optimum = _minimize(objective, rows, integers=integers, upper=upper)
     if optimum.x is None:
         return None
-    chosen = optimum.x[:integers].reshape(-1, count).argmax(1)
+    indices = optimum.x[:integers].reshape(-1, count).argmax(1)
     values = iter(optimum.x[integers:])  # the uses of these styles are 1, all others 0
     uses = tuple(max(step.uses, key=lambda use: next(values)) for step in space.steps)
     gap = float(getattr(optimum, "mip_gap", None) or 0.0)
-    return _Solution(tuple(STYLES[s] for s in chosen), uses, time.perf_counter() - started, gap)
+    return _Solution(tuple(STYLES[s] for s in indices), uses, time.perf_counter() - started, gap)
 
 
 def _flow(costs: list[float], rows: list[_Row], space: Space, prices: Prices) -> dict[int, tuple[int, ...]]:

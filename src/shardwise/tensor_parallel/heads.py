@@ -61,14 +61,14 @@ def _even_shares(stretch: Stretch, ranks: int) -> Ranges:
 
 def _finest(stretches: list[Stretch], size: int) -> list[Stretch]:
     """Return stretches that cover the outputs once; of overlapping ones, the most specific."""
-    chosen: list[Stretch] = []
+    finest: list[Stretch] = []
     for stretch in sorted(stretches, key=lambda s: (-s.shared, -s.unit, s.end - s.begin, s.begin)):
-        if all(stretch.end <= other.begin or other.end <= stretch.begin for other in chosen):
-            chosen.append(stretch)
-    chosen.sort(key=lambda s: s.begin)
-    begins, ends = [*(s.begin for s in chosen), size], [0, *(s.end for s in chosen)]
+        if all(stretch.end <= rival.begin or rival.end <= stretch.begin for rival in finest):
+            finest.append(stretch)
+    finest.sort(key=lambda s: s.begin)
+    begins, ends = [*(s.begin for s in finest), size], [0, *(s.end for s in finest)]
     gaps = [Stretch(end, begin - end) for begin, end in zip(begins, ends, strict=True) if begin > end]
-    return sorted([*chosen, *gaps], key=lambda s: s.begin)
+    return sorted([*finest, *gaps], key=lambda s: s.begin)
 
 
 class _Tracker:
@@ -118,23 +118,23 @@ class _Tracker:
                 yield from self.follow(user, shifted, stretch)
 
     def _follow_parts(self, user: fx.Node, name: str, dim: int, stretch: Stretch) -> Iterator[Stretch]:
-        along = part_dim(user, len(self.p.shape(args_of(user)[0])))
+        axis = part_dim(user, len(self.p.shape(args_of(user)[0])))
         value: Any = user.meta["val"]
         pieces: list[tuple[fx.Node, Tensor, int]] = []
         if isinstance(value, (tuple, list)):
             offset = 0
             for index, piece in enumerate(value):
                 pieces += [(item, piece, offset) for item in user.users if item.args[1] == index]
-                offset += 1 if name == "unbind" else hint(piece.shape[along])
+                offset += 1 if name == "unbind" else hint(piece.shape[axis])
         else:
             arguments = arguments_of(user)
             begin = arguments.get("start", arguments.get("index"))
             begin = begin if isinstance(begin, int) else 0
-            pieces = [(user, value, begin % stretch.count if along == dim and begin < 0 else begin)]
+            pieces = [(user, value, begin % stretch.count if axis == dim and begin < 0 else begin)]
         drops = name in ("unbind", "select")
         for item, piece, begin in pieces:
-            if along != dim:
-                yield from self.follow(item, dim - (drops and along < dim), stretch)
+            if axis != dim:
+                yield from self.follow(item, dim - (drops and axis < dim), stretch)
             elif not drops:
                 begins = stretch.begin + begin * stretch.unit
                 yield from self.follow(

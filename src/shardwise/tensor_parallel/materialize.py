@@ -81,9 +81,9 @@ def materialize(
                 shards[name] = shards[tied_to]
                 continue
             current = _store(program, name)[name]
-            ties = ((x, {x, each["tied"]}) for x, each in record["parameters"].items() if x != name)
+            ties = ((x, {x, peer["tied"]}) for x, peer in record["parameters"].items() if x != name)
             names = [name, *(alias for alias, tensors in ties if (tied_to or name) in tensors)]
-            candidates = chain(map(overrides, names), (source(stored_names[each]) for each in names))
+            candidates = chain(map(overrides, names), (source(stored_names[x]) for x in names))
             stored = next(filter(None, candidates), None)
             if stored is None:
                 if current.is_meta:

@@ -60,8 +60,8 @@ def _copy(schema: str, backward: Callable[..., Tensor], *, copies: int = 0) -> A
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.known = inputs[0].shape, *(x for x in inputs[1:] if not isinstance(x, Tensor))
-        ctx.others = (None,) * (len(inputs) - 1)
+        ctx.constants = inputs[0].shape, *(x for x in inputs[1:] if not isinstance(x, Tensor))
+        ctx.no_grads = (None,) * (len(inputs) - 1)
 
     def copy(*inputs: Any) -> Any:
         return inputs[copies].clone()
@@ -70,7 +70,7 @@ def _copy(schema: str, backward: Callable[..., Tensor], *, copies: int = 0) -> A
     op = torch.library.custom_op(f"shardwise::{name}", copy, mutates_args=(), schema=bracket + rest)
     op.register_fake(lambda *inputs: torch.empty_like(inputs[copies]))
     op.register_autograd(
-        lambda ctx, gradient: (backward(gradient, *ctx.known), *ctx.others), setup_context=keep
+        lambda ctx, gradient: (backward(gradient, *ctx.constants), *ctx.no_grads), setup_context=keep
     )
     return op
 

@@ -316,8 +316,8 @@ def export_command(
         for rank in range(ranks)
     ]
     save(parts, out, overwrite=overwrite)
-    chosen = "\n".join(f"  {name}: {style}" for name, style in record_of(parts[0])["strategies"].items())
-    return f"{explain(parts[0])}\nStrategies:\n{chosen}\nSaved {ranks} programs to {out}\n"
+    listing = "\n".join(f"  {name}: {style}" for name, style in record_of(parts[0])["strategies"].items())
+    return f"{explain(parts[0])}\nStrategies:\n{listing}\nSaved {ranks} programs to {out}\n"
 
 
 def _load_program(path: Path) -> ExportedProgram:
@@ -401,10 +401,10 @@ def merge_command(folder: str | Path, out: str | Path, *, strip: str = "", overw
     place = Path(out)
     if place.is_dir() or (place.exists() and not overwrite):
         raise CheckpointError(f"{out} already exists; choose another file, or pass --overwrite")
-    named = {name.removeprefix(strip): x for name, x in merge(folder).items()}
+    tensors = {name.removeprefix(strip): x for name, x in merge(folder).items()}
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error}") from error
-    save_slices(named, place, metadata={"format": "pt"})
-    return f"Saved {len(named)} tensors, {sum(x.nbytes for x in named.values()):,} bytes, to {out}\n"
+    save_slices(tensors, place, metadata={"format": "pt"})
+    return f"Saved {len(tensors)} tensors, {sum(x.nbytes for x in tensors.values()):,} bytes, to {out}\n"

@@ -365,8 +365,8 @@ class _Recorder(_compat.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        inputs, named = map_aggregate((args, kwargs or {}), self.node_of)
-        self.nodes[id(result)] = self.p.emitted(func, tuple(inputs), named, result)
+        inputs, keywords = map_aggregate((args, kwargs or {}), self.node_of)
+        self.nodes[id(result)] = self.p.emitted(func, tuple(inputs), keywords, result)
         return result
 
 

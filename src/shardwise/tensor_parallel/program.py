@@ -198,11 +198,11 @@ def _replicate(p: Partition, node: fx.Node, *, strict: bool) -> None:
 
 def outputs(whole: Whole, node: fx.Node) -> list[tuple[Any, fx.Node | None]]:
     """List the program's outputs, each with the parameter or buffer that it is written to, if any."""
-    named = whole.by_name
+    owners = whole.by_name
     specs = whole.program.graph_signature.output_specs
     values: Sequence[Any] = node.args[0]  # type: ignore[assignment]
     return [
-        (value, named.get(spec.target or "") if spec.kind in _WRITES else None)
+        (value, owners.get(spec.target or "") if spec.kind in _WRITES else None)
         for spec, value in zip(specs, values, strict=True)
     ]
 

@@ -131,10 +131,10 @@ def describe_choice(program: ExportedProgram) -> str:
     by_style: dict[str, dict[str, None]] = {}
     for name, style in record_of(program)["strategies"].items():
         by_style.setdefault(str(style), {})[re.sub(r"\b\d+\b", "*", name.removeprefix("model."))] = None
-    chosen = "; ".join(f"{style}: {', '.join(names)}" for style, names in by_style.items())
+    listing = "; ".join(f"{style}: {', '.join(names)}" for style, names in by_style.items())
     summary = explain(program)
     return (
-        f"strategies='auto' chose {chosen or 'to cut nothing, which is fastest (pass strategies to cut)'};"
+        f"strategies='auto' chose {listing or 'to cut nothing, which is fastest (pass strategies to cut)'};"
         f" rank {summary.rank} holds {summary.bytes_here:,} of {summary.bytes_whole:,} bytes"
     )
 
@@ -153,8 +153,8 @@ def greedy(programs: Programs, prompt: Tensor, tokens: int, *, ends: Sequence[in
 
 def cache_bytes(program: ExportedProgram) -> int:
     """Return the bytes of keys and values in a program's cache."""
-    named = program.constants.items()
-    return sum(x.nbytes for name, x in named if name.startswith((_OWN, _CROSS)) and isinstance(x, Tensor))
+    constants = program.constants.items()
+    return sum(x.nbytes for name, x in constants if name.startswith((_OWN, _CROSS)) and isinstance(x, Tensor))
 
 
 # ------------------------------------------------------------ what is exported

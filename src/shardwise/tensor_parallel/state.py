@@ -49,10 +49,10 @@ def tied_names(program: ExportedProgram) -> dict[str, str]:
     """
     names: dict[Any, str] = {}
     aliases = {}
-    named = {**program.state_dict, **program.constants}
+    tensors = {**program.state_dict, **program.constants}
     in_graph = {spec.target for spec in program.graph_signature.input_specs}
-    for name in sorted(named, key=lambda name: name not in in_graph):
-        tensor = named[name]
+    for name in sorted(tensors, key=lambda name: name not in in_graph):
+        tensor = tensors[name]
         if not isinstance(tensor, Tensor):
             continue
         original = names.setdefault(_identity(tensor), name)

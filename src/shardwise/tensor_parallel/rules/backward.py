@@ -47,7 +47,7 @@ def nll_backward(p: Partition, node: fx.Node) -> None:
         # masked, as nan times 0 is nan: the gradient of a mean over no rows
         return (-loss_weights(weight, index, skipped, dtype) * grad).masked_fill(skipped, 0)
 
-    def placed(local: Tensor, target: Tensor, row: Tensor) -> Tensor:
+    def place(local: Tensor, target: Tensor, row: Tensor) -> Tensor:
         result, index = torch.zeros_like(local), target.unsqueeze(dim)
         if not span.count:
             return result
@@ -56,7 +56,7 @@ def nll_backward(p: Partition, node: fx.Node) -> None:
 
     index = p.take(target)
     p.row_sums[node] = row = p.run(rows, p.take(gradient), index, p.take(weight), p.take(total))
-    return p.keep(node, p.run(placed, p.take(x, cut), index, row), cut)
+    return p.keep(node, p.run(place, p.take(x, cut), index, row), cut)
 
 
 @aten_rule("_log_softmax_backward_data", "_softmax_backward_data")
@@ -75,10 +75,10 @@ def softmax_backward(p: Partition, node: fx.Node) -> None:
         total = p.run(lambda x, y: (x if logarithm else x * y).sum(dim, True), grad, output)
         total = p.all_reduce(total)
 
-    def derivative(x: Tensor, y: Tensor, total: Tensor) -> Tensor:
+    def differentiate(x: Tensor, y: Tensor, total: Tensor) -> Tensor:
         return (x - y.exp() * total if logarithm else (x - total) * y).to(dtype)
 
-    return p.keep(node, p.run(derivative, grad, output, total), cut)
+    return p.keep(node, p.run(differentiate, grad, output, total), cut)
 
 
 # ------------------------------------------------------------ norms
@@ -114,10 +114,10 @@ def attention_backward(p: Partition, node: fx.Node) -> None:
         return p.repeat(node)
     if cut is None or cut.dim > 1 or (cut.dim == 1 and len(set(heads)) > 1):
         return _grouped(p, node, cut, group=heads[0] // heads[1]) if heads[1] == heads[2] else p.repeat(node)
-    return p.keep(node, _attention(p, node, cut, p.take(k, cut), p.take(v, cut)), cut)
+    return p.keep(node, _emit_backward(p, node, cut, p.take(k, cut), p.take(v, cut)), cut)
 
 
-def _attention(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node) -> fx.Node:
+def _emit_backward(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node) -> fx.Node:
     gradient, q, _, _, *rest = args_of(node)
     others = [_with_heads(p, x, cut, q) for x in rest]
     kwargs = {name: _with_heads(p, x, cut, q) for name, x in node.kwargs.items()}
@@ -132,10 +132,10 @@ def _grouped(p: Partition, node: fx.Node, cut: Split | None, *, group: int) -> N
     count = p.shape(k)[1]
     key_cut, whole_groups = key_heads(p, cut, group=group, count=count)
     if whole_groups:
-        result = _attention(p, node, cut, p.take(k, key_cut), p.take(v, key_cut))
+        result = _emit_backward(p, node, cut, p.take(k, key_cut), p.take(v, key_cut))
         return p.keep(node, result, (cut, key_cut, key_cut))
     keys, values = (repeat_heads(p, x, key_cut, cut, group=group) for x in (k, v))
-    result = _attention(p, node, cut, keys, values)
+    result = _emit_backward(p, node, cut, keys, values)
     gradients = [p.emit(operator.getitem, result, place) for place in range(3)]
     begin, end = (*cut.ranges[p.rank], (0, 0))[0]
     for place in (1, 2):  # for all query heads, with zeros for those of other ranks

@@ -68,7 +68,7 @@ def reduce(p: Partition, node: fx.Node) -> None:
     counts = [p.shape(x)[d] for d in dims]
     is_linear = op == "sum" or (op == "mean" and all(isinstance(size, int) for size in counts))
     if cut is None or cut.dim not in dims or not is_linear or not cut.disjoint:
-        dropped = [0 if keep else sum(other < d for other in dims) for d in range(ndim)]
+        dropped = [0 if keep else sum(e < d for e in dims) for d in range(ndim)]
         return p.follow(node, {x: [None if d in dims else d - dropped[d] for d in range(ndim)]})
     total = p.emit(aten.sum.dim_IntList, p.take(x, cut), sorted(dims), keep, dtype=node.meta["val"].dtype)
     return p.keep(node, p.emit(aten.div.Tensor, total, math.prod(counts)) if op == "mean" else total, PARTIAL)

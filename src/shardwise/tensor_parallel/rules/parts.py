@@ -149,10 +149,10 @@ def index_put(p: Partition, node: fx.Node) -> Dims:
         return {}
     x_dims = of_x[len(of_x) - len(p.shape(values)) :]
     sizes = [1 if d is None else p.shape(x)[d] for d in x_dims]
-    spread = [d is not None and p.is_spread(values, i, sizes[i]) for i, d in enumerate(x_dims)]
+    broadcast = [d is not None and p.is_spread(values, i, sizes[i]) for i, d in enumerate(x_dims)]
     return {
         x: [d if d in of_x else None for d in range(len(p.shape(x)))],
-        values: [None if each else d for d, each in zip(x_dims, spread, strict=True)],
+        values: [None if wide else d for d, wide in zip(x_dims, broadcast, strict=True)],
     }
 
 

@@ -60,8 +60,8 @@ def _keeps_terms(p: Partition, node: fx.Node, inputs: list[fx.Node]) -> bool:
     if op in ("add", "sub"):
         return len(partial) == len(inputs) == 2
     if op == "mul" and len(partial) == 1 and len(inputs) == 2 and node.args[0] is not node.args[1]:
-        (other,) = (x for x in inputs if x is not partial[0])
-        return p.placement(other) == REPLICATE
+        (factor,) = (x for x in inputs if x is not partial[0])
+        return p.placement(factor) == REPLICATE
     if node.kwargs:  # such as a rounding mode
         return False
     scalar = op in ("mul", "div") and len(inputs) == 1
@@ -70,13 +70,13 @@ def _keeps_terms(p: Partition, node: fx.Node, inputs: list[fx.Node]) -> bool:
 
 @aten_rule("dropout", "native_dropout")
 def dropout(p: Partition, node: fx.Node) -> None:
-    x, share, train = args_of(node)
+    x, rate, train = args_of(node)
     cut = p.cut_of(x)
-    if train is False or (node.target is aten.dropout.default and share in (0, 1)):  # draws nothing
+    if train is False or (node.target is aten.dropout.default and rate in (0, 1)):  # draws nothing
         return pointwise(p, node)
     if cut is None:
         return p.repeat(node)
-    result, mask = apply_dropout(p, p.take(x, cut), cut, p.shape(x), share)
+    result, mask = apply_dropout(p, p.take(x, cut), cut, p.shape(x), rate)
     return p.keep(node, result if node.target is aten.dropout.default else (result, mask), cut)
 
 
@@ -94,12 +94,12 @@ def random_like(p: Partition, node: fx.Node) -> None:
 
 
 def apply_dropout(
-    p: Partition, local: fx.Node, cut: Split, sizes: Sequence[Any], share: float
+    p: Partition, local: fx.Node, cut: Split, sizes: Sequence[Any], rate: float
 ) -> tuple[fx.Node, fx.Node]:
-    """Return this rank's part of a value of `sizes` after dropout of `share`, and its part of the mask."""
-    mask = _draw(p, local, cut, sizes, lambda whole: whole.bernoulli(1 - share), dtype=torch.bool)
+    """Return this rank's part of a value of `sizes` after dropout of `rate`, and its part of the mask."""
+    mask = _draw(p, local, cut, sizes, lambda whole: whole.bernoulli(1 - rate), dtype=torch.bool)
     result = p.emit(aten.mul.Tensor, local, mask)
-    return p.emit(aten.mul.Tensor, result, 0.0 if share == 1 else 1 / (1 - share)), mask
+    return p.emit(aten.mul.Tensor, result, 0.0 if rate == 1 else 1 / (1 - rate)), mask
 
 
 def _draw(

@@ -144,14 +144,14 @@ def scatter(p: Partition, node: fx.Node, cut: Split) -> None:
     x, _, index, value = args_of(node)
     span = local_span(p, x, cut)
 
-    def scattered(local: Tensor, index: Tensor) -> Tensor:
+    def write(local: Tensor, index: Tensor) -> Tensor:
         if not span.count:
             return local + span.gather(local, index)
         offset, remote = span.offsets(index)
         old = local.gather(span.dim, offset)
         return local.scatter(span.dim, offset, torch.where(remote, old, torch.full_like(old, value)))
 
-    return p.keep(node, p.run(scattered, p.take(x, cut), p.take(index)), cut)
+    return p.keep(node, p.run(write, p.take(x, cut), p.take(index)), cut)
 
 
 @dataclass(frozen=True)
@@ -206,15 +206,15 @@ def cross_entropy(p: Partition, node: fx.Node) -> None:
     if not is_valid or not isinstance(smoothing, (int, float)) or cut is None:
         return p.repeat(node)
     rows, classes = Rows.of(p, x, node, cut), p.shape(x)[dim]
-    own_weight = None if weight is None else p.take(weight, cut.on(0))
+    local_weight = None if weight is None else p.take(weight, cut.on(0))
 
-    def weighted(local: Tensor, weight: Tensor | None) -> Tensor:
+    def weigh(local: Tensor, weight: Tensor | None) -> Tensor:
         return local if weight is None else local * weight.view(with_dim([1] * local.ndim, dim, -1))
 
     def of_probabilities(local: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         if smoothing:
             target = target * (1 - smoothing) + smoothing / classes
-        target = weighted(target, weight)
+        target = weigh(target, weight)
         return (local * target).sum(dim, True), target.sum(dim, True)
 
     def of_sums(log: Tensor, products: Tensor, sums: Tensor) -> Tensor:
@@ -229,14 +229,14 @@ def cross_entropy(p: Partition, node: fx.Node) -> None:
         return reduce_loss(loss, target, weight, dim, reduction, ignored, extra)[0].to(value.dtype)
 
     if by_probability:
-        terms = p.run(of_probabilities, rows.local, p.take(target, cut), own_weight)
+        terms = p.run(of_probabilities, rows.local, p.take(target, cut), local_weight)
         logarithm, products, sums = rows.sums(*terms)
         result = p.run(of_sums, logarithm, products, sums)
     else:
         index = p.take(target)
         terms = [p.run(_pick_targets(p, x, cut, ignored), rows.local, index)]
         if smoothing:
-            terms.append(p.run(lambda x, w: weighted(x, w).sum(dim, True), rows.local, own_weight))
+            terms.append(p.run(lambda x, w: weigh(x, w).sum(dim, True), rows.local, local_weight))
         logarithm, picked, *totals = rows.sums(*terms)
         result = p.run(of_classes, logarithm, picked, index, p.take(weight), (*totals, None)[0])
     return p.keep(node, result, REPLICATE)
@@ -257,12 +257,12 @@ def nll(p: Partition, node: fx.Node) -> None:
     else:
         loss = p.run(torch.sub, *rows.sums(picked))
 
-    def finished(loss: Tensor, target: Tensor, weight: Tensor | None) -> list[Tensor]:
+    def finish(loss: Tensor, target: Tensor, weight: Tensor | None) -> list[Tensor]:
         result, total = reduce_loss(loss, target, weight, dim, reduction, ignored)
         total = torch.zeros_like(total) if reduction == NONE else total  # as torch returns it
         return [tensor.to(value.dtype) for tensor, value in zip((result, total), values, strict=False)]
 
-    result = p.run(finished, loss, index, p.take(weight))
+    result = p.run(finish, loss, index, p.take(weight))
     return p.keep(node, tuple(result) if len(values) > 1 else result[0], REPLICATE)
 
 
@@ -270,11 +270,11 @@ def _pick_targets(p: Partition, x: fx.Node, cut: Split, ignored: int) -> Callabl
     """Return a function of this rank's terms: the elements at targets, in rows of `x` cut by `cut`."""
     span = local_span(p, x, cut)
 
-    def picked(local: Tensor, target: Tensor) -> Tensor:
+    def pick(local: Tensor, target: Tensor) -> Tensor:
         index = target.to(torch.int64).unsqueeze(cut.dim)
         return span.gather(local, index.masked_fill(index == ignored, 0))
 
-    return picked
+    return pick
 
 
 def reduce_loss(
