@@ -24,11 +24,11 @@ def test_ranks_together_are_the_model_again(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Model()
     save(parts(program_of(model), ranks=3), tmp_path / "cut")
-    found = merge(tmp_path / "cut")
-    assert found.keys() == model.state_dict().keys()
+    merged = merge(tmp_path / "cut")
+    assert merged.keys() == model.state_dict().keys()
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, found[name]), name
-    assert found["head.weight"] is found["embed.weight"]
+        assert torch.equal(tensor, merged[name]), name
+    assert merged["head.weight"] is merged["embed.weight"]
     command = ["tp", "merge", str(tmp_path / "cut"), "--out", str(tmp_path / "new" / "model.safetensors")]
     result = CliRunner().invoke(app, [*command, "--strip", "up."])
     assert result.exit_code == 0, result.output
@@ -44,9 +44,9 @@ def test_ranks_together_are_the_model_again(tmp_path: Path) -> None:
 
 
 def test_ranks_that_differ_in_what_both_have_are_not_one_model(tmp_path: Path) -> None:
-    made = parts(program_of(Model()))
-    made[1].state_dict["down.bias"].data[0] += 1
-    save(made, tmp_path / "cut")
+    programs = parts(program_of(Model()))
+    programs[1].state_dict["down.bias"].data[0] += 1
+    save(programs, tmp_path / "cut")
     with pytest.raises(CheckpointError, match=r"rank-1.pt2: its values of down.bias differ"):
         merge(tmp_path / "cut")
 
