@@ -71,7 +71,7 @@ class Use:
     @cached_property
     def bytes_held(self) -> tuple[int, ...]:
         """Bytes of parameters first used here, by rank."""
-        return tuple(map(sum, zip(*(held for _, held in self.shards), strict=True)))
+        return tuple(map(sum, zip(*(sizes for _, sizes in self.shards), strict=True)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -83,7 +83,7 @@ def save(
         group = group or default_group()
     first = group is None or dist.get_rank(group) == 0
 
-    def on_all(action: Callable[[], Any]) -> list[Any]:
+    def run_on_all(action: Callable[[], Any]) -> list[Any]:
         """Return the action's result on each rank that saves."""
         if group is None:
             return [action()]
@@ -96,13 +96,13 @@ def save(
             )
         return [{key: record[key] for key in ("rank", *_SHARED)} for record in records]
 
-    _check_parts([record for part in on_all(check) for record in part])
+    _check_parts([record for part in run_on_all(check) for record in part])
     sibling = str(_temporary_path(place))
-    temporary = Path(on_all(lambda: sibling)[0])
+    temporary = Path(run_on_all(lambda: sibling)[0])
     try:
-        digests = on_all(lambda: _write(local, temporary))
+        digests = run_on_all(lambda: _write(local, temporary))
         files = {name: sha256 for part in digests for name, sha256 in part.items()}
-        on_all(lambda: _finish(temporary, place, records[0], files) if first else None)
+        run_on_all(lambda: _finish(temporary, place, records[0], files) if first else None)
     finally:
         if first:
             shutil.rmtree(temporary, ignore_errors=True)

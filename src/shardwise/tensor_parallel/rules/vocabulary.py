@@ -211,17 +211,17 @@ def cross_entropy(p: Partition, node: fx.Node) -> None:
     def weigh(local: Tensor, weight: Tensor | None) -> Tensor:
         return local if weight is None else local * weight.view(with_dim([1] * local.ndim, dim, -1))
 
-    def of_probabilities(local: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    def probability_terms(local: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         if smoothing:
             target = target * (1 - smoothing) + smoothing / classes
         target = weigh(target, weight)
         return (local * target).sum(dim, True), target.sum(dim, True)
 
-    def of_sums(log: Tensor, products: Tensor, sums: Tensor) -> Tensor:
+    def probability_loss(log: Tensor, products: Tensor, sums: Tensor) -> Tensor:
         loss = (log * sums - products).squeeze(dim).to(value.dtype)
         return loss if reduction == NONE else loss.mean() if reduction == MEAN else loss.sum()
 
-    def of_classes(log: Tensor, picked: Tensor, target: Tensor, weight: Any, totals: Any) -> Tensor:
+    def class_loss(log: Tensor, picked: Tensor, target: Tensor, weight: Any, totals: Any) -> Tensor:
         loss, extra = log - picked, None
         if smoothing:
             extra = (log * (classes if weight is None else weight.sum()) - totals) * (smoothing / classes)
@@ -229,16 +229,16 @@ def cross_entropy(p: Partition, node: fx.Node) -> None:
         return reduce_loss(loss, target, weight, dim, reduction, ignored, extra)[0].to(value.dtype)
 
     if by_probability:
-        terms = p.run(of_probabilities, rows.local, p.take(target, cut), local_weight)
+        terms = p.run(probability_terms, rows.local, p.take(target, cut), local_weight)
         logarithm, products, sums = rows.sums(*terms)
-        result = p.run(of_sums, logarithm, products, sums)
+        result = p.run(probability_loss, logarithm, products, sums)
     else:
         index = p.take(target)
         terms = [p.run(_pick_targets(p, x, cut, ignored), rows.local, index)]
         if smoothing:
             terms.append(p.run(lambda x, w: weigh(x, w).sum(dim, True), rows.local, local_weight))
         logarithm, picked, *totals = rows.sums(*terms)
-        result = p.run(of_classes, logarithm, picked, index, p.take(weight), (*totals, None)[0])
+        result = p.run(class_loss, logarithm, picked, index, p.take(weight), (*totals, None)[0])
     return p.keep(node, result, REPLICATE)
 
 
