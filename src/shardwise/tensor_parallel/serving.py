@@ -75,9 +75,11 @@ def export_steps(model: nn.Module, prompt: Tensor, tokens: int) -> Programs:
     """Export the whole model's prefill for prompts of `prompt`'s size, and decode of up to `tokens`. Local.
 
     Raises:
-        ShardingError: torch.export fails, or the model does with a cache of fixed size; or its rotary
-            frequencies would change within the prompt and `tokens`.
+        ShardingError: `tokens` is less than 1; torch.export fails, or the model does with a cache of fixed
+            size; or its rotary frequencies would change within the prompt and `tokens`.
     """
+    if tokens < 1:
+        raise ShardingError(f"tokens={tokens}: prefill gives the first token; generate at least 1")
     step = _Step(model, prompt, tokens)
     try:
         with torch.no_grad(), _fixed_frequencies(model, prompt.shape[1] + tokens):
