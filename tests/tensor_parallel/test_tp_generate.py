@@ -267,7 +267,7 @@ def test_positions_that_change_with_the_length_are_as_for_short_texts_and_refuse
     limit = f"model.rotary_emb of {type(model).__name__} \\({kind}\\) .* after 16 tokens.* are 17"
     with pytest.raises(ShardingError, match=limit):
         export_steps(model, prompt, 11)
-    with pytest.raises(ShardingError, match="tokens=0: .* at least 1"):
+    with pytest.raises(ShardingError, match=r"tokens=0: .* at least 1"):
         export_steps(model, prompt, 0)
 
 
