@@ -135,7 +135,7 @@ def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Pl
     wanted = [[box for box, _ in parts[rank].boxes] if rank in parts else [] for rank in ranks]
     mine = parts.get(dist.get_rank())
     local = sharded.anchor.detach().new_empty(0 if mine is None else mine.sizes)
-    held, source = metadata.boxes_by(ranks), [shard.tensor for shard in sharded.local_shards()]
+    held, source = metadata.boxes_by_rank(ranks), [shard.tensor for shard in sharded.local_shards()]
     target = [] if mine is None else [local[slices] for _, slices in mine.boxes]
     fill(held, wanted, source=source, target=target, group=group, wire=local)
     spec = _compat.dtensor_spec(mesh, placements, shape=metadata.size, dtype=local.dtype)

@@ -29,11 +29,11 @@ from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import replicated
 from shardwise.sharded_tensor.base import is_foreign
-from shardwise.sharded_tensor.check import agreed
+from shardwise.sharded_tensor.check import agree_on
 from shardwise.sharded_tensor.construct import empty, from_torch, shard_tensor
 from shardwise.sharded_tensor.group import cut_by, group_or_default
 from shardwise.sharded_tensor.metadata import Shard, TensorProperties
-from shardwise.sharded_tensor.move import boxes_of, described
+from shardwise.sharded_tensor.move import boxes_of, with_description
 from shardwise.sharded_tensor.spec import ChunkShardingSpec, ShardingSpec, spec_of
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -116,7 +116,7 @@ def shard_module(
     """
     group = group_or_default(process_group)
     outputs, local = plan.output_plan or {}, plan.return_local_tensor or []
-    agreed(lambda: (None, _check_plan(module, plan, group)), group=group, what="the sharding plan")
+    agree_on(lambda: (None, _check_plan(module, plan, group)), group=group, what="the sharding plan")
     specs: dict[str, Any] = {name: spec for name, spec in plan.plan.items() if not _is_sharder(spec)}
     for name, spec in specs.items():
         whole = module.get_parameter(name)
@@ -350,9 +350,9 @@ def _unknown(module: nn.Module, kind: str, name: str, known: Sequence[str]) -> S
 
 def _cut(whole: Tensor, spec: ShardingSpec, group: dist.ProcessGroup, *, compare: bool) -> ShardedTensor:
     """Copy this rank's shards out of a replicated tensor; differentiable."""
-    cut = partial(cut_by, spec, whole.shape, TensorProperties.create_from_tensor(whole), group)
-    asked = partial(agreed, group=group, what="the output to cut")
-    metadata = asked(lambda: described(cut())) if compare else cut()
+    build = partial(cut_by, spec, whole.shape, TensorProperties.create_from_tensor(whole), group)
+    agree_ = partial(agree_on, group=group, what="the output to cut")
+    metadata = agree_(lambda: with_description(build())) if compare else build()
     differentiable = whole.requires_grad and torch.is_grad_enabled()
     metadata = metadata.with_properties(requires_grad=differentiable, memory_format=torch.contiguous_format)
     everything = Box.whole(whole.shape)

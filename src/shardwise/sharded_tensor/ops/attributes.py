@@ -55,7 +55,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _T.requires_grad.__get__: lambda s: any(tensor.requires_grad for tensor in _leaves(s)),
     _T.is_leaf.__get__: lambda s: all(tensor.is_leaf for tensor in _leaves(s)),
     _T.grad_fn.__get__: lambda s: next((t.grad_fn for t in _leaves(s) if t.grad_fn is not None), None),
-    **dict.fromkeys((_T.data.__get__, _T.detach, torch.detach), lambda s: move.converted(s, torch.detach)),
+    **dict.fromkeys((_T.data.__get__, _T.detach, torch.detach), lambda s: move.convert(s, torch.detach)),
     _T.is_contiguous: _dense,
     _T.is_pinned: _pinned,
     _T.cpu: ShardedTensor.cpu,
@@ -164,7 +164,7 @@ def _keeps_identity(func: Any, args: Args, kwargs: Kwargs) -> bool:
 
 @rule(_T.clone, torch.clone, takes="input memory_format")
 def _clone(func: Any, sharded: ShardedTensor, memory_format: torch.memory_format | None) -> ShardedTensor:
-    return move.converted(sharded, torch.clone, memory_format=memory_format or torch.preserve_format)
+    return move.convert(sharded, torch.clone, memory_format=memory_format or torch.preserve_format)
 
 
 @called_as(_T.contiguous)
@@ -173,7 +173,7 @@ def _contiguous(
 ) -> ShardedTensor:
     if memory_format is sharded.metadata().tensor_properties.memory_format and _dense(sharded, memory_format):
         return sharded
-    return move.converted(sharded, Tensor.contiguous, memory_format=memory_format)
+    return move.convert(sharded, Tensor.contiguous, memory_format=memory_format)
 
 
 @called_as(_T.pin_memory)

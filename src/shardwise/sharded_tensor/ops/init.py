@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor import random
-from shardwise.sharded_tensor.construct import filled, shared_seed
-from shardwise.sharded_tensor.move import converted
+from shardwise.sharded_tensor.construct import fill_shards, shared_seed
+from shardwise.sharded_tensor.move import convert
 from shardwise.sharded_tensor.ops.operands import rule
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
@@ -56,7 +56,7 @@ def _draw_(func: Any, sharded: ShardedTensor, one: Any, two: Any, generator: Any
         seed = shared_seed(sharded.process_group)
     else:
         seed = int(torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator))
-    return filled(sharded, partial(fill, shape=sharded.metadata().size, seed=seed))
+    return fill_shards(sharded, partial(fill, shape=sharded.metadata().size, seed=seed))
 
 
 @rule(nn.init.constant_, takes="input val")
@@ -95,7 +95,7 @@ def _eye(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
         rows, columns = (torch.arange(o, e) for o, e in zip(box.offsets, box.ends, strict=True))
         tensor.copy_(rows.unsqueeze(1) == columns)
 
-    return filled(out, diagonal)
+    return fill_shards(out, diagonal)
 
 
 # Tensors like a sharded one
@@ -109,7 +109,7 @@ def _like(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
         refuse(func, args, kwargs)
     if (layout := kwargs.get("layout")) not in (None, torch.strided):
         refuse_case(func.__name__, sharded, why=f"its shards cannot be {layout}", instead="leave out layout")
-    return converted(sharded, func, *args[1:], **kwargs)
+    return convert(sharded, func, *args[1:], **kwargs)
 
 
 @handles(torch.rand_like, torch.randn_like)
