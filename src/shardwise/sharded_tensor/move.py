@@ -58,7 +58,7 @@ def move_to(
     ranks = dist.get_process_group_ranks(group)
 
     def plan_move() -> tuple[tuple[ShardedTensorMetadata, autograd.Route], str]:
-        failure.raise_here(failure.known(sharded))
+        failure.raise_here(failure.failures_of(sharded))
         target = build_target()
         cuts = [_Cut(describe(metadata), metadata) for metadata in (source, target)]
         text, route = _plan(*cuts, tuple(ranks), group.rank())
@@ -139,7 +139,7 @@ def _gather(
     metadata, group = sharded.metadata(), sharded.process_group
 
     def check_arguments() -> tuple[int, str]:
-        failure.raise_here(failure.known(sharded))
+        failure.raise_here(failure.failures_of(sharded))
         if not isinstance(dst, int) or not 0 <= dst < group.size():
             raise ShardingError(f"has dst {dst}, found no rank {dst} of a group of {group.size()}")
         if dtype is not None and not isinstance(dtype, torch.dtype):

@@ -163,10 +163,10 @@ def _random_bits(
     ]
     # Slabs of one box differ by a constant, and a smaller last one is a prefix of the others.
     steps = _steps(sizes, [stride * gamma for stride in strides], device)
-    buffer, other = torch.empty_like(steps), torch.empty_like(steps)
+    buffer, scratch = torch.empty_like(steps), torch.empty_like(steps)
     for part in itertools.product(*cuts):
-        numel = math.prod(each.stop - each.start for each in part)
-        bits, spare = buffer[:numel], other[:numel]
+        numel = math.prod(extent.stop - extent.start for extent in part)
+        bits, spare = buffer[:numel], scratch[:numel]
         first = sum((o + p.start) * s for o, p, s in zip(box.offsets, part, strides, strict=True))
         torch.add(steps[:numel], _signed(start + (first + 1) * gamma), out=bits)
         _xor_shifted(bits, 30, spare).mul_(_signed(0xBF58476D1CE4E5B9))

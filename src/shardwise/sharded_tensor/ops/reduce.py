@@ -28,7 +28,7 @@ from torch import Tensor
 
 from shardwise.comm.agree import Agreement
 from shardwise.layout import Box
-from shardwise.sharded_tensor.autograd import all_extreme, summed, valued
+from shardwise.sharded_tensor.autograd import all_extreme, summed, with_value
 from shardwise.sharded_tensor.ops.elementwise import elementwise, result_of
 from shardwise.sharded_tensor.ops.operands import anchor_of, as_torch, given, rule
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
@@ -180,7 +180,7 @@ def _shared_extreme(sharded: Any, dims: Dims, *, largest: bool) -> Tensor:
         has: Any = torch.where(value.isnan(), sharded.isnan(), sharded == value)
         number = _sum(has, dims)
     shares: Any = torch.where(has, sharded, 0) / number
-    return valued(_sum(shares, dims), value)
+    return with_value(_sum(shares, dims), value)
 
 
 # ---------------------------------------------------------------- sums
