@@ -63,8 +63,8 @@ def _rebuild(
         raise ShardingError(
             f"{here()}: a sharded tensor pickled by rank {origin[0]} of a group of {origin[1]} (global rank"
             f" {origin[2]} of {origin[3]}) cannot be loaded by rank {ranks[0]} of {ranks[1]} (global"
-            f" {ranks[2]} of {ranks[3]}); load it on the same rank within load_with_process_group(...), or save it"
-            " with torch.distributed.checkpoint, which loads into any world size"
+            f" {ranks[2]} of {ranks[3]}); load it on the same rank within load_with_process_group(...), or"
+            " save it with torch.distributed.checkpoint, which loads into any world size"
         )
     local_shards = [Shard(tensor, place) for tensor, place in shards]
     sharded = ShardedTensor.wrap(local_shards, metadata, process_group=group, sharding_spec=spec)
