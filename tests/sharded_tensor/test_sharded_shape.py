@@ -179,6 +179,33 @@ def test_in_place_operations_on_a_part_write_the_whole() -> None:
             sharded.requires_grad_()[0] = 1.0
 
 
+PARTS: list[Callable[[Any], Any]] = [
+    lambda x: x[:1].mul_(2),
+    lambda x: x[0].add_(x[1]),
+    lambda x: x.permute(1, 0)[0].fill_(4.0),
+    lambda x: x[:1].t().mul_(2).mul_(3),
+    lambda x: x[1:][:1].view(2).mul_(2),
+    lambda x: x[3:].mul_(x[3:] * 2),
+]
+
+
+@on_ranks(2)
+def test_a_part_without_some_of_a_ranks_shards_is_written_and_differentiated() -> None:
+    whole = torch.rand(6, 2)
+    for change in PARTS:
+        plain = whole.clone().requires_grad_()
+        sharded = shard_tensor(whole, ChunkShardingSpec(0, ["rank:0", "rank:0", "rank:1"]), src_rank=None)
+        results: list[Any] = []
+        for leaf in (plain, sharded.requires_grad_()):
+            tensor = leaf * 1
+            results += [change(tensor), tensor]
+            tensor.square().sum().backward()
+        assert all(
+            torch.equal(mine.full_tensor(), its) for mine, its in zip(results[2:], results, strict=False)
+        )
+        assert torch.equal(sharded.grad.full_tensor(), plain.grad)  # type: ignore[union-attr]
+
+
 @on_ranks(3)
 def test_every_rank_takes_part_in_backward_whatever_shards_its_results_lost() -> None:
     """Rank 0 keeps a shard of the second operand only, rank 2 of the first, rank 1 none."""

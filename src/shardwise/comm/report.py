@@ -154,9 +154,7 @@ def verdict(reports: Mapping[int, Report], damaged: Mapping[str, str] | None = N
         details, waits = _of_group(members, silent, complete=complete)
         lines += details
         last += waits
-    lines += [
-        f"{name} cannot be used, so its rank may be anywhere: {why}" for name, why in damaged.items()
-    ]
+    lines += [f"{name} cannot be used, so its rank may be anywhere: {why}" for name, why in damaged.items()]
     verdicts = dict.fromkeys(report["verdict"] for report in reports.values() if report["verdict"])
     lines += [f"Told to the ranks: {first_line(text)}" for text in verdicts]
     for rank in last:

@@ -157,7 +157,8 @@ class Setup:
         ranks = self.ranks
         for index, name in enumerate(_AXES):
             if ranks % (size := getattr(self, name)):
-                note = f", left of {self.ranks} after {', '.join(_AXES[:index])}" if index else ""
+                before = [axis for axis in _AXES[:index] if getattr(self, axis) > 1]
+                note = f", left of {self.ranks} after {', '.join(before)}" if before else ""
                 raise ShardingError(
                     f"{name}={size} does not divide {ranks} ranks{note}: choose {name} among their divisors"
                 )

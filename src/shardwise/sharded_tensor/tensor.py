@@ -55,6 +55,7 @@ class ShardedTensor(ShardedTensorBase):
     _init_from_local_shards: ClassVar[Any]
     _init_from_local_tensor: ClassVar[Any]
     _remote: Any
+    _untied: tuple[Tensor, Sequence[Tensor]] | None = None  # what `tied` made the first shard of
     _failures: failure.Failures = {}  # noqa: RUF012 - replaced, never written
 
     @staticmethod

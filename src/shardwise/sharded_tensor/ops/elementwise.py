@@ -27,6 +27,7 @@ from shardwise.sharded_tensor.autograd import all_reduced
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
 from shardwise.sharded_tensor.move import move_to
 from shardwise.sharded_tensor.ops.operands import broadcast, by_name, called_as, parts
+from shardwise.sharded_tensor.ops.shape import writable
 from shardwise.sharded_tensor.refuse import refuse
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -72,7 +73,8 @@ def in_place(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Apply `func`, which writes its first argument, a sharded tensor, in place; return it. Local."""
     target: Any = args[0] if args else kwargs.get("input")
     check_target(func, target, lambda: broadcast([*args, *kwargs.values()])[1].size)
-    return written(target, on_parts(func, args, kwargs, target, target.metadata())[0])
+    with writable(target):
+        return written(target, on_parts(func, args, kwargs, target, target.metadata())[0])
 
 
 def check_target(func: Any, target: Any, size: Callable[[], torch.Size]) -> None:

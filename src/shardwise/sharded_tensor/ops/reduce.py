@@ -326,8 +326,7 @@ def _argmax(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Tensor
     if dim is None:
         refuse(func, (sharded,), {})
     func(torch.zeros(1, dtype=sharded.dtype), 0)  # raises where torch has none for the dtype
-    extreme = torch.max if func.__name__ == "argmax" else torch.min
-    return _uncut(extreme, sharded, dim, keepdim, lambda found: found.indices)
+    return _uncut(func, sharded, dim, keepdim, lambda indices: indices)
 
 
 def norm_of(

@@ -10,7 +10,8 @@ ShardingError, which names a cut that works. Arguments that torch refuses raise 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn, cast
 
@@ -22,7 +23,7 @@ from shardwise import _compat
 from shardwise.layout import Box
 from shardwise.layout.regroup import expand_box, reshape_boxes
 from shardwise.sharded_tensor.autograd import nothing_of, tied
-from shardwise.sharded_tensor.metadata import ShardMetadata
+from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded_tensor.ops.operands import named, probe
 from shardwise.sharded_tensor.refuse import refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
@@ -62,10 +63,10 @@ def derived(
         boxes: for every shard of all ranks, its box in the result; None leaves the shard out.
         make: from the tensor of a local shard, the shard's number and its new box, the new tensor.
     """
-    rank, local = dist.get_rank(), iter(sharded.tensors)
+    views, beside = views_of(sharded)
+    rank, local = dist.get_rank(), iter(views)
     shards: list[ShardMetadata] = []
     tensors: list[Tensor] = []
-    beside = [] if sharded.tensors else [sharded.anchor]
     for number, (shard, box) in enumerate(zip(sharded.metadata().shards_metadata, boxes, strict=True)):
         tensor = next(local) if shard.rank == rank else None
         if box is not None:
@@ -95,9 +96,43 @@ def assembled(
     metadata = replace(like.metadata(), shards_metadata=shards, size=torch.Size(size))
     if len(size) != len(like.metadata().size):
         metadata = metadata.with_properties(memory_format=torch.contiguous_format)
-    if tensors:
-        return like.with_tensors([tied(tensors[0], beside), *tensors[1:]], metadata=metadata)
-    return like.with_tensors([], metadata=metadata, anchor=nothing_of(*beside))
+    return _connected(like, tensors, metadata, beside)
+
+
+def _connected(
+    like: ShardedTensor, tensors: list[Tensor], metadata: ShardedTensorMetadata, beside: Sequence[Tensor]
+) -> ShardedTensor:
+    if not tensors:
+        return like.with_tensors([], metadata=metadata, anchor=nothing_of(*beside))
+    made = like.with_tensors([tied(tensors[0], beside), *tensors[1:]], metadata=metadata)
+    if beside:
+        made._untied = tensors[0], beside
+    return made
+
+
+def views_of(sharded: ShardedTensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Return this rank's tensors, and others that results are connected to as well in the autograd graph.
+
+    The tensors are views that may be written: autograd refuses to write one that `tied` returned.
+    """
+    if sharded._untied is None:
+        return sharded.tensors, [] if sharded.tensors else [sharded.anchor]
+    first, beside = sharded._untied
+    return [first, *sharded.tensors[1:]], [*beside]
+
+
+@contextmanager
+def writable(sharded: ShardedTensor) -> Iterator[None]:
+    """Hold the views themselves inside, for an operation that writes them."""
+    if sharded._untied is None:
+        yield
+        return
+    first, beside = sharded._untied
+    try:
+        sharded._shards[0].tensor = first
+        yield
+    finally:
+        sharded._shards[0].tensor = tied(first, beside)
 
 
 # ---------------------------------------------------------------- dims in another order
@@ -114,9 +149,9 @@ def _permute(func: Any, args: Args, kwargs: Kwargs) -> Any:
         [metadata.size[d] for d in order],
         lambda box: Box(tuple(box.offsets[d] for d in order), tuple(box.sizes[d] for d in order)),
     ).with_properties(memory_format=torch.contiguous_format)
-    tensors = [tensor.permute(tuple(order)) for tensor in sharded.tensors]
-    anchor = None if tensors else nothing_of(sharded.anchor)
-    return sharded.with_tensors(tensors, metadata=places, anchor=anchor)
+    views, beside = views_of(sharded)
+    tensors = [tensor.permute(tuple(order)) for tensor in views]
+    return _connected(sharded, tensors, places, beside)
 
 
 # ---------------------------------------------------------------- the same elements in other dims
