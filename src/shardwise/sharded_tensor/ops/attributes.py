@@ -15,7 +15,7 @@ from shardwise.sharded_tensor import move
 from shardwise.sharded_tensor.base import is_foreign
 from shardwise.sharded_tensor.construct import from_torch
 from shardwise.sharded_tensor.metadata import check_pinnable
-from shardwise.sharded_tensor.ops.elementwise import on_parts, written
+from shardwise.sharded_tensor.ops.elementwise import refresh, run_on_parts
 from shardwise.sharded_tensor.ops.operands import called_as, probe, rule
 from shardwise.sharded_tensor.registry import PLAIN, Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -47,8 +47,8 @@ def _dense(sharded: ShardedTensor, memory_format: torch.memory_format = torch.co
 
 
 def _pinned(sharded: ShardedTensor, device: Any = None) -> bool:
-    held = sharded.metadata().tensor_properties.pin_memory
-    return held and all(tensor.is_pinned() for tensor in sharded.tensors)
+    pinned = sharded.metadata().tensor_properties.pin_memory
+    return pinned and all(tensor.is_pinned() for tensor in sharded.tensors)
 
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {
@@ -96,8 +96,8 @@ def _grad(func: Any, sharded: ShardedTensor) -> ShardedTensor | None:
         return None if sharded.anchor.grad is None else sharded.with_tensors([], anchor=sharded.anchor.grad)
     if all(tensor.grad is None for tensor in sharded.tensors):
         return None
-    found = [torch.zeros_like(t) if t.grad is None else t.grad for t in sharded.tensors]
-    return sharded.with_tensors(found, anchor=sharded.anchor.detach())
+    grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in sharded.tensors]
+    return sharded.with_tensors(grads, anchor=sharded.anchor.detach())
 
 
 @called_as(_T.grad.__set__, _T.grad.__delete__)
@@ -116,16 +116,16 @@ def _set_grad(sharded: ShardedTensor, grad: Any = None) -> None:
             f"{here()}: the gradient of {sharded._name()} has the dtype {sharded.dtype}, found {grad.dtype};"
             " convert it with to()"
         )
-    for tensor, piece in zip(sharded.tensors, grad.tensors, strict=True):
-        tensor.grad = piece
+    for tensor, shard_grad in zip(sharded.tensors, grad.tensors, strict=True):
+        tensor.grad = shard_grad
     sharded.anchor.grad = grad.anchor.detach()
 
 
 @rule(_T.detach_, takes="input")
 def _detach_(func: Any, sharded: ShardedTensor) -> ShardedTensor:
     # Not in place: on some ranks only, shards may be views, which torch cannot detach in place.
-    one = cast(ShardedTensor, sharded.detach())
-    sharded._shards, sharded.anchor, sharded._metadata = one._shards, one.anchor, one._metadata
+    detached = cast(ShardedTensor, sharded.detach())
+    sharded._shards, sharded.anchor, sharded._metadata = detached._shards, detached.anchor, detached._metadata
     return sharded
 
 
@@ -140,7 +140,7 @@ def _set_data(func: Any, sharded: ShardedTensor, value: Any) -> None:
             f"{here()}: expected a ShardedTensor of shape {tuple(sharded.metadata().size)} as .data, found a"
             f" {type(value).__name__} of shape {tuple(value.shape)}; use copy_()"
         )
-    wanted = sharded.requires_grad
+    needs_grad = sharded.requires_grad
     if value.metadata().cut_as(sharded.metadata()):
         for shard, new in zip(sharded._shards, value._shards, strict=True):
             shard.tensor.data, shard.metadata = new.tensor, new.metadata
@@ -149,8 +149,8 @@ def _set_data(func: Any, sharded: ShardedTensor, value: Any) -> None:
     sharded.anchor.data = value.anchor
     with _compat.plain_attributes():
         sharded.data = value  # the wrapper's own dtype and device
-    sharded._metadata, sharded._spec = value.metadata().with_properties(requires_grad=wanted), value._spec
-    sharded.requires_grad_(wanted)
+    sharded._metadata, sharded._spec = value.metadata().with_properties(requires_grad=needs_grad), value._spec
+    sharded.requires_grad_(needs_grad)
 
 
 @handles(_compat.has_compatible_shallow_copy_type)
@@ -220,4 +220,4 @@ def _copy_(into: Tensor, other: Any, non_blocking: bool = False) -> Tensor:
         other = move.move_to(other, lambda: cut, what="copy_")
     elif isinstance(other, Tensor) and not isinstance(other, ShardedTensor):
         probe(other).expand(cut.size)  # raises on all ranks, if at all
-    return written(into, on_parts(Tensor.copy_, (into, other, non_blocking), {}, into, cut)[0])
+    return refresh(into, run_on_parts(Tensor.copy_, (into, other, non_blocking), {}, into, cut)[0])
