@@ -78,8 +78,7 @@ def _from_listed_shards(
     offsets = [list(chunk) for chunk in local.local_offsets()[: len(local_shards)]]
     places = [[offset, list(shard.shape)] for offset, shard in zip(offsets, local_shards, strict=True)]
     by_rank = together("from_dtensor()", lambda: places, group=group, kind=ShardingError)
-    earlier = [place for entries in by_rank[: group.rank()] for place in entries]
-    rank = dist.get_rank()
+    earlier, rank = [place for entries in by_rank[: group.rank()] for place in entries], dist.get_rank()
     shards = [
         Shard.from_tensor_and_offsets(shard.detach(), offset, rank)
         for offset, shard in zip(offsets, local_shards, strict=True)
