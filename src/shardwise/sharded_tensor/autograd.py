@@ -91,15 +91,15 @@ def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceO
     carrier = {torch.bool: torch.uint8}.get(tensor.dtype, tensor.dtype)
     if group.size() == 1:
         return tensor.detach().to(carrier, copy=True, memory_format=torch.contiguous_format).to(tensor.dtype)
-    count, checked = tensor.numel(), tensor.is_cpu
-    reduced = torch.empty(count + checked, dtype=carrier, device=tensor.device)
+    count, has_flag = tensor.numel(), tensor.is_cpu
+    reduced = torch.empty(count + has_flag, dtype=carrier, device=tensor.device)
     reduced[:count].view(tensor.shape).copy_(tensor.detach())
     success = 1 if op == dist.ReduceOp.MIN else 0  # the flag of a rank without a failure
-    if checked:
+    if has_flag:
         reduced[count] = 1 - success if failure.current else success
     with explaining(group, "reduce parts of a tensor"):
         dist.all_reduce(reduced, op=op, group=group)
-    if checked and reduced[count].item() != success:
+    if has_flag and reduced[count].item() != success:
         failure.raise_everywhere(group)
     return reduced.resize_(tensor.shape).to(tensor.dtype)
 
@@ -148,14 +148,14 @@ def moved(
             torch.empty(box.sizes, dtype=nothing.dtype, device=nothing.device, memory_format=like)
             for box in target
         ]
-        held = list(zip(source, tensors, strict=True))
+        sent = list(zip(source, tensors, strict=True))
         if to_all is None or nothing.is_meta or backend_of(group, nothing.device) == "gloo":
-            landing = list(zip(target, results, strict=True))
-            exchange_values(messages, source=held, target=landing, group=group, agreement=agreement)
+            buffers = list(zip(target, results, strict=True))
+            exchange_values(messages, source=sent, target=buffers, group=group, agreement=agreement)
         else:
             if agreement is not None:
                 agreement.confirm()
-            for box, tensor in held:
+            for box, tensor in sent:
                 part(target[0], results[0], box).copy_(tensor)
             gather(to_all, results[0], group=group)
         return nothing.new_empty(0), *results
@@ -167,8 +167,8 @@ def moved(
             return nothing, *(grad.clone(memory_format=torch.contiguous_format) for grad in parts)
         back = [Message(m.receiver, m.sender, m.box, m.target, m.source) for m in messages]
         received = [nothing.new_empty(box.sizes) for box in source]  # filled completely
-        sent, landing = list(zip(target, grads, strict=True)), list(zip(source, received, strict=True))
-        exchange_values(back, source=sent, target=landing, group=group)
+        sent, buffers = list(zip(target, grads, strict=True)), list(zip(source, received, strict=True))
+        exchange_values(back, source=sent, target=buffers, group=group)
         return nothing, *received
 
     outputs = linked(forward, backward, anchor, *tensors)
@@ -208,13 +208,13 @@ def fill(
         wire: a tensor with the dtype and device in which values are sent; others are converted.
     """
     rank, target = group.rank(), [tensor.detach() for tensor in target]
-    landing = [
+    buffers = [
         t if (t.dtype, t.device) == (wire.dtype, wire.device) else wire.new_empty(t.shape) for t in target
     ]
     messages = transfer(source_boxes, target_boxes, rank=rank)
-    received = list(zip(target_boxes[rank], landing, strict=True))
+    received = list(zip(target_boxes[rank], buffers, strict=True))
     sent = [(box, t.detach().to(wire)) for box, t in zip(source_boxes[rank], source, strict=True)]
     exchange_values(messages, source=sent, target=received, group=group)
-    for tensor, landed in zip(target, landing, strict=True):
-        if landed is not tensor:
-            tensor.copy_(landed)
+    for tensor, buffer in zip(target, buffers, strict=True):
+        if buffer is not tensor:
+            tensor.copy_(buffer)

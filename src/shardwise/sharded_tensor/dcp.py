@@ -69,7 +69,7 @@ def _shard_at(sharded: ShardedTensor, index: MetadataIndex) -> Tensor:
     )
 
 
-def _cut_as(sharded: ShardedTensor, whole: Tensor) -> Tensor:
+def _cut_like(sharded: ShardedTensor, whole: Tensor) -> Tensor:
     """Cut `whole`, which every rank has, like `sharded`; `load_state_dict` refuses another shape."""
     if whole.shape != sharded.metadata().size:
         return whole
@@ -80,4 +80,4 @@ def _cut_as(sharded: ShardedTensor, whole: Tensor) -> Tensor:
 ShardedTensor.__create_write_items__ = _write_items
 ShardedTensor.__create_chunk_list__ = _chunks
 ShardedTensor.__get_tensor_shard__ = _shard_at
-extend_state_dict_helpers(ShardedTensor, cut=_cut_as)
+extend_state_dict_helpers(ShardedTensor, cut=_cut_like)

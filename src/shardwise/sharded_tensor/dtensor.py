@@ -62,12 +62,12 @@ def from_dtensor(dtensor: DTensor, *, process_group: dist.ProcessGroup | None = 
         return _from_listed_shards(local, mesh, dtensor.shape, group)
     local = (local if wait is None else wait()).detach()
     parts = Placed.of_dtensor(dtensor).parts
-    placed = [(box, rank) for rank, part in parts.items() if part.first_replica for box, _ in part.boxes]
-    placed.sort(key=lambda entry: entry[0].offsets)
+    pairs = [(box, rank) for rank, part in parts.items() if part.first_replica for box, _ in part.boxes]
+    pairs.sort(key=lambda pair: pair[0].offsets)
     part = parts.get(dist.get_rank())
     boxes = [] if part is None or not part.first_replica else part.boxes
     tensors = [local[slices].contiguous() for _, slices in boxes]
-    return of_boxes(placed, tensors, shape=dtensor.shape, like=local, group=group)
+    return of_boxes(pairs, tensors, shape=dtensor.shape, like=local, group=group)
 
 
 def _from_listed_shards(
@@ -88,7 +88,7 @@ def _from_listed_shards(
 
 
 def of_boxes(
-    placed: Iterable[tuple[Box, int]],
+    pairs: Iterable[tuple[Box, int]],
     tensors: Sequence[Tensor],
     *,
     shape: torch.Size,
@@ -96,7 +96,7 @@ def of_boxes(
     group: dist.ProcessGroup,
 ) -> ShardedTensor:
     """Return the tensor of these boxes on these global ranks; `tensors` are this rank's. Local."""
-    parts = [ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{like.device.type}") for box, rank in placed]
+    parts = [ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{like.device.type}") for box, rank in pairs]
     metadata = ShardedTensorMetadata(parts, shape, TensorProperties(dtype=like.dtype))
     places = metadata.held_by(dist.get_rank())
     shards = [Shard(tensor, place) for tensor, place in zip(tensors, places, strict=True)]
@@ -123,14 +123,14 @@ def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Pl
     metadata, group = sharded.metadata(), sharded.process_group
     ranks = dist.get_process_group_ranks(group)
     _check_members(mesh, ranks)
-    placed = Placed.of(mesh, placements, metadata.size)
-    placements = placed.placements
+    holding = Placed.of(mesh, placements, metadata.size)
+    placements = holding.placements
     if rows := [placement for placement in placements if isinstance(placement, OwnShard)]:
         raise ShardingError(f"{here()}: {rows[0]} places rows; use to_rows() into a tensor that is cut so")
     request = f"mesh {mesh.mesh.tolist()} on {mesh.device_type}, placements {placements}"
     text = failure.with_failures(f"{describe(metadata)}\nto\n{request}", sharded)
     agree(text, group=group, what="the DTensor to make")
-    parts = placed.parts
+    parts = holding.parts
     target_boxes = [[box for box, _ in parts[rank].boxes] if rank in parts else [] for rank in ranks]
     part = parts.get(dist.get_rank())
     local = sharded.anchor.detach().new_empty(0 if part is None else part.sizes)
@@ -206,9 +206,9 @@ def from_rows(rows: ShardedRows, *, process_group: dist.ProcessGroup | None = No
     ranks = dist.get_process_group_ranks(group)
     holders = list(zip(boxes, ranks, strict=True))
     first_holder = dict(reversed(holders))
-    placed = [(box, rank) for box, rank in holders if box.is_empty or first_holder[box] == rank]
-    tensors = [rows.local.detach() for _, rank in placed if rank == dist.get_rank()]
-    sharded = of_boxes(placed, tensors, shape=piece.shape, like=rows.local, group=group)
+    pairs = [(box, rank) for box, rank in holders if box.is_empty or first_holder[box] == rank]
+    tensors = [rows.local.detach() for _, rank in pairs if rank == dist.get_rank()]
+    sharded = of_boxes(pairs, tensors, shape=piece.shape, like=rows.local, group=group)
     sharded.metadata().check(ranks)
     return sharded
 

@@ -56,11 +56,11 @@ def _propagate_failures(handler: Handler, func: Any, args: Args, kwargs: Kwargs)
     failures = {text: error for operand in operands for text, error in operand._failures.items()}
     if not failures:
         return handler(func, args, kwargs)
-    before, current = current, {**current, **failures}
+    outer, current = current, {**current, **failures}
     try:
         return _mark_failed(handler(func, args, kwargs), failures)
     finally:
-        current = before
+        current = outer
 
 
 def _stand_in(error: Exception, handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -339,9 +339,9 @@ def _is_sharder(value: Any) -> bool:
     return callable(getattr(value, "shard", None)) and not hasattr(value, "build_metadata")
 
 
-def _unknown(module: nn.Module, kind: str, name: str, known: Sequence[str]) -> ShardingError:
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or list(known[:3])
-    hint = f"; near names are {', '.join(map(repr, near))}" if near else "; it has none"
+def _unknown(module: nn.Module, kind: str, name: str, names: Sequence[str]) -> ShardingError:
+    suggestions = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or list(names[:3])
+    hint = f"; near names are {', '.join(map(repr, suggestions))}" if suggestions else "; it has none"
     return ShardingError(f"{type(module).__name__} has no {kind} {name!r}{hint}")
 
 

@@ -178,9 +178,9 @@ def _to(sharded: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
     args = tuple(arg.anchor if isinstance(arg, ShardedTensor) else arg for arg in args)
     kwargs = {k: v.anchor if isinstance(v, ShardedTensor) else v for k, v in kwargs.items()}
     result = convert(sharded, Tensor.to, *args, **kwargs)
-    before, after = sharded.metadata().tensor_properties, result.metadata().tensor_properties
+    old, new = sharded.metadata().tensor_properties, result.metadata().tensor_properties
     is_same = all(map(operator.is_, [*result.tensors, result.anchor], [*sharded.tensors, sharded.anchor]))
-    return sharded if is_same and after.memory_format is before.memory_format else result
+    return sharded if is_same and new.memory_format is old.memory_format else result
 
 
 def convert(

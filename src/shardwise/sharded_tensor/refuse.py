@@ -53,8 +53,8 @@ def refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
         name = f"attribute {getattr(getattr(func, '__self__', None), '__name__', '?')}"
     sharded = list(sharded_in([*args, *kwargs.values()]))
     hint = _HINT_OF.get(name, _GENERAL).format(name=name)
-    known = {getattr(handler_func, "__name__", None) for handler_func in HANDLERS}
-    if name not in _HINT_OF and name.endswith("_") and name[:-1] in known:
+    names = {getattr(key, "__name__", None) for key in HANDLERS}
+    if name not in _HINT_OF and name.endswith("_") and name[:-1] in names:
         hint = f"Use {name[:-1]}(), which returns the result"
     raise ShardingError(f"{here()}: {name} is not supported on a ShardedTensor ({_specs(sharded)}). {hint}")
 

@@ -203,21 +203,21 @@ def _to(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor | Tensor:
 
 
 @called_as(_T.module_load)
-def _module_load(into: Tensor, other: Tensor, assign: bool = False) -> Tensor:
+def _module_load(target: Tensor, other: Tensor, assign: bool = False) -> Tensor:
     """Return the replacement of a parameter if modules load by swapping tensors."""
-    return (other if assign else into.copy_(other)).detach()
+    return (other if assign else target.copy_(other)).detach()
 
 
 @called_as(_T.copy_)
-def _copy_(into: Tensor, other: Any, non_blocking: bool = False) -> Tensor:
+def _copy_(target: Tensor, other: Any, non_blocking: bool = False) -> Tensor:
     """Copy from a tensor of the same cut (local), of another (collective), or a replicated one (local)."""
-    if not isinstance(into, ShardedTensor):
-        return into.copy_(other.full_tensor())
-    cut = into.metadata()
+    if not isinstance(target, ShardedTensor):
+        return target.copy_(other.full_tensor())
+    cut = target.metadata()
     if is_foreign(other):
         other = from_torch(other)
-    if isinstance(other, ShardedTensor) and other.shape == into.shape and not other.metadata().cut_as(cut):
+    if isinstance(other, ShardedTensor) and other.shape == target.shape and not other.metadata().cut_as(cut):
         other = move.move_to(other, lambda: cut, what="copy_")
     elif isinstance(other, Tensor) and not isinstance(other, ShardedTensor):
         probe(other).expand(cut.size)  # raises on all ranks, if at all
-    return refresh(into, run_on_parts(Tensor.copy_, (into, other, non_blocking), {}, into, cut)[0])
+    return refresh(target, run_on_parts(Tensor.copy_, (target, other, non_blocking), {}, target, cut)[0])

@@ -29,7 +29,7 @@ from shardwise.sharded_tensor.construct import shared_seed
 from shardwise.sharded_tensor.ops.elementwise import elementwise
 from shardwise.sharded_tensor.ops.operands import anchor_of, by_name, called_as, parts, probe, rule, unsharded
 from shardwise.sharded_tensor.ops.reduce import dims_of, log_of_exponentials, refuse_cut
-from shardwise.sharded_tensor.ops.shape import derived
+from shardwise.sharded_tensor.ops.shape import derive
 from shardwise.sharded_tensor.random import bernoulli
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
@@ -175,8 +175,8 @@ def _cross_entropy(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     with torch.no_grad():
         constant = input.map(lambda t: t.new_full((1,) * t.ndim, -1).expand(t.shape))
         names = ("target", "weight", "ignore_index")
-        counted = F.nll_loss(constant, **{name: arguments[name] for name in names}, reduction="none")
-    return cast(Tensor, losses.sum() / counted.sum())
+        row_weights = F.nll_loss(constant, **{name: arguments[name] for name in names}, reduction="none")
+    return cast(Tensor, losses.sum() / row_weights.sum())
 
 
 def _row_losses(func: Any, arguments: dict[str, Any]) -> Tensor:
@@ -218,4 +218,4 @@ def _with_classes(logits: ShardedTensor, dim: int) -> ShardedTensor:
     boxes = [shard.box if shard.shard_sizes[dim] == classes else None for shard in metadata.shards_metadata]
     if all(box is not None for box in boxes) or all(box is None for box in boxes):
         return logits
-    return derived(logits, size=metadata.size, boxes=boxes, make=lambda tensor, number, box: tensor)
+    return derive(logits, size=metadata.size, boxes=boxes, make=lambda tensor, number, box: tensor)

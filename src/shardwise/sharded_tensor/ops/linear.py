@@ -122,12 +122,12 @@ def _leader(left: Tensor, right: Tensor, name: str) -> tuple[ShardedTensor, Tens
         return left, right, -1
     check_group(left, right)
     for leader, other, dim in ((left, right, -1), (right, left, -2)):
-        held: dict[int, list[Box]] = {}
+        by_rank: dict[int, list[Box]] = {}
         for rank, box in _shards(other):
-            held.setdefault(rank, []).append(box)
+            by_rank.setdefault(rank, []).append(box)
         nonempty = [(rank, box) for rank, box in _shards(leader) if not box.is_empty]
         matching = [(rank, _matching_box(box, leader.shape, other.shape, dim)) for rank, box in nonempty]
-        if all(any(_contains(box, inner) for box in held.get(rank, [])) for rank, inner in matching):
+        if all(any(_contains(box, inner) for box in by_rank.get(rank, [])) for rank, inner in matching):
             return leader, other, dim
     if all(box.is_empty or box.sizes[-2] == right.shape[-2] for _, box in _shards(right)):
         remedy = "pass full_tensor() of the first"

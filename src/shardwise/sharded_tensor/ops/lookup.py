@@ -64,7 +64,7 @@ class Lookup:
     weights: Tensor | None = None
     sparse: bool = False
 
-    def counted(self) -> Tensor:
+    def counted_mask(self) -> Tensor:
         """Return [ids] whether each id counts in its bag."""
         if self.padding is None or self.mode == "row":
             return torch.ones_like(self.ids, dtype=torch.bool)
@@ -73,14 +73,14 @@ class Lookup:
     def within(self, box: Box) -> Tensor:
         """Return the places, in ascending order, of the counted ids whose rows are in `box`."""
         begin, end = box.offsets[0], box.ends[0]
-        inside = (self.ids >= begin) & (self.ids < end) & self.counted()
+        inside = (self.ids >= begin) & (self.ids < end) & self.counted_mask()
         return inside.nonzero().squeeze(1)
 
-    def finished(self, sums: Tensor, begin: int) -> Tensor:
+    def finish(self, sums: Tensor, begin: int) -> Tensor:
         """Return the result from bag `begin` on, of the sums over all shards of the table."""
         if self.mode != "mean":
             return sums
-        counts = torch.bincount(self.bag[self.counted()], minlength=self.bags)
+        counts = torch.bincount(self.bag[self.counted_mask()], minlength=self.bags)
         return sums / counts[begin : begin + len(sums)].clamp(min=1).unsqueeze(1)
 
 
@@ -111,7 +111,7 @@ def to_all(weight: ShardedTensor, lookup: Lookup) -> Tensor:
         part = _partial(table, box, lookup, positions)
         parts.append((box, _spread(part, positions, lookup.bags) if lookup.mode == "row" else part))
     total = _total(parts, lookup.bags, weight.shape[1], stand_in(weight, [lookup.weights]))
-    return lookup.finished(summed(total, weight.process_group), 0)
+    return lookup.finish(summed(total, weight.process_group), 0)
 
 
 def _spread(rows: Tensor, positions: Tensor, length: int) -> Tensor:
@@ -146,7 +146,7 @@ def to_holders(weight: ShardedTensor, lookup: Lookup, ids: ShardedTensor) -> Sha
             inside = [places[(places >= begin) & (places < end)] - begin for places in positions]
             parts = [_spread(part, places, end - begin) for part, places in zip(parts, inside, strict=True)]
         boxed = [(shard.box, part) for shard, part in zip(tables, parts, strict=True)]
-        results.append(lookup.finished(_total(boxed, end - begin, weight.shape[1], anchor), begin))
+        results.append(lookup.finish(_total(boxed, end - begin, weight.shape[1], anchor), begin))
     trailing = ids.shape[1:] if lookup.mode == "row" else ()
     return like_ids(ids, results, anchor, trailing=(*trailing, weight.shape[1]))
 

@@ -131,11 +131,11 @@ def total_of(parts: Sequence[tuple[Box, Tensor]], size: Sequence[int], anchor: T
     """Sum `parts`, each in its box of `size` with zeros around it; depends on `anchor` too. Local."""
     total = anchor.new_zeros(size) + anchor.sum() if anchor.requires_grad or not parts else None
     for box, tensor in parts:
-        around: list[int] = []
+        padding: list[int] = []
         for start, end, length in zip(box.offsets[::-1], box.ends[::-1], size[::-1], strict=True):
-            around += [start, length - end]
-        placed = F.pad(tensor, around) if any(around) else tensor
-        total = placed if total is None else total + placed
+            padding += [start, length - end]
+        padded = F.pad(tensor, padding) if any(padding) else tensor
+        total = padded if total is None else total + padded
     return cast(Tensor, total)
 
 

@@ -98,7 +98,7 @@ def worst_of(dtype: torch.dtype, *, largest: bool) -> float:
 # ---------------------------------------------------------------- how shards are combined
 
 
-def _reduced(
+def _reduce(
     func: Callable[..., Tensor],
     sharded: ShardedTensor,
     dims: Dims,
@@ -152,7 +152,7 @@ def _total(
 ) -> Tensor:
     """Return the sum over all shards of `function(shard)`, which keeps `dims`. Collective; differentiable."""
     zero = torch.zeros((), dtype=dtype, device=sharded.anchor.device)
-    total = _fold("a sum", sharded, dims, zero, lambda held, tensor: held + function(tensor))
+    total = _fold("a sum", sharded, dims, zero, lambda total, tensor: total + function(tensor))
     nothing = anchor_of(sharded)
     total = total + nothing.sum().to(dtype) if nothing.requires_grad else total
     return summed(total, sharded.process_group) if total.numel() else total
@@ -166,7 +166,7 @@ def _extreme(sharded: ShardedTensor, dims: Dims, *, largest: bool) -> Tensor:
     reduce = torch.amax if largest else torch.amin
     worst = torch.full((), worst_of(wide, largest=largest), dtype=wide, device=sharded.anchor.device)
     extremes = _fold(
-        subject, sharded, dims, worst, lambda held, t: choose(held, reduce(t, dims, keepdim=True).to(wide))
+        subject, sharded, dims, worst, lambda best, t: choose(best, reduce(t, dims, keepdim=True).to(wide))
     )
     value = all_extreme(extremes, sharded.process_group, largest=largest) if extremes.numel() else extremes
     return value.to(sharded.dtype)
@@ -209,7 +209,7 @@ def _sums(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any, dtype: Any)
         numbers = sharded.map(lambda t: torch.where(t.isnan(), 0, t)) if name == "nansum" else sharded
         return _sum(numbers, dims, dtype)
 
-    return _reduced(getattr(torch, name), sharded, dims, keepdim, merge, dtype=dtype)
+    return _reduce(getattr(torch, name), sharded, dims, keepdim, merge, dtype=dtype)
 
 
 @rule(torch.count_nonzero, _T.count_nonzero, takes="input dim")
@@ -228,7 +228,7 @@ def _truth(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Tensor:
         truth = counts > 0 if func.__name__ == "any" else counts == _count(sharded, dims)
         return truth.to(torch.uint8) if sharded.dtype == torch.uint8 else truth
 
-    return _reduced(func, sharded, dims, keepdim, merge)
+    return _reduce(func, sharded, dims, keepdim, merge)
 
 
 def log_of_exponentials(sharded: ShardedTensor, dims: Dims) -> Tensor:
@@ -246,7 +246,7 @@ def _logsumexp(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Ten
     dims = dims_of(sharded, dim)
     dtype = sharded.dtype if sharded.dtype.is_floating_point else torch.get_default_dtype()
     numbers, wide = sharded.to(dtype), wide_of(dtype)
-    return _reduced(
+    return _reduce(
         torch.logsumexp, numbers, dims, keepdim, lambda: log_of_exponentials(numbers.to(wide), dims).to(dtype)
     )
 
@@ -276,7 +276,7 @@ def _variance(
             return tensor.sum(dims, keepdim=keepdim)
         return cast(Tensor, func(tensor, dims, correction=correction, keepdim=keepdim))
 
-    return _reduced(local, sharded, dims, keepdim, merge)
+    return _reduce(local, sharded, dims, keepdim, merge)
 
 
 def _power(value: Tensor, p: float) -> Tensor:
@@ -292,7 +292,7 @@ def _amax(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Tensor:
     dims, largest = dims_of(sharded, dim), func.__name__ == "amax"
     if sharded.dtype.is_complex or _count(sharded, dims) == 0:
         raise_as_torch(func, sharded, dims)
-    return _reduced(func, sharded, dims, keepdim, lambda: _shared_extreme(sharded, dims, largest=largest))
+    return _reduce(func, sharded, dims, keepdim, lambda: _shared_extreme(sharded, dims, largest=largest))
 
 
 @handles(torch.max, _T.max, torch.min, _T.min)
@@ -305,10 +305,10 @@ def _max(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if dim is None:
         return _amax(torch.amax if largest else torch.amin, sharded, None, None)
     kind: Any = torch.return_types.max if largest else torch.return_types.min
-    return kind([_uncut(func, sharded, dim, keepdim, itemgetter(i)) for i in (0, 1)])
+    return kind([_reduce_local(func, sharded, dim, keepdim, itemgetter(i)) for i in (0, 1)])
 
 
-def _uncut(
+def _reduce_local(
     func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any, pick: Callable[[Any], Tensor]
 ) -> Tensor:
     """Apply `func` along one dim that every shard has whole, and `pick` its output. Local; else refused."""
@@ -317,7 +317,7 @@ def _uncut(
         raise_as_torch(func, sharded, dim)
 
     merge = partial(refuse_cut, func, sharded, dims)
-    return _reduced(lambda t, d, keepdim: pick(func(t, d[0], keepdim)), sharded, dims, keepdim, merge)
+    return _reduce(lambda t, d, keepdim: pick(func(t, d[0], keepdim)), sharded, dims, keepdim, merge)
 
 
 @rule(torch.argmax, _T.argmax, torch.argmin, _T.argmin, takes="input dim keepdim")
@@ -327,7 +327,7 @@ def _argmax(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Tensor
     if dim is None:
         refuse(func, (sharded,), {})
     func(torch.zeros(1, dtype=sharded.dtype), 0)  # raises where torch has none for the dtype
-    return _uncut(func, sharded, dim, keepdim, lambda indices: indices)
+    return _reduce_local(func, sharded, dim, keepdim, lambda indices: indices)
 
 
 def norm_of(
@@ -352,7 +352,7 @@ def norm_of(
         return (total if p == 0 else _power(total, 1 / p)).to(out_dtype)
 
     norm = torch.linalg.vector_norm
-    return _reduced(lambda t, d, keepdim: norm(t, p, d, keepdim, dtype=dtype), sharded, dims, keepdim, merge)
+    return _reduce(lambda t, d, keepdim: norm(t, p, d, keepdim, dtype=dtype), sharded, dims, keepdim, merge)
 
 
 def check_norm(sharded: ShardedTensor, p: float, dims: Sequence[int]) -> None:

@@ -27,7 +27,7 @@ from shardwise.sharded_tensor.autograd import tied
 from shardwise.sharded_tensor.base import first_sharded
 from shardwise.sharded_tensor.metadata import ShardMetadata
 from shardwise.sharded_tensor.ops.operands import anchor_of, check_group, functions, parts, probe, rule
-from shardwise.sharded_tensor.ops.shape import assembled, derived, split_operand
+from shardwise.sharded_tensor.ops.shape import assemble, derive, split_operand
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -81,7 +81,7 @@ def _pick(sharded: ShardedTensor, picks: Sequence[Pick], size: Sequence[int]) ->
         part = picked[number]
         return tensor.reshape(box.sizes) if part is None else tensor[part[1]]
 
-    return derived(sharded, size=size, boxes=boxes, make=make)
+    return derive(sharded, size=size, boxes=boxes, make=make)
 
 
 @rule(_T.__setitem__, takes="input index value")
@@ -181,7 +181,7 @@ def _join(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     pieces = [piece for tensor in sharded for piece in tensor.tensors]
     local = [tied(p.to(result.dtype, copy=True), [] if p.requires_grad else ends) for p in pieces]
     anchors = [tensor.anchor.to(result.dtype) for tensor in sharded if not tensor.tensors]
-    return assembled(sharded[0], shards, local, size=result.shape, ends=anchors)
+    return assemble(sharded[0], shards, local, size=result.shape, ends=anchors)
 
 
 def _can_join(tensor: ShardedTensor, first: ShardedTensor, dim: int) -> bool:

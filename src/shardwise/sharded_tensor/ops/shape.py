@@ -50,7 +50,7 @@ def _split_with_shapes(args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
     return tensor, *_compat.pytree.tree_map_only(ShardedTensor, probe, (rest, kwargs))
 
 
-def derived(
+def derive(
     sharded: ShardedTensor,
     *,
     size: Sequence[int],
@@ -75,10 +75,10 @@ def derived(
             tensors.append(make(tensor, number, box))
         elif tensor is not None:
             ends.append(tensor)
-    return assembled(sharded, shards, tensors, size=size, ends=ends)
+    return assemble(sharded, shards, tensors, size=size, ends=ends)
 
 
-def assembled(
+def assemble(
     like: ShardedTensor,
     shards: list[ShardMetadata],
     tensors: list[Tensor],
@@ -201,7 +201,7 @@ def reshaped(sharded: ShardedTensor, size: Sequence[int], *, name: str, view: bo
                 hint="use reshape(), which copies where it must",
             )
 
-    return derived(sharded, size=size, boxes=boxes, make=make)
+    return derive(sharded, size=size, boxes=boxes, make=make)
 
 
 def _refuse_reshape(name: str, sharded: ShardedTensor, size: Sequence[int], broken: Box) -> NoReturn:
@@ -234,4 +234,4 @@ def _expand(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
         return cast(Tensor, func(tensor, *rest, **kwargs))
     old, size = tensor.metadata().size, func(probe(tensor), *rest, **kwargs).shape
     boxes = [expand_box(shard.box, old=old, new=size) for shard in tensor.metadata().shards_metadata]
-    return derived(tensor, size=size, boxes=boxes, make=lambda local, number, box: local.expand(box.sizes))
+    return derive(tensor, size=size, boxes=boxes, make=lambda local, number, box: local.expand(box.sizes))

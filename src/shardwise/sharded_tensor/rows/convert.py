@@ -148,8 +148,8 @@ def scatter_rows(whole: Tensor, piece: Piece, source: int) -> Tensor:
         if group.size() > 1:
             whole = whole if group.rank() == source else torch.empty_like(whole)
             with announced(group, f"distribute a whole tensor\nof shape {list(piece.shape)}"):
-                held = [[box] if rank == source else [] for rank in range(group.size())]
-                gather(held, whole, group=group)
+                boxes = [[box] if rank == source else [] for rank in range(group.size())]
+                gather(boxes, whole, group=group)
     return local_part(piece, whole).clone(memory_format=torch.contiguous_format)
 
 

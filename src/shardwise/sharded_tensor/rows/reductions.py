@@ -118,7 +118,7 @@ class _Call:
         """Apply the op to local rows."""
         return self.op(local, *self.args[1:], **{**self.kwargs, **options})
 
-    def filled(self, neutral: float) -> Tensor:
+    def fill_empty(self, neutral: float) -> Tensor:
         """Return the local rows, or where there is nothing along `dims`, one neutral element in its place."""
         if all(self.local.shape[d] for d in self.dims):
             return self.local
@@ -174,7 +174,7 @@ def _along(call: _Call) -> Any:
     return call.on(call.local)
 
 
-def _combined(call: _Call, *, reduce: Any) -> Tensor:
+def _combine_results(call: _Call, *, reduce: Any) -> Tensor:
     """Reduce the op's results for each rank's rows."""
     if reduce == PRODUCT and call.dtype.is_complex and call.groups:
         call.refuse()
@@ -199,7 +199,7 @@ def _norm(call: _Call) -> Tensor:
     if math.isinf(p) and not call.count:
         call.refuse("along an empty dim")
     wide = torch.float32 if call.dtype in HALF else call.dtype
-    local = call.filled(math.inf if p < 0 else 0.0)
+    local = call.fill_empty(math.inf if p < 0 else 0.0)
     value = torch.linalg.vector_norm(local, p, call.dims, call.keepdim, dtype=wide)
     norm = combine_powers(value[None], [call.groups], p)[0]
     return norm.to(call.dtype.to_real())
@@ -211,7 +211,7 @@ def _extreme(call: _Call, *, largest: bool) -> Any:
     dtype = call.tensor.dtype
     if not call.count or dtype.is_complex:
         call.refuse()
-    local = call.filled(worst_of(dtype, largest=largest))
+    local = call.fill_empty(worst_of(dtype, largest=largest))
     return combine(call.on(local), call.groups, MAX if largest else MIN)
 
 
@@ -236,10 +236,10 @@ def equal(op: Any, args: Args, kwargs: Kwargs) -> bool:
 
 
 _RULES: dict[str, Callable[[_Call], Any]] = {
-    **dict.fromkeys(("sum", "nansum", "count_nonzero"), partial(_combined, reduce=SUM)),
-    "prod": partial(_combined, reduce=PRODUCT),
-    "any": partial(_combined, reduce=MAX),
-    "all": partial(_combined, reduce=MIN),
+    **dict.fromkeys(("sum", "nansum", "count_nonzero"), partial(_combine_results, reduce=SUM)),
+    "prod": partial(_combine_results, reduce=PRODUCT),
+    "any": partial(_combine_results, reduce=MAX),
+    "all": partial(_combine_results, reduce=MIN),
     "mean": _mean,
     **dict.fromkeys(("norm", "linalg_vector_norm"), _norm),
     **dict.fromkeys(("amax", "max"), partial(_extreme, largest=True)),
