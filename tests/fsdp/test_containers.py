@@ -44,6 +44,17 @@ class Tagged(list[Tensor]):
         raise AssertionError("no block writes so")
 
 
+class Named(tuple[Tensor, ...]):
+    """Takes other arguments than a tuple, and has an attribute."""
+
+    name: str
+
+    def __new__(cls, name: str, *items: Tensor) -> Named:
+        made = super().__new__(cls, items)
+        made.name = name
+        return made
+
+
 def note(container: Any, loss: Tensor) -> None:
     """Add a loss, replace the first one, and remove what the block before left."""
     if isinstance(container, Sums):
@@ -253,3 +264,36 @@ def test_a_container_put_into_another_stays_the_callers(compiled: bool) -> None:
     if compiled:
         run = torch.compile(run, backend="eager", fullgraph=True)
     assert run(torch.ones(2, 6)) == (3, True, True)
+
+
+class Passing(nn.Module):
+    """Returns what it gets, with its first tensor changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, state: Named) -> Named:
+        return Named(f"{state.name}.", state[0] + self.linear(state[0]).tanh(), *state[1:])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_a_tuple_of_its_own_class_keeps_its_class_and_attributes(layout: Any) -> None:
+    torch.manual_seed(0)
+    blocks = [Passing() for _ in range(3)]
+    references = copy.deepcopy(blocks)
+    for block in blocks:
+        fully_shard(block, layout=layout)
+    losses = []
+    for chain in (blocks, references):
+        state = Named("blocks", torch.ones(2, 4))
+        for block in chain:
+            state = block(state)
+        assert state.name == "blocks..."
+        losses.append(state[0].sum())
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    for block, reference in zip(blocks, references, strict=True):
+        grad: Any = block.linear.weight.grad
+        torch.testing.assert_close(grad.full_tensor(), reference.linear.weight.grad)

@@ -40,7 +40,7 @@ def map_tensors(
 
     Args:
         rebuilt: filled with lists, dicts and dataclasses that were rebuilt, for `hand_back`.
-        known: what became of containers by id, for those that are met again; made here if None.
+        memo: what became of containers by id, for those that are met again; made here if None.
     """
     if isinstance(value, Tensor):
         return fn(value)
@@ -70,7 +70,7 @@ def map_tensors(
         if unchanged := _unchanged(contents, value):
             pass
         elif not isinstance(value, list):
-            result = kind(*contents) if hasattr(value, "_fields") else kind(contents)
+            result = _like(value, contents)
         elif kind is list:  # which tracers make
             result = list(contents)
         else:
@@ -99,6 +99,19 @@ def _empty_like(value: Any) -> Any:
         for name, item in (attributes or {}).items():
             object.__setattr__(empty, name, item)
     return empty
+
+
+def _like(value: Any, items: list[Any]) -> Any:
+    """Return a tuple or set of `value`'s class, which may take other arguments, with its attributes."""
+    kind: Any = type(value)
+    if not hasattr(value, "__dict__"):
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
+    base: Any = next(base for base in (tuple, frozenset, set) if isinstance(value, base))
+    result = base.__new__(kind, items)
+    if base is set:
+        set.update(result, items)
+    vars(result).update(vars(value))
+    return result
 
 
 def _base_of(value: Any) -> Any:
@@ -170,7 +183,7 @@ def _with_originals(output: Any, rebuilt: Rebuilt) -> Any:
             items = [restore(item) for item in value]
             if all(map(is_, items, value)):
                 return value
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+            return _like(value, items)
         return restore_items(value)
 
     def restore_items(value: Any) -> Any:

@@ -49,7 +49,8 @@ class Setup:
         sequence_parallel, loss_parallel: override one of the two, whatever the plan.
         async_tensor: gathers and reductions of the sequence run in pieces, overlapping the matmul that needs
             or makes them, as compiled (asynchronous tensor parallelism).
-        layout: as for `fully_shard`; also `strategy` and `reshard_after_forward`.
+        layout: as for `fully_shard`; also `strategy`, and `reshard_after_forward` of the blocks (the root has
+            its default).
         stored_dtype: dtype of sharded parameters, and so of gradients and optimizer state.
         param_dtype: dtype of gathered parameters and computation.
         reduce_dtype: dtype of gradients while they are reduced.
