@@ -139,7 +139,7 @@ _PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"
 
 
 def _properties(tensor: torch.Tensor) -> dict[str, Any]:
-    """Describe the properties of a tensor, except those that it does not have."""
+    """Describe the properties that a tensor has, in texts and bools."""
     properties: dict[str, Any] = {
         "dtype": str(tensor.dtype),
         "layout": str(tensor.layout),
@@ -156,14 +156,14 @@ def _properties(tensor: torch.Tensor) -> dict[str, Any]:
 def _mismatches(
     index: int, shard: Shard, actual: dict[str, Any], expected: dict[str, Any], reference: str
 ) -> Iterator[str]:
-    """Yield a line for each property of a shard that is not as `expected`."""
+    """Yield a line for each property of a shard that differs from `expected`."""
     for name, value in actual.items():
         if expected.get(name, value) != value:
             yield f"shard {index} ({_position(shard)}) has {name} {value}, but {reference} {expected[name]}"
 
 
 def _problems(index: int, shard: Shard) -> list[str]:
-    """List what is wrong with one shard by itself."""
+    """List the problems of a shard by itself."""
     tensor, place, rank = shard.tensor, shard.metadata, dist.get_rank()
     name = f"shard {index} ({_position(shard)})"
     problems: list[str] = []

@@ -45,12 +45,12 @@ def write_items(
 
 
 def _write_items(sharded: ShardedTensor, name: str, value: Any) -> list[WriteItem]:
-    """Return what this rank writes to a checkpoint; some ranks write nothing."""
+    """List the write items of this rank in a checkpoint; maybe none."""
     return write_items(name, _chunks(sharded), sharded.metadata().size, like=sharded.anchor.detach())
 
 
 def _chunks(sharded: ShardedTensor) -> list[ChunkStorageMetadata]:
-    """List the chunks that this rank writes and reads; the first holder has the one of an empty tensor."""
+    """List the chunks that this rank writes and reads; the first holder has that of an empty tensor."""
     metadata = sharded.metadata()
     is_first = metadata.shards_metadata[0].rank == dist.get_rank()
     return chunks(sharded.boxes, metadata.size, is_first=is_first)

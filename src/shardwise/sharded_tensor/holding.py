@@ -265,7 +265,7 @@ def _slice_runs(runs: _Runs, begin: int, end: int) -> _Runs:
 
 
 def _join_runs(runs: Iterable[range]) -> _Runs:
-    """Join runs that continue one another."""
+    """Join adjacent runs."""
     joined: _Runs = []
     for run in runs:
         if joined and joined[-1].stop == run.start:

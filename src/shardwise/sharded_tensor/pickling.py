@@ -39,7 +39,7 @@ def load_with_process_group(process_group: dist.ProcessGroup | None) -> Iterator
 
 
 def _reduce(sharded: ShardedTensor, protocol: Any) -> tuple[Any, ...]:
-    """Return what `pickle` stores of a sharded tensor."""
+    """Return the function and arguments with which `pickle` rebuilds a sharded tensor."""
     group = sharded.process_group
     shards = [(shard.tensor.detach(), shard.metadata) for shard in sharded.local_shards()]
     is_parameter = bool(getattr(sharded, "_is_param", False))

@@ -177,7 +177,7 @@ def _random_bits(
 
 
 def _slab_numel(device: torch.device) -> int:
-    """Return how many elements to draw at once: as many as fit each core's cache or are worth a launch."""
+    """Return the number of elements to draw at once: those that fit each core's cache, or repay a launch."""
     return min(1 << 20, torch.get_num_threads() << 16) if device.type == "cpu" else 1 << 20
 
 

@@ -152,7 +152,7 @@ def _check_cut(func: Any, weight: ShardedTensor, max_norm: float | None, mode: s
 
 
 def _check(ids: Tensor, weight: Tensor, name: str, offsets: Tensor | None) -> None:
-    """Raise unless these can be looked up; reads metadata alone, so that all ranks find the same."""
+    """Raise unless `ids` can be looked up in `weight`; reads metadata alone, so that all ranks raise."""
     if isinstance(offsets, ShardedTensor) or (offsets is not None and isinstance(ids, ShardedTensor)):
         raise ShardingError(
             f"{here()}: {name} takes offsets, with ids of one dim, as plain tensors, equal on every rank;"
@@ -176,7 +176,7 @@ def _check(ids: Tensor, weight: Tensor, name: str, offsets: Tensor | None) -> No
 
 
 def _bags_of_ids(ids: Tensor, offsets: Tensor | None, bags: int, include_last_offset: bool) -> Tensor:
-    """Return [ids] the bag that each is in, ascending; without those after an included last offset."""
+    """Return [ids] the bag of each id, ascending; without ids after an included last offset."""
     numbers = torch.arange(bags, device=ids.device)
     if offsets is None:
         return numbers.repeat_interleave(ids.shape[1])
@@ -194,7 +194,7 @@ def _bags_of_ids(ids: Tensor, offsets: Tensor | None, bags: int, include_last_of
 
 
 def _divide_by_frequency(weight: Tensor, ids: Tensor) -> Tensor:
-    """Return `weight` with each row's gradient divided by how often `ids` name it. Local."""
+    """Return `weight` with each row's gradient divided by its number of occurrences in `ids`. Local."""
     counts = torch.bincount(ids.reshape(-1), minlength=weight.shape[0]).clamp(min=1).unsqueeze(1)
 
     def divide(table: Tensor, counts: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ def _renormalize(weight: Tensor, ids: Tensor, max_norm: float, norm_type: float)
 def _on_columns(
     weight: ShardedTensor, lead: Sequence[int], lookup: Any, weights: Tensor | None
 ) -> ShardedTensor:
-    """Look up each shard's columns of the result, of shape `lead` and those."""
+    """Look up each shard's columns of the result, of shape (*lead, columns)."""
 
     def of_result(box: Box) -> Box:
         columns = 0 if box.is_empty else box.sizes[1]

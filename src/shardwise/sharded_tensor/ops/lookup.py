@@ -91,7 +91,7 @@ def stand_in(weight: ShardedTensor, ends: Sequence[Tensor | None]) -> Tensor:
 
 
 def _partial(table: Tensor, box: Box, lookup: Lookup, positions: Tensor) -> Tensor:
-    """Compute what the shard adds: by id of `positions` for "row", by bag otherwise."""
+    """Compute the shard's part of the result: by id of `positions` for "row", by bag otherwise."""
     ids = lookup.ids[positions] - box.offsets[0]
     if lookup.mode == "row":
         inside = lookup.padding is not None and box.offsets[0] <= lookup.padding < box.ends[0]
@@ -154,7 +154,7 @@ def to_holders(weight: ShardedTensor, lookup: Lookup, ids: ShardedTensor) -> Sha
 def _routes(
     weight: ShardedTensor, lookup: Lookup, ids: ShardedTensor
 ) -> tuple[list[Tensor], list[list[Box]], list[list[Box]]]:
-    """Return the places of ids by shard of the table that has their rows; boxes made and wanted by rank.
+    """Return the positions of ids by shard of the table that has their rows; source and target boxes by rank.
 
     A box is of one shard of the table, of the rows that it makes (one for each of its ids, or all bags) and
     of its columns. Rows for one shard of the ids lie together; a rank wants for each of its own some of each
@@ -251,7 +251,7 @@ def join_lookups(
 
 
 def _shard_rows(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> ShardedTensor:
-    """Return every rank's rows, after each other; differentiable."""
+    """Return the tensor of all ranks' rows, one rank after another; differentiable."""
     ranks = dist.get_process_group_ranks(group)
     spec = RaggedShardingSpec(0, lengths, [f"rank:{rank}/{rows.device.type}" for rank in ranks])
     properties = TensorProperties(rows.dtype, requires_grad=rows.requires_grad)

@@ -82,7 +82,7 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
 
 
 def _count(sharded: ShardedTensor, dims: Dims) -> int:
-    """Count the elements that become one."""
+    """Count the elements of which a reduction along `dims` makes one."""
     return math.prod(sharded.metadata().size[d] for d in dims)
 
 
@@ -364,7 +364,7 @@ def check_norm(sharded: ShardedTensor, p: float, dims: Sequence[int]) -> None:
 
 @rule(torch.norm, _T.norm, torch.linalg.vector_norm, torch.linalg.norm, takes="input p dim keepdim dtype")
 def _norm(func: Any, sharded: ShardedTensor, p: Any, dim: Any, keepdim: Any, dtype: Any) -> Tensor:
-    """Compute norms of vectors, and Frobenius' of matrices, which is one; refuse other norms of matrices."""
+    """Compute norms of vectors, and the Frobenius norm of matrices; refuse other norms of matrices."""
     frobenius = p is None or p == "fro"
     of_matrix = func is torch.linalg.norm and not frobenius and len(dims_of(sharded, dim)) > 1
     if of_matrix or (isinstance(p, str) and p not in ("fro", "inf", "-inf")):

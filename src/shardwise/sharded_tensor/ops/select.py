@@ -50,7 +50,7 @@ def _getitem(func: Any, sharded: ShardedTensor, index: Any) -> ShardedTensor:
 
 
 def _item(sharded: ShardedTensor, item: Any) -> Any:
-    """Return an item of an index, an int in place of a tensor of one."""
+    """Return an item of an index; an int in place of a tensor of one element."""
     if isinstance(item, Tensor) and not isinstance(item, ShardedTensor) and item.ndim == 0:
         item = item.item()
     if item is None or item is Ellipsis or isinstance(item, slice):

@@ -45,7 +45,7 @@ def split_operand(args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
 
 
 def _split_with_shapes(args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
-    """Return the first operand, and the other arguments; of sharded ones among these only the shapes."""
+    """Return the first operand and the other arguments, with meta tensors for sharded ones among these."""
     tensor, rest, kwargs = split_operand(args, kwargs)
     return tensor, *_compat.pytree.tree_map_only(ShardedTensor, probe, (rest, kwargs))
 

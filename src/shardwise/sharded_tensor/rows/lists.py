@@ -101,7 +101,7 @@ def _foreach_mixed(op: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _piece_at(op: Any, place: Sequence[Any]) -> Piece | None:
-    """Return how the result at one place of the lists is cut; None if plain, or another DTensor."""
+    """Return the piece of the result at one place of the lists; None if plain, or another DTensor."""
     if not any(isinstance(value, ShardedRows) for value in place):
         return None
     if op._schema.returns:

@@ -71,7 +71,7 @@ def _is_elementwise(name: str) -> bool:
 
 
 class _Rows:
-    """torch's functions of these names, for placements that say which rows each rank holds."""
+    """Makes rows in place of torch's functions of the same names, for placements with a `RowShard`."""
 
     def is_asked_for(self, placements: Sequence[Placement] | None) -> bool:
         return any(type(placement) is RowShard for placement in placements or ())
