@@ -121,13 +121,13 @@ def _piece_at(op: Any, place: Sequence[Any]) -> Piece | None:
 
 
 def _run_by_kind(places: Sequence[Sequence[Any]], run: Callable[[list[int]], Any]) -> list[Any]:
-    """Return the results of `run` by place; DTensors that are not ours get a separate call."""
+    """Return the results of `run` by place; plain DTensors get a separate call."""
     results: list[Any] = [None] * len(places)
-    are_rows = [
+    native = [
         any(isinstance(v, ShardedRows) for v in place) or not any(map(is_foreign, place)) for place in places
     ]
     for kind in (True, False):
-        indices = [i for i, is_rows in enumerate(are_rows) if is_rows == kind]
+        indices = [i for i, is_native in enumerate(native) if is_native == kind]
         if indices and (outputs := run(indices)) is not None:
             for i, result in zip(indices, outputs, strict=True):
                 results[i] = result
