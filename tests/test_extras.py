@@ -20,7 +20,7 @@ from shardwise.files.stores import location
 from shardwise.hf.load import library
 from shardwise.planner.models import model_of
 from shardwise.tensor_parallel import choose
-from shardwise.tensor_parallel.pretrained import made_from
+from shardwise.tensor_parallel.pretrained import build_model
 
 CLIENTS = {f"shardwise.{name}" for name in ORDER[ORDER.index("adapters") + 1 :]}
 IMPORT_THE_CORE = """
@@ -55,7 +55,7 @@ def chosen() -> object:
         (chosen, "scipy.optimize", "tp"),
         (lambda: location("memory://run"), "fsspec.core", "stores"),
         (library, "transformers", "hf"),
-        (lambda: made_from(None), "transformers", "hf"),
+        (lambda: build_model(None), "transformers", "hf"),
         (lambda: model_of("config.json", sequence=8), "transformers", "hf"),
     ],
 )

@@ -32,7 +32,7 @@ from shardwise.checkpoint.stored import Stored, locate
 from shardwise.errors import CheckpointError
 from shardwise.files.manifest import inside
 from shardwise.sharded_tensor import ChunkShardingSpec
-from shardwise.tensor_parallel.materialize import _opened
+from shardwise.tensor_parallel.materialize import _open_checkpoint
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -368,7 +368,7 @@ def fuzz_slices(tmp_path: Path, cases: int, seed: int = 0) -> dict[str, int]:
 
 
 def read_by_name(source: Path, name: str) -> Tensor | None:
-    with _opened(source) as find:
+    with _open_checkpoint(source) as find:
         found = find(name)
         return None if found is None else found[1](0, 0, 1)
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.tensor_parallel import tensor_parallel_transformation
-from shardwise.tensor_parallel.canonical import functional
+from shardwise.tensor_parallel.canonical import functionalize
 
 Collective = tuple[str, Tensor, tuple[Any, ...]]
 _NAMESPACE = "_c10d_functional"
@@ -28,7 +28,7 @@ _SECONDS = 60.0  # that a rank waits for the others before it is sure that they 
 
 def parts(program: ExportedProgram, plan: Any, *, ranks: int = 2, **options: Any) -> list[ExportedProgram]:
     """Every rank's program; operations in place are replaced once for all, which takes as long as to cut."""
-    program = functional(program)
+    program = functionalize(program)
     return [
         tensor_parallel_transformation(program, rank, ranks, "cpu", plan, **options) for rank in range(ranks)
     ]
@@ -43,54 +43,54 @@ def run_each(
     programs: Sequence[ExportedProgram], inputs: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 ) -> list[list[Any]]:
     """The same, each rank on inputs of its own."""
-    ranks = [_rank(program, *given) for program, given in zip(programs, inputs, strict=True)]
+    ranks = [_run_rank(program, *call) for program, call in zip(programs, inputs, strict=True)]
     results: list[list[Any] | None] = [None] * len(ranks)
     answers: list[Any] = [None] * len(ranks)
     draws = [torch.get_rng_state()] * len(ranks)
     while True:
-        asked: dict[int, Collective] = {}
+        calls: dict[int, Collective] = {}
         for rank, generator in enumerate(ranks):
             torch.set_rng_state(draws[rank])
             try:
-                asked[rank] = generator.send(answers[rank])
+                calls[rank] = generator.send(answers[rank])
             except StopIteration as stop:
                 results[rank] = stop.value
             draws[rank] = torch.get_rng_state()
-        if any(not torch.equal(draws[0], each) for each in draws):
+        if any(not torch.equal(draws[0], draw) for draw in draws):
             raise AssertionError("ranks have drawn different numbers of random values")
-        if not asked:
+        if not calls:
             break
-        if len(asked) != len(ranks):
-            raise AssertionError(f"ranks {sorted(asked)} wait in a collective that the others do not come to")
-        answers = _collective([asked[rank] for rank in range(len(ranks))])
+        if len(calls) != len(ranks):
+            raise AssertionError(f"ranks {sorted(calls)} wait in a collective that the others do not come to")
+        answers = _collective([calls[rank] for rank in range(len(ranks))])
     return [result for result in results if result is not None]
 
 
 def backward(losses: Sequence[Tensor]) -> dict[str, int]:
     """Go backward from each rank's loss, all together; returns how many of each collective that took."""
-    found: dict[str, int] = {}
-    asked: list[Any] = [None] * len(losses)
+    counts: dict[str, int] = {}
+    calls: list[Any] = [None] * len(losses)
     answers: list[Any] = [None] * len(losses)
     errors: list[BaseException] = []
     barrier = threading.Barrier(len(losses), timeout=_SECONDS)
 
-    def meet(rank: int, what: Collective) -> Tensor:
-        asked[rank] = what
+    def meet(rank: int, call: Collective) -> Tensor:
+        calls[rank] = call
         if barrier.wait() == 0:
-            answers[:] = _collective(asked)
-            if what[0] != "end":
-                found[what[0]] = found.get(what[0], 0) + 1
+            answers[:] = _collective(calls)
+            if call[0] != "end":
+                counts[call[0]] = counts.get(call[0], 0) + 1
         barrier.wait()
         answer: Tensor = answers[rank]
         return answer
 
     def work(rank: int) -> None:
         try:
-            with _Meeting(lambda what: meet(rank, what)):
+            with _Meeting(lambda call: meet(rank, call)):
                 losses[rank].backward()
             meet(rank, ("end", torch.empty(0), ()))
         except threading.BrokenBarrierError:
-            errors.append(AssertionError(f"rank {rank} waits backward in {asked[rank]} for the others"))
+            errors.append(AssertionError(f"rank {rank} waits backward in {calls[rank]} for the others"))
         except BaseException as error:
             errors.insert(0, error)
             barrier.abort()
@@ -102,7 +102,7 @@ def backward(losses: Sequence[Tensor]) -> dict[str, int]:
         thread.join()
     if errors:
         raise errors[0]
-    return found
+    return counts
 
 
 class _Meeting(TorchDispatchMode):
@@ -126,79 +126,79 @@ def _collective_name(node: fx.Node) -> str | None:
     return None if name == "wait_tensor" else name
 
 
-def _collective(asked: list[Collective]) -> list[Tensor]:
-    names, tensors = [name for name, _, _ in asked], [tensor for _, tensor, _ in asked]
-    same = [(name, tensor.shape, tensor.dtype, rest) for name, tensor, rest in asked]
-    if any(each != same[0] for each in same):
-        raise AssertionError(f"ranks come to different collectives: {same}")
-    rest = asked[0][2]
+def _collective(calls: list[Collective]) -> list[Tensor]:
+    names, tensors = [name for name, _, _ in calls], [tensor for _, tensor, _ in calls]
+    signatures = [(name, tensor.shape, tensor.dtype, rest) for name, tensor, rest in calls]
+    if any(signature != signatures[0] for signature in signatures):
+        raise AssertionError(f"ranks come to different collectives: {signatures}")
+    rest = calls[0][2]
     if names[0] == "end":
         return tensors
     if names[0] == "all_reduce":
-        total = _reduced(tensors, rest[0])
-        return [total.clone() for _ in asked]
+        total = _reduce(tensors, rest[0])
+        return [total.clone() for _ in calls]
     if names[0] == "reduce_scatter_tensor":
-        assert rest[1] == len(asked)
-        return [part.clone() for part in _reduced(tensors, rest[0]).chunk(len(asked))]
+        assert rest[1] == len(calls)
+        return [part.clone() for part in _reduce(tensors, rest[0]).chunk(len(calls))]
     assert names[0] == "all_gather_into_tensor", names[0]
-    assert rest[0] == len(asked)
+    assert rest[0] == len(calls)
     assert all(tensor.is_contiguous() for tensor in tensors)
-    return [torch.cat(tensors) for _ in asked]
+    return [torch.cat(tensors) for _ in calls]
 
 
-def _reduced(tensors: list[Tensor], how: str) -> Tensor:
+def _reduce(tensors: list[Tensor], op: str) -> Tensor:
     stacked = torch.stack([tensor.detach() for tensor in tensors])
     return {
         "sum": lambda: stacked.sum(0, dtype=stacked.dtype),
         "max": lambda: stacked.amax(0),
         "min": lambda: stacked.amin(0),
-    }[how]()
+    }[op]()
 
 
-def _rank(program: ExportedProgram, args: Any, kwargs: Any) -> Generator[Collective, Tensor, list[Any]]:
-    given = iter(_in_order(program, args, kwargs))
+def _run_rank(program: ExportedProgram, args: Any, kwargs: Any) -> Generator[Collective, Tensor, list[Any]]:
+    inputs = iter(_ordered_inputs(program, args, kwargs))
     graph, root, values = program.graph, program.graph_module, dict[fx.Node, Any]()
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     for node in graph.nodes:
         if node.op == "placeholder":
             spec = specs[node.name]
             if spec.kind == InputKind.USER_INPUT:
-                values[node] = next(given)
+                values[node] = next(inputs)
             elif spec.kind == InputKind.TOKEN:
                 values[node] = torch.empty(0)
             elif spec.target in program.state_dict:
                 values[node] = program.state_dict[spec.target]
             else:
                 values[node] = program.constants[spec.target]
-            _check(program, node, values[node])
+            _check_sizes(program, node, values[node])
         elif node.op == "get_attr":
             values[node] = root.get_submodule(node.target) if hasattr(root, node.target) else None
         elif node.op == "call_function":
-            here = fx.map_arg(node.args, values.__getitem__)
-            named = fx.map_arg(node.kwargs, values.__getitem__)
+            positional = fx.map_arg(node.args, values.__getitem__)
+            keywords = fx.map_arg(node.kwargs, values.__getitem__)
             name = _collective_name(node)
             if name is not None:
-                values[node] = yield name, here[0], tuple(here[1:])
+                values[node] = yield name, positional[0], tuple(positional[1:])
             elif getattr(node.target, "namespace", None) == _NAMESPACE:
-                values[node] = here[0]  # the result was there when the collective was asked for
+                values[node] = positional[0]  # the result was there when the collective was asked for
             else:
-                values[node] = node.target(*here, **named)
+                values[node] = node.target(*positional, **keywords)
     (output,) = graph.find_nodes(op="output")
     return _finish(program, fx.map_arg(output.args[0], values.__getitem__))
 
 
-def _in_order(program: ExportedProgram, args: Any, kwargs: Any) -> list[Any]:
+def _ordered_inputs(program: ExportedProgram, args: Any, kwargs: Any) -> list[Any]:
     names = [spec.context for spec in program.call_spec.in_spec.children()[1:]]
     ordered = {key: kwargs[key] for key in (names[0] if names and kwargs else kwargs)}
     return list(pytree.tree_leaves((args, ordered)))
 
 
-def _check(program: ExportedProgram, node: fx.Node, value: Any) -> None:
+def _check_sizes(program: ExportedProgram, node: fx.Node, value: Any) -> None:
     """The sizes that the program says its inputs have, where they are numbers."""
-    told = node.meta.get("val")
-    if isinstance(told, Tensor):
-        for own, size in zip(value.shape, told.shape, strict=True):
-            assert not isinstance(size, int) or own == size, f"{node.name}: {value.shape}, not {told.shape}"
+    fake = node.meta.get("val")
+    if isinstance(fake, Tensor):
+        for n, size in zip(value.shape, fake.shape, strict=True):
+            assert not isinstance(size, int) or n == size, f"{node.name}: {value.shape}, not {fake.shape}"
 
 
 def _finish(program: ExportedProgram, outputs: Sequence[Any]) -> list[Any]:

@@ -20,10 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.errors import ShardingError
 from shardwise.tensor_parallel import tensor_parallel_transformation
-from shardwise.tensor_parallel.auto import ChosenPlan, Prices, best, choose
+from shardwise.tensor_parallel.auto import ChosenPlan, Prices, best_plan, choose
 from shardwise.tensor_parallel.explain import counts
-from shardwise.tensor_parallel.exploring import STYLES, Space, State, Use, _flops, explore, repeated
-from shardwise.tensor_parallel.program import read
+from shardwise.tensor_parallel.exploring import STYLES, Space, State, Use, _flops, explore, find_repeats
+from shardwise.tensor_parallel.program import read_program
 
 CHEAP = Prices(latency=1e-9)  # for tiny models, which are not worth a collective otherwise
 
@@ -39,8 +39,8 @@ class Attention(nn.Module):
         q, k, v = (
             make(x).view(*x.shape[:2], -1, self.each).transpose(1, 2) for make in (self.q, self.k, self.v)
         )
-        made = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        return self.o(made.transpose(1, 2).reshape(x.shape))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return self.o(mixed.transpose(1, 2).reshape(x.shape))
 
 
 class GPTBlock(nn.Module):
@@ -125,29 +125,29 @@ def program(name: str) -> ExportedProgram:
 
 
 @functools.cache
-def space(name: str, ranks: int) -> Space:
-    return explore(read(program(name)), ranks)
+def space_of(name: str, ranks: int) -> Space:
+    return explore(read_program(program(name)), ranks)
 
 
-def uses_of(of: Space, styles: tuple[str, ...]) -> list[Use]:
+def uses_of(space: Space, styles: tuple[str, ...]) -> list[Use]:
     """What every step does, given a style for each decision, one after another."""
     states: dict[Any, State] = {}
-    for group, style in zip(of.decisions, styles, strict=True):
+    for group, style in zip(space.decisions, styles, strict=True):
         states.update((value, by_style[STYLES.index(style)]) for value, by_style in group.states)
     uses = []
-    for step in of.steps:
+    for step in space.steps:
         (use,) = (
             use
             for use in step.uses
             if all(states.setdefault(x, at) == at for x, at in zip(step.inputs, use.before, strict=True))
         )
-        states.update(zip(step.leaves, use.after, strict=True))
+        states.update(zip(step.values, use.after, strict=True))
         uses.append(use)
     return uses
 
 
-def price(of: Space, prices: Prices, styles: tuple[str, ...]) -> float:
-    return prices.of_all(of, uses_of(of, styles))
+def price(space: Space, prices: Prices, styles: tuple[str, ...]) -> float:
+    return prices.of_all(space, uses_of(space, styles))
 
 
 def layer_styles(plan: ChosenPlan, prefix: str) -> dict[str, str]:
@@ -155,19 +155,19 @@ def layer_styles(plan: ChosenPlan, prefix: str) -> dict[str, str]:
     return {name[len(prefix) : -len(".weight")]: plan.strategies[name] for name in names}
 
 
-def check_prediction(of: Space, whole: ExportedProgram, styles: tuple[str, ...]) -> None:
-    uses = uses_of(of, styles)
+def check_prediction(space: Space, whole: ExportedProgram, styles: tuple[str, ...]) -> None:
+    uses = uses_of(space, styles)
     expected = dict(Counter(kind for use in uses for kind, _ in use.collectives))
-    for rank in (0, of.ranks - 1):
-        made = tensor_parallel_transformation(whole, rank, of.ranks, "cpu", of.strategies(styles))
-        assert counts(made) == expected, (styles, rank)
-        held = {id(tensor): tensor.nbytes for tensor in made.state_dict.values()}
-        assert sum(held.values()) == of.held(uses)[rank], (styles, rank)
+    for rank in (0, space.ranks - 1):
+        program = tensor_parallel_transformation(whole, rank, space.ranks, "cpu", space.strategies(styles))
+        assert counts(program) == expected, (styles, rank)
+        sizes = {id(tensor): tensor.nbytes for tensor in program.state_dict.values()}
+        assert sum(sizes.values()) == space.bytes_held(uses)[rank], (styles, rank)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_llama_gets_column_and_row_pairs_with_two_all_reduces_a_layer(ranks: int) -> None:
-    plan = best(space("llama", ranks))
+    plan = best_plan(space_of("llama", ranks))
     for layer in ("layers.0.", "layers.1."):
         assert layer_styles(plan, layer) == LLAMA_STYLES
     assert plan.strategies["head.weight"] == "column"
@@ -175,11 +175,11 @@ def test_llama_gets_column_and_row_pairs_with_two_all_reduces_a_layer(ranks: int
     assert plan.collectives["all_reduce"] + plan.collectives["all_gather"] == 2 * 2 + 2
     assert plan.gap == 0
     norms = 5 * 2048 * 2
-    assert plan.bytes_held == ((plan.space.whole() - norms) // ranks + norms,) * ranks
+    assert plan.bytes_held == ((plan.space.total() - norms) // ranks + norms,) * ranks
 
 
 def test_a_gpt_block_gets_the_same_with_its_biases() -> None:
-    plan = best(space("gpt", 4))
+    plan = best_plan(space_of("gpt", 4))
     columns = {
         f"{name}.{kind}"
         for name in ("attention.q", "attention.k", "attention.v", "up")
@@ -194,38 +194,38 @@ def test_a_gpt_block_gets_the_same_with_its_biases() -> None:
 @pytest.mark.parametrize("changed", [each.name for each in fields(Prices)])
 def test_layers_keep_their_plan_when_a_price_halves_or_doubles(changed: str, factor: float) -> None:
     prices = replace(Prices(), **{changed: getattr(Prices(), changed) * factor})
-    assert layer_styles(best(space("llama", 4), prices=prices), "layers.0.") == LLAMA_STYLES
-    assert best(space("gpt", 4), prices=prices).strategies == best(space("gpt", 4)).strategies
+    assert layer_styles(best_plan(space_of("llama", 4), prices=prices), "layers.0.") == LLAMA_STYLES
+    assert best_plan(space_of("gpt", 4), prices=prices).strategies == best_plan(space_of("gpt", 4)).strategies
 
 
 def test_the_plan_is_the_cheapest_of_all_by_any_prices() -> None:
     random.seed(0)
-    of = space("tiny gpt", 3)
-    everything = list(itertools.product(STYLES, repeat=len(of.decisions)))
+    space = space_of("tiny gpt", 3)
+    everything = list(itertools.product(STYLES, repeat=len(space.decisions)))
     assert len(everything) == 3**6
-    chosen = set()
+    plans = set()
     for _ in range(8):
         exponents = (random.uniform(-9, -6), random.uniform(-12, -9), random.uniform(-12, -9), -13.0)
         prices = Prices(*(10**exponent for exponent in exponents))
-        found = best(of, prices=prices)
-        assert found.seconds == pytest.approx(
-            min(price(of, prices, styles) for styles in everything), rel=1e-9
+        plan = best_plan(space, prices=prices)
+        assert plan.seconds == pytest.approx(
+            min(price(space, prices, styles) for styles in everything), rel=1e-9
         )
-        chosen.add(tuple(found.strategies.items()))
-    assert len(chosen) > 2
+        plans.add(tuple(plan.strategies.items()))
+    assert len(plans) > 2
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("tiny gpt", 2), ("tiny llama", 3), ("tied llama", 2)])
 def test_what_is_said_of_any_plan_is_what_the_transformation_does(name: str, ranks: int) -> None:
     random.seed(1)
-    of = space(name, ranks)
+    space = space_of(name, ranks)
     for _ in range(4):
-        check_prediction(of, program(name), tuple(random.choices(STYLES, k=len(of.decisions))))
-    check_prediction(of, program(name), tuple(each.style for each in best(of, prices=CHEAP).decisions))
+        check_prediction(space, program(name), tuple(random.choices(STYLES, k=len(space.decisions))))
+    check_prediction(space, program(name), tuple(d.style for d in best_plan(space, prices=CHEAP).decisions))
 
 
 def test_a_table_that_is_embedding_and_head_is_one_decision() -> None:
-    untied, tied = space("tiny llama", 2), space("tied llama", 2)
+    untied, tied = space_of("tiny llama", 2), space_of("tied llama", 2)
     assert [group.names[0] for group in tied.decisions] == [
         group.names[0] for group in untied.decisions if group.names != ("head.weight",)
     ]
@@ -236,8 +236,8 @@ def test_programs_cut_by_the_plan_compute_the_same() -> None:
     plan = choose(whole, 2, prices=CHEAP)
     assert plan.strategies
     ids = torch.randint(0, 30, (2, 6))
-    made = [tensor_parallel_transformation(whole, rank, 2, "cpu", plan.strategies) for rank in range(2)]
-    for (result,) in lockstep.run(made, ids):
+    parts = [tensor_parallel_transformation(whole, rank, 2, "cpu", plan.strategies) for rank in range(2)]
+    for (result,) in lockstep.run(parts, ids):
         torch.testing.assert_close(result, whole.module()(ids), rtol=1e-4, atol=1e-5)
 
 
@@ -249,42 +249,40 @@ def test_two_choices_are_one() -> None:
 
 
 def test_a_memory_budget_is_met_at_the_least_price() -> None:
-    of = space("tiny gpt", 2)
+    space = space_of("tiny gpt", 2)
     dear = Prices(latency=1.0)
-    assert best(of, prices=dear).strategies == {}
-    whole = of.whole()
-    plan = best(of, prices=dear, memory_budget=whole * 7 // 10)
+    assert best_plan(space, prices=dear).strategies == {}
+    whole = space.total()
+    plan = best_plan(space, prices=dear, memory_budget=whole * 7 // 10)
     assert max(plan.bytes_held) <= whole * 7 // 10
-    fitting = (
-        price(of, dear, styles)
-        for styles in itertools.product(STYLES, repeat=len(of.decisions))
-        if max(of.held(uses_of(of, styles))) <= whole * 7 // 10
+    costs = (
+        price(space, dear, styles)
+        for styles in itertools.product(STYLES, repeat=len(space.decisions))
+        if max(space.bytes_held(uses_of(space, styles))) <= whole * 7 // 10
     )
-    assert plan.seconds == pytest.approx(min(fitting))
+    assert plan.seconds == pytest.approx(min(costs))
     assert f"of {whole * 7 // 10:,} allowed" in str(plan)
     with pytest.raises(ShardingError, match=r"into 1,000 bytes per rank: the smallest plan needs [\d,]+ of"):
-        best(of, memory_budget=1000)
+        best_plan(space, memory_budget=1000)
 
 
 def test_nothing_is_cut_where_only_communication_costs_or_there_is_one_rank() -> None:
     free = Prices(seconds_per_byte_held=0, seconds_per_flop=0)
-    assert best(space("tiny gpt", 2), prices=free).strategies == {}
+    assert best_plan(space_of("tiny gpt", 2), prices=free).strategies == {}
     assert choose(program("tiny gpt"), 1, prices=CHEAP).strategies == {}
     with pytest.raises(ShardingError, match="at least one rank"):
         choose(program("tiny gpt"), 0)
 
 
 def test_a_table_says_what_other_styles_would_cost() -> None:
-    of = space("tiny gpt", 2)
-    plan = best(of, prices=CHEAP)
-    everything = {
-        styles: price(of, CHEAP, styles) for styles in itertools.product(STYLES, repeat=len(of.decisions))
-    }
-    for index, (decision, others) in enumerate(zip(plan.decisions, plan.alternatives, strict=True)):
-        assert set(others) == set(STYLES) - {decision.style}
-        for style, more in others.items():
+    space = space_of("tiny gpt", 2)
+    plan = best_plan(space, prices=CHEAP)
+    everything = {x: price(space, CHEAP, x) for x in itertools.product(STYLES, repeat=len(space.decisions))}
+    for index, (decision, extras) in enumerate(zip(plan.decisions, plan.alternatives, strict=True)):
+        assert set(extras) == set(STYLES) - {decision.style}
+        for style, extra in extras.items():
             least = min(cost for styles, cost in everything.items() if styles[index] == style)
-            assert more == pytest.approx(least - plan.seconds, rel=1e-6, abs=1e-15)
+            assert extra == pytest.approx(least - plan.seconds, rel=1e-6, abs=1e-15)
         assert decision.names[0] in plan.table()
         assert "bytes per rank" in plan.table()
     assert "2 all_reduce" in str(plan)
@@ -322,20 +320,20 @@ def test_only_numbered_modules_of_several_weights_that_are_alike_repeat() -> Non
     def kinds(**shapes: Any) -> dict[str, tuple[Any, ...]]:
         return {name.replace("_", "."): shape for name, shape in shapes.items()}
 
-    assert repeated(kinds(h_0_a=(1,), h_0_b=(2,), h_1_a=(1,), h_1_b=(2,))) == {
+    assert find_repeats(kinds(h_0_a=(1,), h_0_b=(2,), h_1_a=(1,), h_1_b=(2,))) == {
         "h.0.a": "h.0.a",
         "h.0.b": "h.0.b",
         "h.1.a": "h.0.a",
         "h.1.b": "h.0.b",
     }
-    others = (
+    groups = (
         kinds(h_0_a=(1,), h_1_a=(1,)),
         kinds(h_0_a=(1,), h_0_b=(2,), h_1_a=(1,), h_1_b=(3,)),
         kinds(h_0_a=(1,), h_0_b=(2,), g_0_a=(1,), g_0_b=(2,)),
     )
-    for each in others:
-        assert repeated(each) == {name: name for name in each}
+    for group in groups:
+        assert find_repeats(group) == {name: name for name in group}
     nested = {f"stage.{s}.block.{b}.{kind}": (s, kind) for s in range(2) for b in range(3) for kind in "qk"}
-    assert set(repeated(nested).values()) == {f"stage.{s}.block.0.{kind}" for s in range(2) for kind in "qk"}
-    alike = {name: kind[1:] for name, kind in nested.items()}
-    assert set(repeated(alike).values()) == {"stage.0.block.0.q", "stage.0.block.0.k"}
+    assert set(find_repeats(nested).values()) == {f"stage.{s}.block.0.{x}" for s in range(2) for x in "qk"}
+    shapeless = {name: kind[1:] for name, kind in nested.items()}
+    assert set(find_repeats(shapeless).values()) == {"stage.0.block.0.q", "stage.0.block.0.k"}

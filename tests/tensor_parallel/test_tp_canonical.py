@@ -26,12 +26,12 @@ def test_a_copy_into_another_dtype_or_shape_is_converted_and_no_other(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     module, x = Copies(shape, dtype), torch.randn(3)
-    made = export(module, (x,)).run_decompositions({}).graph_module
-    (copy,) = [node for node in made.graph.nodes if node.target is torch.ops.aten.copy.default]
-    copy.replace_all_uses_with(_as_copied(made.graph, copy))
-    made.recompile()
-    torch.testing.assert_close(made(x)[0], module(x))
-    added = {node.target for node in made.graph.nodes if node.op == "call_function"}
+    graph_module = export(module, (x,)).run_decompositions({}).graph_module
+    (copy,) = [node for node in graph_module.graph.nodes if node.target is torch.ops.aten.copy.default]
+    copy.replace_all_uses_with(_as_copied(graph_module.graph, copy))
+    graph_module.recompile()
+    torch.testing.assert_close(graph_module(x)[0], module(x))
+    added = {node.target for node in graph_module.graph.nodes if node.op == "call_function"}
     assert (torch.ops.aten.to.dtype in added) == (dtype != x.dtype)
     assert (torch.ops.aten.expand_as.default in added) == (shape != (3,))
 
@@ -47,5 +47,5 @@ class Heads(nn.Module):
 
 @pytest.mark.parametrize(("dims", "known"), [((0, 1), True), ((1, 2), False)])
 def test_heads_that_are_split_another_way_stay_as_they_are(dims: tuple[int, int], known: bool) -> None:
-    made = export(Heads(*dims), (torch.randn(3, 2, 4),)).graph_module
-    assert (_as_heads(made.graph, [*made.graph.nodes][-1].args[0][0]) is not None) == known
+    graph_module = export(Heads(*dims), (torch.randn(3, 2, 4),)).graph_module
+    assert (_as_heads(graph_module.graph, [*graph_module.graph.nodes][-1].args[0][0]) is not None) == known

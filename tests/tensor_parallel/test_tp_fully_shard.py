@@ -77,31 +77,31 @@ def cut(mesh: DeviceMesh, plan: dict[str, Any] = PLAN, program: ExportedProgram 
 @on_ranks(4)
 def test_clipped_steps_are_those_of_one_process(layout: Any) -> None:
     mesh = Dimensions("dp2,tp2").mesh("cpu")
-    ours, one = trainable(cut(mesh), mesh["tp"]), model()
-    fully_shard(ours, mesh=mesh["dp"], layout=layout)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (ours, one)]
-    expected = dict(one.named_parameters())
+    sharded, reference = trainable(cut(mesh), mesh["tp"]), model()
+    fully_shard(sharded, mesh=mesh["dp"], layout=layout)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (sharded, reference)]
+    expected = dict(reference.named_parameters())
     for step in range(3):
-        mine, whole = ours(rows(step).chunk(2)[mesh.get_local_rank("dp")]), one(rows(step))
-        mine.backward()
+        local, whole = sharded(rows(step).chunk(2)[mesh.get_local_rank("dp")]), reference(rows(step))
+        local.backward()
         whole.backward()
-        norm = clip_grad_norm_(ours.parameters(), 0.1)
-        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(one.parameters(), 0.1))
-        for name, param in ours.named_parameters():
+        norm = clip_grad_norm_(sharded.parameters(), 0.1)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.1))
+        for name, param in sharded.named_parameters():
             assert expected[name].grad.abs().max() > 1e-6, name
             close(param.grad.full_tensor(), expected[name].grad, name)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    state = get_model_state_dict(ours)
-    assert state.keys() == one.state_dict().keys()
-    for name, param in one.state_dict().items():
+    state = get_model_state_dict(sharded)
+    assert state.keys() == reference.state_dict().keys()
+    for name, param in reference.state_dict().items():
         close(state[name].full_tensor(), param, name)
 
 
-def close(found: Tensor, expected: Tensor, name: str) -> None:
-    apart = (found - expected).abs().max() / expected.abs().max()
-    assert apart < 1e-9, (name, apart)
+def close(actual: Tensor, expected: Tensor, name: str) -> None:
+    distance = (actual - expected).abs().max() / expected.abs().max()
+    assert distance < 1e-9, (name, distance)
 
 
 class Fused(nn.Module):
@@ -128,8 +128,8 @@ def test_what_no_dtensor_says_is_refused_by_name() -> None:
 @on_ranks(4)
 def test_a_rank_s_program_without_its_cut_is_not_sharded() -> None:
     mesh = Dimensions("dp2,tp2").mesh("cpu")
-    mine = cut(mesh).module()
-    for module in (mine, nn.Sequential(mine)):
+    local = cut(mesh).module()
+    for module in (local, nn.Sequential(local)):
         refused = r"'embed.weight' is only this rank's part of .* \(14, 24\).*trainable"
         with pytest.raises(ShardingError, match=refused):
             fully_shard(module, mesh=mesh["dp"])

@@ -26,9 +26,9 @@ from shardwise.errors import RankMismatchError, ShardingError
 from shardwise.files.tensors import StoredTensor
 from shardwise.hf.generate import cut_folder
 from shardwise.tensor_parallel import counts, cut_steps, export_steps, generate, strategies_of
-from shardwise.tensor_parallel.canonical import functional
-from shardwise.tensor_parallel.pretrained import chosen_for
-from shardwise.tensor_parallel.serving import Programs, choice
+from shardwise.tensor_parallel.canonical import functionalize
+from shardwise.tensor_parallel.pretrained import resolve_strategies
+from shardwise.tensor_parallel.serving import Programs, describe_choice
 
 transformers.logging.set_verbosity_error()
 
@@ -71,7 +71,7 @@ CONFIGS = {
 }
 
 
-def made(kind: str) -> tuple[nn.Module, Tensor]:
+def model_and_prompt(kind: str) -> tuple[nn.Module, Tensor]:
     """A model with random weights, and a prompt."""
     torch.manual_seed(0)
     config = CONFIGS[kind]()
@@ -82,32 +82,32 @@ def made(kind: str) -> tuple[nn.Module, Tensor]:
 @cache
 def exported(kind: str) -> tuple[nn.Module, Tensor, Programs]:
     """The same, with its programs: to export one, and to make it functional, takes longer than to cut it."""
-    model, prompt = made(kind)
+    model, prompt = model_and_prompt(kind)
     prefill, decode = export_steps(model, prompt, TOKENS)
-    return model, prompt, (functional(prefill), functional(decode))
+    return model, prompt, (functionalize(prefill), functionalize(decode))
 
 
-def whole(model: Any, prompt: Tensor) -> Tensor:
+def generate_whole(model: Any, prompt: Tensor) -> Tensor:
     """What the model generates by itself."""
-    found: Tensor = model.generate(prompt, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
-    return found[:, -TOKENS:]
+    tokens: Tensor = model.generate(prompt, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
+    return tokens[:, -TOKENS:]
 
 
 @torch.no_grad()
-def together(ranks: list[Programs], prompt: Tensor) -> Tensor:
+def generate_in_lockstep(ranks: list[Programs], prompt: Tensor) -> Tensor:
     """What the ranks generate, in this process, where their two programs do not write to one tensor."""
-    found, cache = [], None
+    tokens, cache = [], None
     for step in range(TOKENS):
-        programs = [each[step > 0] for each in ranks]
+        programs = [x[step > 0] for x in ranks]
         for program, constants in zip(programs, cache or [], strict=False):
             program.constants.update(
                 {name: constants[name] for name in program.constants if name in constants}
             )
-        results = lockstep.run(programs, found[-1] if found else prompt)
-        assert all(torch.equal(results[0][0], each[0]) for each in results)
+        results = lockstep.run(programs, tokens[-1] if tokens else prompt)
+        assert all(torch.equal(results[0][0], x[0]) for x in results)
         cache = [program.constants for program in programs]
-        found.append(results[0][0].argmax(-1, keepdim=True))
-    return torch.cat(found, 1)
+        tokens.append(results[0][0].argmax(-1, keepdim=True))
+    return torch.cat(tokens, 1)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_tokens_are_the_whole_models_and_a_token_takes_the_fewest_collectives(
     heads = sum(decode.constants["cache_keys_0"].shape[1] for _, decode in programs)
     # of 2 heads over 3 ranks, each is on two
     assert heads == (6 if kind in ("gpt2", "t5") else 2 if ranks == 2 else 4)
-    assert torch.equal(together(programs, prompt), whole(model, prompt))
+    assert torch.equal(generate_in_lockstep(programs, prompt), generate_whole(model, prompt))
 
 
 @on_ranks(2)
@@ -156,16 +156,16 @@ def test_the_command_generates_by_the_weights_of_a_folder(
         return ranks(on_this_rank, target, *args, world_size=world_size)
 
     monkeypatch.setattr("shardwise.verify.processes.run_ranks", run_pooled)
-    model, prompt = made("llama")
+    model, prompt = model_and_prompt("llama")
     model.save_pretrained(tmp_path)
     ids = " ".join(map(str, prompt[0].tolist()))
     command = ["tp", "generate", str(tmp_path), "--ids", ids, "--tokens", str(TOKENS)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
-    tokens, told = result.output.strip().splitlines()
-    assert tokens == " ".join(map(str, whole(model, prompt)[0].tolist()))
+    tokens, text = result.output.strip().splitlines()
+    assert tokens == " ".join(map(str, generate_whole(model, prompt)[0].tolist()))
     bytes_here = 2 * 11 * 8 * 4  # keys and values, tokens, a head's width, float32
-    assert told == f"A token: 3 all_reduce, 1 all_gather; {bytes_here:,} bytes of cache on rank 0"
+    assert text == f"A token: 3 all_reduce, 1 all_gather; {bytes_here:,} bytes of cache on rank 0"
 
 
 def test_a_rank_reads_from_a_folder_just_what_it_holds(tmp_path: Path) -> None:
@@ -176,20 +176,20 @@ def test_a_rank_reads_from_a_folder_just_what_it_holds(tmp_path: Path) -> None:
 
     def counted(self: StoredTensor, begins: Any, ends: Any) -> Tensor:
         nonlocal elements
-        found = read(self, begins, ends)
-        elements += found.numel()
-        return found
+        part = read(self, begins, ends)
+        elements += part.numel()
+        return part
 
     with mock.patch.object(StoredTensor, "read", counted):
-        found = cut_folder(tmp_path, prompt, TOKENS, 1, 2)
-    weights = found[1].state_dict
+        part = cut_folder(tmp_path, prompt, TOKENS, 1, 2)
+    weights = part[1].state_dict
     assert elements == sum(tensor.numel() for tensor in weights.values())
     for name, tensor in (expected[1].state_dict | expected[1].constants).items():
-        assert torch.equal((weights | found[1].constants)[name], tensor), name
+        assert torch.equal((weights | part[1].constants)[name], tensor), name
 
 
 def test_a_word_or_a_model_without_a_meaning_here_is_named() -> None:
-    model, _ = made("llama")
+    model, _ = model_and_prompt("llama")
     model._tp_plan["model.layers.*.mlp"] = "ep_dispatch_experts"
     with pytest.raises(ShardingError, match=r"'ep_dispatch_experts' for 'model.layers.\*.mlp'"):
         strategies_of(model)
@@ -198,38 +198,38 @@ def test_a_word_or_a_model_without_a_meaning_here_is_named() -> None:
 
 
 def test_a_plan_that_leaves_most_of_a_model_whole_warns_with_the_way_out() -> None:
-    model, _ = made("llama")
+    model, _ = model_and_prompt("llama")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         strategies_of(model)
     model._tp_plan = {"lm_head": "colwise"}
     with pytest.warns(UserWarning, match=r"cuts only \d+% of its [\d,]+ bytes \(lm_head\).*'auto'"):
-        assert chosen_for(model, None) == {"lm_head": "colwise"}
+        assert resolve_strategies(model, None) == {"lm_head": "colwise"}
 
 
 def test_a_model_without_a_plan_is_cut_by_auto_and_says_so() -> None:
-    model, _ = made("llama")
+    model, _ = model_and_prompt("llama")
     model._tp_plan = {}
     with pytest.warns(UserWarning, match="LlamaForCausalLM has no .* plan, so strategies='auto' chooses"):
-        assert chosen_for(model, None) == "auto"
+        assert resolve_strategies(model, None) == "auto"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert chosen_for(model, "auto") == "auto"
-        assert chosen_for(model, {"lm_head": "colwise"}) == {"lm_head": "colwise"}
+        assert resolve_strategies(model, "auto") == "auto"
+        assert resolve_strategies(model, {"lm_head": "colwise"}) == {"lm_head": "colwise"}
 
 
 def test_what_auto_chose_is_said_with_the_bytes_that_it_leaves() -> None:
     _, _, steps = exported("mistral")  # so small that sending takes longer than computing
-    told = r"'auto' chose to cut nothing, which is fastest .*; rank 0 holds ([\d,]+) of \1 bytes"
-    with pytest.warns(UserWarning, match=told):
+    message = r"'auto' chose to cut nothing, which is fastest .*; rank 0 holds ([\d,]+) of \1 bytes"
+    with pytest.warns(UserWarning, match=message):
         cut_steps(steps, 0, 2, "auto")
     columns = dict.fromkeys(["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"], "colwise")
     prefill, _ = cut_steps(steps, 1, 2, columns)
     modules = r"colwise: (?:model.layers.\*.mlp.(?:gate|up)_proj(?:, |; )){2}"
-    found = re.search(modules + r"rank 1 holds ([\d,]+) of ([\d,]+) bytes", choice(prefill))
-    assert found is not None
-    here, whole = (int(one.replace(",", "")) for one in found.groups())
-    assert whole - here == 2 * 4 * 48 * 40 // 2
+    match = re.search(modules + r"rank 1 holds ([\d,]+) of ([\d,]+) bytes", describe_choice(prefill))
+    assert match is not None
+    local, whole = (int(number.replace(",", "")) for number in match.groups())
+    assert whole - local == 2 * 4 * 48 * 40 // 2
 
 
 ROTATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -249,12 +249,12 @@ ROTATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_positions_that_change_with_the_length_are_as_for_short_texts_and_refused_for_long(
     kind: str, tmp_path: Path
 ) -> None:
-    config, how = ROTATIONS[kind]
-    asked = {**TEXT, "pad_token_id": 0, "num_hidden_layers": 1, "max_position_embeddings": 16}
-    asked["original_max_position_embeddings"] = 16
+    config, rotation = ROTATIONS[kind]
+    fields = {**TEXT, "pad_token_id": 0, "num_hidden_layers": 1, "max_position_embeddings": 16}
+    fields["original_max_position_embeddings"] = 16
     torch.manual_seed(0)
-    rotations = {"rope_type": kind, "rope_theta": 100.0, **how}
-    model = transformers.AutoModelForCausalLM.from_config(config(**asked, rope_parameters=rotations)).eval()
+    rotations = {"rope_type": kind, "rope_theta": 100.0, **rotation}
+    model = transformers.AutoModelForCausalLM.from_config(config(**fields, rope_parameters=rotations)).eval()
     model.save_pretrained(tmp_path)
     prompt = torch.randint(3, 50, (2, 6))
     with torch.no_grad():  # after a long text the model has other frequencies
@@ -263,10 +263,12 @@ def test_positions_that_change_with_the_length_are_as_for_short_texts_and_refuse
         programs = cut_steps(export_steps(model, prompt, TOKENS), 0, 1, {})
     else:
         programs = cut_folder(tmp_path, prompt, TOKENS, 0, 1, {})
-    assert torch.equal(together([programs], prompt), whole(model, prompt))
+    assert torch.equal(generate_in_lockstep([programs], prompt), generate_whole(model, prompt))
     limit = f"model.rotary_emb of {type(model).__name__} \\({kind}\\) .* after 16 tokens.* are 17"
     with pytest.raises(ShardingError, match=limit):
         export_steps(model, prompt, 11)
+    with pytest.raises(ShardingError, match="tokens=0: .* at least 1"):
+        export_steps(model, prompt, 0)
 
 
 def test_a_model_that_cannot_be_exported_with_a_cache_is_named() -> None:
@@ -285,7 +287,7 @@ def test_a_model_that_cannot_be_exported_with_a_cache_is_named() -> None:
 def test_every_word_of_transformers_is_known_or_refused() -> None:
     from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
-    model, _ = made("llama")
+    model, _ = model_and_prompt("llama")
     refused = set()
     for word in ALL_PARALLEL_STYLES:
         model._tp_plan = {"lm_head": word}

@@ -46,13 +46,13 @@ def test_what_is_no_id_raises_on_every_rank_as_in_the_whole_model_also_compiled(
     size = 2  # the last rank has nothing
     model, ids = Language(size), torch.tensor([0, 1, 1])
     program = export(model, (ids, ids.clone()))
-    mine = tensor_parallel_transformation(
+    part = tensor_parallel_transformation(
         program, rank, ranks, "cpu", {"table": "rowwise", "head": "colwise"}
     )
-    compiled = torch.compile(mine.module(), backend="aot_eager")
+    compiled = torch.compile(part.module(), backend="aot_eager")
     good = torch.tensor([0, -100, 1])
     with torch.no_grad():
-        for run in (mine.module(), compiled):
+        for run in (part.module(), compiled):
             torch.testing.assert_close(run(ids, good), model(ids, good))
             for wrong_id in (size, -1):
                 for wrong in (True, False):
@@ -73,7 +73,7 @@ def test_gradients_of_padding_and_by_count_are_those_of_the_whole_table(style: s
     for ranks in (2, 3):
         program = export(model, (ids,))
         plan: Any = {"0": style}
-        made = lockstep.parts(program, plan, ranks=ranks, training=True)
-        lockstep.backward([out.square().sum() for (out,) in lockstep.run(made, ids)])
-        found = [part.state_dict["0.weight"].grad for part in made]
-        torch.testing.assert_close(torch.cat(found, 0 if style == "rowwise" else 1), model[0].weight.grad)
+        programs = lockstep.parts(program, plan, ranks=ranks, training=True)
+        lockstep.backward([out.square().sum() for (out,) in lockstep.run(programs, ids)])
+        gradients = [part.state_dict["0.weight"].grad for part in programs]
+        torch.testing.assert_close(torch.cat(gradients, 0 if style == "rowwise" else 1), model[0].weight.grad)

@@ -20,7 +20,7 @@ from torch.export.graph_signature import OutputKind
 from ranks import on_ranks
 from shardwise.comm.count import CommCounter
 from shardwise.tensor_parallel import counts, tensor_parallel_transformation
-from shardwise.tensor_parallel.state import held, placement_from_json, record_of
+from shardwise.tensor_parallel.state import placement_from_json, record_of, shard_of
 
 Build = Callable[[], nn.Module]
 
@@ -55,8 +55,8 @@ class Llama(nn.Module):
 
     def rotated(self, x: Tensor) -> Tensor:
         a = self.angles[: x.shape[2]]
-        one, other = x.chunk(2, -1)
-        return x * a.cos() + torch.cat([-other, one], -1) * a.sin()
+        left, right = x.chunk(2, -1)
+        return x * a.cos() + torch.cat([-right, left], -1) * a.sin()
 
 
 class Squared(nn.Module):
@@ -161,10 +161,10 @@ def joint_of(name: str) -> ExportedProgram:
     return with_backward(exported(name)[2])
 
 
-def cut(program: ExportedProgram, name: str, rank: int, ranks: int, **how: Any) -> ExportedProgram:
+def cut(program: ExportedProgram, name: str, rank: int, ranks: int, **options: Any) -> ExportedProgram:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return tensor_parallel_transformation(program, rank, ranks, "cpu", MODELS[name][1], **how)
+        return tensor_parallel_transformation(program, rank, ranks, "cpu", MODELS[name][1], **options)
 
 
 def check(
@@ -174,20 +174,20 @@ def check(
     loss = model(*args)
     names = [name for name, _ in model.named_parameters()]
     whole = dict(zip(names, torch.autograd.grad(loss, list(model.parameters())), strict=True))
-    found = set()
+    checked = set()
     for spec, value in zip(program.graph_signature.output_specs, returned, strict=True):
         if spec.kind == OutputKind.LOSS_OUTPUT:
             torch.testing.assert_close(value, loss, rtol=1e-5, atol=1e-5)
         else:
             assert spec.kind == OutputKind.GRADIENT_TO_PARAMETER
-            wanted = held(
+            expected = shard_of(
                 whole[spec.target], placement_from_json(parts[spec.target]["placement"]), parts["rank"]
             )
             torch.testing.assert_close(
-                value, wanted, rtol=1e-5, atol=1e-5, msg=lambda m, n=spec.target: f"{n}: {m}"
+                value, expected, rtol=1e-5, atol=1e-5, msg=lambda m, n=spec.target: f"{n}: {m}"
             )
-            found.add(spec.target)
-    assert found == set(names)
+            checked.add(spec.target)
+    assert checked == set(names)
 
 
 def parts_of(program: ExportedProgram) -> dict[str, Any]:
@@ -265,17 +265,17 @@ def test_a_program_cut_for_training_has_as_many_all_reduces_with_its_backward(na
 
 
 def test_training_changes_nothing_of_a_joint_program():
-    one, other = (cut(joint_of("GPT"), "GPT", 0, 2, training=training) for training in (False, True))
-    assert [str(node) for node in one.graph.nodes] == [str(node) for node in other.graph.nodes]
+    plain, trained = (cut(joint_of("GPT"), "GPT", 0, 2, training=training) for training in (False, True))
+    assert [str(node) for node in plain.graph.nodes] == [str(node) for node in trained.graph.nodes]
 
 
 @on_ranks(2)
 def test_a_joint_program_runs_over_gloo():
     model, args, program = exported("language model")
-    mine = cut(with_backward(program), "language model", dist.get_rank(), 2)
-    store = {**mine.constants, **mine.state_dict}  # torch's own module of a joint program does not run
-    inputs = [store[spec.target] for spec in mine.graph_signature.input_specs if spec.target in store]
+    part = cut(with_backward(program), "language model", dist.get_rank(), 2)
+    store = {**part.constants, **part.state_dict}  # torch's own module of a joint program does not run
+    inputs = [store[spec.target] for spec in part.graph_signature.input_specs if spec.target in store]
     with CommCounter() as counter, torch.no_grad():
-        returned = mine.graph_module(*inputs, *args)
-    check(model, args, mine, returned, parts_of(mine))
+        returned = part.graph_module(*inputs, *args)
+    check(model, args, part, returned, parts_of(part))
     assert [call.kind for call in counter.calls] == ["all_reduce"] * 8

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.tensor_parallel import ColwiseParallel, counts, tensor_parallel_transformation
-from shardwise.tensor_parallel.state import held, placement_from_json, record_of
+from shardwise.tensor_parallel.state import placement_from_json, record_of, shard_of
 
 WORDS = 3
 Loss = Callable[[Tensor, Tensor, Tensor], Any]
@@ -47,13 +47,13 @@ def sliced(z: Tensor, t: Tensor, w: Tensor) -> Tensor:
 
 
 def by_probabilities(z: Tensor, t: Tensor, w: Tensor) -> Tensor:
-    wanted = F.one_hot(t.clamp(min=0), WORDS).to(z.dtype).add(0.1)
-    return F.cross_entropy(z.view(-1, WORDS), wanted.view(-1, WORDS), weight=w, label_smoothing=0.1)
+    targets = F.one_hot(t.clamp(min=0), WORDS).to(z.dtype).add(0.1)
+    return F.cross_entropy(z.view(-1, WORDS), targets.view(-1, WORDS), weight=w, label_smoothing=0.1)
 
 
 def chosen(z: Tensor, t: Tensor, w: Tensor) -> Tensor:
-    picked = z.log_softmax(-1).gather(-1, t.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return -(picked * (t >= 0)).sum(-1)
+    logs = z.log_softmax(-1).gather(-1, t.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return -(logs * (t >= 0)).sum(-1)
 
 
 def with_entropy(z: Tensor, t: Tensor, w: Tensor) -> Tensor:
@@ -135,11 +135,11 @@ def test_losses_are_those_of_whole_logits_and_take_two_all_reduces_each(ranks):
     model, program, inputs = everything()
     programs = [cut(program, ranks, rank) for rank in range(ranks)]
     expected = model(*inputs)
-    for found in lockstep.run(programs, *inputs):
-        for (name, wanted), one in zip(expected.items(), found, strict=True):
-            torch.testing.assert_close(one, wanted, msg=lambda m, n=name: f"{n}: {m}")
-    for one in programs:
-        assert counts(one) == {"all_reduce": sum(SUMS.get(name, 2) for name in LOSSES)}
+    for losses in lockstep.run(programs, *inputs):
+        for (name, value), loss in zip(expected.items(), losses, strict=True):
+            torch.testing.assert_close(loss, value, msg=lambda m, n=name: f"{n}: {m}")
+    for loss in programs:
+        assert counts(loss) == {"all_reduce": sum(SUMS.get(name, 2) for name in LOSSES)}
 
 
 def test_decomposed_losses_take_two_all_reduces_each():
@@ -148,8 +148,8 @@ def test_decomposed_losses_take_two_all_reduces_each():
     model, program = exported(lambda z, t, w: tuple(LOSSES[name](z, t, w) for name in names), x, targets)
     decomposed = core(program)
     programs = [cut(decomposed, 2, rank) for rank in range(2)]
-    for found in lockstep.run(programs, x, targets):
-        torch.testing.assert_close(tuple(found), model(x, targets))
+    for losses in lockstep.run(programs, x, targets):
+        torch.testing.assert_close(tuple(losses), model(x, targets))
     assert counts(programs[0]) == {"all_reduce": 2 * len(names)}
 
 
@@ -159,9 +159,9 @@ def test_a_loss_in_bfloat16_is_at_least_as_exact(name):
     x = x.bfloat16()
     model, program = exported(LOSSES[name], x, targets, dtype=torch.bfloat16)
     expected = model(x, targets)
-    for (found,) in lockstep.run([cut(program, 2, rank) for rank in range(2)], x, targets):
-        assert found.dtype == expected.dtype
-        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    for (loss,) in lockstep.run([cut(program, 2, rank) for rank in range(2)], x, targets):
+        assert loss.dtype == expected.dtype
+        torch.testing.assert_close(loss, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_one_program_serves_every_number_of_rows():
@@ -171,23 +171,23 @@ def test_one_program_serves_every_number_of_rows():
     sizes = {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("length", min=2, max=64)}
     program = torch.export.export(model, (x, targets), dynamic_shapes=(sizes, sizes))
     programs = [cut(program, 2, rank) for rank in range(2)]
-    for more in (x, torch.cat([x, x], 1)[:1]):
-        wanted = torch.arange(more[..., 0].numel()).view(more.shape[:2]) % WORDS
-        for (found,) in lockstep.run(programs, more, wanted):
-            torch.testing.assert_close(found, model(more, wanted))
+    for logits in (x, torch.cat([x, x], 1)[:1]):
+        labels = torch.arange(logits[..., 0].numel()).view(logits.shape[:2]) % WORDS
+        for (loss,) in lockstep.run(programs, logits, labels):
+            torch.testing.assert_close(loss, model(logits, labels))
 
 
 def test_logits_that_are_gathered_before_serve_the_loss_too():
     x, targets = drawn()
 
     def loss(z: Tensor, t: Tensor, w: Tensor) -> Tensor:
-        logits, wanted = rows(z, t)
-        return logits.sort(-1).values.sum() + F.cross_entropy(logits, wanted)
+        logits, labels = rows(z, t)
+        return logits.sort(-1).values.sum() + F.cross_entropy(logits, labels)
 
     model, program = exported(loss, x, targets)
     programs = [cut(program, 2, rank) for rank in range(2)]
-    for (found,) in lockstep.run(programs, x, targets):
-        torch.testing.assert_close(found, model(x, targets))
+    for (result,) in lockstep.run(programs, x, targets):
+        torch.testing.assert_close(result, model(x, targets))
     assert counts(programs[0]) == {"all_gather": 1}
 
 
@@ -196,15 +196,15 @@ def test_gradients_of_losses_are_the_whole_models_and_take_no_all_reduce_of_thei
     programs = [cut(program, 4, rank, training=True) for rank in range(4)]
 
     def total(losses: Any) -> Tensor:
-        return sum((one * (place + 1)).sum() for place, one in enumerate(losses))
+        return sum((loss * (place + 1)).sum() for place, loss in enumerate(losses))
 
     total(model(*inputs).values()).backward()
-    backward = lockstep.backward([total(each) for each in lockstep.run(programs, *inputs)])
+    backward = lockstep.backward([total(losses) for losses in lockstep.run(programs, *inputs)])
     whole = dict(model.named_parameters())
-    for rank, one in enumerate(programs):
-        entries = record_of(one)["parameters"]
+    for rank, part in enumerate(programs):
+        entries = record_of(part)["parameters"]
         for name, parameter in whole.items():
-            wanted = held(parameter.grad, placement_from_json(entries[name]["placement"]), rank)
-            torch.testing.assert_close(one.state_dict[name].grad, wanted, msg=lambda m, n=name: f"{n}: {m}")
+            grad = shard_of(parameter.grad, placement_from_json(entries[name]["placement"]), rank)
+            torch.testing.assert_close(part.state_dict[name].grad, grad, msg=lambda m, n=name: f"{n}: {m}")
     # that of the head's inputs; and of rows, where sums over words go back into words
     assert backward == {"all_reduce": 1 + len(SUMS)}

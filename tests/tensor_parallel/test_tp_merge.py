@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from shardwise.cli import app
 from shardwise.errors import CheckpointError
 from shardwise.tensor_parallel import Split, merge, save
-from shardwise.tensor_parallel.package import _put
-from shardwise.tensor_parallel.state import held
+from shardwise.tensor_parallel.package import _merge_part
+from shardwise.tensor_parallel.state import shard_of
 
 # torch's own decompositions copy what it calls deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")
@@ -24,11 +24,11 @@ def test_ranks_together_are_the_model_again(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Model()
     save(parts(program_of(model), ranks=3), tmp_path / "cut")
-    found = merge(tmp_path / "cut")
-    assert found.keys() == model.state_dict().keys()
+    merged = merge(tmp_path / "cut")
+    assert merged.keys() == model.state_dict().keys()
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, found[name]), name
-    assert found["head.weight"] is found["embed.weight"]
+        assert torch.equal(tensor, merged[name]), name
+    assert merged["head.weight"] is merged["embed.weight"]
     command = ["tp", "merge", str(tmp_path / "cut"), "--out", str(tmp_path / "new" / "model.safetensors")]
     result = CliRunner().invoke(app, [*command, "--strip", "up."])
     assert result.exit_code == 0, result.output
@@ -44,9 +44,9 @@ def test_ranks_together_are_the_model_again(tmp_path: Path) -> None:
 
 
 def test_ranks_that_differ_in_what_both_have_are_not_one_model(tmp_path: Path) -> None:
-    made = parts(program_of(Model()))
-    made[1].state_dict["down.bias"].data[0] += 1
-    save(made, tmp_path / "cut")
+    programs = parts(program_of(Model()))
+    programs[1].state_dict["down.bias"].data[0] += 1
+    save(programs, tmp_path / "cut")
     with pytest.raises(CheckpointError, match=r"rank-1.pt2: its values of down.bias differ"):
         merge(tmp_path / "cut")
 
@@ -56,6 +56,6 @@ def test_rows_that_several_ranks_have_are_put_together_once_and_compared() -> No
     given = torch.arange(16.0).view(8, 2)
     whole = torch.empty_like(given)
     for rank in range(3):
-        assert _put(whole, held(given, at, rank), at, rank)
+        assert _merge_part(whole, shard_of(given, at, rank), at, rank)
     assert torch.equal(whole, given)
-    assert not _put(whole, held(given + 1, at, 2), at, 2)
+    assert not _merge_part(whole, shard_of(given + 1, at, 2), at, 2)

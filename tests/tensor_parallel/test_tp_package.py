@@ -93,41 +93,41 @@ def test_the_whole_program_stays_as_it_is(dynamic: bool) -> None:
     program = program_of(model, dynamic=dynamic)
     before = snapshot(program)
     ids, scale = inputs()
-    made = parts(program, ranks=3)
-    for one in lockstep.run(made, ids, scale.clone()):
-        torch.testing.assert_close(one[-6], copy.deepcopy(model)(ids, scale.clone())[0])
+    programs = parts(program, ranks=3)
+    for outputs in lockstep.run(programs, ids, scale.clone()):
+        torch.testing.assert_close(outputs[-6], copy.deepcopy(model)(ids, scale.clone())[0])
     after = snapshot(program)
     assert after[:2] == before[:2]
     for name, tensor in after[2].items():
         assert torch.equal(tensor, before[2][name]), name
-    assert all(part.state_dict["calls"].sum() == 2 for part in made)
+    assert all(part.state_dict["calls"].sum() == 2 for part in programs)
 
 
 def test_a_rank_holds_its_shards_and_no_memory_of_the_whole() -> None:
     torch.manual_seed(0)
     program = program_of(Model())
-    made = parts(program)
+    programs = parts(program)
     assert (
-        storage_bytes(made[0]) == explain(made[0]).bytes_here + 8 * 4 + 4
+        storage_bytes(programs[0]) == explain(programs[0]).bytes_here + 8 * 4 + 4
     )  # `fixed` and the lifted constant
-    first, second = (part.state_dict["up.weight"] for part in made)
+    first, second = (part.state_dict["up.weight"] for part in programs)
     assert torch.equal(torch.cat([first, second]), program.state_dict["up.weight"])
     assert isinstance(first, nn.Parameter)
-    assert made[0].state_dict["head.weight"] is made[0].state_dict["embed.weight"]
-    theirs = {tensor.untyped_storage().data_ptr() for tensor in program.state_dict.values()}
-    mine = [*made[1].state_dict.values(), *made[1].constants.values()]
-    assert theirs.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in mine)
+    assert programs[0].state_dict["head.weight"] is programs[0].state_dict["embed.weight"]
+    storages = {tensor.untyped_storage().data_ptr() for tensor in program.state_dict.values()}
+    tensors = [*programs[1].state_dict.values(), *programs[1].constants.values()]
+    assert storages.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
 
 def test_outputs_of_every_kind_and_mutations_come_back_as_they_were_declared() -> None:
     torch.manual_seed(0)
     model = Model()
-    made = parts(program_of(model))
+    programs = parts(program_of(model))
     ids, scale = inputs()
     expected = copy.deepcopy(model)
     whole = expected(ids, scale.clone())
-    for part, one in zip(made, lockstep.run(made, ids, scale.clone()), strict=True):
-        logits, none, three, again, more, count = one[-6:]
+    for part, outputs in zip(programs, lockstep.run(programs, ids, scale.clone()), strict=True):
+        logits, none, three, again, more, count = outputs[-6:]
         torch.testing.assert_close((logits, again, more), (whole[0], *whole[3].values()))
         assert (none, three, count) == (None, 3, 3)
         torch.testing.assert_close(part.state_dict["peak"], expected.peak)
@@ -180,9 +180,9 @@ def test_a_program_without_weights_is_filled_from_a_checkpoint_slice_by_slice(
     entries = {"up.weight": "0", "down.bias": "0", "up.bias": "1", "down.weight": "1"}
     index_json = {"weight_map": {name: f"{number}.safetensors" for name, number in entries.items()}}
     program = make()
-    made = parts(program, plan=PLAIN)
-    assert missing_weights(made[0]) == ["up.weight", "up.bias", "down.weight", "down.bias", "shift"]
-    assert made[0].state_dict["up.weight"].shape == (6, 8)
+    programs = parts(program, plan=PLAIN)
+    assert missing_weights(programs[0]) == ["up.weight", "up.bias", "down.weight", "down.bias", "shift"]
+    assert programs[0].state_dict["up.weight"].shape == (6, 8)
     several = [folder / "0.safetensors", folder / "1.safetensors"]
     for source in (whole, tmp_path / "one.safetensors", tmp_path / "one.pt", folder, str(folder), several):
         filled = [
@@ -266,20 +266,20 @@ def test_tied_weights_are_filled_by_either_name() -> None:
 def test_a_folder_keeps_programs_and_what_is_known_of_them(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Model()
-    made = parts(program_of(model))
-    package.save(made, tmp_path / "a" / "parts")
+    programs = parts(program_of(model))
+    package.save(programs, tmp_path / "a" / "parts")
     manifest = json.loads((tmp_path / "a" / "parts" / "manifest.json").read_text())
     assert (manifest["world_size"], manifest["strategies"]["up"]) == (2, "ColwiseParallel")
     assert manifest["parameters"]["up.weight"]["placement"] == {"dim": 0, "ranges": [[[0, 6]], [[6, 12]]]}
     assert [path.name for path in sorted((tmp_path / "a").iterdir())] == ["parts"]
     loaded = [package.load(tmp_path / "a" / "parts", rank=rank) for rank in range(2)]
-    for before, after in zip(made, loaded, strict=True):
+    for before, after in zip(programs, loaded, strict=True):
         assert record_of(before) == record_of(after)
         assert str(explain(before)) == str(explain(after))
         assert storage_bytes(before) == storage_bytes(after)
     ids, scale = inputs()
-    for one in lockstep.run(loaded, ids, scale.clone()):
-        torch.testing.assert_close(one[-6], copy.deepcopy(model)(ids, scale.clone())[0])
+    for outputs in lockstep.run(loaded, ids, scale.clone()):
+        torch.testing.assert_close(outputs[-6], copy.deepcopy(model)(ids, scale.clone())[0])
 
 
 @pytest.mark.parametrize("make", [on_meta, in_fake_mode])
@@ -299,40 +299,40 @@ def test_programs_without_weights_are_saved_and_filled_once_they_are_loaded(
 
 def test_a_program_is_made_for_the_device_that_will_run_it() -> None:
     program = program_of(Model())
-    made = tensor_parallel_transformation(program, 1, 2, "meta", PLAN)
-    assert {tensor.device.type for tensor in made.state_dict.values()} == {"meta"}
-    values = [node.meta["val"] for node in made.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
+    part = tensor_parallel_transformation(program, 1, 2, "meta", PLAN)
+    assert {tensor.device.type for tensor in part.state_dict.values()} == {"meta"}
+    values = [node.meta["val"] for node in part.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
     assert {value.device.type for value in values} == {"meta"}
     assert {tensor.device.type for tensor in program.state_dict.values()} == {"cpu"}
-    assert record_of(made)["rank"] == 1
+    assert record_of(part)["rank"] == 1
 
 
 def test_folders_and_ranks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     program = export(Plain(), (torch.randn(2, 8),))
-    made, place = parts(program, plan=PLAIN), tmp_path / "parts"
+    good, place = parts(program, plan=PLAIN), tmp_path / "parts"
     for programs, message in (
-        (made[::-1], r"ranks 0 to 1 in order, got those of ranks \[1, 0\]"),
-        (made[:1], "got those of ranks"),
+        (good[::-1], r"ranks 0 to 1 in order, got those of ranks \[1, 0\]"),
+        (good[:1], "got those of ranks"),
         ([], "got those of ranks"),
-        ([made[0], parts(program, plan={"up": "colwise"})[1]], "not parts of one: their strategies differ"),
-        (made[0], "no process group to collect the others"),
+        ([good[0], parts(program, plan={"up": "colwise"})[1]], "not parts of one: their strategies differ"),
+        (good[0], "no process group to collect the others"),
         ([program], "not one rank's part"),
     ):
         with pytest.raises(ShardingError, match=message):
             package.save(programs, place)
     assert list(tmp_path.iterdir()) == []
-    package.save(made, place)
+    package.save(good, place)
     with pytest.raises(ShardingError, match="already exists"):
-        package.save(made, place)
-    package.save(made, place, overwrite=True)
+        package.save(good, place)
+    package.save(good, place, overwrite=True)
     assert list(tmp_path.iterdir()) == [place]
-    for where, message in (
+    for options, message in (
         ({"rank": 2}, "ranks 0 to 1, got rank 2"),
         ({"rank": 0, "world_size": 3}, "for 2 ranks, but world_size is 3"),
         ({}, "cannot tell which program"),
     ):
         with pytest.raises(ShardingError, match=message):
-            package.load(place, **where)
+            package.load(place, **options)
     with pytest.raises(CheckpointError, match=r"manifest.json: missing, .*; copy the folder again"):
         package.load(tmp_path, rank=0)
     content = (place / "rank-1.pt2").read_bytes()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.tensor_parallel.placement import Split, even, normal, regroup
-from shardwise.tensor_parallel.training import _repeated
+from shardwise.tensor_parallel.training import _shared_pieces
 
 
 @st.composite
@@ -27,16 +27,16 @@ def shapes(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 @st.composite
 def cuts(draw: st.DrawFn, size: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """For each of some ranks any intervals of a dim, in order."""
-    held = []
+    ranges = []
     for _ in range(draw(st.integers(1, 4))):
         edges = sorted(draw(st.sets(st.integers(0, size), max_size=4)))
-        held.append(tuple(zip(edges[::2], edges[1::2], strict=False)))
-    return tuple(held)
+        ranges.append(tuple(zip(edges[::2], edges[1::2], strict=False)))
+    return tuple(ranges)
 
 
-def _taken(whole: torch.Tensor, split: Split, rank: int) -> torch.Tensor:
-    held = split.ranges[rank] or ((0, 0),)
-    return torch.cat([whole.narrow(split.dim, b, e - b) for b, e in held], split.dim)
+def _take(whole: torch.Tensor, split: Split, rank: int) -> torch.Tensor:
+    intervals = split.ranges[rank] or ((0, 0),)
+    return torch.cat([whole.narrow(split.dim, b, e - b) for b, e in intervals], split.dim)
 
 
 @settings(max_examples=300)
@@ -45,13 +45,13 @@ def test_a_cut_seen_in_another_shape_has_the_same_elements_in_the_same_order(dat
     old, new = data.draw(shapes())
     dim = data.draw(st.integers(0, len(old) - 1))
     split = Split(dim, data.draw(cuts(old[dim])))
-    found = regroup(split, old, new)
-    if found is None:
+    new_split = regroup(split, old, new)
+    if new_split is None:
         return
     whole = torch.arange(math.prod(old))
     for rank in range(len(split.ranges)):
-        one = _taken(whole.view(old), split, rank)
-        assert _taken(whole.view(new), found, rank).flatten().tolist() == one.flatten().tolist()
+        expected = _take(whole.view(old), split, rank)
+        assert _take(whole.view(new), new_split, rank).flatten().tolist() == expected.flatten().tolist()
 
 
 def test_of_dims_without_elements_that_are_merged_nothing_is_said() -> None:
@@ -81,7 +81,7 @@ def test_an_even_cut_gives_every_element_to_one_rank_and_none_two_more_than_anot
     size: int, ranks: int
 ) -> None:
     ranges = even(size, ranks)
-    assert normal([interval for held in ranges for interval in held]) == (((0, size),) if size else ())
+    assert normal([interval for part in ranges for interval in part]) == (((0, size),) if size else ())
     sizes = [Split(0, ranges).size(rank) for rank in range(ranks)]
     assert max(sizes) - min(sizes) <= 1
 
@@ -94,8 +94,8 @@ def test_a_part_of_a_cut_dim_is_cut_as_the_dim_is(data: st.DataObject) -> None:
     end = data.draw(st.integers(begin, 12))
     part, whole = split.within(begin, end), torch.arange(12)
     for rank in range(len(split.ranges)):
-        expected = [x for x in _taken(whole, split, rank).tolist() if begin <= x < end]
-        assert _taken(whole[begin:end], part, rank).tolist() == expected
+        expected = [x for x in _take(whole, split, rank).tolist() if begin <= x < end]
+        assert _take(whole[begin:end], part, rank).tolist() == expected
 
 
 @settings(max_examples=100)
@@ -103,17 +103,17 @@ def test_a_part_of_a_cut_dim_is_cut_as_the_dim_is(data: st.DataObject) -> None:
 def test_a_rank_finds_elements_where_they_lie_and_units_where_they_are_whole(data: st.DataObject) -> None:
     split = Split(0, data.draw(cuts(12)))
     for rank in range(len(split.ranges)):
-        held = _taken(torch.arange(12), split, rank).tolist()
-        assert [split.on_rank(rank, index) for index in held] == list(range(len(held)))
+        elements = _take(torch.arange(12), split, rank).tolist()
+        assert [split.on_rank(rank, index) for index in elements] == list(range(len(elements)))
     assert split.scaled(3).divided(3) == split
     shifted = split.scaled(3).each(lambda begin, end: (begin + 1, end + 1))
     assert shifted.divided(3) is None or not any(split.ranges)
 
 
 def test_elements_that_several_ranks_have_get_a_place_each_that_all_of_them_know() -> None:
-    at = Split(0, (((0, 4),), ((2, 6), (8, 9)), ((3, 5), (8, 9))))
-    found = [_repeated(at, rank) for rank in range(3)]
-    assert [total for _, total in found] == [4, 4, 4]
-    assert found[0][0] == [2, 1, 0, 3, 1, 1]  # begin on the rank, length, place
-    assert found[1][0] == [0, 1, 0, 1, 1, 1, 2, 1, 2, 4, 1, 3]
-    assert found[2][0] == [0, 1, 1, 1, 1, 2, 2, 1, 3]
+    cut = Split(0, (((0, 4),), ((2, 6), (8, 9)), ((3, 5), (8, 9))))
+    pieces = [_shared_pieces(cut, rank) for rank in range(3)]
+    assert [total for _, total in pieces] == [4, 4, 4]
+    assert pieces[0][0] == [2, 1, 0, 3, 1, 1]  # begin on the rank, length, place
+    assert pieces[1][0] == [0, 1, 0, 1, 1, 1, 2, 1, 2, 4, 1, 3]
+    assert pieces[2][0] == [0, 1, 1, 1, 1, 2, 2, 1, 3]

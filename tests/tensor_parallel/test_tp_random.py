@@ -52,19 +52,19 @@ def test_a_cut_program_draws_what_the_whole_model_draws(decomposed: bool) -> Non
         shapes = {"x": {0: Dim("batch", min=2)}} if ranks == 2 else None
         program = export(copy.deepcopy(model), (x,), dynamic_shapes=shapes)
         program = program.run_decompositions() if decomposed else program
-        made = lockstep.parts(program, PLAN, ranks=ranks, training=True)
-        assert counts(made[0]) == {"all_reduce": 2}
+        programs = lockstep.parts(program, PLAN, ranks=ranks, training=True)
+        assert counts(programs[0]) == {"all_reduce": 2}
         torch.manual_seed(1)
         expected = model(x)
         after = torch.rand(3)
         expected.square().sum().backward()
         torch.manual_seed(1)
-        found = lockstep.run(made, x)
+        results = lockstep.run(programs, x)
         assert torch.equal(torch.rand(3), after)
-        for (one,) in found:
-            torch.testing.assert_close(one, expected)
-        lockstep.backward([one.square().sum() for (one,) in found])
-        rows = [part.state_dict["down.weight"].grad for part in made]
+        for (y,) in results:
+            torch.testing.assert_close(y, expected)
+        lockstep.backward([y.square().sum() for (y,) in results])
+        rows = [part.state_dict["down.weight"].grad for part in programs]
         torch.testing.assert_close(torch.cat(rows, 1), model.down.weight.grad)
 
 
@@ -80,20 +80,20 @@ class NoneAndAll(nn.Module):
 
 def test_dropout_of_nothing_and_of_all_draws_nothing() -> None:
     model, x = NoneAndAll(), torch.randn(4, 6)
-    made = lockstep.parts(export(model, (x,)), {"up": "colwise"}, ranks=2, training=True)
+    programs = lockstep.parts(export(model, (x,)), {"up": "colwise"}, ranks=2, training=True)
     torch.manual_seed(1)
     expected = model(x)
     torch.manual_seed(1)
-    for (one,) in lockstep.run(made, x):
-        torch.testing.assert_close(one, expected)
+    for (y,) in lockstep.run(programs, x):
+        torch.testing.assert_close(y, expected)
 
 
 @on_ranks(2)
 def test_what_is_whole_is_equal_on_all_ranks_to_the_last_bit_also_compiled() -> None:
     model, x = Block(key_heads=1), torch.randn(2, 5, 12, dtype=torch.float64)
     rank = dist.get_rank()
-    mine = tensor_parallel_transformation(export(model, (x,)), rank, 2, "cpu", PLAN).module()
-    for run in (mine, mine, torch.compile(mine, backend="aot_eager", fullgraph=True)):
+    local = tensor_parallel_transformation(export(model, (x,)), rank, 2, "cpu", PLAN).module()
+    for run in (local, local, torch.compile(local, backend="aot_eager", fullgraph=True)):
         with torch.no_grad():
             result = run(x)
         everyones = [torch.empty_like(result) for _ in range(2)]

@@ -87,15 +87,15 @@ def test_an_operation_without_a_rule_is_named_with_its_line_and_the_bytes_it_gat
     model, x = Turning(), torch.randn(3, 6)
     program = export(model, (x,))
     node = next(node for node in program.graph.nodes if "turned" in str(node.target))
-    told = rf"shardwise_test::turned.default \({node.name}, .*return self.down\(turned\(y\)\)"
+    text = rf"shardwise_test::turned.default \({node.name}, .*return self.down\(turned\(y\)\)"
     with pytest.warns(
-        UserWarning, match=rf"{told}.* has no tensor-parallel rule.*, {3 * 10 * 4} bytes per call"
+        UserWarning, match=rf"{text}.* has no tensor-parallel rule.*, {3 * 10 * 4} bytes per call"
     ):
-        made = parts(program, PLAN)
-    for (result,) in lockstep.run(made, x):
+        programs = parts(program, PLAN)
+    for (result,) in lockstep.run(programs, x):
         torch.testing.assert_close(result, model(x), rtol=1e-5, atol=1e-5)
-    assert counts(made[0]) == {"all_gather": 1, "all_reduce": 1}
-    with pytest.raises(ShardingError, match=rf"{told}.* would gather {3 * 10 * 4} bytes; register a rule"):
+    assert counts(programs[0]) == {"all_gather": 1, "all_reduce": 1}
+    with pytest.raises(ShardingError, match=rf"{text}.* would gather {3 * 10 * 4} bytes; register a rule"):
         parts(program, PLAN, strict=True)
 
 
@@ -104,11 +104,11 @@ def test_a_rule_of_ones_own_builds_what_ranks_do_of_an_operation() -> None:
     @rule("shardwise_test::contracted")
     def contracted_rule(p: Partition, node: fx.Node) -> None:
         x, weight = node.all_input_nodes
-        at = p.cut_of(x)
-        if at is None or at.dim != 1:
+        cut = p.cut_of(x)
+        if cut is None or cut.dim != 1:
             return p.repeat(node)
-        made = p.emit(node.target, p.take(x, at), p.take(weight, at.on(0)))
-        return p.keep(node, made, PARTIAL)
+        result = p.emit(node.target, p.take(x, cut), p.take(weight, cut.on(0)))
+        return p.keep(node, result, PARTIAL)
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -157,9 +157,9 @@ def test_what_a_program_writes_stays_whole_and_a_style_for_it_is_told() -> None:
     with pytest.warns(
         UserWarning, match=r"last.seen of shape \(3, 10\).* stays whole.*the program writes to it"
     ):
-        made = parts(program, {"up": "colwise", "last": "rowwise"})
+        programs = parts(program, {"up": "colwise", "last": "rowwise"})
     expected = model(x.clone())
-    for (mutated, result), part in zip(lockstep.run(made, x.clone()), made, strict=True):
+    for (mutated, result), part in zip(lockstep.run(programs, x.clone()), programs, strict=True):
         torch.testing.assert_close((mutated, result), (2 * x, expected))
         torch.testing.assert_close(part.state_dict["last.seen"], model.last.seen)
     with pytest.raises(ShardingError, match="the program writes to it; remove its style"):
@@ -170,16 +170,16 @@ def test_what_a_program_writes_stays_whole_and_a_style_for_it_is_told() -> None:
 def test_ranks_and_groups_that_do_not_fit_are_refused() -> None:
     rank = dist.get_rank()
     program = export(nn.Sequential(nn.Linear(6, 4)), (torch.randn(2, 6),))
-    for mine, ranks, message in (
+    for index, ranks, message in (
         (2, 2, "got rank 2 and world_size 2"),
         (-1, 2, "got rank -1 and world_size 2"),
         (0, 4, rf"rank {rank}.*world_size is 4, but the default process group has 2 ranks"),
     ):
         with pytest.raises(ShardingError, match=message):
-            tensor_parallel_transformation(program, mine, ranks, "cpu", {"0": "colwise"})
-    other = tensor_parallel_transformation(program, 0, 4, "cpu", {"0": "colwise"}, group_name="later")
+            tensor_parallel_transformation(program, index, ranks, "cpu", {"0": "colwise"})
+    part = tensor_parallel_transformation(program, 0, 4, "cpu", {"0": "colwise"}, group_name="later")
     with pytest.raises(ShardingError, match=f"rank 0 of 4, but this process is rank {rank} of 2"):
-        bind(other)
+        bind(part)
 
 
 class Devices(nn.Module):
@@ -205,29 +205,29 @@ def test_programs_for_a_device_that_this_machine_lacks_can_be_made_saved_and_fil
     model, x = Devices(), torch.randn(3, 6)
     whole = export(model, (x,))
     before = [str(graph) for graph in graphs_of(whole)]
-    made = [tensor_parallel_transformation(whole, rank, 2, "cuda", PLAN) for rank in range(2)]
+    programs = [tensor_parallel_transformation(whole, rank, 2, "cuda", PLAN) for rank in range(2)]
     assert [str(graph) for graph in graphs_of(whole)] == before
-    made[1].validate()
-    graphs = graphs_of(made[1])
+    programs[1].validate()
+    graphs = graphs_of(programs[1])
     nodes = [node for graph in graphs for node in graph.nodes]
     values = [node.meta["val"] for node in nodes if isinstance(node.meta.get("val"), Tensor)]
     assert len(graphs) == 3
     assert {value.device.type for value in values} == {"cuda"}
     assert "'cpu'" not in "".join(map(str, graphs))
-    save(made, tmp_path / "parts")
-    mine = load(tmp_path / "parts", rank=1)
-    torch.testing.assert_close(mine.state_dict["up.weight"], model.up.weight[5:])
-    materialize(mine, {name: 2 * value for name, value in model.state_dict().items()})
-    torch.testing.assert_close(mine.state_dict["up.weight"], 2 * model.up.weight[5:])
+    save(programs, tmp_path / "parts")
+    loaded = load(tmp_path / "parts", rank=1)
+    torch.testing.assert_close(loaded.state_dict["up.weight"], model.up.weight[5:])
+    materialize(loaded, {name: 2 * value for name, value in model.state_dict().items()})
+    torch.testing.assert_close(loaded.state_dict["up.weight"], 2 * model.up.weight[5:])
 
 
 def test_a_program_that_is_one_ranks_already_is_refused() -> None:
     cut = parts(export(nn.Sequential(nn.Linear(6, 10)), (torch.randn(3, 6),)), {"0": "colwise"})[1]
-    for again in (cut, cut.run_decompositions()):
+    for program in (cut, cut.run_decompositions()):
         with pytest.raises(ShardingError, match="is already cut for rank 1 of 2"):
-            parts(again, {"0": "colwise"})
+            parts(program, {"0": "colwise"})
         with pytest.raises(ShardingError, match="is already cut for rank 1 of 2"):
-            choose(again, 2)
+            choose(program, 2)
     whole = export(nn.Sequential(nn.Linear(6, 10)), (torch.randn(3, 6),))
     with pytest.raises(ShardingError, match="rank 1 of 2, expected that of rank 0 of 2"):
         tensor_parallel_transformation(whole, 0, 2, "cpu", {"0": "colwise"}, sharing=cut)

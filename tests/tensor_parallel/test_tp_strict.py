@@ -99,14 +99,14 @@ def test_the_report_names_each_operation_that_gathers_what_the_plan_did_not_ask_
     program = export(model, (x,))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = lockstep.parts(program, PLAN, ranks=2)
-    for results in lockstep.run(made, x):
+        programs = lockstep.parts(program, PLAN, ranks=2)
+    for results in lockstep.run(programs, x):
         torch.testing.assert_close(results, pytree.tree_leaves(model(x)))
-    told = explain(made[0])
+    report = explain(programs[0])
     gathering = {name.replace(" ", "_") for name, (_, gathers) in OPERATIONS.items() if gathers}
-    assert {row.module.split(".")[1] for row in told.unasked} == gathering
-    assert {row.module.split(".")[1] for row in told.collectives if row.kind == "all_gather"} == gathering
-    assert all(row.node in str(told) for row in told.unasked)
+    assert {row.module.split(".")[1] for row in report.unasked} == gathering
+    assert {row.module.split(".")[1] for row in report.collectives if row.kind == "all_gather"} == gathering
+    assert all(row.node in str(report) for row in report.unasked)
 
 
 def test_strict_refuses_a_program_that_gathers_and_names_the_operation() -> None:
@@ -118,6 +118,6 @@ def test_strict_refuses_a_program_that_gathers_and_names_the_operation() -> None
 def test_strict_takes_programs_that_gather_nothing_else() -> None:
     names = [name for name, (_, gathers) in OPERATIONS.items() if not gathers]
     program = export(All(names), (torch.randn(4, 5),))
-    made = tensor_parallel_transformation(program, 0, 2, "cpu", PLAN, strict=True)
-    assert "all_gather" not in counts(made)
-    assert explain(made).unasked == ()
+    part = tensor_parallel_transformation(program, 0, 2, "cpu", PLAN, strict=True)
+    assert "all_gather" not in counts(part)
+    assert explain(part).unasked == ()

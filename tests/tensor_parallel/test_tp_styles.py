@@ -68,14 +68,14 @@ def exported(model: nn.Module, *inputs: Tensor) -> ExportedProgram:
 
 def check(model: nn.Module, plan: Any, *inputs: Tensor, **options: Any) -> list[ExportedProgram]:
     """Cut, run on all ranks, and compare; returns the programs."""
-    made = parts(exported(model, *inputs), plan, **options)
+    programs = parts(exported(model, *inputs), plan, **options)
     expected = model(*inputs)
-    for (result,) in lockstep.run(made, *inputs):
+    for (result,) in lockstep.run(programs, *inputs):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
-    return made
+    return programs
 
 
-def placed(program: ExportedProgram, name: str) -> Any:
+def placement_of(program: ExportedProgram, name: str) -> Any:
     return placement_from_json(record_of(program)["parameters"][name]["placement"])
 
 
@@ -92,7 +92,7 @@ def placed(program: ExportedProgram, name: str) -> Any:
         "colwise",
         "column",
     ],
-    ids=styles.described,
+    ids=styles.describe,
 )
 def test_a_class_an_instance_and_a_word_mean_the_same(style: Any) -> None:
     plan = plan_of({"layers.0.up": style}, PARAMETERS)
@@ -112,8 +112,8 @@ def test_patterns_fit_modules_and_parameters_and_names_come_before_them() -> Non
         "layers.0.scale": styles.Replicate,
     }
     for entries in (everything, dict(reversed(everything.items()))):
-        found = plan_of(entries, PARAMETERS).styles
-        assert found == {
+        actual = plan_of(entries, PARAMETERS).styles
+        assert actual == {
             "layers.0.up.weight": "column", "layers.0.down.weight": "row", "layers.0.down.bias": "row"
         }  # fmt: skip
 
@@ -150,8 +150,8 @@ def test_a_function_chooses_by_name_and_shape_and_may_leave_a_parameter_alone() 
     plan = plan_of({"layers.0.down": peer.RowwiseParallel(), "*": choose}, PARAMETERS)
     assert seen == {name: tuple(tensor.shape) for name, tensor in PARAMETERS.items()}
     assert plan.styles == UP | {"layers.0.down.weight": "row", "layers.0.down.bias": "row"}
-    assert plan.asked["*"] == "choose"
-    assert plan.asked["layers.0.down"].startswith("RowwiseParallel(")
+    assert plan.strategies["*"] == "choose"
+    assert plan.strategies["layers.0.down"].startswith("RowwiseParallel(")
 
 
 @pytest.mark.parametrize(
@@ -205,13 +205,13 @@ def test_sequence_parallel_plans_cut_the_activations_between_layers() -> None:
         "*.down": peer.RowwiseParallel(output_layouts=Shard(1)),
         "0": peer.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
     }
-    made = check(model, plan, x)
-    norms = [node for node in made[0].graph.nodes if "layer_norm" in node.name]
+    programs = check(model, plan, x)
+    norms = [node for node in programs[0].graph.nodes if "layer_norm" in node.name]
     assert [tuple(node.meta["val"].shape) for node in norms][-1] == (2, 3, 8)
-    one = check(model, plan | {"*.norm": peer.SequenceParallel()}, x)
-    assert counts(one[0]) == counts(made[0])
+    variant = check(model, plan | {"*.norm": peer.SequenceParallel()}, x)
+    assert counts(variant[0]) == counts(programs[0])
     from_the_end = plan | {"*.down": peer.RowwiseParallel(output_layouts=Shard(-2))}
-    assert str(check(model, from_the_end, x)[0].graph) == str(made[0].graph)
+    assert str(check(model, from_the_end, x)[0].graph) == str(programs[0].graph)
 
 
 def shapes(program: ExportedProgram, op: str) -> list[tuple[int, ...]]:
@@ -223,9 +223,9 @@ def test_a_modules_input_and_output_are_moved_where_they_are_wanted() -> None:
     model, x = nn.Sequential(MLP(), MLP()), torch.randn(2, 6, 8)
     rows = {"input_layouts": Replicate(), "desired_input_layouts": Shard(1)}
     whole = {"output_layouts": Shard(1), "desired_output_layouts": Replicate()}
-    one = check(model, {"1.norm": peer.PrepareModuleInput(**rows)}, x, strict=True)
-    assert shapes(one[0], "layer_norm")[1:] == [(2, 3, 8)]
-    assert counts(one[0]) == {"all_gather": 1}
+    variant = check(model, {"1.norm": peer.PrepareModuleInput(**rows)}, x, strict=True)
+    assert shapes(variant[0], "layer_norm")[1:] == [(2, 3, 8)]
+    assert counts(variant[0]) == {"all_gather": 1}
     both = peer.PrepareModuleInputOutput(**rows, **whole)
     two = check(model, {"1.norm": both, "1.up": ColwiseParallel, "1.down": RowwiseParallel}, x, strict=True)
     assert shapes(two[0], "layer_norm")[1:] == [(2, 3, 8)]
@@ -237,12 +237,12 @@ def test_a_modules_input_and_output_are_moved_where_they_are_wanted() -> None:
     )
     three = check(model, {"1": by_name}, x, strict=True)
     assert shapes(three[1], "layer_norm")[-1] == (1, 6, 8)
-    scattered = {
+    plan = {
         "0.down": RowwiseParallel,
         "0.up": ColwiseParallel,
         "1.norm": peer.PrepareModuleInput(**rows),
     }
-    four = check(model, scattered, x, strict=True)
+    four = check(model, plan, x, strict=True)
     assert counts(four[0]) == {"all_reduce": 1, "all_gather": 1}
 
 
@@ -264,8 +264,8 @@ def test_modules_without_parameters_are_moved_too_and_two_inputs_are_refused() -
     torch.manual_seed(0)
     model, x = Two(), torch.randn(2, 6, 8)
     out = peer.PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
-    made = check(model, {"act": out}, x, strict=True)
-    assert shapes(made[0], "linear") == [(2, 6, 16), (2, 3, 8)]
+    programs = check(model, {"act": out}, x, strict=True)
+    assert shapes(programs[0], "linear") == [(2, 6, 16), (2, 3, 8)]
     rows = peer.PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))
     with pytest.raises(
         ShardingError, match=r"cannot move the input of sum: it takes 2 tensors \(x, linear_1\)"
@@ -310,15 +310,15 @@ def test_tied_weights_are_one_shard_cut_by_either_name_also_where_the_graph_has_
     for strict in (False, True):  # of torch.export, which then keeps one name in the graph
         program = export(copy.deepcopy(model), (ids,), strict=strict)
         names.append(sum(spec.target == "head.weight" for spec in program.graph_signature.input_specs))
-        made = parts(program, plan, ranks=3)
-        for (result,) in lockstep.run(made, ids):
+        programs = parts(program, plan, ranks=3)
+        for (result,) in lockstep.run(programs, ids):
             torch.testing.assert_close(result, model(ids), rtol=1e-5, atol=1e-5)
-        assert counts(made[0]) == collectives
-        assert made[2].state_dict["embed.weight"] is made[2].state_dict["head.weight"]
-        assert placed(made[0], "embed.weight") == placed(made[0], "head.weight")
-        assert placed(made[0], "head.weight").dim == dim
-        assert made[0].state_dict["head.weight"].shape[dim] == (12, 8)[dim] // 3 + ((12, 8)[dim] % 3 > 0)
-        assert explain(made[0]).bytes_whole == (12 * 8 + 8 * 8 + 8) * 4
+        assert counts(programs[0]) == collectives
+        assert programs[2].state_dict["embed.weight"] is programs[2].state_dict["head.weight"]
+        assert placement_of(programs[0], "embed.weight") == placement_of(programs[0], "head.weight")
+        assert placement_of(programs[0], "head.weight").dim == dim
+        assert programs[0].state_dict["head.weight"].shape[dim] == (12, 8)[dim] // 3 + ((12, 8)[dim] % 3 > 0)
+        assert explain(programs[0]).bytes_whole == (12 * 8 + 8 * 8 + 8) * 4
     assert names == [1, 0]
 
 
@@ -331,16 +331,16 @@ def test_tied_weights_to_be_cut_in_two_ways_are_refused(strict: bool) -> None:
 
 @pytest.mark.parametrize(("style", "dim"), [("colwise", 1), ("rowwise", 0)])
 def test_the_way_a_weight_lies_is_seen_from_its_use(style: str, dim: int) -> None:
-    made = check(Tied(), {"inner": style}, torch.randint(12, (2, 3)))
-    assert placed(made[0], "inner.weight").dim == dim
-    assert made[0].state_dict["inner.bias"].numel() == (4 if style == "colwise" else 8)
+    programs = check(Tied(), {"inner": style}, torch.randint(12, (2, 3)))
+    assert placement_of(programs[0], "inner.weight").dim == dim
+    assert programs[0].state_dict["inner.bias"].numel() == (4 if style == "colwise" else 8)
 
 
 def test_more_ranks_than_elements_leave_some_with_nothing_unless_strict() -> None:
     model, x = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4)), torch.randn(2, 4)
     plan = {"0": ColwiseParallel, "1": RowwiseParallel}
-    made = check(model, plan, x, ranks=5)
-    assert [tuple(part.state_dict["0.weight"].shape) for part in made][2:] == [(1, 4), (0, 4), (0, 4)]
+    programs = check(model, plan, x, ranks=5)
+    assert [tuple(part.state_dict["0.weight"].shape) for part in programs][2:] == [(1, 4), (0, 4), (0, 4)]
     with pytest.raises(ShardingError, match=r"rank 3 of 5 would hold no part of 0.weight of shape \(3, 4\)"):
         parts(exported(model, x), plan, ranks=5, strict=True)
 
@@ -371,10 +371,10 @@ def test_ranks_without_elements_know_the_sizes_that_are_dynamic(
     model = Changed()
     sizes = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("length", min=2, max=64)}
     program = export(model, (torch.randn(3, 5, 4),), dynamic_shapes=(sizes,))
-    made = parts(program, {"up": "colwise", "down": "rowwise"}, ranks=5, training=training)
+    programs = parts(program, {"up": "colwise", "down": "rowwise"}, ranks=5, training=training)
     for x in (torch.randn(3, 5, 4), torch.randn(4, 2, 4)):
-        for (found,) in lockstep.run(made, x):
-            torch.testing.assert_close(found, model(x))
+        for (result,) in lockstep.run(programs, x):
+            torch.testing.assert_close(result, model(x))
 
 
 def test_a_style_that_changes_nothing_is_told() -> None:
@@ -405,8 +405,8 @@ class Product(nn.Module):
 
 def test_a_weight_of_which_ranks_have_terms_is_cut_as_its_input_is() -> None:
     plan = {"x": "colwise", "up": "colwise", "down": "rowwise"}
-    made = check(Product(), plan, torch.randn(3, 8), torch.randn(8, 4))
-    assert counts(made[0]) == {"reduce_scatter": 1, "all_reduce": 1}
+    programs = check(Product(), plan, torch.randn(3, 8), torch.randn(8, 4))
+    assert counts(programs[0]) == {"reduce_scatter": 1, "all_reduce": 1}
 
 
 class Fused(nn.Module):
@@ -422,8 +422,8 @@ class Fused(nn.Module):
 
 
 def test_queries_keys_and_values_of_one_layer_are_cut_by_heads_where_they_are_permuted_first() -> None:
-    made = check(Fused(), {"qkv": "colwise", "out": "rowwise"}, torch.randn(3, 5, 8))
-    assert counts(made[0]) == {"all_reduce": 1}
+    programs = check(Fused(), {"qkv": "colwise", "out": "rowwise"}, torch.randn(3, 5, 8))
+    assert counts(programs[0]) == {"all_reduce": 1}
 
 
 class Normalized(nn.Module):
@@ -438,8 +438,8 @@ class Normalized(nn.Module):
 
 
 def test_a_layer_is_cut_by_heads_where_those_of_all_rows_become_one_dim() -> None:
-    made = check(Normalized(), {"up": "colwise", "down": "rowwise"}, torch.randn(3, 5, 8))
-    assert counts(made[0]) == {"all_reduce": 1}
+    programs = check(Normalized(), {"up": "colwise", "down": "rowwise"}, torch.randn(3, 5, 8))
+    assert counts(programs[0]) == {"all_reduce": 1}
 
 
 class Rows(nn.Module):
@@ -456,5 +456,5 @@ class Rows(nn.Module):
 
 
 def test_terms_of_a_sum_stay_so_where_they_become_a_row() -> None:
-    made = check(Rows(), {"up": "colwise", "a": "rowwise", "b": "rowwise"}, torch.randn(3, 8))
-    assert counts(made[0]) == {"all_reduce": 1}
+    programs = check(Rows(), {"up": "colwise", "a": "rowwise", "b": "rowwise"}, torch.randn(3, 8))
+    assert counts(programs[0]) == {"all_reduce": 1}

@@ -21,7 +21,7 @@ from shardwise.tensor_parallel import (
     operators,
     tensor_parallel_transformation,
 )
-from shardwise.tensor_parallel.state import held, placement_from_json, record_of
+from shardwise.tensor_parallel.state import placement_from_json, record_of, shard_of
 
 COL, ROW = ColwiseParallel, RowwiseParallel
 
@@ -132,7 +132,7 @@ SEVERAL = (
 )
 
 
-def both(
+def whole_and_local(
     build: Any, plan: dict[str, Any], x: Tensor, *, decomposed: bool = False
 ) -> tuple[nn.Module, nn.Module, Any]:
     """The whole model, this rank's module, and by parameter what this rank has of it."""
@@ -142,26 +142,26 @@ def both(
         warnings.simplefilter("ignore")
         program = torch.export.export(model, (x,))
         program = program.run_decompositions() if decomposed else program
-        mine = tensor_parallel_transformation(
+        local = tensor_parallel_transformation(
             program, dist.get_rank(), dist.get_world_size(), "cpu", plan, training=True
         )
-    return model, mine.module(), record_of(mine)["parameters"]
+    return model, local.module(), record_of(local)["parameters"]
 
 
-def check_gradients(model: nn.Module, mine: nn.Module, parameters: Any) -> None:
+def check_gradients(model: nn.Module, local: nn.Module, parameters: Any) -> None:
     """Is every gradient of this rank's the part of the whole model's that it should be?"""
     whole = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     checked = 0
-    for name, parameter in mine.named_parameters():
+    for name, parameter in local.named_parameters():
         if name not in whole:
             assert parameter.grad is None, name
             continue
         expected = whole[name].grad
         assert expected is not None, name
         assert parameter.grad is not None, name
-        wanted = held(expected, placement_from_json(parameters[name]["placement"]), dist.get_rank())
+        part = shard_of(expected, placement_from_json(parameters[name]["placement"]), dist.get_rank())
         torch.testing.assert_close(
-            parameter.grad, wanted, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+            parameter.grad, part, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
         )
         checked += 1
     assert checked == len(whole)
@@ -174,16 +174,16 @@ def test_every_gradient_is_that_of_the_whole_model():
             continue
         torch.manual_seed(0)
         x = torch.randn(2, 5, 24 if "o" in plan else 12, dtype=torch.float64)
-        model, mine, parameters = both(build, plan, x)
+        model, local, parameters = whole_and_local(build, plan, x)
         weights = torch.randn_like(x)
-        one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
-        expected, found = model(one), mine(other)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        x_whole, x_local = x.clone().requires_grad_(), x.clone().requires_grad_()
+        expected, actual = model(x_whole), local(x_local)
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
         (expected * weights).sum().backward()
-        (found * weights).sum().backward()
+        (actual * weights).sum().backward()
         try:
-            torch.testing.assert_close(other.grad, one.grad, rtol=1e-10, atol=1e-10)
-            check_gradients(model, mine, parameters)
+            torch.testing.assert_close(x_local.grad, x_whole.grad, rtol=1e-10, atol=1e-10)
+            check_gradients(model, local, parameters)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from None
 
@@ -191,22 +191,22 @@ def test_every_gradient_is_that_of_the_whole_model():
 @on_ranks(2, 3)
 def test_a_step_of_a_language_model_with_a_tied_vocabulary_is_the_whole_models():
     ids = torch.randint(17, (3, 5), generator=torch.Generator().manual_seed(0))
-    model, mine, parameters = both(Language, LANGUAGE, ids)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, mine)]
+    model, local, parameters = whole_and_local(Language, LANGUAGE, ids)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, local)]
     for _ in range(2):
-        losses = [m(ids) for m in (model, mine)]
+        losses = [m(ids) for m in (model, local)]
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-10, atol=1e-10)
         for loss, optimizer in zip(losses, optimizers, strict=True):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        check_gradients(model, mine, parameters)
+        check_gradients(model, local, parameters)
     whole = dict(model.named_parameters())
-    for name, parameter in mine.named_parameters():
-        wanted = held(
+    for name, parameter in local.named_parameters():
+        part = shard_of(
             whole[name].detach(), placement_from_json(parameters[name]["placement"]), dist.get_rank()
         )
-        torch.testing.assert_close(parameter.detach(), wanted, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(parameter.detach(), part, rtol=1e-10, atol=1e-10)
 
 
 class Statistics(nn.Module):
@@ -233,27 +233,27 @@ class Statistics(nn.Module):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_steps_with_buffers_that_the_program_writes_are_the_whole_models(compiled: bool):
     x, weights = torch.randn(4, 3, 6, 6, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
-    model, mine, parameters = both(Statistics, {"a": COL, "b": ROW, "up": COL, "down": ROW}, x)
-    runs = model, torch.compile(mine, backend="aot_eager") if compiled else mine
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, mine)]
+    model, local, parameters = whole_and_local(Statistics, {"a": COL, "b": ROW, "up": COL, "down": ROW}, x)
+    runs = model, torch.compile(local, backend="aot_eager") if compiled else local
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, local)]
     for _ in range(3):
         for run, optimizer in zip(runs, optimizers, strict=True):
             optimizer.zero_grad()
             (run(x) * weights).sum().backward()
             optimizer.step()
-        check_gradients(model, mine, parameters)
-    found = dict(mine.named_buffers())
+        check_gradients(model, local, parameters)
+    buffers = dict(local.named_buffers())
     for name, expected in model.named_buffers():
-        torch.testing.assert_close(found[name], expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(buffers[name], expected, rtol=1e-10, atol=1e-10)
 
 
 @on_ranks(2)
 def test_a_block_reduces_twice_forward_and_twice_backward():
     x = torch.randn(2, 5, 24, dtype=torch.float64)
     for build, plan, decomposed in ((Block, APART, True), (lambda: Block(fused=True), FUSED, False)):
-        _, mine, _ = both(build, plan, x, decomposed=decomposed)
+        _, local, _ = whole_and_local(build, plan, x, decomposed=decomposed)
         with CommCounter() as forward:
-            y = mine(x.clone().requires_grad_())
+            y = local(x.clone().requires_grad_())
         with CommCounter() as backward:
             y.sum().backward()
         for counted in (forward, backward):
@@ -267,13 +267,13 @@ def test_backward_through_a_program_cut_for_inference_raises():
     x = torch.randn(2, 12)
     program = torch.export.export(Mlp(), (x,))
     for cut, raises in (({"up": COL, "down": ROW}, True), ({}, False)):
-        mine = tensor_parallel_transformation(program, dist.get_rank(), 2, "cpu", cut).module()
+        local = tensor_parallel_transformation(program, dist.get_rank(), 2, "cpu", cut).module()
         if raises:
             with pytest.raises(ShardingError, match="training=True"):
-                mine(x).sum().backward()
+                local(x).sum().backward()
         else:
-            mine(x).sum().backward()
-            assert all(p.grad is not None for p in mine.parameters())
+            local(x).sum().backward()
+            assert all(p.grad is not None for p in local.parameters())
 
 
 @on_ranks(2)

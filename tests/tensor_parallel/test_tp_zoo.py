@@ -56,7 +56,7 @@ def model_of(name: str) -> str:
 
 def covering() -> list[tuple[str, zoo.Form, list[Point]]]:
     """Cases and their forms, each with the points at which to measure it."""
-    found: list[tuple[str, zoo.Form, list[Point]]] = []
+    cases: list[tuple[str, zoo.Form, list[Point]]] = []
     for number, (_, grouped) in enumerate(itertools.groupby(sorted(zoo.CASES, key=model_of), model_of)):
         names = list(grouped)
         # a case alone at two points, two cases once each with one of them at two, or each case at one point
@@ -69,11 +69,11 @@ def covering() -> list[tuple[str, zoo.Form, list[Point]]]:
             if len(names) == 1 and number % 3 == 0:  # rather than for 2 and 4
                 uneven = number % 4 >= 2
                 points = [(3, uneven), points[training == uneven]]
-            own = zoo.CASES[name].tolerance < 1e-6  # large models are slow to decompose
-            decomposed = own and (index + number) % 8 in (1, 4)
+            precise = zoo.CASES[name].tolerance < 1e-6  # large models are slow to decompose
+            decomposed = precise and (index + number) % 8 in (1, 4)
             if name not in COVERED:
-                found.append((name, (strict, decomposed), points))
-    return found
+                cases.append((name, (strict, decomposed), points))
+    return cases
 
 
 COVERING = covering()
@@ -99,9 +99,9 @@ def test_every_model_is_cut_for_uneven_parts_and_both_ways() -> None:
     pairs = set()
     for name, (strict, decomposed), points in COVERING:
         for ranks, training in points:
-            told = {"strict": strict, "decomposed": decomposed, "ranks": ranks, "training": training}
-            met.setdefault(model_of(name), set()).update(told.items())
-            pairs.update(itertools.combinations(told.items(), 2))
+            settings = {"strict": strict, "decomposed": decomposed, "ranks": ranks, "training": training}
+            met.setdefault(model_of(name), set()).update(settings.items())
+            pairs.update(itertools.combinations(settings.items(), 2))
     for model in met.keys() - {model_of(name) for name in COVERED}:
         assert {("ranks", 3), ("training", False), ("training", True)} <= met[model], model
         assert met[model] & {("ranks", 2), ("ranks", 4)}, model
@@ -116,14 +116,14 @@ def test_the_programs_run_on_real_ranks_also_compiled() -> None:
         case = zoo.CASES[name]
         exported = zoo.export(case, (False, False))
         ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-        mine = tensor_parallel_transformation(exported.program, rank, ranks, "cpu", case.plan).module()
-        runs: list[Any] = [exported.model, mine]
+        local = tensor_parallel_transformation(exported.program, rank, ranks, "cpu", case.plan).module()
+        runs: list[Any] = [exported.model, local]
         if name == "language, tied":  # has all-reduces of sums and of maxima, and an all-gather
-            runs.append(torch.compile(mine, backend="aot_eager", fullgraph=True))
+            runs.append(torch.compile(local, backend="aot_eager", fullgraph=True))
         with torch.no_grad():
-            expected, *found = (pytree.tree_leaves(m(*exported.args, **exported.kwargs)) for m in runs)
-        for each in found:
-            torch.testing.assert_close(each, expected, rtol=1e-10, atol=1e-10)
+            expected, *outputs = (pytree.tree_leaves(m(*exported.args, **exported.kwargs)) for m in runs)
+        for output in outputs:
+            torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_decomposed_convolutions_are_cut_too() -> None:
@@ -138,10 +138,10 @@ def test_convolutions_and_experts_are_chosen_for_too() -> None:
     ):
         program = zoo.export(zoo.CASES[name], (False, False)).program
         plan = choose(program, 2, prices=Prices(latency=1e-9))
-        found = {name.removesuffix(".weight"): style for name, style in plan.strategies.items()}
+        styles = {name.removesuffix(".weight"): style for name, style in plan.strategies.items()}
         for module, style in expected.items():
-            chosen = {kind for each, kind in found.items() if f".{each}".endswith(f".{module}")}
-            assert chosen == {style}, module
+            kinds = {kind for key, kind in styles.items() if f".{key}".endswith(f".{module}")}
+            assert kinds == {style}, module
 
 
 def test_cutting_a_program_leaves_it_as_it_was() -> None:

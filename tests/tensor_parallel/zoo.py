@@ -41,9 +41,9 @@ from shardwise.tensor_parallel import (
     RowwiseParallel,
     counts,
 )
-from shardwise.tensor_parallel.canonical import functional
+from shardwise.tensor_parallel.canonical import functionalize
 from shardwise.tensor_parallel.placement import REPLICATE, Split
-from shardwise.tensor_parallel.state import held, placement_from_json, record_of
+from shardwise.tensor_parallel.state import placement_from_json, record_of, shard_of
 
 COL, ROW = ColwiseParallel, RowwiseParallel
 Form = tuple[bool, bool]  # strict, decomposed
@@ -114,7 +114,7 @@ class Exported:
 CASES: dict[str, Case] = {}
 
 
-def case(name: str, **known: Any) -> Callable[[Any], Any]:
+def case(name: str, **fields: Any) -> Callable[[Any], Any]:
     """Register the function that builds a model and its inputs (args, or args and kwargs)."""
 
     def register(build: Callable[[], Any]) -> Any:
@@ -123,7 +123,7 @@ def case(name: str, **known: Any) -> Callable[[Any], Any]:
             model, args, *kwargs = build()
             return model.eval(), args, (kwargs[0] if kwargs else {})
 
-        CASES[name] = Case(build=seeded, **known)
+        CASES[name] = Case(build=seeded, **fields)
         return build
 
     return register
@@ -139,7 +139,7 @@ def export(case: Case, form: Form) -> Exported:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         program = torch.export.export(model, args, kwargs, dynamic_shapes=case.dynamic, strict=strict)
-        program = program.run_decompositions() if decomposed else functional(program)
+        program = program.run_decompositions() if decomposed else functionalize(program)
     return Exported(case, form, program, model, args, kwargs)
 
 
@@ -172,17 +172,17 @@ def measure(exported: Exported, ranks: int, *, strict: bool, training: bool = Fa
     if case.warned and strict and not refused:
         messages.append("strict does not refuse an operation without a rule")
     whole = sum(t.numel() for t in _unique(exported.program))
-    share = max(sum(t.numel() for t in _unique(one)) for one in programs) / max(1, whole)
+    share = max(sum(t.numel() for t in _unique(p)) for p in programs) / max(1, whole)
     result = Result(0.0, counts(programs[0]), share, messages, _wrong_sizes(exported.program, programs))
     if training:
         _train(exported, programs, result)
         return result
     inputs = [(exported.args, exported.kwargs)] + ([case.others()] if case.others else [])
     with torch.no_grad():
-        for given, named in inputs:
-            expected = _tensors(exported.model(*given, **named))
-            for results in run(programs, *given, **named):
-                result.error = max(result.error, _largest(_tensors(results), expected))
+        for args, kwargs in inputs:
+            expected = _tensors(exported.model(*args, **kwargs))
+            for results in run(programs, *args, **kwargs):
+                result.error = max(result.error, _largest_distance(_tensors(results), expected))
     return result
 
 
@@ -192,13 +192,13 @@ def _train(exported: Exported, programs: list[ExportedProgram], result: Result) 
     whole, *inputs = [_leaves(exported.args, exported.kwargs) for _ in range(1 + len(programs))]
     model.zero_grad(set_to_none=True)
     expected = _tensors(model(*whole[0], **whole[1]))
-    wanted_loss = _loss(expected)
-    found = [_tensors(one) for one in run_each(programs, inputs)]
-    result.error = max(_largest(one, expected) for one in found)
-    losses = [_loss(one) for one in found]
-    assert all(loss.requires_grad == wanted_loss.requires_grad for loss in losses)
-    if wanted_loss.requires_grad:
-        wanted_loss.backward()
+    expected_loss = _loss(expected)
+    outputs = [_tensors(x) for x in run_each(programs, inputs)]
+    result.error = max(_largest_distance(x, expected) for x in outputs)
+    losses = [_loss(x) for x in outputs]
+    assert all(loss.requires_grad == expected_loss.requires_grad for loss in losses)
+    if expected_loss.requires_grad:
+        expected_loss.backward()
         result.backward = backward(losses)
     gradients = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
     scale = max((float(g.abs().max()) for g in gradients.values() if g is not None and g.numel()), default=0)
@@ -206,15 +206,15 @@ def _train(exported: Exported, programs: list[ExportedProgram], result: Result) 
         placements = record_of(program)["parameters"]
         for name, parameter in program.state_dict.items():
             if isinstance(parameter, nn.Parameter):
-                at = placement_from_json(placements[name]["placement"])
-                wanted = gradients[name]
-                part = torch.zeros_like(parameter) if wanted is None else held(wanted, at, rank)
-                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                result.gradient = max(result.gradient, (_distance(own, part, scale), name))
-        for own, one in zip(_tensors(inputs[rank]), _tensors(whole), strict=True):
-            if one.grad is not None:
-                assert own.grad is not None
-                result.gradient = max(result.gradient, (_distance(own.grad, one.grad), "an input"))
+                placement = placement_from_json(placements[name]["placement"])
+                grad = gradients[name]
+                part = torch.zeros_like(parameter) if grad is None else shard_of(grad, placement, rank)
+                local = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                result.gradient = max(result.gradient, (_distance(local, part, scale), name))
+        for local, x in zip(_tensors(inputs[rank]), _tensors(whole), strict=True):
+            if x.grad is not None:
+                assert local.grad is not None
+                result.gradient = max(result.gradient, (_distance(local.grad, x.grad), "an input"))
     for buffer in model.buffers():
         buffer.detach_()  # what was written there has a history
 
@@ -249,27 +249,27 @@ def _unique(program: ExportedProgram) -> list[Tensor]:
     )
 
 
-def _largest(found: list[Tensor], expected: list[Tensor]) -> float:
-    return max([0.0, *(_distance(x, y) for x, y in zip(found, expected, strict=True))])
+def _largest_distance(actual: list[Tensor], expected: list[Tensor]) -> float:
+    return max([0.0, *(_distance(x, y) for x, y in zip(actual, expected, strict=True))])
 
 
-def _distance(found: Tensor, expected: Tensor, scale: float | None = None) -> float:
+def _distance(actual: Tensor, expected: Tensor, scale: float | None = None) -> float:
     """The largest difference, relative to `scale`, or to the largest expected."""
-    assert found.shape == expected.shape, (found.shape, expected.shape)
-    assert found.dtype == expected.dtype
-    one, other = found.detach().double(), expected.detach().double()
-    finite = other.isfinite()
-    assert torch.equal(one[~finite], other[~finite])
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    assert actual.dtype == expected.dtype
+    a, b = actual.detach().double(), expected.detach().double()
+    finite = b.isfinite()
+    assert torch.equal(a[~finite], b[~finite])
     if not finite.any():
         return 0.0
-    scale = max(1e-30, float(other[finite].abs().max()) if scale is None else scale)
-    distance = float((one[finite] - other[finite]).abs().max()) / scale
+    scale = max(1e-30, float(b[finite].abs().max()) if scale is None else scale)
+    distance = float((a[finite] - b[finite]).abs().max()) / scale
     return math.inf if math.isnan(distance) else distance
 
 
 def _wrong_sizes(whole: ExportedProgram, programs: list[ExportedProgram]) -> list[str]:
     """Entries of ranks' state dicts that are not, in shape and together, the whole one's."""
-    found = []
+    faults = []
     for name, tensor in whole.state_dict.items():
         entry = record_of(programs[0])["parameters"].get(name)  # of buffers that the graph has not: none
         placement = REPLICATE if entry is None else placement_from_json(entry["placement"])
@@ -278,38 +278,38 @@ def _wrong_sizes(whole: ExportedProgram, programs: list[ExportedProgram]) -> lis
         if isinstance(placement, Split):
             for rank, sizes in enumerate(expected):
                 sizes[placement.dim] = placement.size(rank)
-            held = sorted(interval for each in placement.ranges for interval in each)
-            ends = itertools.accumulate((end for _, end in held), max, initial=0)
-            if any(begin > end for (begin, _), end in zip(held, ends, strict=False)):
-                found.append(f"{name}: no rank has all of {held}")
-            if max(end for _, end in held) != tensor.shape[placement.dim]:
-                found.append(f"{name}: no rank has its end")
+            intervals = sorted(interval for part in placement.ranges for interval in part)
+            ends = itertools.accumulate((end for _, end in intervals), max, initial=0)
+            if any(begin > end for (begin, _), end in zip(intervals, ends, strict=False)):
+                faults.append(f"{name}: no rank has all of {intervals}")
+            if max(end for _, end in intervals) != tensor.shape[placement.dim]:
+                faults.append(f"{name}: no rank has its end")
         if shapes != [tuple(sizes) for sizes in expected]:
-            found.append(f"{name} of {tuple(tensor.shape)} is {shapes}")
+            faults.append(f"{name} of {tuple(tensor.shape)} is {shapes}")
         if any(program.state_dict[name].dtype != tensor.dtype for program in programs):
-            found.append(f"{name} has another dtype")
+            faults.append(f"{name} has another dtype")
     if any(list(program.state_dict) != list(whole.state_dict) for program in programs):
-        found.append("other names in the state dict")
-    return found
+        faults.append("other names in the state dict")
+    return faults
 
 
 def problems(case: Case, result: Result, ranks: int) -> list[str]:
     """What is not as it should be, in words."""
-    found = list(result.sizes)
+    faults = list(result.sizes)
     if not result.error <= case.tolerance:
-        found.append(f"error {result.error:.1e}")
+        faults.append(f"error {result.error:.1e}")
     if not result.gradient[0] <= case.tolerance:
-        found.append(f"gradient of {result.gradient[1]} wrong by {result.gradient[0]:.1e}")
+        faults.append(f"gradient of {result.gradient[1]} wrong by {result.gradient[0]:.1e}")
     reduces, gathers = result.counts.get("all_reduce", 0), result.counts.get("all_gather", 0)
     if case.reduces is not None and reduces != case.reduces:
-        found.append(f"{reduces} all-reduces, not {case.reduces}")
+        faults.append(f"{reduces} all-reduces, not {case.reduces}")
     if case.gathers is not None and gathers != case.gathers:
-        found.append(f"{gathers} all-gathers, not {case.gathers}")
+        faults.append(f"{gathers} all-gathers, not {case.gathers}")
     if ranks == 2 and case.share is not None and result.share > case.share:
-        found.append(f"{result.share:.2f} of the parameters, not {case.share}")
+        faults.append(f"{result.share:.2f} of the parameters, not {case.share}")
     if result.messages and not case.warned:
-        found.append("; ".join(result.messages))
-    return found
+        faults.append("; ".join(result.messages))
+    return faults
 
 
 # ------------------------------------------------------------ the matrix
@@ -329,35 +329,35 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--part", default="1/1", help="such as 2/4")
     parser.add_argument("--trace", action="store_true", help="print tracebacks")
     options = parser.parse_args(arguments)
-    options.ranks = [int(each) for each in options.ranks or ("234" if options.all else "2")]
+    options.ranks = [int(digit) for digit in options.ranks or ("234" if options.all else "2")]
     names = [n for n in CASES if not options.words or any(word in n for word in options.words)]
     part, parts = map(int, options.part.split("/"))
-    said = [text for name in names[part - 1 :: parts] for text in _lines(name, options)]
-    right = said.count("ok")
-    print(f"{right} of {len(said)} right")
-    return int(right < len(said) or not said)
+    lines = [text for name in names[part - 1 :: parts] for text in _lines(name, options)]
+    right = lines.count("ok")
+    print(f"{right} of {len(lines)} right")
+    return int(right < len(lines) or not lines)
 
 
 def _lines(name: str, options: argparse.Namespace) -> Iterator[str]:
-    known = CASES[name]
-    for form in known.forms if options.all else known.forms[:1]:
-        began, said = time.perf_counter(), []
+    case = CASES[name]
+    for form in case.forms if options.all else case.forms[:1]:
+        began, lines = time.perf_counter(), []
         points = list(itertools.product(options.ranks, (False, True)))
         try:
-            exported = export(known, form)
+            exported = export(case, form)
         except Exception as error:
-            said = [f"export: {_short(error, options)}"] * len(points)
-        for ranks, training in points if not said else ():
+            lines = [f"export: {_short(error, options)}"] * len(points)
+        for ranks, training in points if not lines else ():
             kind = f"{ranks} ranks, {'training' if training else 'inference'}: "
             try:
-                bad = problems(known, measure(exported, ranks, strict=form[0], training=training), ranks)
-                said.append("ok" if not bad else kind + ", ".join(bad)[:300])
+                faults = problems(case, measure(exported, ranks, strict=form[0], training=training), ranks)
+                lines.append("ok" if not faults else kind + ", ".join(faults)[:300])
             except Exception as error:
-                said.append(kind + _short(error, options))
-        text = " | ".join(dict.fromkeys(said))
-        shown = f"{'strict' if form[0] else 'non-strict'} {'decomposed' if form[1] else 'as exported'}"
-        print(f"{name:45} {shown:24} {time.perf_counter() - began:5.1f} s  {text}", flush=True)
-        yield from said
+                lines.append(kind + _short(error, options))
+        text = " | ".join(dict.fromkeys(lines))
+        label = f"{'strict' if form[0] else 'non-strict'} {'decomposed' if form[1] else 'as exported'}"
+        print(f"{name:45} {label:24} {time.perf_counter() - began:5.1f} s  {text}", flush=True)
+        yield from lines
 
 
 def _short(error: Exception, options: argparse.Namespace) -> str:

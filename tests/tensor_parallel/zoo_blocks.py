@@ -78,13 +78,13 @@ _FUSED = {"qkv": COL, "o": ROW, "up": COL, "down": ROW}
 
 
 def _block(name: str, heads: int, *, moves: bool = False, dynamic: bool = False, **kind: Any) -> None:
-    known: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if dynamic:
-        known["dynamic"] = ((Dim("batch"), Dim("sequence"), Dim.STATIC),)
-        known["others"] = lambda: ((values(3, 7, heads * 8),), {})
+        fields["dynamic"] = ((Dim("batch"), Dim("sequence"), Dim.STATIC),)
+        fields["others"] = lambda: ((values(3, 7, heads * 8),), {})
     plan = _FUSED if kind.get("fused") else _BLOCK
     share = 0.56 if not kind.get("key_heads") else 0.7
-    case(name, plan=plan, reduces=2, gathers=None if moves else 0, share=share, **known)(
+    case(name, plan=plan, reduces=2, gathers=None if moves else 0, share=share, **fields)(
         lambda: (Block(heads, **kind), (values(2, 5, heads * 8),))
     )
 
@@ -154,9 +154,9 @@ def attention_weights() -> Any:
 
 
 def _language(
-    name: str, plan: dict[str, Any], *, tied: bool, reduces: int, gathers: int, **known: Any
+    name: str, plan: dict[str, Any], *, tied: bool, reduces: int, gathers: int, **fields: Any
 ) -> None:
-    case(name, plan=_BLOCKS | plan, reduces=reduces, gathers=gathers, **known)(
+    case(name, plan=_BLOCKS | plan, reduces=reduces, gathers=gathers, **fields)(
         lambda: (Language(tied=tied), (torch.randint(22, (2, 5)),))
     )
 

@@ -208,12 +208,12 @@ def reductions() -> Any:
         y = m.up(x)
         var, mean = torch.var_mean(y, -1)
         wholes = (y.sum(), y.mean(), y.amax(-1), y.sum(-1, keepdim=True), y.mean((0, 1)), y.max(), y.prod(-1))
-        others = (y.sum(0), y.var(1), torch.var_mean(y, 1, keepdim=True), y.max(0), y.norm(dim=0), y.std(1))
+        along = (y.sum(0), y.var(1), torch.var_mean(y, 1, keepdim=True), y.max(0), y.norm(dim=0), y.std(1))
         return (
             var,
             mean,
             wholes,
-            others,
+            along,
             torch.topk(y, 2),
             y.argmax(-1),
             y.softmax(-1),
@@ -229,9 +229,9 @@ def reductions_of_a_number() -> Any:
     def body(m: Any, x: Tensor) -> Any:
         y = m.up(x)
         s, whole = y.mean((0, 1)), y.amax()
-        along = [one(s, 0) for one in (torch.amax, torch.sum, torch.mean, torch.logsumexp)]
-        kept = s.softmax(-1), s.cumsum(0), s.flip(0), s.squeeze(0), s.sort(0), s.topk(1), s.max(0)
-        return along, kept, torch.stack([s, whole]), whole.squeeze(-1)
+        along = [op(s, 0) for op in (torch.amax, torch.sum, torch.mean, torch.logsumexp)]
+        shaped = s.softmax(-1), s.cumsum(0), s.flip(0), s.squeeze(0), s.sort(0), s.topk(1), s.max(0)
+        return along, shaped, torch.stack([s, whole]), whole.squeeze(-1)
 
     return Layers(body, up=nn.Linear(6, 10)), (values(4, 6),)
 
@@ -273,9 +273,9 @@ def views() -> Any:
 def indices() -> Any:
     def body(m: Any, x: Tensor, i: Tensor) -> Any:
         y = m.up(x)
-        some = torch.index_select(y, 1, i), y[:, i], y[i, i], y[..., i], torch.where(y > 0, y, 0.0)
+        picks = torch.index_select(y, 1, i), y[:, i], y[i, i], y[..., i], torch.where(y > 0, y, 0.0)
         return (
-            some,
+            picks,
             y.gather(1, i[None, :, None].expand(4, 2, 12)),
             y.masked_fill(y > 0, 0),
             y[:, :, -1],

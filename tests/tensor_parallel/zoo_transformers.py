@@ -49,20 +49,20 @@ class Plain(nn.Module):
         decoder_input_ids: Tensor | None = None,
         pixel_values: Tensor | None = None,
     ) -> Tensor:
-        given = {"input_ids": input_ids, "attention_mask": attention_mask}
-        given |= {"decoder_input_ids": decoder_input_ids, "pixel_values": pixel_values}
-        known = {name: value for name, value in given.items() if value is not None}
-        return self.call({**known, "return_dict": False})[0]
+        arguments = {"input_ids": input_ids, "attention_mask": attention_mask}
+        arguments |= {"decoder_input_ids": decoder_input_ids, "pixel_values": pixel_values}
+        present = {name: value for name, value in arguments.items() if value is not None}
+        return self.call({**present, "return_dict": False})[0]
 
-    def call(self, known: dict[str, Any]) -> Any:
-        return self.model(**known, use_cache=False)
+    def call(self, arguments: dict[str, Any]) -> Any:
+        return self.model(**arguments, use_cache=False)
 
 
 class Encoder(Plain):
     """The same for a model that has no cache."""
 
-    def call(self, known: dict[str, Any]) -> Any:
-        return self.model(**known)
+    def call(self, arguments: dict[str, Any]) -> Any:
+        return self.model(**arguments)
 
 
 def ids(*names: str, batch: int = 2, length: int = 6) -> dict[str, Tensor]:
@@ -87,20 +87,20 @@ def family(
     reduces: int,
     gathers: int = 0,
     dynamic: bool = False,
-    **known: Any,
+    **fields: Any,
 ) -> None:
-    wrapper = known.pop("wrapper", Plain)
-    given = known.pop("given", None) or (lambda: ids(*inputs))
+    wrapper = fields.pop("wrapper", Plain)
+    make_inputs = fields.pop("given", None) or (lambda: ids(*inputs))
     if dynamic:
         batch, length = Dim("batch", max=64), Dim("length", max=32)
-        known["dynamic"] = {each: {0: batch, 1: length} for each in inputs}
-        known["others"] = lambda: ((), ids(*inputs, batch=3, length=9))
+        fields["dynamic"] = {argument: {0: batch, 1: length} for argument in inputs}
+        fields["others"] = lambda: ((), ids(*inputs, batch=3, length=9))
 
     def build() -> Any:
-        return wrapper(make()), (), given()
+        return wrapper(make()), (), make_inputs()
 
     plan = {f"model.{module}": style for module, style in plan.items()}
-    case(name, plan=plan, reduces=reduces, gathers=gathers, tolerance=1e-4, **known)(build)
+    case(name, plan=plan, reduces=reduces, gathers=gathers, tolerance=1e-4, **fields)(build)
 
 
 def lm(kind: str, *, head: str = "ForCausalLM", **changed: Any) -> Callable[[], nn.Module]:

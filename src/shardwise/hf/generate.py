@@ -22,7 +22,7 @@ from shardwise.hf.load import library, replace_tensors, skeleton_of, take_values
 from shardwise.layout import Box
 from shardwise.tensor_parallel import counts, cut_steps, export_steps, greedy, materialize
 from shardwise.tensor_parallel.package import default_group
-from shardwise.tensor_parallel.pretrained import chosen_for, made_from
+from shardwise.tensor_parallel.pretrained import build_model, resolve_strategies
 from shardwise.tensor_parallel.serving import Programs, cache_bytes
 from shardwise.tensor_parallel.state import record_of
 
@@ -48,7 +48,7 @@ def cut_folder(
         with mode:
             replace_tensors(model, drop_values)
             steps = export_steps(model.eval(), torch.empty_like(prompt), tokens)
-        plan = chosen_for(model, strategies)
+        plan = resolve_strategies(model, strategies)
         return cut_steps(steps, rank, world_size, plan, fill=partial(_fill, values=values, buffers=buffers))
 
 
@@ -120,8 +120,8 @@ def generate_command(
             programs = cut_folder(folder, prompt, tokens, rank, ranks, strategies)
         else:
             torch.manual_seed(seed)
-            model = made_from(config)
-            plan = chosen_for(model, strategies)
+            model = build_model(config)
+            plan = resolve_strategies(model, strategies)
             programs = cut_steps(export_steps(model, prompt, tokens), rank, ranks, plan)
         prepared.extend((programs, prompt, tokenizer))
 

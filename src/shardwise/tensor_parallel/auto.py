@@ -32,7 +32,7 @@ from torch.export import ExportedProgram
 from shardwise.errors import ShardingError, from_extra
 from shardwise.graph.reports import rendered
 from shardwise.tensor_parallel.exploring import STYLES, Space, State, Use, explore
-from shardwise.tensor_parallel.program import read
+from shardwise.tensor_parallel.program import read_program
 
 _SCALE = 1e6  # the objective's largest coefficient, far above the solver's tolerances of 1e-6
 _PREFERENCE = 1e-2  # among plans of equal cost, prefer cutting less, then by column
@@ -59,13 +59,13 @@ class Prices:
 
     def of(self, use: Use) -> float:
         """Return the seconds of one operation, including the weights that it is the first to use."""
-        sent = sum(self.latency + each * self.seconds_per_byte_sent for _, each in use.collectives)
-        held = max(use.held, default=0) * self.seconds_per_byte_held
-        return sent + held + use.flops * self.seconds_per_flop
+        communication = sum(self.latency + size * self.seconds_per_byte_sent for _, size in use.collectives)
+        memory = max(use.bytes_held, default=0) * self.seconds_per_byte_held
+        return communication + memory + use.flops * self.seconds_per_flop
 
     def of_all(self, space: Space, uses: Sequence[Use]) -> float:
         """Return the seconds for a program, given each step's use."""
-        return sum(map(self.of, uses)) + space.always_held * self.seconds_per_byte_held
+        return sum(map(self.of, uses)) + space.unused_bytes * self.seconds_per_byte_held
 
 
 @dataclass(frozen=True)
@@ -122,24 +122,24 @@ class ChosenPlan:
         None if no plan has that style. Solves the integer program twice for each decision, on first use.
         """
         return tuple(
-            {style: self._more(index, style) for style in STYLES if style != decision.style}
+            {style: self._extra_seconds(index, style) for style in STYLES if style != decision.style}
             for index, decision in enumerate(self.decisions)
         )
 
-    def _more(self, index: int, style: str) -> float | None:
-        found = _solve(self.space, self.prices, self.memory_budget, forced={index: style})
-        return None if found is None else self.prices.of_all(self.space, found.uses) - self.seconds
+    def _extra_seconds(self, index: int, style: str) -> float | None:
+        solution = _solve(self.space, self.prices, self.memory_budget, forced={index: style})
+        return None if solution is None else self.prices.of_all(self.space, solution.uses) - self.seconds
 
     def table(self) -> str:
         """List every decision: style, bytes, and how much more the best plan with another style costs."""
         rows = []
-        for decision, others in zip(self.decisions, self.alternatives, strict=True):
+        for decision, extras in zip(self.decisions, self.alternatives, strict=True):
             count = f" and {len(decision.names) - 1} like it" if len(decision.names) > 1 else ""
-            why = ", ".join(f"{style} {_more_text(more)}" for style, more in others.items())
-            here, whole = f"{decision.bytes_here:,}", f"{decision.bytes_whole:,}"
-            rows.append((f"{decision.names[0]}{count}", decision.style, here, whole, why))
+            costs = ", ".join(f"{style} {_extra_text(extra)}" for style, extra in extras.items())
+            largest, whole = f"{decision.bytes_here:,}", f"{decision.bytes_whole:,}"
+            rows.append((f"{decision.names[0]}{count}", decision.style, largest, whole, costs))
         columns = {"parameter": "all parameters and buffers", "style": ""}
-        columns |= {"bytes per rank": f"{max(self.bytes_held):,}", "bytes whole": f"{self.space.whole():,}"}
+        columns |= {"bytes per rank": f"{max(self.bytes_held):,}", "bytes whole": f"{self.space.total():,}"}
         columns |= {"other styles": ""}
         return rendered(f"Plan for {self.world_size} ranks", columns, rows) + self._totals()
 
@@ -182,46 +182,46 @@ def choose(
         ShardingError: fewer than one rank, a program without tensors, or a budget that no plan meets.
         ShardwiseError: scipy is not installed.
     """
-    return best(explore(read(program), world_size), prices=prices, memory_budget=memory_budget)
+    return best_plan(explore(read_program(program), world_size), prices=prices, memory_budget=memory_budget)
 
 
-def best(space: Space, *, prices: Prices | None = None, memory_budget: int | None = None) -> ChosenPlan:
+def best_plan(space: Space, *, prices: Prices | None = None, memory_budget: int | None = None) -> ChosenPlan:
     """Return the cheapest plan, like `choose`, for a program that was explored already."""
     prices = prices or Prices()
-    solved = _solve(space, prices, memory_budget)
-    if solved is None:
-        raise ShardingError(_no_plan(space, memory_budget))
-    uses = solved.uses
+    solution = _solve(space, prices, memory_budget)
+    if solution is None:
+        raise ShardingError(_no_plan_text(space, memory_budget))
+    uses = solution.uses
     decisions = [
-        Decision(group.names, style, max(space.held(uses, group.names)), space.whole(group.names))
-        for group, style in zip(space.decisions, solved.styles, strict=True)
+        Decision(group.names, style, max(space.bytes_held(uses, group.names)), space.total(group.names))
+        for group, style in zip(space.decisions, solution.styles, strict=True)
     ]
     return ChosenPlan(
         world_size=space.ranks,
         prices=prices,
         memory_budget=memory_budget,
-        strategies=space.strategies(solved.styles),
+        strategies=space.strategies(solution.styles),
         decisions=tuple(decisions),
         seconds=prices.of_all(space, uses),
         collectives=dict(Counter(kind for use in uses for kind, _ in use.collectives)),
         bytes_sent=sum(sent for use in uses for _, sent in use.collectives),
-        bytes_held=space.held(uses),
+        bytes_held=space.bytes_held(uses),
         flops=sum(use.flops for use in uses),
-        solver_seconds=solved.seconds,
-        gap=solved.gap,
+        solver_seconds=solution.seconds,
+        gap=solution.gap,
         space=space,
     )
 
 
-def _no_plan(space: Space, budget: int | None) -> str:
+def _no_plan_text(space: Space, budget: int | None) -> str:
     only_memory = Prices(latency=0, seconds_per_byte_sent=0, seconds_per_byte_held=1, seconds_per_flop=0)
-    least = _solve(space, only_memory, None)
-    if least is None:
+    smallest = _solve(space, only_memory, None)
+    if smallest is None:
         return f"the rules can build no plan for {space.ranks} ranks, even if all weights stay whole"
     return (
         f"no plan for {space.ranks} ranks fits parameters and buffers into {budget:,} bytes per rank: the"
-        f" smallest plan needs {max(space.held(least.uses)):,} of their {space.whole():,} bytes; use more"
-        " ranks, or a larger memory_budget"
+        f" smallest plan needs {max(space.bytes_held(smallest.uses)):,} of their {space.total():,} bytes;"
+        " use more ranks, or a larger memory_budget"
     )
 
 
@@ -229,7 +229,7 @@ def _no_plan(space: Space, budget: int | None) -> str:
 
 
 @dataclass(frozen=True)
-class _Solved:
+class _Solution:
     styles: tuple[str, ...]
     uses: tuple[Use, ...]  # of each step
     seconds: float
@@ -239,14 +239,14 @@ class _Solved:
 _Row = tuple[Mapping[int, float], float, float]  # a constraint: factors of variables; bounds of their sum
 
 
-def _minimum(objective: Any, rows: Sequence[_Row], *, integers: int, upper: Any) -> Any:
+def _minimize(objective: Any, rows: Sequence[_Row], *, integers: int, upper: Any) -> Any:
     """Minimise `objective`; the first `integers` variables are integers, all between 0 and `upper`."""
     optimize, sparse = (
         from_extra("tp", f"scipy.{name}", what="choosing tensor-parallel styles")
         for name in ("optimize", "sparse")
     )
     factors, lowest, highest = zip(*rows, strict=True)
-    entries = ((value, row, column) for row, each in enumerate(factors) for column, value in each.items())
+    entries = ((value, row, column) for row, terms in enumerate(factors) for column, value in terms.items())
     value, *places = zip(*entries, strict=True)
     matrix = sparse.coo_array((value, tuple(places)), shape=(len(rows), len(objective))).tocsr()
     return optimize.milp(
@@ -260,7 +260,7 @@ def _minimum(objective: Any, rows: Sequence[_Row], *, integers: int, upper: Any)
 
 def _solve(
     space: Space, prices: Prices, budget: int | None, *, forced: Mapping[int, str] | None = None
-) -> _Solved | None:
+) -> _Solution | None:
     """Return the cheapest styles that fit the budget and `forced`, or None if none can be built."""
     started = time.perf_counter()
     count = len(STYLES)
@@ -269,25 +269,25 @@ def _solve(
     rows: list[_Row] = [
         (dict.fromkeys(range(first, first + count), 1.0), 1, 1) for first in range(0, integers, count)
     ]
-    held = _flow(costs, rows, space, prices)
+    bytes_held = _flow(costs, rows, space, prices)
     if budget is not None:
         for rank in range(space.ranks):
-            bytes_of_uses = {u: float(each[rank]) for u, each in held.items()}
-            rows.append((bytes_of_uses, -np.inf, budget - space.always_held))
+            bytes_of_uses = {u: float(by_rank[rank]) for u, by_rank in bytes_held.items()}
+            rows.append((bytes_of_uses, -np.inf, budget - space.unused_bytes))
     objective = np.array(costs)
     objective *= _SCALE / (objective.max() or 1.0)
     objective[:integers] += _PREFERENCE / max(1, integers) * (np.arange(integers) % count)
     upper = np.ones(len(costs))
     for index, style in (forced or {}).items():
         upper[[index * count + s for s, name in enumerate(STYLES) if name != style]] = 0
-    found = _minimum(objective, rows, integers=integers, upper=upper)
-    if found.x is None:
+    optimum = _minimize(objective, rows, integers=integers, upper=upper)
+    if optimum.x is None:
         return None
-    chosen = found.x[:integers].reshape(-1, count).argmax(1)
-    built = iter(found.x[integers:])  # the uses of these styles are 1, all others 0
-    uses = tuple(max(step.uses, key=lambda use: next(built)) for step in space.steps)
-    gap = float(getattr(found, "mip_gap", None) or 0.0)
-    return _Solved(tuple(STYLES[s] for s in chosen), uses, time.perf_counter() - started, gap)
+    indices = optimum.x[:integers].reshape(-1, count).argmax(1)
+    values = iter(optimum.x[integers:])  # the uses of these styles are 1, all others 0
+    uses = tuple(max(step.uses, key=lambda use: next(values)) for step in space.steps)
+    gap = float(getattr(optimum, "mip_gap", None) or 0.0)
+    return _Solution(tuple(STYLES[s] for s in indices), uses, time.perf_counter() - started, gap)
 
 
 def _flow(costs: list[float], rows: list[_Row], space: Space, prices: Prices) -> dict[int, tuple[int, ...]]:
@@ -295,42 +295,44 @@ def _flow(costs: list[float], rows: list[_Row], space: Space, prices: Prices) ->
 
     Returns, for each variable, the bytes that ranks hold because of it.
     """
-    held: dict[int, tuple[int, ...]] = {}
-    left: dict[fx.Node, dict[State, list[int]]] = {}  # value, state: the variables that leave it so
+    bytes_held: dict[int, tuple[int, ...]] = {}
+    producers: dict[fx.Node, dict[State, list[int]]] = {}  # value, state: the variables that leave it so
     for index, group in enumerate(space.decisions):
         for value, by_style in group.states:
-            left[value] = _by_state(range(index * len(STYLES), (index + 1) * len(STYLES)), by_style)
+            producers[value] = _by_state(range(index * len(STYLES), (index + 1) * len(STYLES)), by_style)
     for step in space.steps:
         variables = range(len(costs), len(costs) + len(step.uses))
         costs += [prices.of(use) for use in step.uses]
-        held.update((u, use.held) for u, use in zip(variables, step.uses, strict=True) if use.held)
-        several = [place for place, value in enumerate(step.inputs) if value in left]
-        if not several:  # inputs come in one state each
+        bytes_held.update(
+            (u, use.bytes_held) for u, use in zip(variables, step.uses, strict=True) if use.bytes_held
+        )
+        places = [place for place, value in enumerate(step.inputs) if value in producers]
+        if not places:  # inputs come in one state each
             rows.append((dict.fromkeys(variables, 1.0), 1, 1))
-        for place in several:
-            meets = _by_state(variables, [use.before[place] for use in step.uses])
-            for state, leaving in left[step.inputs[place]].items():
-                row = dict.fromkeys(leaving, 1.0) | dict.fromkeys(meets.get(state, ()), -1.0)
+        for place in places:
+            consumers = _by_state(variables, [use.before[place] for use in step.uses])
+            for state, sources in producers[step.inputs[place]].items():
+                row = dict.fromkeys(sources, 1.0) | dict.fromkeys(consumers.get(state, ()), -1.0)
                 rows.append((row, 0, 0))
-        for place, value in enumerate(step.leaves):
+        for place, value in enumerate(step.values):
             after = _by_state(variables, [use.after[place] for use in step.uses])
-            left.pop(value, None)
+            producers.pop(value, None)
             if len(after) > 1:
-                left[value] = after
-    return held
+                producers[value] = after
+    return bytes_held
 
 
 def _by_state(variables: Sequence[int], states: Sequence[State]) -> dict[State, list[int]]:
-    found: dict[State, list[int]] = {}
+    grouped: dict[State, list[int]] = {}
     for variable, state in zip(variables, states, strict=True):
-        found.setdefault(state, []).append(variable)
-    return found
+        grouped.setdefault(state, []).append(variable)
+    return grouped
 
 
 # ------------------------------------------------------------ text
 
 
-def _more_text(seconds: float | None) -> str:
+def _extra_text(seconds: float | None) -> str:
     return "not possible" if seconds is None else f"+{_seconds(max(0.0, seconds))}"
 
 

@@ -1,6 +1,6 @@
 """The canonical form of a program for the rules, whether it was decomposed or not.
 
-operations in place                 out of place (`functional`)
+operations in place                 out of place (`functionalize`)
 checks of sizes and strides         dropped: this rank's sizes differ
 keyword arguments                   positional, if the operation allows it
 addmm(b, x, permute(w)), matmul, ... linear(x, w, b), if w is a parameter
@@ -30,14 +30,14 @@ from shardwise.tensor_parallel.placement import groups, hint, same_size
 aten: Any = torch.ops.aten
 
 _DROPPED = ("_assert_tensor_metadata",)
-_NOTHING = ("expand", "view", "reshape", "_unsafe_view")
+_RESHAPES = ("expand", "view", "reshape", "_unsafe_view")
 
 
-def functional(program: ExportedProgram) -> ExportedProgram:
+def functionalize(program: ExportedProgram) -> ExportedProgram:
     """Return the program without in-place operations; it returns changed buffers instead."""
     if any(_mutates(node) for node in program.graph.nodes):
-        made: ExportedProgram = program.run_decompositions({})
-        return made
+        result: ExportedProgram = program.run_decompositions({})
+        return result
     return program
 
 
@@ -49,12 +49,12 @@ def _mutates(node: fx.Node) -> bool:
     return bool(schema.is_mutable) or in_training  # their schemas omit that they change running statistics
 
 
-def canonical(program: ExportedProgram) -> fx.Graph:
+def canonicalize(program: ExportedProgram) -> fx.Graph:
     """Return a copy of the program's graph in this form; placeholders keep their names."""
     graph = fx.Graph()
-    known: dict[fx.Node, Any] = {}
+    copies: dict[fx.Node, Any] = {}
     for node in program.graph.nodes:
-        known[node] = graph.node_copy(node, lambda old: known[old])
+        copies[node] = graph.node_copy(node, lambda old: copies[old])
     for node in list(graph.nodes):
         if node.op == "call_function":
             _normalize(graph, node)
@@ -82,18 +82,18 @@ def _normalize(graph: fx.Graph, node: fx.Node) -> None:
     _positional(node)
     x = node.args[0] if node.args else None
     if name == "copy":
-        made = _as_copied(graph, node)
-    elif name in _NOTHING and isinstance(x, fx.Node) and _same_shape(node, x):
-        made = x
+        result = _as_copied(graph, node)
+    elif name in _RESHAPES and isinstance(x, fx.Node) and _same_shape(node, x):
+        result = x
     else:
-        found = _as_linear(node, name) or _as_matmul(node, name) or _as_logarithm(graph, node, name)
-        found = found or _as_heads(graph, node)
-        if found is None:
+        call = _as_linear(node, name) or _as_matmul(node, name) or _as_logarithm(graph, node, name)
+        call = call or _as_heads(graph, node)
+        if call is None:
             return
         with graph.inserting_before(node):
-            made = graph.call_function(*found)
-        made.meta = dict(node.meta)
-    node.replace_all_uses_with(made)
+            result = graph.call_function(*call)
+        result.meta = dict(node.meta)
+    node.replace_all_uses_with(result)
     graph.erase_node(node)
 
 
@@ -102,16 +102,16 @@ def _as_copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
     x, y, *_ = node.args
     assert isinstance(x, fx.Node)
     assert isinstance(y, fx.Node)
-    value, made = y.meta["val"], y
+    value, result = y.meta["val"], y
     with graph.inserting_before(node):
         if value.dtype != node.meta["val"].dtype:
             value = node.meta["val"].new_empty(value.shape)
-            made = graph.call_function(aten.to.dtype, (made, value.dtype))
-            made.meta = {**node.meta, "val": value}
-        if not _same_shape(node, made):
-            made = graph.call_function(aten.expand_as.default, (made, x))
-            made.meta = dict(node.meta)
-    return made
+            result = graph.call_function(aten.to.dtype, (result, value.dtype))
+            result.meta = {**node.meta, "val": value}
+        if not _same_shape(node, result):
+            result = graph.call_function(aten.expand_as.default, (result, x))
+            result.meta = dict(node.meta)
+    return result
 
 
 def _positional(node: fx.Node) -> None:
@@ -128,8 +128,8 @@ def _positional(node: fx.Node) -> None:
 
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:
-    one = a.meta.get("val")
-    return isinstance(one, Tensor) and _is_shape(b, one.shape)
+    value = a.meta.get("val")
+    return isinstance(value, Tensor) and _is_shape(b, value.shape)
 
 
 def _is_shape(node: fx.Node, sizes: Sequence[Any]) -> bool:
@@ -158,44 +158,44 @@ def _as_linear(node: fx.Node, name: str) -> _Call | None:
 
 def _as_matmul(node: fx.Node, name: str) -> _Call | None:
     """Return the product with all batch dims, if they were merged into one for it."""
-    product: Any = node.args[0] if name in _NOTHING[1:] else None
+    product: Any = node.args[0] if name in _RESHAPES[1:] else None
     if not isinstance(product, fx.Node) or op_of(product) != "bmm":
         return None
     merged: list[Any] = [product, *product.args]
-    apart: list[Any] = [node, *(x.args[0] if op_of(x) in _NOTHING[1:] else x for x in merged[1:])]
+    unmerged: list[Any] = [node, *(x.args[0] if op_of(x) in _RESHAPES[1:] else x for x in merged[1:])]
     batch = node.meta["val"].shape[:-2]
     sizes = [(*batch, *x.meta["val"].shape[-2:]) for x in merged]
-    return (aten.matmul.default, tuple(apart[1:])) if all(map(_is_shape, apart, sizes)) else None
+    return (aten.matmul.default, tuple(unmerged[1:])) if all(map(_is_shape, unmerged, sizes)) else None
 
 
 def _as_heads(graph: fx.Graph, node: fx.Node) -> _Call | None:
     """Return the permute that equals a view of [length, rows * heads, _] as [rows, heads, length, _]."""
     chain = [node]
-    for op in (_NOTHING[1:], ("transpose", "permute"), _NOTHING[1:]):
+    for op in (_RESHAPES[1:], ("transpose", "permute"), _RESHAPES[1:]):
         if op_of(chain[-1]) not in op:
             return None
         chain.append(chain[-1].args[0])  # type: ignore[arg-type]
-    _, turned, merged, x = chain
-    dims = [each.meta["val"].ndim for each in (node, merged, x)]
-    if dims != [4, 3, 3] or order_of(turned, 3) != [1, 0, 2]:
+    _, permuted, merged, x = chain
+    dims = [n.meta["val"].ndim for n in (node, merged, x)]
+    if dims != [4, 3, 3] or order_of(permuted, 3) != [1, 0, 2]:
         return None
     length, batch, _ = x.meta["val"].shape
     heads, width = map(hint, node.meta["val"].shape[1::2])
     if not _is_shape(node, (batch, heads, length, width)):
         return None
     with graph.inserting_before(node):
-        apart = graph.call_function(aten.unflatten.int, (x, 2, [heads, width]))
-    apart.meta = {**merged.meta, "val": x.meta["val"].new_empty((length, batch, heads, width))}
-    return aten.permute.default, (apart, [1, 2, 0, 3])
+        unflattened = graph.call_function(aten.unflatten.int, (x, 2, [heads, width]))
+    unflattened.meta = {**merged.meta, "val": x.meta["val"].new_empty((length, batch, heads, width))}
+    return aten.permute.default, (unflattened, [1, 2, 0, 3])
 
 
 def _as_logarithm(graph: fx.Graph, node: fx.Node, name: str) -> _Call | None:
     """Return log_softmax of a view of x, if `node` is that view of x's log_softmax."""
-    source = node.args[0] if name in ("transpose", "permute", *_NOTHING[1:]) else None
+    source = node.args[0] if name in ("transpose", "permute", *_RESHAPES[1:]) else None
     if not isinstance(source, fx.Node) or not op_of(source).endswith("log_softmax") or len(source.users) > 1:
         return None
-    given, op = args_of(source), cast(Any, node.target)
-    x, dim, *rest = given
+    args, op = args_of(source), cast(Any, node.target)
+    x, dim, *rest = args
     old, new = source.meta["val"].shape, node.meta["val"].shape
     if name in ("transpose", "permute"):
         dims = [order_of(node, len(old)).index(dim % len(old))]
@@ -204,9 +204,9 @@ def _as_logarithm(graph: fx.Graph, node: fx.Node, name: str) -> _Call | None:
     if len(dims) != 1:
         return None
     with graph.inserting_before(node):
-        moved = graph.call_function(op, (x, *node.args[1:]), node.kwargs)
-    moved.meta = {**source.meta, "val": x.meta["val"].new_empty(new)}
-    return source.target, (moved, *dims, *rest)
+        view = graph.call_function(op, (x, *node.args[1:]), node.kwargs)
+    view.meta = {**source.meta, "val": x.meta["val"].new_empty(new)}
+    return source.target, (view, *dims, *rest)
 
 
 def _transposed(node: Any) -> fx.Node | None:

@@ -18,21 +18,21 @@ from shardwise import _compat
 
 def move_program(program: ExportedProgram, device_type: str) -> None:
     """Move all of `program` to `device_type`, in place."""
-    wanted = torch.device(device_type)
+    target = torch.device(device_type)
 
-    def moved(value: Any) -> Any:
-        other = isinstance(value, Tensor) and _compat.is_fake(value) and not _is_on(value.device, wanted)
-        return _fake_on(value, wanted) if other else value
+    def move(value: Any) -> Any:
+        foreign = isinstance(value, Tensor) and _compat.is_fake(value) and not _is_on(value.device, target)
+        return _fake_on(value, target) if foreign else value
 
-    def renamed(argument: Any) -> Any:
-        return wanted if isinstance(argument, torch.device) else argument
+    def rename(argument: Any) -> Any:
+        return target if isinstance(argument, torch.device) else argument
 
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             if node.op == "call_function":
-                node.args, node.kwargs = map_aggregate((node.args, node.kwargs), renamed)
+                node.args, node.kwargs = map_aggregate((node.args, node.kwargs), rename)
             if "val" in node.meta:
-                node.meta["val"] = map_aggregate(node.meta["val"], moved)
+                node.meta["val"] = map_aggregate(node.meta["val"], move)
     program.graph_module.recompile()
     move_state(program, device_type)
 
@@ -42,35 +42,35 @@ def move_state(program: ExportedProgram, device_type: str) -> None:
 
     Tensors without memory stay that way. Names that share a tensor keep sharing it.
     """
-    wanted = torch.device(device_type)
-    if not is_here(wanted):
+    target = torch.device(device_type)
+    if not is_available(target):
         return
-    made: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
 
-    def moved(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.is_meta or _is_on(value.device, wanted):
+    def move(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.is_meta or _is_on(value.device, target):
             return value
-        if id(value) not in made:
-            made[id(value)] = as_is(value, value.detach().to(wanted))
-        return made[id(value)]
+        if id(value) not in copies:
+            copies[id(value)] = wrap_like(value, value.detach().to(target))
+        return copies[id(value)]
 
     for store in (program.state_dict, program.constants):
-        store.update({name: moved(value) for name, value in store.items()})
+        store.update({name: move(value) for name, value in store.items()})
 
 
-def as_is(before: Tensor, made: Tensor) -> Tensor:
-    """Return `made`, as a parameter with the same `requires_grad` if `before` is one."""
-    is_parameter = isinstance(before, nn.Parameter)
-    return nn.Parameter(made, requires_grad=before.requires_grad) if is_parameter else made
+def wrap_like(original: Tensor, tensor: Tensor) -> Tensor:
+    """Return `tensor`, as a parameter with the same `requires_grad` if `original` is one."""
+    is_parameter = isinstance(original, nn.Parameter)
+    return nn.Parameter(tensor, requires_grad=original.requires_grad) if is_parameter else tensor
 
 
-def here_for(device_type: str) -> torch.device:
+def storage_device(device_type: str) -> torch.device:
     """Return where this machine keeps a program's tensors: `device_type` if it has it, else the CPU."""
-    wanted = torch.device(device_type)
-    return wanted if wanted.type != "meta" and is_here(wanted) else torch.device("cpu")
+    target = torch.device(device_type)
+    return target if target.type != "meta" and is_available(target) else torch.device("cpu")
 
 
-def is_here(device: torch.device) -> bool:
+def is_available(device: torch.device) -> bool:
     """Return whether this machine has a device of this kind."""
     if device.type in ("cpu", "meta"):
         return True
@@ -87,5 +87,5 @@ def _fake_on(tensor: Any, device: torch.device) -> Tensor:
     return _compat.FakeTensor(tensor.fake_mode, strided, device)
 
 
-def _is_on(device: torch.device, wanted: torch.device) -> bool:
-    return device.type == wanted.type and wanted.index in (None, device.index)
+def _is_on(device: torch.device, target: torch.device) -> bool:
+    return device.type == target.type and target.index in (None, device.index)

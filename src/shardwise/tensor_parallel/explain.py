@@ -87,19 +87,19 @@ class Explanation:
     def __str__(self) -> str:
         parameters, calls, gathers = [], [], []
         for row in self.parameters:
-            where = row.placement if row.tied is None else f"{row.placement}, tied to {row.tied}"
+            placement = row.placement if row.tied is None else f"{row.placement}, tied to {row.tied}"
             parameters.append(
-                (row.name, row.style or "", where, f"{row.bytes_here:,}", f"{row.bytes_whole:,}")
+                (row.name, row.style or "", placement, f"{row.bytes_here:,}", f"{row.bytes_whole:,}")
             )
         for call in self.collectives:
             calls.append((call.kind, "by input" if call.bytes is None else f"{call.bytes:,}", call.module))
-        for each in self.unasked:
-            gathers.append((f"{each.op} ({each.node})", each.module, each.value, f"{each.bytes:,}"))
-        more = " and more" if any(call.bytes is None for call in self.collectives) else ""
+        for gather in self.unasked:
+            gathers.append((f"{gather.op} ({gather.node})", gather.module, gather.value, f"{gather.bytes:,}"))
+        suffix = " and more" if any(call.bytes is None for call in self.collectives) else ""
         columns = {"parameter": "total", "style": "", "placement": ""}
         columns |= {"bytes here": f"{self.bytes_here:,}", "bytes whole": f"{self.bytes_whole:,}"}
         text = rendered(f"Parameters of rank {self.rank} of {self.world_size}", columns, parameters)
-        columns = {"collective": f"{len(calls)}", "bytes": f"{self.bytes_sent:,}{more}", "module": ""}
+        columns = {"collective": f"{len(calls)}", "bytes": f"{self.bytes_sent:,}{suffix}", "module": ""}
         text += rendered("Collectives per call", columns, calls)
         columns = dict.fromkeys(("operation", "module", "gathers", "bytes"), "")
         title = "Gathered though no style or layout asks for it (an error if strict=True)"
@@ -117,9 +117,9 @@ def explain(program: ExportedProgram) -> Explanation:
     for name, entry in record["parameters"].items():
         placement = placement_from_json(entry["placement"])
         itemsize = getattr(torch, entry["dtype"]).itemsize
-        here = math.prod(local_shape(placement, entry["shape"], record["rank"])) * itemsize
-        whole, where = math.prod(entry["shape"]) * itemsize, _text(placement, record["rank"])
-        rows.append(ParameterRow(name, entry["style"], where, here, whole, entry["tied"]))
+        local = math.prod(local_shape(placement, entry["shape"], record["rank"])) * itemsize
+        whole, text = math.prod(entry["shape"]) * itemsize, _placement_text(placement, record["rank"])
+        rows.append(ParameterRow(name, entry["style"], text, local, whole, entry["tied"]))
     return Explanation(
         record["rank"],
         record["world_size"],
@@ -130,7 +130,7 @@ def explain(program: ExportedProgram) -> Explanation:
             for node in program.graph.nodes
             if (kind := kind_of(node)) is not None
         ),
-        tuple(GatherRow(**each) for each in record.get("gathers", ())),
+        tuple(GatherRow(**gather) for gather in record.get("gathers", ())),
     )
 
 
@@ -140,13 +140,13 @@ def counts(program: ExportedProgram) -> dict[str, int]:
 
 
 def _bytes(value: Any) -> int | None:
-    known = isinstance(value, Tensor) and all(isinstance(size, int) for size in value.shape)
-    return value.nbytes if known else None
+    is_static = isinstance(value, Tensor) and all(isinstance(size, int) for size in value.shape)
+    return value.nbytes if is_static else None
 
 
-def _text(placement: Any, rank: int) -> str:
+def _placement_text(placement: Any, rank: int) -> str:
     if not isinstance(placement, Split):
         return "replicate"
-    held = ", ".join(f"{begin}:{end}" for begin, end in placement.ranges[rank][:3]) or "nothing"
-    more = ", ..." if len(placement.ranges[rank]) > 3 else ""
-    return f"dim {placement.dim} [{held}{more}]"
+    part = ", ".join(f"{begin}:{end}" for begin, end in placement.ranges[rank][:3]) or "nothing"
+    suffix = ", ..." if len(placement.ranges[rank]) > 3 else ""
+    return f"dim {placement.dim} [{part}{suffix}]"

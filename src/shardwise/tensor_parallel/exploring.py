@@ -7,7 +7,7 @@ first states are those of weights in each style; further ones result from the op
     before  q cut by heads, k whole      ->   sends nothing, 2 * B * H/n * L * L * D FLOP,
                                               after: q as before, k as before, result cut by heads
 
-`repeated` finds corresponding weights, which get one style.
+`find_repeats` finds corresponding weights, which get one style.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from shardwise.tensor_parallel.heads import column_ranges
 from shardwise.tensor_parallel.nodes import args_of, name_of, nbytes, op_of, several
 from shardwise.tensor_parallel.partition import Parameter, Partition, Value
 from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Placement, Split, hint, local_shape
-from shardwise.tensor_parallel.program import Whole, at_first_use, build, output, outputs
+from shardwise.tensor_parallel.program import Whole, build_node, output, outputs, resolve_style
 from shardwise.tensor_parallel.state import fake_mode_of
 
 STYLES = ("replicate", "column", "row")  # the first is a parameter's default
-_MOST = 256  # combinations of states of an operation's inputs
+_LIMIT = 256  # combinations of states of an operation's inputs
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class State:
     """
 
     placement: Any
-    sent: frozenset[Placement] = frozenset()
+    copies: frozenset[Placement] = frozenset()
     style: str | None = None
 
 
@@ -59,27 +59,27 @@ class Use:
         after: the same inputs' states afterwards, and the result's.
         collectives: kind, and bytes that each rank sends: the minimum that the collective needs.
         flops: of rank 0, which has the largest share.
-        placed: for each input that is a parameter first used here: its place, and the bytes by rank.
+        shards: for each input that is a parameter first used here: its place, and the bytes by rank.
     """
 
     before: tuple[State, ...]
     after: tuple[State, ...]
     collectives: tuple[tuple[str, int], ...] = ()
     flops: int = 0
-    placed: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    shards: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @cached_property
-    def held(self) -> tuple[int, ...]:
+    def bytes_held(self) -> tuple[int, ...]:
         """Bytes of parameters first used here, by rank."""
-        return tuple(map(sum, zip(*(held for _, held in self.placed), strict=True)))
+        return tuple(map(sum, zip(*(sizes for _, sizes in self.shards), strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """An operation or output: the values that it takes, and those it leaves: its inputs and its result."""
+    """An operation or output: its inputs, and the values whose states it sets: inputs and result."""
 
     inputs: tuple[fx.Node, ...]
-    leaves: tuple[fx.Node, ...]
+    values: tuple[fx.Node, ...]
     uses: tuple[Use, ...]
 
 
@@ -105,13 +105,13 @@ class Space:
     Attributes:
         decisions: the groups whose styles are to be chosen.
         steps: in order.
-        always_held: bytes of parameters and buffers that nothing uses.
+        unused_bytes: bytes of parameters and buffers that nothing uses.
     """
 
     ranks: int
     decisions: tuple[Group, ...]
     steps: tuple[Step, ...]
-    always_held: int
+    unused_bytes: int
     _names: dict[fx.Node, str] = field(repr=False)
     _sizes: dict[str, int] = field(repr=False)
 
@@ -124,16 +124,16 @@ class Space:
             if style != STYLES[0]
         }
 
-    def held(self, uses: Sequence[Use], names: Sequence[str] | None = None) -> tuple[int, ...]:
+    def bytes_held(self, uses: Sequence[Use], names: Sequence[str] | None = None) -> tuple[int, ...]:
         """Return bytes by rank of the parameters `names`, or of all and the buffers, given steps' uses."""
-        found = [0 if names is not None else self.always_held] * self.ranks
+        totals = [0 if names is not None else self.unused_bytes] * self.ranks
         for step, use in zip(self.steps, uses, strict=True):
-            for place, held in use.placed:
+            for place, sizes in use.shards:
                 if names is None or self._names[step.inputs[place]] in names:
-                    found = list(map(sum, zip(found, held, strict=True)))
-        return tuple(found)
+                    totals = list(map(sum, zip(totals, sizes, strict=True)))
+        return tuple(totals)
 
-    def whole(self, names: Sequence[str] | None = None) -> int:
+    def total(self, names: Sequence[str] | None = None) -> int:
         """Return the bytes of the parameters `names`, or of all parameters and buffers, uncut."""
         return sum(self._sizes[name] for name in (self._sizes if names is None else names))
 
@@ -146,28 +146,28 @@ def explore(whole: Whole, ranks: int) -> Space:
     """
     if ranks < 1:
         raise ShardingError(f"expected at least one rank, got world_size={ranks}")
-    groups = _groups(whole)
-    made = _Exploration(whole, ranks, groups)
+    groups = _group_weights(whole)
+    walk = _Exploration(whole, ranks, groups)
     for node in whole.graph.nodes:
         if node.op == "output":  # each output is a step
             for value, owner in outputs(whole, node):
                 if isinstance(value, fx.Node):
                     inputs = list(dict.fromkeys([value] if owner is None else [value, owner]))
-                    made.step(inputs, None, partial(output, value=value, owner=owner))
+                    walk.step(inputs, None, partial(output, value=value, owner=owner))
         elif node.op in ("placeholder", "get_attr"):
             parameter = whole.parameters.get(node)
             first = State(REPLICATE) if parameter is None else State(None, style=parameter.style)
-            made.states.setdefault(node, {first: _Local(node.meta.get("val"))})
+            walk.states.setdefault(node, {first: _Local(node.meta.get("val"))})
         else:
-            made.step(node.all_input_nodes, node, partial(build, node=node))
+            walk.step(node.all_input_nodes, node, partial(build_node, node=node))
     names = {node: x.name for node, x in whole.parameters.items()}
     sizes = {name: nbytes(node) for node, name in names.items() if node not in whole.aliases}
-    used = {names[step.inputs[place]] for step in made.steps for use in step.uses for place, _ in use.placed}
+    used = {names[step.inputs[place]] for step in walk.steps for use in step.uses for place, _ in use.shards}
     unused = sum(size for name, size in sizes.items() if name not in used)
-    return Space(ranks, groups, tuple(made.steps), unused, names, sizes)
+    return Space(ranks, groups, tuple(walk.steps), unused, names, sizes)
 
 
-# ------------------------------------------------------------ what each operation does
+# ------------------------------------------------------------ uses of each operation
 
 
 @dataclass
@@ -175,7 +175,7 @@ class _Local:
     """Rank 0's value in one state: a tensor or number, and its values at placements it was sent to."""
 
     value: Any
-    sent: dict[Placement, Any] = field(default_factory=dict)
+    copies: dict[Placement, Any] = field(default_factory=dict)
 
 
 _States = dict[State, _Local]
@@ -194,26 +194,26 @@ class _Exploration:
             for node, by_style in group.states
         }
         self.steps: list[Step] = []
-        self.known: dict[Any, tuple[tuple[Use, ...], list[_States]]] = {}
+        self.cache: dict[Any, tuple[tuple[Use, ...], list[_States]]] = {}
 
     def step(self, inputs: list[fx.Node], node: fx.Node | None, build: Callable[[Partition], Any]) -> None:
         """Explore an operation, whose result is `node`, or an output."""
-        leaves = inputs if node is None else [*inputs, node]
-        key = None if node is None else self._likeness(node, inputs)
-        found = self.known.get(key) or self._uses(inputs, leaves, build)
+        values = inputs if node is None else [*inputs, node]
+        key = None if node is None else self._cache_key(node, inputs)
+        cached = self.cache.get(key) or self._uses(inputs, values, build)
         if key is not None:
-            self.known[key] = found
-        uses, left = found
+            self.cache[key] = cached
+        uses, states = cached
         if not uses:
-            what = "an output" if node is None else f"{name_of(node)} ({node.name})"
-            raise ShardingError(f"no rule can build {what}, even from whole inputs")
-        self.steps.append(Step(tuple(inputs), tuple(leaves), uses))
-        self.states.update(zip(leaves, left, strict=True))
+            subject = "an output" if node is None else f"{name_of(node)} ({node.name})"
+            raise ShardingError(f"no rule can build {subject}, even from whole inputs")
+        self.steps.append(Step(tuple(inputs), tuple(values), uses))
+        self.states.update(zip(values, states, strict=True))
 
     def _uses(
-        self, inputs: list[fx.Node], leaves: list[fx.Node], build: Callable[[Partition], Any]
+        self, inputs: list[fx.Node], values: list[fx.Node], build: Callable[[Partition], Any]
     ) -> tuple[tuple[Use, ...], list[_States]]:
-        left: list[_States] = [{} for _ in leaves]
+        states_after: list[_States] = [{} for _ in values]
         uses = []
         for combination in self._combinations(inputs):
             p = self._partition(inputs, combination)
@@ -221,17 +221,17 @@ class _Exploration:
                 build(p)
             except Exception:  # no plan may contain what a rule cannot build
                 continue
-            after = [_state_of(p, x) for x in leaves]
-            for states, (each, local) in zip(left, after, strict=True):
-                states.setdefault(each, local)
-            before = tuple(each for each, _ in combination)
-            uses.append(self._use(p, inputs, before, tuple(each for each, _ in after)))
-        return tuple(uses), left
+            after = [_state_of(p, x) for x in values]
+            for states, (state, local) in zip(states_after, after, strict=True):
+                states.setdefault(state, local)
+            before = tuple(state for state, _ in combination)
+            uses.append(self._use(p, inputs, before, tuple(state for state, _ in after)))
+        return tuple(uses), states_after
 
-    def _likeness(self, node: fx.Node, inputs: list[fx.Node]) -> Any:
+    def _cache_key(self, node: fx.Node, inputs: list[fx.Node]) -> Any:
         """Return a key equal for operations with the same uses, as in repeated layers; None if not known."""
-        known = [_metadata(x) for x in (*inputs, node)]
-        if None in known:
+        metadata = [_metadata(x) for x in (*inputs, node)]
+        if None in metadata:
             return None
         index = {x: place for place, x in enumerate(inputs)}
         args = repr(map_arg((node.args, node.kwargs), lambda x: f"%{index[x]}"))
@@ -239,57 +239,55 @@ class _Exploration:
         states = tuple(tuple(self.states[x]) for x in inputs)
         owned = tuple(x in self.parameters for x in inputs)
         cut: Any = None
-        if any(own and len(each) > 1 for own, each in zip(owned, states, strict=True)):
+        if any(weight and len(choices) > 1 for weight, choices in zip(owned, states, strict=True)):
             # how a weight is cut depends on the uses of the result
             if op_of(node) not in ("linear", "mm", "addmm"):
                 return None
             shape = node.meta["val"].shape
             cut = column_ranges(self._partition([], []), node, shape[-1], dim=len(shape) - 1)
-        return node.target, args, tuple(known), users, states, owned, cut
+        return node.target, args, tuple(metadata), users, states, owned, cut
 
     def _combinations(self, inputs: list[fx.Node]) -> Iterator[_Combination]:
         """Yield combinations of the inputs' states; if too many, inputs with the same states share one."""
-        known = [list(self.states[x].items()) for x in inputs]
-        many = math.prod(map(len, known)) > _MOST
-        together: dict[Any, list[int]] = defaultdict(list)
-        for place, states in enumerate(known):
-            together[tuple(each for each, _ in states) if many else place].append(place)
-        counts = [range(len(known[places[0]])) for places in together.values()]
-        for chosen in itertools.islice(itertools.product(*counts), _MOST):
-            index = {
-                place: n for n, places in zip(chosen, together.values(), strict=True) for place in places
-            }
-            yield [states[index[place]] for place, states in enumerate(known)]
+        choices = [list(self.states[x].items()) for x in inputs]
+        many = math.prod(map(len, choices)) > _LIMIT
+        sharing: dict[Any, list[int]] = defaultdict(list)
+        for place, states in enumerate(choices):
+            sharing[tuple(state for state, _ in states) if many else place].append(place)
+        counts = [range(len(choices[places[0]])) for places in sharing.values()]
+        for picks in itertools.islice(itertools.product(*counts), _LIMIT):
+            index = {place: n for n, places in zip(picks, sharing.values(), strict=True) for place in places}
+            yield [states[index[place]] for place, states in enumerate(choices)]
 
     def _partition(self, inputs: list[fx.Node], combination: _Combination) -> Partition:
         """Return a program for rank 0 that has only these inputs."""
         p = Partition(0, self.ranks, "", self.fake_mode, {})
-        for x, (each, local) in zip(inputs, combination, strict=True):
-            placement = REPLICATE if each.placement is None else each.placement
-            p.values[x] = Value(_given(p, local.value), placement)
-            for target, value in local.sent.items():
-                p._moved[x, target] = _given(p, value)
+        for x, (state, local) in zip(inputs, combination, strict=True):
+            placement = REPLICATE if state.placement is None else state.placement
+            p.values[x] = Value(_placeholder(p, local.value), placement)
+            for target, value in local.copies.items():
+                p._copies[x, target] = _placeholder(p, value)
             if x in self.parameters:
                 name = self.parameters[x].name
-                p.parameters[x] = Parameter(name, x, each.style, each.placement)
+                p.parameters[x] = Parameter(name, x, state.style, state.placement)
         return p
 
     def _use(
         self, p: Partition, inputs: list[fx.Node], before: tuple[State, ...], after: tuple[State, ...]
     ) -> Use:
-        placed = [
-            (place, tuple(_share(x, now.placement, rank) for rank in range(self.ranks)))
-            for place, (x, was, now) in enumerate(zip(inputs, before, after, strict=False))
-            if was.placement is None and now.placement is not None
+        shards = [
+            (place, tuple(_shard_bytes(x, new.placement, rank) for rank in range(self.ranks)))
+            for place, (x, old, new) in enumerate(zip(inputs, before, after, strict=False))
+            if old.placement is None and new.placement is not None
         ]
         calls = [node for node in p.graph.nodes if node.op == "call_function"]
         kinds = [(kind, node) for node in calls if (kind := kind_of(node)) is not None]
-        whole = [(kind, nbytes(node if kind == GATHER else args_of(node)[0])) for kind, node in kinds]
-        sent = tuple((kind, sent_bytes(kind, size, ranks=self.ranks)) for kind, size in whole)
-        return Use(before, after, sent, sum(map(_flops, calls)), tuple(placed))
+        sizes = [(kind, nbytes(node if kind == GATHER else args_of(node)[0])) for kind, node in kinds]
+        collectives = tuple((kind, sent_bytes(kind, size, ranks=self.ranks)) for kind, size in sizes)
+        return Use(before, after, collectives, sum(map(_flops, calls)), tuple(shards))
 
 
-def _given(p: Partition, value: Any) -> Any:
+def _placeholder(p: Partition, value: Any) -> Any:
     if isinstance(value, (int, float)):
         return value
     node = p.graph.placeholder("given")
@@ -301,31 +299,31 @@ def _state_of(p: Partition, x: fx.Node) -> tuple[State, _Local]:
     """Return the state in which the partition leaves `x`, and rank 0's value in it."""
     value, parameter = p.values[x], p.parameters.get(x)
     placement = value.placement if parameter is None else parameter.placement
-    sent = {  # where moving it needs communication
-        target: made.meta["val"]
-        for (source, target), made in p._moved.items()
+    copies = {  # where moving it needs communication
+        target: copy.meta["val"]
+        for (source, target), copy in p._copies.items()
         if source is x and (placement == PARTIAL or (isinstance(placement, Split) and target == REPLICATE))
     }
     style = None if parameter is None else parameter.style
     local = value.node.meta.get("val") if isinstance(value.node, fx.Node) else value.node
-    return State(placement, frozenset(sent), style), _Local(local, sent)
+    return State(placement, frozenset(copies), style), _Local(local, copies)
 
 
 def _metadata(x: fx.Node) -> Any:
     """Return sizes, strides and dtype of a value, or of several; None if none or symbolic."""
     value = x.meta.get("val")
-    found = []
-    for each in several(value):
-        if not isinstance(each, Tensor) or not all(isinstance(size, int) for size in each.shape):
+    metadata = []
+    for tensor in several(value):
+        if not isinstance(tensor, Tensor) or not all(isinstance(size, int) for size in tensor.shape):
             return None
-        found.append((tuple(each.shape), each.stride(), each.dtype))
-    return tuple(found)
+        metadata.append((tuple(tensor.shape), tensor.stride(), tensor.dtype))
+    return tuple(metadata)
 
 
 # ------------------------------------------------------------ sizes
 
 
-def _share(parameter: fx.Node, placement: Placement, rank: int) -> int:
+def _shard_bytes(parameter: fx.Node, placement: Placement, rank: int) -> int:
     """Return the bytes of a parameter that a rank holds."""
     shape: list[int] = local_shape(placement, _sizes(parameter), rank)
     return math.prod(shape) * int(parameter.meta["val"].element_size())
@@ -349,73 +347,73 @@ def _sizes(node: fx.Node) -> list[int]:
     return [hint(size) for size in several(node.meta["val"])[0].shape]
 
 
-# ------------------------------------------------------------ what can be chosen
+# ------------------------------------------------------------ groups of weights
 
 
-def _groups(whole: Whole) -> tuple[Group, ...]:
+def _group_weights(whole: Whole) -> tuple[Group, ...]:
     """Return the weights, those of repeated layers together, each with the vectors of its module."""
     kinds = {spec.target: spec.kind for spec in whole.program.graph_signature.input_specs}
-    of_module: dict[str, list[str]] = defaultdict(list)
+    vectors_of: dict[str, list[str]] = defaultdict(list)
     weights: dict[str, fx.Node] = {}
     for node, parameter in whole.parameters.items():
         name = parameter.name
-        written = name in whole.written or kinds[name] != InputKind.PARAMETER
-        if written or node in whole.aliases or not node.users:
+        skipped = name in whole.mutated or kinds[name] != InputKind.PARAMETER
+        if skipped or node in whole.aliases or not node.users:
             continue
         if node.meta["val"].ndim >= 2:
             weights[name] = node
         else:
-            of_module[name.rpartition(".")[0]].append(name)
-    same_as = repeated({name: _kind(node) for name, node in weights.items()})
+            vectors_of[name.rpartition(".")[0]].append(name)
+    repeats = find_repeats({name: _weight_kind(node) for name, node in weights.items()})
     groups: dict[str, list[str]] = defaultdict(list)
     for name in weights:
-        groups[same_as[name]].append(name)
-    found = []
+        groups[repeats[name]].append(name)
+    result = []
     for names in groups.values():
-        vectors = {name: of_module.pop(name.rpartition(".")[0], []) for name in names}
+        vectors = {name: vectors_of.pop(name.rpartition(".")[0], []) for name in names}
         states = tuple(
-            (whole.named[each], _first_states(whole.named[each], each))
+            (whole.by_name[x], _first_states(whole.by_name[x], x))
             for name in names
-            for each in (name, *vectors[name])
+            for x in (name, *vectors[name])
         )
-        found.append(Group(tuple(names), tuple(itertools.chain(*vectors.values())), states))
-    return tuple(found)
+        result.append(Group(tuple(names), tuple(itertools.chain(*vectors.values())), states))
+    return tuple(result)
 
 
 def _first_states(parameter: fx.Node, name: str) -> tuple[State, ...]:
     """Return a parameter's state before its first use for each style, as its first use names that style."""
     module = name.rpartition(".")[0]
-    styles = [at_first_use(parameter, style, module)[1] for style in STYLES[1:]]
+    styles = [resolve_style(parameter, style, module)[1] for style in STYLES[1:]]
     return tuple(State(None, style=style) for style in (None, *styles))
 
 
-def _kind(weight: fx.Node) -> tuple[Any, ...]:
+def _weight_kind(weight: fx.Node) -> tuple[Any, ...]:
     """Return a key equal for similar weights: shape, dtype, their users, and the users of these."""
     value = weight.meta["val"]
-    done = [name_of(each) for user in weight.users for each in (user, *user.users)]
-    return (*map(hint, value.shape), str(value.dtype), *done)
+    operations = [name_of(x) for user in weight.users for x in (user, *user.users)]
+    return (*map(hint, value.shape), str(value.dtype), *operations)
 
 
-def repeated(kinds: dict[str, tuple[Any, ...]]) -> dict[str, str]:
+def find_repeats(kinds: dict[str, tuple[Any, ...]]) -> dict[str, str]:
     """Return, for each weight, the name of the one that it repeats in another layer, or its own.
 
     A layer is a numbered module with at least two weights; it repeats the first of its siblings that has the
     same weights, of the same kinds.
     """
-    found = {name: name.split(".") for name in kinds}
-    for depth in range(max((len(parts) for parts in found.values()), default=0)):
+    paths = {name: name.split(".") for name in kinds}
+    for depth in range(max((len(parts) for parts in paths.values()), default=0)):
         layers: dict[tuple[str, ...], list[Any]] = defaultdict(list)
-        for name, parts in found.items():
+        for name, parts in paths.items():
             if len(parts) > depth and parts[depth].isdigit():
                 layer = tuple(name.split(".")[: depth + 1])
                 layers[layer].append((*name.split(".")[depth + 1 :], kinds[name]))
-        first: dict[Any, str] = {}
-        same: dict[tuple[str, ...], str] = {}
+        originals: dict[Any, str] = {}
+        repeats: dict[tuple[str, ...], str] = {}
         for layer, weights in layers.items():
             if len(weights) > 1:
-                same[layer] = first.setdefault((layer[:-1], tuple(weights)), layer[-1])
-        for name, parts in found.items():
+                repeats[layer] = originals.setdefault((layer[:-1], tuple(weights)), layer[-1])
+        for name, parts in paths.items():
             layer = tuple(name.split(".")[: depth + 1])
-            if layer in same:
-                found[name] = [*parts[:depth], same[layer], *parts[depth + 1 :]]
-    return {name: ".".join(parts) for name, parts in found.items()}
+            if layer in repeats:
+                paths[name] = [*parts[:depth], repeats[layer], *parts[depth + 1 :]]
+    return {name: ".".join(parts) for name, parts in paths.items()}

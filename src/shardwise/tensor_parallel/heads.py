@@ -23,7 +23,7 @@ from shardwise.tensor_parallel.partition import Partition
 from shardwise.tensor_parallel.placement import Interval, Ranges, Split, even, groups, hint, normal, same_size
 
 _PARTS = ("split", "chunk", "split_with_sizes", "unbind", "select", "slice", "narrow", "tensor_split")
-_TURNED = ("transpose", "permute", "t", "squeeze")
+_PERMUTES = ("transpose", "permute", "t", "squeeze")
 _ATTENTION = ("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu")
 
 
@@ -43,12 +43,12 @@ class Stretch:
 
 def column_ranges(p: Partition, node: fx.Node, size: int, *, dim: int) -> Ranges:
     """Return, for every rank, which of the `size` outputs of `node`, along `dim`, it computes."""
-    found = _Tracker(p).follow(node, dim, Stretch(0, size))
-    by_part = [_cut(stretch, p.ranks) for stretch in _finest(list(found), size)]
-    return tuple(normal([i for part in by_part for i in part[rank]]) for rank in range(p.ranks))
+    stretches = _Tracker(p).follow(node, dim, Stretch(0, size))
+    cuts = [_even_shares(stretch, p.ranks) for stretch in _finest(list(stretches), size)]
+    return tuple(normal([i for part in cuts for i in part[rank]]) for rank in range(p.ranks))
 
 
-def _cut(stretch: Stretch, ranks: int) -> Ranges:
+def _even_shares(stretch: Stretch, ranks: int) -> Ranges:
     """Return every rank's share of a stretch, by an even cut of the heads that use it."""
     heads = Split(0, even(stretch.count * stretch.shared, ranks))
 
@@ -59,16 +59,16 @@ def _cut(stretch: Stretch, ranks: int) -> Ranges:
     return heads.each(outputs).ranges
 
 
-def _finest(found: list[Stretch], size: int) -> list[Stretch]:
+def _finest(stretches: list[Stretch], size: int) -> list[Stretch]:
     """Return stretches that cover the outputs once; of overlapping ones, the most specific."""
-    chosen: list[Stretch] = []
-    for one in sorted(found, key=lambda s: (-s.shared, -s.unit, s.end - s.begin, s.begin)):
-        if all(one.end <= other.begin or other.end <= one.begin for other in chosen):
-            chosen.append(one)
-    chosen.sort(key=lambda s: s.begin)
-    begins, ends = [*(s.begin for s in chosen), size], [0, *(s.end for s in chosen)]
+    finest: list[Stretch] = []
+    for stretch in sorted(stretches, key=lambda s: (-s.shared, -s.unit, s.end - s.begin, s.begin)):
+        if all(stretch.end <= rival.begin or rival.end <= stretch.begin for rival in finest):
+            finest.append(stretch)
+    finest.sort(key=lambda s: s.begin)
+    begins, ends = [*(s.begin for s in finest), size], [0, *(s.end for s in finest)]
     gaps = [Stretch(end, begin - end) for begin, end in zip(begins, ends, strict=True) if begin > end]
-    return sorted([*chosen, *gaps], key=lambda s: s.begin)
+    return sorted([*finest, *gaps], key=lambda s: s.begin)
 
 
 class _Tracker:
@@ -76,83 +76,83 @@ class _Tracker:
 
     def __init__(self, p: Partition) -> None:
         self.p = p
-        self.seen: set[tuple[fx.Node, int, Stretch]] = set()
+        self.visited: set[tuple[fx.Node, int, Stretch]] = set()
 
     def follow(self, node: fx.Node, dim: int, stretch: Stretch) -> Iterator[Stretch]:
         """Yield what is known of `stretch`, whose units are the elements of `dim` of `node`."""
-        if (node, dim, stretch) in self.seen:
+        if (node, dim, stretch) in self.visited:
             return
-        self.seen.add((node, dim, stretch))
+        self.visited.add((node, dim, stretch))
         if stretch.count > 1 or stretch.shared > 1:
             yield stretch
         for user in node.users:
             name, value = op_of(user), user.meta.get("val")
             if name in _PARTS and user.args[0] is node:
-                yield from self._parts(user, name, dim, stretch)
+                yield from self._follow_parts(user, name, dim, stretch)
             elif name in _ATTENTION and node in user.args[1:3]:
-                yield from self._shared(stretch, self.p.hints(user.args[0])[-3])  # type: ignore[arg-type]
+                yield from self._share(stretch, self.p.hints(user.args[0])[-3])  # type: ignore[arg-type]
             elif isinstance(value, Tensor):
-                yield from self._through(node, user, name, dim, stretch)
+                yield from self._follow_user(node, user, name, dim, stretch)
 
-    def _shared(self, stretch: Stretch, heads: int) -> Iterator[Stretch]:
+    def _share(self, stretch: Stretch, heads: int) -> Iterator[Stretch]:
         if stretch.count and heads > stretch.count and heads % stretch.count == 0:
             yield replace(stretch, shared=stretch.shared * (heads // stretch.count))
 
-    def _through(
+    def _follow_user(
         self, node: fx.Node, user: fx.Node, name: str, dim: int, stretch: Stretch
     ) -> Iterator[Stretch]:
-        before, after = self.p.hints(node), self.p.hints(user)
+        sizes, new_sizes = self.p.hints(node), self.p.hints(user)
         if name in ("view", "reshape", "_unsafe_view", "unflatten", "flatten", "unsqueeze"):
-            yield from self._view(node, user, dim, stretch)
-        elif name in _TURNED:
-            moved = self._moved(node, user, dim)
-            if moved is not None:
-                yield from self.follow(user, moved, stretch)
-        elif name == "repeat_interleave" and len(after) == len(before):
-            yield from self._shared(stretch, after[dim])
+            yield from self._follow_view(node, user, dim, stretch)
+        elif name in _PERMUTES:
+            new_dim = self._dim_after(node, user, dim)
+            if new_dim is not None:
+                yield from self.follow(user, new_dim, stretch)
+        elif name == "repeat_interleave" and len(new_sizes) == len(sizes):
+            yield from self._share(stretch, new_sizes[dim])
         elif name in ("linear", "mm", "bmm", "matmul", "embedding", "addmm", "baddbmm"):
             return
         else:
-            at = dim + len(after) - len(before)
-            if at >= 0 and after[at] == before[dim]:
-                yield from self.follow(user, at, stretch)
+            shifted = dim + len(new_sizes) - len(sizes)
+            if shifted >= 0 and new_sizes[shifted] == sizes[dim]:
+                yield from self.follow(user, shifted, stretch)
 
-    def _parts(self, user: fx.Node, name: str, dim: int, stretch: Stretch) -> Iterator[Stretch]:
-        along = part_dim(user, len(self.p.shape(args_of(user)[0])))
+    def _follow_parts(self, user: fx.Node, name: str, dim: int, stretch: Stretch) -> Iterator[Stretch]:
+        axis = part_dim(user, len(self.p.shape(args_of(user)[0])))
         value: Any = user.meta["val"]
         pieces: list[tuple[fx.Node, Tensor, int]] = []
         if isinstance(value, (tuple, list)):
-            at = 0
+            offset = 0
             for index, piece in enumerate(value):
-                pieces += [(item, piece, at) for item in user.users if item.args[1] == index]
-                at += 1 if name == "unbind" else hint(piece.shape[along])
+                pieces += [(item, piece, offset) for item in user.users if item.args[1] == index]
+                offset += 1 if name == "unbind" else hint(piece.shape[axis])
         else:
-            given = arguments_of(user)
-            begin = given.get("start", given.get("index"))
+            arguments = arguments_of(user)
+            begin = arguments.get("start", arguments.get("index"))
             begin = begin if isinstance(begin, int) else 0
-            pieces = [(user, value, begin % stretch.count if along == dim and begin < 0 else begin)]
-        gone = name in ("unbind", "select")
+            pieces = [(user, value, begin % stretch.count if axis == dim and begin < 0 else begin)]
+        drops = name in ("unbind", "select")
         for item, piece, begin in pieces:
-            if along != dim:
-                yield from self.follow(item, dim - (gone and along < dim), stretch)
-            elif not gone:
+            if axis != dim:
+                yield from self.follow(item, dim - (drops and axis < dim), stretch)
+            elif not drops:
                 begins = stretch.begin + begin * stretch.unit
                 yield from self.follow(
                     item, dim, replace(stretch, begin=begins, count=hint(piece.shape[dim]))
                 )
 
-    def _view(self, node: fx.Node, user: fx.Node, dim: int, stretch: Stretch) -> Iterator[Stretch]:
+    def _follow_view(self, node: fx.Node, user: fx.Node, dim: int, stretch: Stretch) -> Iterator[Stretch]:
         old, new = self.p.shape(node), self.p.shape(user)
         before, after = next(g for g in groups(old, new) if dim in g[0])
         if before == [dim]:
-            yield from self._apart(user, after, stretch)
-        elif len(before) == 2 and before[0] == dim and len(after) == 1 and _is_repeated(node):
-            yield from self._shared(stretch, self.p.hints(user)[after[0]])
+            yield from self._follow_dims(user, after, stretch)
+        elif len(before) == 2 and before[0] == dim and len(after) == 1 and _is_expanded(node):
+            yield from self._share(stretch, self.p.hints(user)[after[0]])
         elif before[-1] == dim and len(after) > 1 and stretch.count % self.p.hints(user)[after[-1]] == 0:
             width = self.p.hints(user)[after[-1]]  # heads of all rows become one dim
             yield replace(stretch, count=stretch.count // width, unit=width * stretch.unit)
 
-    def _apart(self, user: fx.Node, dims: list[int], stretch: Stretch) -> Iterator[Stretch]:
+    def _follow_dims(self, user: fx.Node, dims: list[int], stretch: Stretch) -> Iterator[Stretch]:
         """Follow a dim that became `dims`: (heads, width), or (3, heads, width) if the 3 are taken apart."""
         if not dims:  # it had one element
             return
@@ -162,7 +162,7 @@ class _Tracker:
                 user, dims[0], replace(stretch, count=1, unit=stretch.count * stretch.unit)
             )
         dims = [d for d in dims if sizes[d] != 1] or dims[:1]
-        heads = next((d for d in dims if not self._taken_apart(user, d)), dims[0])
+        heads = next((d for d in dims if not self._is_unbound(user, d)), dims[0])
         outer, inner = 1, 1
         for d in dims:
             outer, inner = (outer * sizes[d], inner) if d < heads else (outer, inner * sizes[d])
@@ -172,36 +172,36 @@ class _Tracker:
             part = Stretch(stretch.begin + index * block, sizes[heads], inner * stretch.unit, stretch.shared)
             yield from self.follow(user, heads, part)
 
-    def _taken_apart(self, node: fx.Node, dim: int) -> bool:
+    def _is_unbound(self, node: fx.Node, dim: int) -> bool:
         """Return whether elements of `dim` are selected one by one, like those of a fused projection."""
         for user in node.users:
             ndim = len(self.p.shape(node))
-            if op_of(user) in (*_TURNED, "unsqueeze", "contiguous", "clone"):
-                moved = self._moved(node, user, dim)
-                found = moved is not None and self._taken_apart(user, moved)
+            if op_of(user) in (*_PERMUTES, "unsqueeze", "contiguous", "clone"):
+                new_dim = self._dim_after(node, user, dim)
+                unbound = new_dim is not None and self._is_unbound(user, new_dim)
             else:
-                found = op_of(user) in _PARTS and part_dim(user, ndim) == dim and _singly(user, dim)
-            if found:
+                unbound = op_of(user) in _PARTS and part_dim(user, ndim) == dim and _selects_each(user, dim)
+            if unbound:
                 return True
         return False
 
-    def _moved(self, node: fx.Node, user: fx.Node, dim: int) -> int | None:
+    def _dim_after(self, node: fx.Node, user: fx.Node, dim: int) -> int | None:
         """Return the dim of `user`, which permutes, adds or drops dims, that is `dim` of `node`."""
         old, new = self.p.shape(node), self.p.shape(user)
         if op_of(user) in ("transpose", "permute", "t"):
             return order_of(user, len(old)).index(dim)
         after = next(after for before, after in groups(old, new) if dim in before)
-        stays = len(after) == 1 and same_size(old[dim], new[after[0]])  # squeeze drops dims of size 1
-        return after[0] if stays else None
+        intact = len(after) == 1 and same_size(old[dim], new[after[0]])  # squeeze drops dims of size 1
+        return after[0] if intact else None
 
 
-def _singly(user: fx.Node, dim: int) -> bool:
+def _selects_each(user: fx.Node, dim: int) -> bool:
     """Return whether `user` takes elements of a dim one by one."""
     pieces = several(user.meta["val"])
     return op_of(user) in ("unbind", "select") or all(hint(piece.shape[dim]) == 1 for piece in pieces)
 
 
-def _is_repeated(node: fx.Node) -> bool:
+def _is_expanded(node: fx.Node) -> bool:
     """Return whether `node` is an expanded value, maybe copied."""
     while op_of(node) in ("clone", "contiguous", "to", "_to_copy"):
         node = args_of(node)[0]

@@ -29,9 +29,9 @@ from torch.export import ExportedProgram
 from shardwise.errors import CheckpointError
 from shardwise.files.stores import on_disk
 from shardwise.files.tensors import StoredTensor, TensorFiles
-from shardwise.tensor_parallel.device import as_is, here_for
+from shardwise.tensor_parallel.device import storage_device, wrap_like
 from shardwise.tensor_parallel.placement import Placement, Split
-from shardwise.tensor_parallel.state import intervals, placement_from_json, record_of
+from shardwise.tensor_parallel.state import placement_from_json, rank_intervals, record_of
 
 Part = Callable[[int, int, int], Tensor]  # of a dim, from begin to end; all of it if the end is negative
 Entry = tuple[Iterable[int], Part]  # the whole's shape, and its parts
@@ -69,44 +69,44 @@ def materialize(
             and buffers that already have memory may be missing, and stay as they are.
     """
     record = record_of(program)
-    device = device or here_for(record.get("device", "cpu"))
-    asked = {name: (rename or str)(name) for name in record["parameters"]}
-    made: dict[str, Tensor] = {}
-    wrong, missing = [], []
-    given = _in_memory(values or {})
-    with _opened(checkpoint) as source:
+    device = device or storage_device(record.get("device", "cpu"))
+    stored_names = {name: (rename or str)(name) for name in record["parameters"]}
+    shards: dict[str, Tensor] = {}
+    mismatched, missing = [], []
+    overrides = _in_memory(values or {})
+    with _open_checkpoint(checkpoint) as source:
         for name, entry in record["parameters"].items():
             tied_to = entry["tied"]
-            if tied_to is not None and tied_to in made:
-                made[name] = made[tied_to]
+            if tied_to is not None and tied_to in shards:
+                shards[name] = shards[tied_to]
                 continue
-            before = _store(program, name)[name]
-            others = ((x, {x, each["tied"]}) for x, each in record["parameters"].items() if x != name)
-            names = [name, *(other for other, tensors in others if (tied_to or name) in tensors)]
-            found = chain(map(given, names), (source(asked[each]) for each in names))
-            read = next(filter(None, found), None)
-            if read is None:
-                if before.is_meta:
+            current = _store(program, name)[name]
+            ties = ((x, {x, peer["tied"]}) for x, peer in record["parameters"].items() if x != name)
+            names = [name, *(alias for alias, tensors in ties if (tied_to or name) in tensors)]
+            candidates = chain(map(overrides, names), (source(stored_names[x]) for x in names))
+            stored = next(filter(None, candidates), None)
+            if stored is None:
+                if current.is_meta:
                     missing.append(name)
                 continue
-            shape, part = read
+            shape, read = stored
             if list(shape) != entry["shape"]:
-                wrong.append(f"{name} has shape {tuple(shape)}, expected {tuple(entry['shape'])}")
+                mismatched.append(f"{name} has shape {tuple(shape)}, expected {tuple(entry['shape'])}")
                 continue
-            if not missing and not wrong:
-                shard = _part(part, placement_from_json(entry["placement"]), record["rank"])
-                local = shard.to(device=device, dtype=before.dtype, copy=True).contiguous()
-                made[name] = as_is(before, local)
-    if missing or wrong:
-        _refuse(checkpoint, missing, wrong)
-    for name, tensor in made.items():
+            if not missing and not mismatched:
+                shard = _read_shard(read, placement_from_json(entry["placement"]), record["rank"])
+                local = shard.to(device=device, dtype=current.dtype, copy=True).contiguous()
+                shards[name] = wrap_like(current, local)
+    if missing or mismatched:
+        _raise_mismatch(checkpoint, missing, mismatched)
+    for name, tensor in shards.items():
         _store(program, name)[name] = tensor
     return program
 
 
-def _refuse(checkpoint: Any, missing: list[str], wrong: list[str]) -> None:
-    named = f"the checkpoint {checkpoint}" if not isinstance(checkpoint, Mapping) else "the checkpoint"
-    texts = [f"{named} does not match the program", *wrong[:5]]
+def _raise_mismatch(checkpoint: Any, missing: list[str], mismatched: list[str]) -> None:
+    subject = f"the checkpoint {checkpoint}" if not isinstance(checkpoint, Mapping) else "the checkpoint"
+    texts = [f"{subject} does not match the program", *mismatched[:5]]
     if missing:
         texts.append(
             f"it lacks {', '.join(missing[:5])}{f' and {len(missing) - 5} more' if len(missing) > 5 else ''};"
@@ -116,29 +116,29 @@ def _refuse(checkpoint: Any, missing: list[str], wrong: list[str]) -> None:
 
 
 def _store(program: ExportedProgram, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = program.state_dict if name in program.state_dict else program.constants
-    return found
+    store: dict[str, Any] = program.state_dict if name in program.state_dict else program.constants
+    return store
 
 
 # ------------------------------------------------------------ reading
 
 
-def _part(read: Part, placement: Placement, rank: int) -> Tensor:
+def _read_shard(read: Part, placement: Placement, rank: int) -> Tensor:
     if not isinstance(placement, Split):
         return read(0, 0, -1)
-    parts = [read(placement.dim, begin, end) for begin, end in intervals(placement, rank)]
+    parts = [read(placement.dim, begin, end) for begin, end in rank_intervals(placement, rank)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, placement.dim)
 
 
 def _in_memory(tensors: Mapping[str, Tensor]) -> Source:
-    def part(whole: Tensor, dim: int, begin: int, end: int) -> Tensor:
+    def read(whole: Tensor, dim: int, begin: int, end: int) -> Tensor:
         return whole if end < 0 else whole.narrow(dim, begin, end - begin)
 
-    return lambda name: (tensors[name].shape, partial(part, tensors[name])) if name in tensors else None
+    return lambda name: (tensors[name].shape, partial(read, tensors[name])) if name in tensors else None
 
 
 @contextmanager
-def _opened(checkpoint: Checkpoint) -> Iterator[Source]:
+def _open_checkpoint(checkpoint: Checkpoint) -> Iterator[Source]:
     """Open tensors by name; files stay open as long as the context lasts."""
     if callable(checkpoint):
         yield checkpoint
@@ -148,25 +148,25 @@ def _opened(checkpoint: Checkpoint) -> Iterator[Source]:
         return
     paths = [*map(on_disk, [checkpoint] if isinstance(checkpoint, (str, Path)) else checkpoint)]
     pickled = [path for path in paths if path.suffix in _PICKLED and path.is_file()]
-    loaded = _in_memory({name: tensor for path in pickled for name, tensor in _mapped(path).items()})
+    loaded = _in_memory({name: tensor for path in pickled for name, tensor in _map_file(path).items()})
     with TensorFiles(path for path in reversed(paths) if path not in pickled) as files:  # later ones count
 
         def find(name: str) -> Entry | None:
-            held = loaded(name)
-            stored = None if held else files.find(name)
-            return held if stored is None else (stored.shape, partial(_read, stored))
+            entry = loaded(name)
+            stored = None if entry else files.find(name)
+            return entry if stored is None else (stored.shape, partial(_read_slice, stored))
 
         yield find
 
 
-def _read(stored: StoredTensor, dim: int, begin: int, end: int) -> Tensor:
+def _read_slice(stored: StoredTensor, dim: int, begin: int, end: int) -> Tensor:
     begins, ends = [0] * len(stored.shape), list(stored.shape)
     if end >= 0:
         begins[dim], ends[dim] = begin, end
     return stored.read(begins, ends)
 
 
-def _mapped(path: Path) -> Mapping[str, Tensor]:
+def _map_file(path: Path) -> Mapping[str, Tensor]:
     """Return the tensors that `torch.save` wrote, as views of the file."""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

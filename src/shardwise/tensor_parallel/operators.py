@@ -60,17 +60,17 @@ def _copy(schema: str, backward: Callable[..., Tensor], *, copies: int = 0) -> A
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.known = inputs[0].shape, *(x for x in inputs[1:] if not isinstance(x, Tensor))
-        ctx.others = (None,) * (len(inputs) - 1)
+        ctx.constants = inputs[0].shape, *(x for x in inputs[1:] if not isinstance(x, Tensor))
+        ctx.no_grads = (None,) * (len(inputs) - 1)
 
-    def copied(*inputs: Any) -> Any:
+    def copy(*inputs: Any) -> Any:
         return inputs[copies].clone()
 
     name, bracket, rest = schema.partition("(")
-    op = torch.library.custom_op(f"shardwise::{name}", copied, mutates_args=(), schema=bracket + rest)
+    op = torch.library.custom_op(f"shardwise::{name}", copy, mutates_args=(), schema=bracket + rest)
     op.register_fake(lambda *inputs: torch.empty_like(inputs[copies]))
     op.register_autograd(
-        lambda ctx, gradient: (backward(gradient, *ctx.known), *ctx.others), setup_context=keep
+        lambda ctx, gradient: (backward(gradient, *ctx.constants), *ctx.no_grads), setup_context=keep
     )
     return op
 
@@ -83,15 +83,15 @@ def _sum_shared(
     total: int,
     group: str,
 ) -> Tensor:
-    each = list(zip(*[iter(pieces)] * 3, strict=True))
+    triples = list(zip(*[iter(pieces)] * 3, strict=True))
     terms = gradient.new_zeros([*shape[:dim], total, *shape[dim + 1 :]])
-    for begin, size, place in each:
+    for begin, size, place in triples:
         terms.narrow(dim, place, size).copy_(gradient.narrow(dim, begin, size))
     sums = _sum(terms, group)
-    made = gradient.clone()
-    for begin, size, place in each:
-        made.narrow(dim, begin, size).copy_(sums.narrow(dim, place, size))
-    return made
+    result = gradient.clone()
+    for begin, size, place in triples:
+        result.narrow(dim, begin, size).copy_(sums.narrow(dim, place, size))
+    return result
 
 
 def _all_parts(gradient: Tensor, shape: torch.Size, ranks: int, group: str) -> Tensor:

@@ -69,10 +69,10 @@ def save(
         ShardingError: programs that are not all parts of one, in order; a folder that exists.
     """
     place = Path(folder)
-    alone = isinstance(programs, ExportedProgram)
-    mine: list[ExportedProgram] = [programs] if alone else list(programs)  # type: ignore[list-item, arg-type]
-    records = [record_of(program) for program in mine]
-    if not alone or records[0]["world_size"] == 1:
+    single = isinstance(programs, ExportedProgram)
+    local: list[ExportedProgram] = [programs] if single else list(programs)  # type: ignore[list-item, arg-type]
+    records = [record_of(program) for program in local]
+    if not single or records[0]["world_size"] == 1:
         group = None
     elif not dist.is_initialized():
         raise ShardingError(
@@ -83,7 +83,7 @@ def save(
         group = group or default_group()
     first = group is None or dist.get_rank(group) == 0
 
-    def on_all(action: Callable[[], Any]) -> list[Any]:
+    def run_on_all(action: Callable[[], Any]) -> list[Any]:
         """Return the action's result on each rank that saves."""
         if group is None:
             return [action()]
@@ -96,13 +96,13 @@ def save(
             )
         return [{key: record[key] for key in ("rank", *_SHARED)} for record in records]
 
-    _check_parts([record for each in on_all(check) for record in each])
-    beside = str(_beside(place))
-    temporary = Path(on_all(lambda: beside)[0])
+    _check_parts([record for part in run_on_all(check) for record in part])
+    sibling = str(_temporary_path(place))
+    temporary = Path(run_on_all(lambda: sibling)[0])
     try:
-        written = on_all(lambda: _write(mine, temporary))
-        files = {name: each for part in written for name, each in part.items()}
-        on_all(lambda: _finish(temporary, place, records[0], files) if first else None)
+        digests = run_on_all(lambda: _write(local, temporary))
+        files = {name: sha256 for part in digests for name, sha256 in part.items()}
+        run_on_all(lambda: _finish(temporary, place, records[0], files) if first else None)
     finally:
         if first:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -133,9 +133,9 @@ def load(
     rank = rank_in(place, manifest["world_size"], group, rank=rank, world_size=world_size)
     path = file_in(place, manifest, f"rank-{rank}.pt2")
     program = torch.export.load(path)
-    found_rank = record_of(program)["rank"]
-    if found_rank != rank:
-        raise ShardingError(f"{here()}: {path} is the program of rank {found_rank}, not {rank}")
+    saved_rank = record_of(program)["rank"]
+    if saved_rank != rank:
+        raise ShardingError(f"{here()}: {path} is the program of rank {saved_rank}, not {rank}")
     device.move_state(program, record_of(program).get("device", "cpu"))
     return program if group is None else bind(program, group)
 
@@ -157,10 +157,10 @@ def bind(program: ExportedProgram, group: dist.ProcessGroup | str | None = None)
                 f" process is rank {dist.get_rank(group)} of {group.size()} in the given group"
             )
         group = group.group_name
-    before = record["group"]
+    old = record["group"]
     for node in program.graph.nodes:
         if kind_of(node) is not None or getattr(node.target, "namespace", None) == "shardwise":
-            node.args = tuple(group if arg == before else arg for arg in node.args)
+            node.args = tuple(group if arg == old else arg for arg in node.args)
     program.graph_module.meta["custom"][RECORD] = {**record, "group": group}
     program.graph_module.recompile()
     return program
@@ -182,8 +182,8 @@ def rank_in(
 ) -> int:
     """Return the rank of this process among the `ranks` programs in a folder."""
     if group is not None:
-        rank = _agreed("rank", rank, dist.get_rank(group))
-        world_size = _agreed("world size", world_size, group.size())
+        rank = _resolve("rank", rank, dist.get_rank(group))
+        world_size = _resolve("world size", world_size, group.size())
     if rank is None:
         raise ShardingError(f"cannot tell which program of {folder} to load; pass rank, or a process group")
     if world_size not in (None, ranks):
@@ -196,14 +196,14 @@ def rank_in(
     return rank
 
 
-def _agreed(what: str, given: int | None, found: int) -> int:
-    if found < 0:
+def _resolve(quantity: str, argument: int | None, actual: int) -> int:
+    if actual < 0:
         raise ShardingError(f"{here()}: this process is not in the given group")
-    if given is not None and given != found:
+    if argument is not None and argument != actual:
         raise ShardingError(
-            f"{here()}: got {what} {given}, but it is {found} in the group; pass only one of them"
+            f"{here()}: got {quantity} {argument}, but it is {actual} in the group; pass only one of them"
         )
-    return found
+    return actual
 
 
 # ------------------------------------------------------------ writing
@@ -211,21 +211,21 @@ def _agreed(what: str, given: int | None, found: int) -> int:
 
 def _check_parts(records: list[dict[str, Any]]) -> None:
     ranks = records[0]["world_size"] if records else 0
-    found = [record["rank"] for record in records]
-    if not records or found != list(range(ranks)):
+    order = [record["rank"] for record in records]
+    if not records or order != list(range(ranks)):
         raise ShardingError(
-            f"expected the programs of ranks 0 to {ranks - 1} in order, got those of ranks {found}"
+            f"expected the programs of ranks 0 to {ranks - 1} in order, got those of ranks {order}"
         )
     for record in records[1:]:
-        other = next((key for key in _SHARED if record[key] != records[0][key]), None)
-        if other is not None:
+        field = next((key for key in _SHARED if record[key] != records[0][key]), None)
+        if field is not None:
             raise ShardingError(
-                f"the programs of ranks 0 and {record['rank']} are not parts of one: their {other} differ;"
+                f"the programs of ranks 0 and {record['rank']} are not parts of one: their {field} differ;"
                 " create all of them from the same program with the same strategies"
             )
 
 
-def _beside(place: Path) -> Path:
+def _temporary_path(place: Path) -> Path:
     return place.with_name(f".{place.name}.{secrets.token_hex(6)}")
 
 
@@ -242,7 +242,7 @@ def _finish(temporary: Path, place: Path, record: dict[str, Any], files: dict[st
     shared = {key: record[key] for key in _SHARED}
     write_manifest(temporary, {"format": FORMAT, "torch": torch.__version__, "files": files, **shared})
     place.parent.mkdir(parents=True, exist_ok=True)
-    old = _beside(place)
+    old = _temporary_path(place)
     if place.exists():
         os.rename(place, old)
     os.rename(temporary, place)
@@ -307,7 +307,7 @@ def export_command(
     Raises:
         ShardingError: a file that cannot be read, or strategies that do not fit.
     """
-    program = _read_program(Path(model))
+    program = _load_program(Path(model))
     if not isinstance(strategies, Mapping):
         auto = str(strategies) == "auto"
         strategies = choose(program, ranks).strategies if auto else read_strategies(strategies)
@@ -316,11 +316,11 @@ def export_command(
         for rank in range(ranks)
     ]
     save(parts, out, overwrite=overwrite)
-    chosen = "\n".join(f"  {name}: {style}" for name, style in record_of(parts[0])["strategies"].items())
-    return f"{explain(parts[0])}\nStrategies:\n{chosen}\nSaved {ranks} programs to {out}\n"
+    listing = "\n".join(f"  {name}: {style}" for name, style in record_of(parts[0])["strategies"].items())
+    return f"{explain(parts[0])}\nStrategies:\n{listing}\nSaved {ranks} programs to {out}\n"
 
 
-def _read_program(path: Path) -> ExportedProgram:
+def _load_program(path: Path) -> ExportedProgram:
     if not path.is_file():
         raise ShardingError(f"{path}: no such file; expected one from torch.export.save")
     try:
@@ -332,12 +332,12 @@ def _read_program(path: Path) -> ExportedProgram:
 def read_strategies(path: str | Path) -> Mapping[str, Any]:
     """Return strategies from a JSON file of {module or pattern: word}."""
     try:
-        read = json.loads(Path(path).read_text())
+        styles = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise ShardingError(f"cannot read strategies from {path}: {error}") from error
-    if not isinstance(read, dict):
-        raise ShardingError(f"{path}: expected a JSON object of module: style, found {type(read).__name__}")
-    return read
+    if not isinstance(styles, dict):
+        raise ShardingError(f"{path}: expected a JSON object of module: style, found {type(styles).__name__}")
+    return styles
 
 
 @torch.no_grad()
@@ -354,46 +354,46 @@ def merge(folder: str | Path) -> dict[str, Tensor]:
     manifest = manifest_of(place)
     paths = [file_in(place, manifest, f"rank-{rank}.pt2") for rank in range(manifest["world_size"])]
     entries: dict[str, Any] = manifest["parameters"]
-    made: dict[str, Tensor] = {}
+    merged: dict[str, Tensor] = {}
     for rank, path in enumerate(paths):
         program = torch.export.load(path)
         if missing := missing_weights(program):
             raise CheckpointError(f"{path} has no values for {missing[0]}; `materialize` the programs first")
         for name, part in program.state_dict.items():
             entry = entries.get(name, {"placement": "replicate", "shape": part.shape})
-            at = placement_from_json(entry["placement"])
-            whole = made.setdefault(name, part.new_empty(entry["shape"], device="cpu"))
-            if not _put(whole, part.cpu(), at, rank):
+            placement = placement_from_json(entry["placement"])
+            whole = merged.setdefault(name, part.new_empty(entry["shape"], device="cpu"))
+            if not _merge_part(whole, part.cpu(), placement, rank):
                 raise CheckpointError(
                     f"{path}: its values of {name} differ from those of lower ranks, which hold the same"
                     " elements; save the programs again when all ranks agree"
                 )
     for name, entry in entries.items():
-        if name in made and entry["tied"] in made:
-            made[name] = made[entry["tied"]]
-    return made
+        if name in merged and entry["tied"] in merged:
+            merged[name] = merged[entry["tied"]]
+    return merged
 
 
-def _put(whole: Tensor, part: Tensor, at: Placement, rank: int) -> bool:
+def _merge_part(whole: Tensor, part: Tensor, placement: Placement, rank: int) -> bool:
     """Copy to `whole` what `rank` is the first to hold; return whether all that it holds equals `whole`."""
-    if not isinstance(at, Split):
+    if not isinstance(placement, Split):
         if rank == 0:
             whole.copy_(part)
         return _bits_equal(whole, part)
 
-    def both(begin: int, end: int) -> tuple[Tensor, Tensor]:
-        here = part.narrow(at.dim, at.on_rank(rank, begin), end - begin)
-        return whole.narrow(at.dim, begin, end - begin), here
+    def slices(begin: int, end: int) -> tuple[Tensor, Tensor]:
+        local = part.narrow(placement.dim, placement.on_rank(rank, begin), end - begin)
+        return whole.narrow(placement.dim, begin, end - begin), local
 
-    for interval in at.once().ranges[rank]:
-        place, here = both(*interval)
-        place.copy_(here)
-    return all(_bits_equal(*both(*interval)) for interval in at.ranges[rank])
+    for interval in placement.once().ranges[rank]:
+        target, local = slices(*interval)
+        target.copy_(local)
+    return all(_bits_equal(*slices(*interval)) for interval in placement.ranges[rank])
 
 
-def _bits_equal(one: Tensor, other: Tensor) -> bool:
+def _bits_equal(a: Tensor, b: Tensor) -> bool:
     """Return whether the bits are equal: nan equals nan, and zeros of different signs differ."""
-    return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (one, other)))
+    return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))
 
 
 def merge_command(folder: str | Path, out: str | Path, *, strip: str = "", overwrite: bool = False) -> str:
@@ -401,10 +401,10 @@ def merge_command(folder: str | Path, out: str | Path, *, strip: str = "", overw
     place = Path(out)
     if place.is_dir() or (place.exists() and not overwrite):
         raise CheckpointError(f"{out} already exists; choose another file, or pass --overwrite")
-    named = {name.removeprefix(strip): x for name, x in merge(folder).items()}
+    tensors = {name.removeprefix(strip): x for name, x in merge(folder).items()}
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error}") from error
-    save_slices(named, place, metadata={"format": "pt"})
-    return f"Saved {len(named)} tensors, {sum(x.nbytes for x in named.values()):,} bytes, to {out}\n"
+    save_slices(tensors, place, metadata={"format": "pt"})
+    return f"Saved {len(tensors)} tensors, {sum(x.nbytes for x in tensors.values()):,} bytes, to {out}\n"

@@ -82,10 +82,10 @@ class Partition:
     values: dict[fx.Node, Value] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     building: fx.Node | None = None  # the operation whose rule runs; None when the plan moves a value
-    gathers: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)  # cut values; who takes them whole
+    gathers: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)  # cut values, and their users
     later: dict[fx.Node, Any] = field(default_factory=dict)  # `rules.vocabulary` finishes it when first taken
     row_sums: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of gradients, along the dim they are cut
-    _moved: dict[tuple[fx.Node, Placement], fx.Node] = field(default_factory=dict)
+    _copies: dict[tuple[fx.Node, Placement], fx.Node] = field(default_factory=dict)
 
     # ------------------------------------------------------------ what is known of the whole program
 
@@ -93,9 +93,9 @@ class Partition:
         """Return the placement of the one value of `node`; numbers and unused parameters are replicated."""
         if not isinstance(node, fx.Node) or node not in self.values:
             return REPLICATE
-        found = self.values[node].placement
-        assert not isinstance(found, tuple)
-        return found
+        placement = self.values[node].placement
+        assert not isinstance(placement, tuple)
+        return placement
 
     def shape(self, node: fx.Node) -> list[Any]:
         """Return the sizes of the whole value; symbolic ones stay so."""
@@ -133,11 +133,11 @@ class Partition:
     def locally(self, node: fx.Node, inputs: Mapping[Any, Placement], placement: Placements) -> None:
         """Run the node with `inputs` at their placements and others whole; its value is at `placement`."""
 
-        def taken(x: fx.Node) -> Any:
+        def take_input(x: fx.Node) -> Any:
             return self.take(x, inputs.get(x, REPLICATE))
 
-        made = self.emit(node.target, *map_arg(node.args, taken), **map_arg(node.kwargs, taken))
-        self.keep(node, made, placement)
+        result = self.emit(node.target, *map_arg(node.args, take_input), **map_arg(node.kwargs, take_input))
+        self.keep(node, result, placement)
 
     def follow(self, node: fx.Node, dims: Mapping[fx.Node, Sequence[int | None]]) -> None:
         """Run the node with its first cut input as it is, and its result and other inputs cut to match.
@@ -146,14 +146,14 @@ class Partition:
             dims: for each dim of an input, its dim in the result; None if it must be whole.
         """
         cuts = []
-        for x, of_result in dims.items():
-            at = self.placement(x)
-            if isinstance(at, Split) and (dim := of_result[at.dim]) is not None:
-                cuts.append(at.on(dim))
-        cut = rather_disjoint(cuts)
+        for x, out in dims.items():
+            placement = self.placement(x)
+            if isinstance(placement, Split) and (dim := out[placement.dim]) is not None:
+                cuts.append(placement.on(dim))
+        cut = prefer_disjoint(cuts)
         if cut is None:
             return self.repeat(node)
-        inputs = {x: cut.on(own.index(cut.dim)) if cut.dim in own else REPLICATE for x, own in dims.items()}
+        inputs = {x: cut.on(out.index(cut.dim)) if cut.dim in out else REPLICATE for x, out in dims.items()}
         return self.locally(node, inputs, cut)
 
     def repeat(self, node: fx.Node) -> None:
@@ -161,9 +161,9 @@ class Partition:
         args, kwargs = self.take_all(node.args), self.take_all(node.kwargs)
         views = ("aten.view.default", "aten._unsafe_view.default")  # strides may differ
         target: Any = aten.reshape.default if str(node.target) in views else node.target
-        made = self.graph.call_function(target, args, kwargs)
-        made.meta.update(node.meta)
-        self.keep(node, made, REPLICATE)
+        result = self.graph.call_function(target, args, kwargs)
+        result.meta.update(node.meta)
+        self.keep(node, result, REPLICATE)
 
     def is_whole(self, node: fx.Node) -> bool:
         """Return whether all inputs of `node` are whole on every rank, and no parameter is to be cut."""
@@ -171,14 +171,14 @@ class Partition:
             parameter = self.parameters.get(x)
             if parameter is not None and parameter.style is not None and parameter.placement != REPLICATE:
                 return False
-            found = self.values[x].placement if x in self.values else REPLICATE
-            if any(at != REPLICATE for at in (found if isinstance(found, tuple) else (found,))):
+            placements = self.values[x].placement if x in self.values else REPLICATE
+            if any(p != REPLICATE for p in (placements if isinstance(placements, tuple) else (placements,))):
                 return False
         return True
 
     def cut_of(self, *nodes: Any) -> Split | None:
         """Return the cut of the first of `nodes` that is cut; preferably one whose parts do not overlap."""
-        return rather_disjoint([at for node in nodes if isinstance(at := self.placement(node), Split)])
+        return prefer_disjoint([cut for node in nodes if isinstance(cut := self.placement(node), Split)])
 
     def spread(self, x: fx.Node, sizes: Sequence[Any]) -> list[int | None]:
         """Return, for each dim of `x`, its dim in a result of `sizes`; None if it broadcasts."""
@@ -209,7 +209,7 @@ class Partition:
             placement = (placement,) * len(value)
         if isinstance(placement, Split):
             size = self.shape(node)[placement.dim]
-            if isinstance(size, int) and all(held == ((0, size),) for held in placement.ranges):
+            if isinstance(size, int) and all(part == ((0, size),) for part in placement.ranges):
                 placement = REPLICATE
         if isinstance(made, fx.Node):
             name_source(made, node)
@@ -224,18 +224,18 @@ class Partition:
         if node in self.later:
             self.later.pop(node).finish()
         parameter = self.parameters.get(node)
-        if parameter is not None and parameter.placement is None:  # cut as its first user wants it
-            stays = isinstance(placement, Partial) or parameter.style is None
-            self.hold(parameter, REPLICATE if stays else placement)
+        if parameter is not None and parameter.placement is None:  # cut as its first use needs it
+            uncut = isinstance(placement, Partial) or parameter.style is None
+            self.hold(parameter, REPLICATE if uncut else placement)
         value = self.values[node]
         if value.placement == placement:
             return value.node
         key = (node, placement)
-        if key not in self._moved:
+        if key not in self._copies:
             user, self.building = self.building, None  # moving a value is not part of its user's module
-            self._moved[key] = self._move(node, value, placement, user)
+            self._copies[key] = self._move(node, value, placement, user)
             self.building = user
-        return self._moved[key]
+        return self._copies[key]
 
     def take_all(self, args: Any) -> Any:
         """Return `args` of a node, every value in it replicated."""
@@ -243,12 +243,12 @@ class Partition:
 
     def stays(self, x: fx.Node) -> Placement:
         """Return the placement of an input; terms of a sum stay terms if this is their only use."""
-        at = self.placement(x)
-        return REPLICATE if at == PARTIAL and not self.may_stay_partial(x) else at
+        placement = self.placement(x)
+        return REPLICATE if placement == PARTIAL and not self.may_stay_partial(x) else placement
 
     def is_gathered(self, node: fx.Node) -> bool:
         """Return whether a cut value has already been gathered for another user."""
-        return (node, REPLICATE) in self._moved
+        return (node, REPLICATE) in self._copies
 
     def may_stay_partial(self, node: fx.Node) -> bool:
         """Return whether `node` is a sum in terms with only one user, which may take the terms."""
@@ -283,31 +283,31 @@ class Partition:
             if isinstance(target, Split) and target.inside(source):
                 return self.inside(whole, source, target)
             if not self.is_gathered(node):
-                self._moved[node, REPLICATE] = self.all_gather(whole, source)
+                self._copies[node, REPLICATE] = self.all_gather(whole, source)
                 self.gathers += [] if user is None else [(node, user)]
-            whole = self._moved[node, REPLICATE]
+            whole = self._copies[node, REPLICATE]
         return self.cut(whole, target) if isinstance(target, Split) else whole
 
     def inside(self, node: fx.Node, source: Split, target: Split) -> fx.Node:
         """Return the part `target` of a value of which this rank holds `source`; no communication."""
-        asked = target.ranges[self.rank] or ((0, 0),)
-        if source.ranges[self.rank] == asked:
+        intervals = target.ranges[self.rank] or ((0, 0),)
+        if source.ranges[self.rank] == intervals:
             return node
-        begins = [source.on_rank(self.rank, begin) for begin, _ in asked]
-        local = [(at, at + end - begin) for at, (begin, end) in zip(begins, asked, strict=True)]
-        return self._pieces(node, target.dim, local, own=True)
+        starts = [source.on_rank(self.rank, begin) for begin, _ in intervals]
+        local = [(start, start + end - begin) for start, (begin, end) in zip(starts, intervals, strict=True)]
+        return self._join(node, target.dim, local, local=True)
 
     def all_reduce(self, node: fx.Node, kind: str = "sum") -> fx.Node:
         """Return the sum, or the "max", of every rank's `node`."""
-        started = self.emit(c10d.all_reduce.default, node, kind, self.group)
-        return self.emit(c10d.wait_tensor.default, started)
+        work = self.emit(c10d.all_reduce.default, node, kind, self.group)
+        return self.emit(c10d.wait_tensor.default, work)
 
     def reduce_scatter(self, node: fx.Node, dim: int) -> fx.Node:
         """Return this rank's share, along `dim`, of the sum of every rank's `node`; shares have one size."""
         if dim:
             node = self.emit(aten.contiguous.default, self.emit(aten.transpose.int, node, 0, dim))
-        started = self.emit(c10d.reduce_scatter_tensor.default, node, "sum", self.ranks, self.group)
-        share = self.emit(c10d.wait_tensor.default, started)
+        work = self.emit(c10d.reduce_scatter_tensor.default, node, "sum", self.ranks, self.group)
+        share = self.emit(c10d.wait_tensor.default, work)
         return self.emit(aten.transpose.int, share, 0, dim) if dim else share
 
     def _is_even(self, split: Split, size: Any) -> bool:
@@ -316,35 +316,35 @@ class Partition:
 
     def all_gather(self, node: fx.Node, split: Split) -> fx.Node:
         """Return the whole of a value cut by `split`."""
-        most = max(split.size(rank) for rank in range(self.ranks))
+        largest = max(split.size(rank) for rank in range(self.ranks))
         dtype = node.meta["val"].dtype
         if dtype == torch.bool:  # not every backend sends bools
             node = self.emit(aten.to.dtype, node, torch.uint8)
         if split.dim:
             node = self.emit(aten.transpose.int, node, 0, split.dim)
-        if split.size(self.rank) < most:
-            padding = [0] * (2 * node.meta["val"].ndim - 1) + [most - split.size(self.rank)]
+        if split.size(self.rank) < largest:
+            padding = [0] * (2 * node.meta["val"].ndim - 1) + [largest - split.size(self.rank)]
             node = self.emit(aten.constant_pad_nd.default, node, padding, 0)
         node = self.emit(aten.contiguous.default, node)
-        started = self.emit(c10d.all_gather_into_tensor.default, node, self.ranks, self.group)
-        whole = self.emit(c10d.wait_tensor.default, started)
-        pieces = _in_order(split, most)
-        if pieces != [(0, most * self.ranks)]:
-            whole = self._pieces(whole, 0, pieces)
+        work = self.emit(c10d.all_gather_into_tensor.default, node, self.ranks, self.group)
+        whole = self.emit(c10d.wait_tensor.default, work)
+        pieces = _unpadded(split, largest)
+        if pieces != [(0, largest * self.ranks)]:
+            whole = self._join(whole, 0, pieces)
         if split.dim:  # some operations need whole inputs contiguous
             whole = self.emit(aten.contiguous.default, self.emit(aten.transpose.int, whole, 0, split.dim))
         return self.emit(aten.to.dtype, whole, dtype) if dtype == torch.bool else whole
 
     def cut(self, node: fx.Node, split: Split) -> fx.Node:
         """Return this rank's intervals of a replicated value; no communication."""
-        return self._pieces(node, split.dim, split.ranges[self.rank], own=True)
+        return self._join(node, split.dim, split.ranges[self.rank], local=True)
 
-    def _pieces(self, node: fx.Node, dim: int, pieces: Sequence[Interval], *, own: bool = False) -> fx.Node:
-        """Join intervals of a dim; `own`: this rank's, as other ranks have others (for `training`)."""
+    def _join(self, node: fx.Node, dim: int, pieces: Sequence[Interval], *, local: bool = False) -> fx.Node:
+        """Join intervals of a dim; `local`: this rank's, as other ranks have others (for `training`)."""
         pieces = pieces or [(0, 0)]
         parts = [self.emit(aten.slice.Tensor, node, dim, begin, end) for begin, end in pieces]
         for part in parts:
-            part.meta["own"] = own
+            part.meta["local"] = local
         return parts[0] if len(parts) == 1 else self.emit(aten.cat.default, parts, dim)
 
     def evenly(self, node: fx.Node, dim: int) -> Split:
@@ -365,8 +365,8 @@ class _Recorder(_compat.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given, named = map_aggregate((args, kwargs or {}), self.node_of)
-        self.nodes[id(result)] = self.p.emitted(func, tuple(given), named, result)
+        inputs, keywords = map_aggregate((args, kwargs or {}), self.node_of)
+        self.nodes[id(result)] = self.p.emitted(func, tuple(inputs), keywords, result)
         return result
 
 
@@ -374,23 +374,23 @@ def _value(node: fx.Node) -> Any:
     return node.meta["val"]
 
 
-def name_source(made: fx.Node, node: fx.Node) -> None:
-    """Give `made` the source metadata of `node`, unless it has its own."""
+def name_source(result: fx.Node, node: fx.Node) -> None:
+    """Give `result` the source metadata of `node`, unless it has its own."""
     for name in ("nn_module_stack", "source_fn_stack", "stack_trace", "torch_fn"):
         if name in node.meta:
-            made.meta.setdefault(name, node.meta[name])
+            result.meta.setdefault(name, node.meta[name])
 
 
-def rather_disjoint(cuts: Sequence[Split]) -> Split | None:
+def prefer_disjoint(cuts: Sequence[Split]) -> Split | None:
     """Return the first cut whose parts do not overlap, or else the first."""
-    return next((at for at in cuts if at.disjoint), cuts[0] if cuts else None)
+    return next((cut for cut in cuts if cut.disjoint), cuts[0] if cuts else None)
 
 
-def _in_order(split: Split, padded: int) -> list[Interval]:
+def _unpadded(split: Split, padded: int) -> list[Interval]:
     """Return the intervals of a dim's elements, in order, in all ranks' pieces padded to `padded` and joined.
 
     Elements that several ranks hold are taken from the first of these ranks.
     """
-    first = sorted((b, e, rank) for rank, held in enumerate(split.once().ranges) for b, e in held)
-    begins = [rank * padded + split.on_rank(rank, begin) for begin, _, rank in first]
-    return list(normal([(at, at + end - begin) for at, (begin, end, _) in zip(begins, first, strict=True)]))
+    pieces = sorted((b, e, rank) for rank, part in enumerate(split.once().ranges) for b, e in part)
+    starts = [rank * padded + split.on_rank(rank, begin) for begin, _, rank in pieces]
+    return list(normal([(s, s + end - begin) for s, (begin, end, _) in zip(starts, pieces, strict=True)]))

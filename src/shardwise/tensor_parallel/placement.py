@@ -56,7 +56,7 @@ class Split:
 
     def each(self, change: Callable[[int, int], Interval]) -> Split:
         """Apply a change to every interval."""
-        return Split(self.dim, tuple(normal([change(b, e) for b, e in held]) for held in self.ranges))
+        return Split(self.dim, tuple(normal([change(b, e) for b, e in part]) for part in self.ranges))
 
     def scaled(self, factor: int) -> Split:
         """Return the cut of a dim in which every element has become `factor` elements."""
@@ -64,8 +64,8 @@ class Split:
 
     def divided(self, factor: int) -> Split | None:
         """Return the cut of a dim in which every `factor` elements became one; None if ranks share one."""
-        found = self.each(lambda begin, end: (begin // factor, end // factor))
-        return found if found.scaled(factor) == self else None
+        cut = self.each(lambda begin, end: (begin // factor, end // factor))
+        return cut if cut.scaled(factor) == self else None
 
     def within(self, begin: int, end: int) -> Split:
         """Return the cut of the elements from `begin` to `end`, counted from there."""
@@ -78,8 +78,8 @@ class Split:
     @property
     def disjoint(self) -> bool:
         """Whether no element lies on two ranks."""
-        intervals = sorted(interval for held in self.ranges for interval in held)
-        return all(one[1] <= other[0] for one, other in pairwise(intervals))
+        intervals = sorted(interval for part in self.ranges for interval in part)
+        return all(left[1] <= right[0] for left, right in pairwise(intervals))
 
     def once(self) -> Split:
         """Return every element on the first of the ranks that have it."""
@@ -92,18 +92,18 @@ class Split:
 
     def holders(self) -> Iterator[tuple[int, int, list[int]]]:
         """Yield intervals of which the same ranks hold every element, in order, and these ranks."""
-        edges = sorted({edge for held in self.ranges for interval in held for edge in interval})
+        edges = sorted({edge for part in self.ranges for interval in part for edge in interval})
         for begin, end in pairwise(edges):
-            ranks = [r for r, held in enumerate(self.ranges) if any(b <= begin < e for b, e in held)]
+            ranks = [r for r, part in enumerate(self.ranges) if any(b <= begin < e for b, e in part)]
             if ranks:
                 yield begin, end, ranks
 
     def inside(self, other: Split) -> bool:
         """Return whether every rank that holds `other` holds all of this."""
         return self.dim == other.dim and all(
-            any(b <= begin and end <= e for b, e in held)
-            for mine, held in zip(self.ranges, other.ranges, strict=True)
-            for begin, end in mine
+            any(b <= begin and end <= e for b, e in outer)
+            for inner, outer in zip(self.ranges, other.ranges, strict=True)
+            for begin, end in inner
         )
 
 
@@ -141,36 +141,36 @@ def normal(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
     return tuple(joined)
 
 
-def regroup(at: Split, old: Sequence[Any], new: Sequence[Any]) -> Split | None:
-    """Return the cut that `at` becomes when `old` is viewed as `new`; None if no single dim expresses it.
+def regroup(cut: Split, old: Sequence[Any], new: Sequence[Any]) -> Split | None:
+    """Return what `cut` becomes when `old` is viewed as `new`; None if no single dim expresses it.
 
     Sizes are numbers or symbols. Also None if a cut dim merges with one whose size is a symbol.
     """
-    before, after = next(group for group in groups(old, new) if at.dim in group[0])
-    if len(before) == len(after) == 1:
-        return at.on(after[0])
-    sizes, wanted = [old[d] for d in before], [new[d] for d in after]
+    old_dims, new_dims = next(group for group in groups(old, new) if cut.dim in group[0])
+    if len(old_dims) == len(new_dims) == 1:
+        return cut.on(new_dims[0])
+    sizes, new_sizes = [old[d] for d in old_dims], [new[d] for d in new_dims]
     total = math.prod(sizes)
-    if total == 0 or not all(isinstance(size, int) for size in (total, *wanted)):
+    if total == 0 or not all(isinstance(size, int) for size in (total, *new_sizes)):
         return None
-    place = before.index(at.dim)
+    place = old_dims.index(cut.dim)
     inner = math.prod(sizes[place + 1 :])
     block = sizes[place] * inner
-    merged = _repeated(at.scaled(inner).ranges, total // block, block)
-    for index, size in enumerate(wanted):
-        inner = math.prod(wanted[index + 1 :])
-        found = Split(after[index], merged).within(0, size * inner)
-        same = _repeated(found.ranges, total // (size * inner), size * inner) == merged
-        divided = found.divided(inner)
-        if same and divided is not None and (size != 1 or block == 1):
+    merged = _tile(cut.scaled(inner).ranges, total // block, block)
+    for index, size in enumerate(new_sizes):
+        inner = math.prod(new_sizes[index + 1 :])
+        part = Split(new_dims[index], merged).within(0, size * inner)
+        repeats = _tile(part.ranges, total // (size * inner), size * inner) == merged
+        divided = part.divided(inner)
+        if repeats and divided is not None and (size != 1 or block == 1):
             return divided
     return None
 
 
-def _repeated(ranges: Ranges, count: int, block: int) -> Ranges:
+def _tile(ranges: Ranges, count: int, block: int) -> Ranges:
     """Return the intervals in `count` consecutive blocks, each of which has the intervals `ranges`."""
     return tuple(
-        normal([(n * block + b, n * block + e) for n in range(count) for b, e in held]) for held in ranges
+        normal([(n * block + b, n * block + e) for n in range(count) for b, e in part]) for part in ranges
     )
 
 
@@ -183,12 +183,12 @@ def hint(size: Any) -> int:
     """Return a size as a number; a size not known before the program runs counts as at export."""
     if isinstance(size, int):
         return size
-    known = size.node.hint
-    return 1009 if known is None else int(known)  # depends on data: a prime matches no other size
+    value = size.node.hint
+    return 1009 if value is None else int(value)  # depends on data: a prime matches no other size
 
 
-def same_size(one: Any, other: Any) -> bool:
+def same_size(a: Any, b: Any) -> bool:
     """Return whether two sizes are equal, whatever their symbols turn out to be."""
-    if isinstance(one, int) and isinstance(other, int):
-        return one == other
-    return statically_known_true(one == other)
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return statically_known_true(a == b)

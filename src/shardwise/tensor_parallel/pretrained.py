@@ -36,7 +36,7 @@ _PLANS: dict[str, tuple[str, str]] = {
 }
 
 
-def chosen_for(
+def resolve_strategies(
     model: nn.Module, strategies: Mapping[str, Any] | Literal["auto"] | None
 ) -> Mapping[str, Any] | Literal["auto"]:
     """Return `strategies`; if None, those of the model's plan, or "auto" with a warning if it has none."""
@@ -62,7 +62,7 @@ def strategies_of(model: Any) -> dict[str, str]:
     """
     if not isinstance(model, nn.Module):
         with torch.device("meta"):
-            model = made_from(model)
+            model = build_model(model)
     plan = _plan_of(model)
     if not plan:
         raise ShardingError(
@@ -70,7 +70,7 @@ def strategies_of(model: Any) -> dict[str, str]:
         )
     parameters = list(model.named_parameters(remove_duplicate=False))
     fused = {name.rpartition(".")[0] for name, word in plan.items() if word == "packed_rowwise"}
-    found, cut = {}, dict[int, int]()
+    strategies, cut = {}, dict[int, int]()
     for name, word in plan.items():
         if word not in _WORDS:
             raise ShardingError(
@@ -80,21 +80,21 @@ def strategies_of(model: Any) -> dict[str, str]:
         style = _WORDS[word]
         if name.rpartition(".")[0] in fused and word in _FLIPPED:  # there, words name dims, not uses
             style = _FLIPPED[word]
-        fits = [
-            x for own, x in parameters if fnmatchcase(own, name) or fnmatchcase(own.rpartition(".")[0], name)
+        weights = [
+            x for key, x in parameters if fnmatchcase(key, name) or fnmatchcase(key.rpartition(".")[0], name)
         ]
-        if style is not None and any(x.ndim > 1 for x in fits):
-            found[name] = style
-            cut |= {id(x): x.nbytes for x in fits if x.ndim > 1}
+        if style is not None and any(x.ndim > 1 for x in weights):
+            strategies[name] = style
+            cut |= {id(x): x.nbytes for x in weights if x.ndim > 1}
     whole = sum({id(x): x.nbytes for _, x in parameters}.values())
     if sum(cut.values()) < LEAST_CUT * whole:
         warnings.warn(
             f"the plan of {type(model).__name__} cuts only {sum(cut.values()) / max(whole, 1):.0%} of its"
-            f" {whole:,} bytes ({', '.join(found) or 'nothing'}); every rank holds the rest whole. Pass"
+            f" {whole:,} bytes ({', '.join(strategies) or 'nothing'}); every rank holds the rest whole. Pass"
             " strategies='auto', or strategies by module",
             stacklevel=2,
         )
-    return found
+    return strategies
 
 
 def _plan_of(model: nn.Module) -> dict[str, str]:
@@ -104,7 +104,7 @@ def _plan_of(model: nn.Module) -> dict[str, str]:
     return plan or {f"*{name}": _COLUMN for name in columns.split()} | {f"*{n}": _ROW for n in rows.split()}
 
 
-def made_from(config: Any) -> nn.Module:
+def build_model(config: Any) -> nn.Module:
     """Return the generative model of `config`, with random weights, in eval mode."""
     transformers = from_extra("hf", "transformers", what="a model from a config")
     kinds: Any = (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM)

@@ -18,12 +18,12 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from shardwise.errors import ShardingError
 from shardwise.graph.nodes import kind_of
-from shardwise.tensor_parallel.canonical import canonical, functional
+from shardwise.tensor_parallel.canonical import canonicalize, functionalize
 from shardwise.tensor_parallel.nodes import is_tensor, line_of, modules_of, name_of, nbytes, op_of
 from shardwise.tensor_parallel.partition import Parameter, Partition, Value
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
 from shardwise.tensor_parallel.rules import find, getitem, is_pointwise, pointwise
-from shardwise.tensor_parallel.state import RECORD, fake_mode_of, tied
+from shardwise.tensor_parallel.state import RECORD, fake_mode_of, tied_names
 
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER)
 # Outputs that belong to a parameter or buffer, and are cut like it.
@@ -42,7 +42,7 @@ class Whole:
         parameters: parameters and buffers, by placeholder.
         aliases: placeholders without uses, each with the one whose tensor it shares.
         dropped: names that strict export drops from the graph, each with the placeholder of its tensor.
-        written: parameters and buffers that the program writes to.
+        mutated: parameters and buffers that the program writes to.
     """
 
     program: ExportedProgram
@@ -50,28 +50,28 @@ class Whole:
     parameters: dict[fx.Node, Parameter]
     aliases: dict[fx.Node, fx.Node]
     dropped: dict[str, fx.Node]
-    written: frozenset[str]
+    mutated: frozenset[str]
 
     @property
-    def named(self) -> dict[str, fx.Node]:
+    def by_name(self) -> dict[str, fx.Node]:
         """Placeholders by every name of a parameter or buffer."""
         return {parameter.name: node for node, parameter in self.parameters.items()} | self.dropped
 
     def partition(self, rank: int, ranks: int, *, group: str = "") -> Partition:
         """Return a new, empty program for one rank."""
-        own = {node: Parameter(each.name, node, each.style) for node, each in self.parameters.items()}
-        return Partition(rank, ranks, group, fake_mode_of(self.program), own)
+        parameters = {node: Parameter(x.name, node, x.style) for node, x in self.parameters.items()}
+        return Partition(rank, ranks, group, fake_mode_of(self.program), parameters)
 
 
-def read(program: ExportedProgram) -> Whole:
+def read_program(program: ExportedProgram) -> Whole:
     """Read `program` into canonical form; `program` is not changed.
 
     Raises:
         ShardingError: something other than an exported program, or a program already cut for one rank.
     """
     _check_whole(program)
-    program = functional(program)
-    graph = canonical(program)
+    program = functionalize(program)
+    graph = canonicalize(program)
     placeholders = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
     parameters = {
         (node := placeholders[spec.arg.name]): Parameter(spec.target, node)
@@ -80,7 +80,7 @@ def read(program: ExportedProgram) -> Whole:
     }
     by_name = {parameter.name: node for node, parameter in parameters.items()}
     aliases, dropped = {}, {}
-    for name, first in tied(program).items():
+    for name, first in tied_names(program).items():
         if name in by_name and first in by_name:
             aliases[by_name[name]] = by_name[first]
         elif first in by_name:
@@ -88,12 +88,12 @@ def read(program: ExportedProgram) -> Whole:
     for alias, node in aliases.items():
         alias.replace_all_uses_with(node)
     specs = program.graph_signature.output_specs
-    written = frozenset(spec.target for spec in specs if spec.kind in _MUTATIONS and spec.target is not None)
+    mutated = frozenset(spec.target for spec in specs if spec.kind in _MUTATIONS and spec.target is not None)
     for node, parameter in parameters.items():
-        into = all(op_of(user) in _OVERWRITES and user.args[0] is node for user in node.users)
-        if into and parameter.name in written:
+        overwrites = all(op_of(user) in _OVERWRITES and user.args[0] is node for user in node.users)
+        if overwrites and parameter.name in mutated:
             parameter.style = "follow"
-    return Whole(program, graph, parameters, aliases, dropped, written)
+    return Whole(program, graph, parameters, aliases, dropped, mutated)
 
 
 def _check_whole(program: Any) -> None:
@@ -121,49 +121,49 @@ def _check_whole(program: Any) -> None:
 # ------------------------------------------------------------ styles, as parameters are used
 
 
-def at_first_use(weight: fx.Node, style: str, module: str) -> tuple[int | None, str]:
+def resolve_style(weight: fx.Node, style: str, module: str) -> tuple[int | None, str]:
     """Return the dim that `style` cuts where `module` uses `weight`, and the style that cuts it at first use.
 
     A table that is both an embedding and the head's weight is cut along the vocabulary by "row" as the
     embedding, and by "column" as the head.
     """
     users = sorted(weight.users)  # in the graph's order
-    used = next((user for user in users if module in modules_of(user)[-1:]), users[0] if users else None)
-    dim = None if used is None else _dim(style, used, weight)
-    flips = dim is not None and _dim(style, users[0], weight) not in (dim, None)
+    user = next((x for x in users if module in modules_of(x)[-1:]), users[0] if users else None)
+    dim = None if user is None else _cut_dim(style, user, weight)
+    flips = dim is not None and _cut_dim(style, users[0], weight) not in (dim, None)
     return dim, {"column": "row", "row": "column"}[style] if flips else style
 
 
-def _dim(style: str, user: fx.Node, weight: fx.Node) -> int | None:
+def _cut_dim(style: str, user: fx.Node, weight: fx.Node) -> int | None:
     """Return the dim of a matrix that a style cuts where `user` uses it; None if unknown."""
     if weight.meta["val"].ndim != 2:
         return None
-    stored = op_of(user) in ("embedding", "mm", "addmm")  # [rows, columns], [in, out]
-    return int(stored == (style == "column"))
+    in_first = op_of(user) in ("embedding", "mm", "addmm")  # [rows, columns], [in, out]
+    return int(in_first == (style == "column"))
 
 
 def _restyle(p: Partition, node: fx.Node) -> None:
     """Rename the style of matrices that are already cut to what this use calls their cut."""
     for x in node.all_input_nodes:
         parameter = p.parameters.get(x)
-        if parameter is not None and isinstance(at := parameter.placement, Split):
-            fitting = [style for style in ("column", "row") if _dim(style, node, x) == at.dim]
-            parameter.style = fitting[0] if fitting else parameter.style
+        if parameter is not None and isinstance(cut := parameter.placement, Split):
+            styles = [style for style in ("column", "row") if _cut_dim(style, node, x) == cut.dim]
+            parameter.style = styles[0] if styles else parameter.style
 
 
 # ------------------------------------------------------------ node by node
 
 
-def build(p: Partition, node: fx.Node, *, strict: bool = False) -> None:
+def build_node(p: Partition, node: fx.Node, *, strict: bool = False) -> None:
     """Build this rank's form of `node` from its inputs in `p.values`, and put its value there."""
     _restyle(p, node)
     if node.op in ("placeholder", "get_attr"):
         target = str(node.target)
-        made = p.graph.placeholder(target) if node.op == "placeholder" else p.graph.get_attr(target)
+        result = p.graph.placeholder(target) if node.op == "placeholder" else p.graph.get_attr(target)
         if node.op == "placeholder":
-            made.name = target  # as in the signature, even if a Python function has that name ("input")
-        made.meta = copy.copy(node.meta)
-        p.values[node] = Value(made, REPLICATE)
+            result.name = target  # as in the signature, even if a Python function has that name ("input")
+        result.meta = copy.copy(node.meta)
+        p.values[node] = Value(result, REPLICATE)
         parameter = p.parameters.get(node)
         if parameter is not None and parameter.placement is not None:
             p.hold(parameter, parameter.placement)
@@ -171,8 +171,8 @@ def build(p: Partition, node: fx.Node, *, strict: bool = False) -> None:
         getitem(p, node)
     elif p.is_whole(node):
         p.repeat(node)
-    elif (known := find(node)) is not None:
-        known(p, node)
+    elif (rule := find(node)) is not None:
+        rule(p, node)
     elif is_pointwise(node):
         pointwise(p, node)
     else:
@@ -183,14 +183,14 @@ def _replicate(p: Partition, node: fx.Node, *, strict: bool) -> None:
     """Run an operation without a rule on whole inputs."""
     cut = [x for x in node.all_input_nodes if is_tensor(x) and p.placement(x) != REPLICATE]
     if cut:
-        what = f"{name_of(node)} ({node.name}, {line_of(node)}) has no tensor-parallel rule"
+        problem = f"{name_of(node)} ({node.name}, {line_of(node)}) has no tensor-parallel rule"
         size = sum(map(nbytes, cut))
         if strict:
             raise ShardingError(
-                f"{what} and would gather {size} bytes; register a rule, or pass strict=False"
+                f"{problem} and would gather {size} bytes; register a rule, or pass strict=False"
             )
         p.warnings.append(
-            f"{what}, so its inputs are gathered, {size} bytes per call; register a rule with"
+            f"{problem}, so its inputs are gathered, {size} bytes per call; register a rule with"
             " shardwise.tensor_parallel.rule"
         )
     p.repeat(node)
@@ -198,16 +198,16 @@ def _replicate(p: Partition, node: fx.Node, *, strict: bool) -> None:
 
 def outputs(whole: Whole, node: fx.Node) -> list[tuple[Any, fx.Node | None]]:
     """List the program's outputs, each with the parameter or buffer that it is written to, if any."""
-    named = whole.named
+    owners = whole.by_name
     specs = whole.program.graph_signature.output_specs
     values: Sequence[Any] = node.args[0]  # type: ignore[assignment]
     return [
-        (value, named.get(spec.target or "") if spec.kind in _WRITES else None)
+        (value, owners.get(spec.target or "") if spec.kind in _WRITES else None)
         for spec, value in zip(specs, values, strict=True)
     ]
 
 
 def output(p: Partition, value: Any, owner: fx.Node | None) -> Any:
     """Return an output of this rank: whole, or cut like the parameter that it is written to."""
-    where: Placement | None = None if owner is None else p.parameters[owner].placement
-    return p.take(value, where or REPLICATE)
+    placement: Placement | None = None if owner is None else p.parameters[owner].placement
+    return p.take(value, placement or REPLICATE)

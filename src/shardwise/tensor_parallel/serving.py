@@ -27,7 +27,7 @@ from shardwise.comm.agree import agree
 from shardwise.errors import ShardingError
 from shardwise.tensor_parallel.explain import explain
 from shardwise.tensor_parallel.package import default_group
-from shardwise.tensor_parallel.pretrained import chosen_for
+from shardwise.tensor_parallel.pretrained import resolve_strategies
 from shardwise.tensor_parallel.state import record_of
 from shardwise.tensor_parallel.transform import tensor_parallel_transformation
 
@@ -61,23 +61,25 @@ def generate(
     group = group or default_group()
     agree(f"{tokens} tokens after {prompt.tolist()}", group=group, what="what to generate")
     whole = export_steps(model, prompt, tokens)
-    cut = cut_steps(
+    programs = cut_steps(
         whole,
         dist.get_rank(group),
         group.size(),
-        chosen_for(model, strategies),
+        resolve_strategies(model, strategies),
         group_name=group.group_name,
     )
-    return greedy(cut, prompt, tokens, ends=ends)
+    return greedy(programs, prompt, tokens, ends=ends)
 
 
 def export_steps(model: nn.Module, prompt: Tensor, tokens: int) -> Programs:
     """Export the whole model's prefill for prompts of `prompt`'s size, and decode of up to `tokens`. Local.
 
     Raises:
-        ShardingError: torch.export fails, or the model does with a cache of fixed size; or its rotary
-            frequencies would change within the prompt and `tokens`.
+        ShardingError: `tokens` is less than 1; torch.export fails, or the model does with a cache of fixed
+            size; or its rotary frequencies would change within the prompt and `tokens`.
     """
+    if tokens < 1:
+        raise ShardingError(f"tokens={tokens}: prefill gives the first token; generate at least 1")
     step = _Step(model, prompt, tokens)
     try:
         with torch.no_grad(), _fixed_frequencies(model, prompt.shape[1] + tokens):
@@ -113,29 +115,29 @@ def cut_steps(
         strategies: by names within the model.
         fill: gives the prefill's weights values if the model has none, for example by `materialize`.
     """
-    cut = partial(tensor_parallel_transformation, group_name=group_name)
-    asked = rank, world_size, device_type
+    transform = partial(tensor_parallel_transformation, group_name=group_name)
+    target = rank, world_size, device_type
     if not isinstance(strategies, str):
         strategies = {f"model.{name}": style for name, style in strategies.items()}
-    prefill = cut(whole[0], *asked, strategies)
+    prefill = transform(whole[0], *target, strategies)
     fill(prefill)
     if isinstance(strategies, str):
         strategies = record_of(prefill)["strategies"]
         if rank == 0:
-            warnings.warn(choice(prefill), stacklevel=2)
-    return prefill, cut(whole[1], *asked, strategies, sharing=prefill)
+            warnings.warn(describe_choice(prefill), stacklevel=2)
+    return prefill, transform(whole[1], *target, strategies, sharing=prefill)
 
 
-def choice(program: ExportedProgram) -> str:
+def describe_choice(program: ExportedProgram) -> str:
     """Describe what "auto" chose: modules by style, layers merged, and the bytes that this rank holds."""
     by_style: dict[str, dict[str, None]] = {}
     for name, style in record_of(program)["strategies"].items():
         by_style.setdefault(str(style), {})[re.sub(r"\b\d+\b", "*", name.removeprefix("model."))] = None
-    chosen = "; ".join(f"{style}: {', '.join(names)}" for style, names in by_style.items())
-    held = explain(program)
+    listing = "; ".join(f"{style}: {', '.join(names)}" for style, names in by_style.items())
+    summary = explain(program)
     return (
-        f"strategies='auto' chose {chosen or 'to cut nothing, which is fastest (pass strategies to cut)'};"
-        f" rank {held.rank} holds {held.bytes_here:,} of {held.bytes_whole:,} bytes"
+        f"strategies='auto' chose {listing or 'to cut nothing, which is fastest (pass strategies to cut)'};"
+        f" rank {summary.rank} holds {summary.bytes_here:,} of {summary.bytes_whole:,} bytes"
     )
 
 
@@ -143,18 +145,18 @@ def choice(program: ExportedProgram) -> str:
 def greedy(programs: Programs, prompt: Tensor, tokens: int, *, ends: Sequence[int] = ()) -> Tensor:
     """Generate tokens greedily, as `generate` does, with this rank's programs. Collective."""
     prefill, decode = (program.module() for program in programs)
-    last = torch.tensor(ends)
-    found: list[Tensor] = [prefill(prompt).argmax(-1, keepdim=True)]
-    while len(found) < tokens and not (over := torch.isin(found[-1], last)).all():
-        token = decode(found[-1]).argmax(-1, keepdim=True)
-        found.append(token.masked_fill(over, ends[0]) if ends else token)
-    return torch.cat(found, 1)
+    end_ids = torch.tensor(ends)
+    generated: list[Tensor] = [prefill(prompt).argmax(-1, keepdim=True)]
+    while len(generated) < tokens and not (ended := torch.isin(generated[-1], end_ids)).all():
+        token = decode(generated[-1]).argmax(-1, keepdim=True)
+        generated.append(token.masked_fill(ended, ends[0]) if ends else token)
+    return torch.cat(generated, 1)
 
 
 def cache_bytes(program: ExportedProgram) -> int:
     """Return the bytes of keys and values in a program's cache."""
-    named = program.constants.items()
-    return sum(x.nbytes for name, x in named if name.startswith((_OWN, _CROSS)) and isinstance(x, Tensor))
+    constants = program.constants.items()
+    return sum(x.nbytes for name, x in constants if name.startswith((_OWN, _CROSS)) and isinstance(x, Tensor))
 
 
 # ------------------------------------------------------------ what is exported
@@ -173,12 +175,12 @@ def _fixed_frequencies(model: nn.Module, longest: int) -> Iterator[None]:
         for name, module in model.named_modules():
             kinds = getattr(module, "rope_type", None)
             by_layer = kinds if isinstance(kinds, dict) else {"": kinds}
-            named = {key: kind for key, kind in by_layer.items() if kind}
-            chosen = {key: kind for key, kind in named.items() if "dynamic" in kind or kind == "longrope"}
-            for key, kind in chosen.items():
-                asked = module.config.rope_parameters
-                asked = asked[key] if key else asked
-                limit = asked.get("original_max_position_embeddings") or module.original_max_seq_len
+            typed = {key: kind for key, kind in by_layer.items() if kind}
+            dynamic = {key: kind for key, kind in typed.items() if "dynamic" in kind or kind == "longrope"}
+            for key, kind in dynamic.items():
+                rope = module.config.rope_parameters
+                rope = rope[key] if key else rope
+                limit = rope.get("original_max_position_embeddings") or module.original_max_seq_len
                 if longest > limit:
                     raise ShardingError(
                         f"{name} of {type(model).__name__} ({kind}) changes its frequencies after {limit}"
@@ -188,8 +190,8 @@ def _fixed_frequencies(model: nn.Module, longest: int) -> Iterator[None]:
                 prefix = f"{key}_" if key else ""
                 original = getattr(module, f"{prefix}original_inv_freq")
                 stack.enter_context(mock.patch.dict(module._buffers, {f"{prefix}inv_freq": original}))
-            if chosen:
-                fixed = by_layer | dict.fromkeys(chosen, "default")
+            if dynamic:
+                fixed = by_layer | dict.fromkeys(dynamic, "default")
                 kind = fixed if isinstance(kinds, dict) else fixed[""]
                 stack.enter_context(mock.patch.object(module, "rope_type", kind))
         yield
@@ -213,7 +215,7 @@ class _Step(nn.Module):
         length = prompt.shape[1]
         sizes = [tokens, length] if self.config.is_encoder_decoder else [length + tokens]
         self.register_buffer("position", torch.zeros((), dtype=torch.long), persistent=False)
-        self.layers = [_layers(model, len(prompt), size) for size in sizes]
+        self.layers = [_make_layers(model, len(prompt), size) for size in sizes]
         for name, layer, key in self._buffers_of_layers():
             self.register_buffer(name, getattr(layer, key), persistent=False)
 
@@ -222,28 +224,28 @@ class _Step(nn.Module):
         begin = torch.zeros_like(self.position) if self.prefill else self.position.clone()
         for name, layer, key in self._buffers_of_layers():
             setattr(layer, key, getattr(self, name))
-        given: dict[str, Any] = {"input_ids": ids}
+        batch: dict[str, Any] = {"input_ids": ids}
         if self.config.is_encoder_decoder and self.prefill:
-            given["decoder_input_ids"] = ids = torch.full_like(ids[:, :1], self.config.decoder_start_token_id)
+            batch["decoder_input_ids"] = ids = torch.full_like(ids[:, :1], self.config.decoder_start_token_id)
         elif self.config.is_encoder_decoder:  # the encoder's output is in the cache: only its sizes are used
-            known = torch.zeros(*self.prompt_shape, self.config.hidden_size)
-            given = {"encoder_outputs": (known,), "decoder_input_ids": ids}
-        made = self.model(**given, past_key_values=self._cache(begin), use_cache=True)
+            encoded = torch.zeros(*self.prompt_shape, self.config.hidden_size)
+            batch = {"encoder_outputs": (encoded,), "decoder_input_ids": ids}
+        result = self.model(**batch, past_key_values=self._cache(begin), use_cache=True)
         self.position.copy_(begin + ids.shape[1])
-        return made.logits[:, -1]  # type: ignore[no-any-return]
+        return result.logits[:, -1]  # type: ignore[no-any-return]
 
     def _cache(self, begin: Tensor) -> Any:
         """Return the cache as the model's own class, with `begin` tokens in it."""
         from transformers.cache_utils import Cache, EncoderDecoderCache
 
-        every = [layer for layers in self.layers for layer in layers]
-        for layer in every:
+        all_layers = [layer for layers in self.layers for layer in layers]
+        for layer in all_layers:
             layer.cumulative_length = 0 if self.prefill else 1  # EncoderDecoderCache reads it as a number
         caches = [Cache(layers=layers) for layers in self.layers]
-        made = EncoderDecoderCache(*caches) if len(caches) > 1 else caches[0]
-        for layer in every:
+        cache = EncoderDecoderCache(*caches) if len(caches) > 1 else caches[0]
+        for layer in all_layers:
             layer.cumulative_length = begin.clone()
-        return made
+        return cache
 
     def _buffers_of_layers(self) -> list[tuple[str, Any, str]]:
         return [
@@ -254,24 +256,24 @@ class _Step(nn.Module):
         ]
 
 
-def _layers(model: Any, batch: int, capacity: int) -> list[Any]:
+def _make_layers(model: Any, batch: int, capacity: int) -> list[Any]:
     """Return a cache of `capacity` tokens for each layer of the model's decoder."""
     from transformers.cache_utils import StaticCache, StaticLayer
     from transformers.configuration_utils import get_head_shapes
 
     config = model.config.get_text_config(decoder=True)
-    asked = StaticCache(config=config, max_cache_len=capacity).layers
-    wrong = next((layer for layer in asked if not isinstance(layer, StaticLayer)), None)
-    if wrong is not None:
+    templates = StaticCache(config=config, max_cache_len=capacity).layers
+    misfit = next((layer for layer in templates if not isinstance(layer, StaticLayer)), None)
+    if misfit is not None:
         raise ShardingError(
-            f"a layer of {type(model).__name__} has the cache {type(wrong).__name__}; only attention's keys"
+            f"a layer of {type(model).__name__} has the cache {type(misfit).__name__}; only attention's keys"
             " and values can be cached by heads"
         )
-    heads, width = (x if isinstance(x, list) else [x] * len(asked) for x in get_head_shapes(config))
-    made = [StaticLayer(max_cache_len=capacity) for _ in asked]  # of all tokens: windows are masked
-    for layer, count, size in zip(made, heads, width, strict=True):
+    heads, width = (x if isinstance(x, list) else [x] * len(templates) for x in get_head_shapes(config))
+    layers = [StaticLayer(max_cache_len=capacity) for _ in templates]  # of all tokens: windows are masked
+    for layer, count, size in zip(layers, heads, width, strict=True):
         latent = getattr(config, "kv_lora_rank", None)  # from which every head makes its keys and values
         count, *sizes = (1, latent, config.qk_rope_head_dim) if latent else (count, size, size)
-        empty = [torch.empty(batch, count, 0, each, dtype=model.dtype, device=model.device) for each in sizes]
+        empty = [torch.empty(batch, count, 0, dim, dtype=model.dtype, device=model.device) for dim in sizes]
         layer.lazy_initialization(*empty)
-    return made
+    return layers

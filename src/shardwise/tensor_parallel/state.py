@@ -23,7 +23,7 @@ from torch.export.graph_signature import ConstantArgument, ExportGraphSignature
 
 from shardwise import _compat
 from shardwise.errors import ShardingError
-from shardwise.tensor_parallel.device import as_is, here_for
+from shardwise.tensor_parallel.device import storage_device, wrap_like
 from shardwise.tensor_parallel.nodes import is_impure
 from shardwise.tensor_parallel.partition import Partition
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split, local_shape
@@ -42,23 +42,23 @@ def fake_mode_of(program: ExportedProgram) -> Any:
     raise ShardingError("the exported program has no tensors, so there is nothing to cut")
 
 
-def tied(program: ExportedProgram) -> dict[str, str]:
+def tied_names(program: ExportedProgram) -> dict[str, str]:
     """Return the first name of the same tensor, for parameters and buffers that have an earlier name.
 
     Names that the graph contains come first: strict export drops others.
     """
-    first: dict[Any, str] = {}
-    found = {}
-    named = {**program.state_dict, **program.constants}
+    names: dict[Any, str] = {}
+    aliases = {}
+    tensors = {**program.state_dict, **program.constants}
     in_graph = {spec.target for spec in program.graph_signature.input_specs}
-    for name in sorted(named, key=lambda name: name not in in_graph):
-        tensor = named[name]
+    for name in sorted(tensors, key=lambda name: name not in in_graph):
+        tensor = tensors[name]
         if not isinstance(tensor, Tensor):
             continue
-        earlier = first.setdefault(_identity(tensor), name)
-        if earlier != name:
-            found[name] = earlier
-    return found
+        original = names.setdefault(_identity(tensor), name)
+        if original != name:
+            aliases[name] = original
+    return aliases
 
 
 def _identity(tensor: Tensor) -> Any:
@@ -72,23 +72,23 @@ def _identity(tensor: Tensor) -> Any:
 
 
 @torch.no_grad()
-def held(whole: Tensor, placement: Placement | None, rank: int) -> Tensor:
+def shard_of(whole: Tensor, placement: Placement | None, rank: int) -> Tensor:
     """Return the part of a whole parameter on `rank`: a copy of its intervals, or of all of it if replicated.
 
     For a tensor without memory (on meta, or fake), the part is on meta.
     """
     if whole.is_meta or _compat.is_fake(whole):
-        made = torch.empty(local_shape(placement, whole.shape, rank), dtype=whole.dtype, device="meta")
+        part = torch.empty(local_shape(placement, whole.shape, rank), dtype=whole.dtype, device="meta")
     elif isinstance(placement, Split):
-        made = torch.cat(
-            [whole.narrow(placement.dim, b, e - b) for b, e in intervals(placement, rank)], placement.dim
+        part = torch.cat(
+            [whole.narrow(placement.dim, b, e - b) for b, e in rank_intervals(placement, rank)], placement.dim
         )
     else:
-        made = whole.detach().clone()
-    return as_is(whole, made)
+        part = whole.detach().clone()
+    return wrap_like(whole, part)
 
 
-def intervals(placement: Split, rank: int) -> tuple[tuple[int, int], ...]:
+def rank_intervals(placement: Split, rank: int) -> tuple[tuple[int, int], ...]:
     """Return the intervals of the dim that `rank` holds; an empty one if it holds nothing."""
     return placement.ranges[rank] or ((0, 0),)
 
@@ -97,22 +97,22 @@ def _shards(
     program: ExportedProgram, partition: Partition, sharing: ExportedProgram | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return this rank's state dict and constants, under the whole program's names."""
-    names = set() if sharing is None else record_of(sharing)["parameters"].keys()
-    known = {} if sharing is None else {**sharing.state_dict, **sharing.constants}
+    shared_names = set() if sharing is None else record_of(sharing)["parameters"].keys()
+    shared = {} if sharing is None else {**sharing.state_dict, **sharing.constants}
     placements = {parameter.name: parameter.placement for parameter in partition.parameters.values()}
-    first = tied(program)
-    made: dict[str, Any] = {}
+    aliases = tied_names(program)
+    parts: dict[str, Any] = {}
     for name, whole in [*program.state_dict.items(), *program.constants.items()]:
-        if name in first:
+        if name in aliases:
             continue
-        if name in names:
-            made[name] = known[name]
+        if name in shared_names:
+            parts[name] = shared[name]
         elif isinstance(whole, Tensor):
-            made[name] = held(whole, placements.get(name), partition.rank)
+            parts[name] = shard_of(whole, placements.get(name), partition.rank)
         else:
-            made[name] = whole
-    made.update({name: made[other] for name, other in first.items()})
-    return {name: made[name] for name in program.state_dict}, {name: made[name] for name in program.constants}
+            parts[name] = whole
+    parts.update({name: parts[original] for name, original in aliases.items()})
+    return {name: parts[name] for name in program.state_dict}, {x: parts[x] for x in program.constants}
 
 
 # ------------------------------------------------------------ the program
@@ -148,30 +148,30 @@ def program_of(
         state_dict=state,
         range_constraints=dict(program.range_constraints),
         module_call_graph=list(program.module_call_graph),
-        example_inputs=_examples(program.example_inputs, here_for(device_type)),
+        example_inputs=_move_examples(program.example_inputs, storage_device(device_type)),
         constants=constants,
         verifiers=program.verifiers,
     )
 
 
-def _examples(value: Any, device: torch.device) -> Any:
+def _move_examples(value: Any, device: torch.device) -> Any:
     """Return example inputs, with fake ones on meta: `torch.export.load` would unpickle fakes as objects."""
     if isinstance(value, Tensor) and _compat.is_fake(value):
         return torch.empty([int(size) for size in value.shape], dtype=value.dtype, device="meta")
     if isinstance(value, Tensor):
         return value if value.is_meta else value.to(device)
     if isinstance(value, dict):
-        return {key: _examples(each, device) for key, each in value.items()}
+        return {key: _move_examples(item, device) for key, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_examples(each, device) for each in value)
+        return type(value)(_move_examples(item, device) for item in value)
     return value
 
 
 def _name_sources(graph: fx.Graph) -> None:
     """Attribute nodes that move a value to the module that made it."""
     for node in graph.nodes:
-        before = node.all_input_nodes if node.op == "call_function" else ()
-        for name, x in product(("nn_module_stack", "stack_trace"), before):
+        inputs = node.all_input_nodes if node.op == "call_function" else ()
+        for name, x in product(("nn_module_stack", "stack_trace"), inputs):
             if name in x.meta:
                 node.meta.setdefault(name, x.meta[name])
 
@@ -180,36 +180,36 @@ def _signature(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphS
     """Return the signature with outputs by the names of this graph's nodes, and the same inputs."""
     (output,) = graph.find_nodes(op="output")
     specs = [
-        replace(spec, arg=_argument(spec.arg, value))
+        replace(spec, arg=_output_argument(spec.arg, value))
         for spec, value in zip(signature.output_specs, output.args[0], strict=True)
     ]
     return ExportGraphSignature(input_specs=list(signature.input_specs), output_specs=specs)
 
 
-def _argument(known: Any, value: Any) -> Any:
+def _output_argument(argument: Any, value: Any) -> Any:
     """Return the description of an output that is `value`: a node, or a constant."""
     if isinstance(value, fx.Node):
-        return replace(known, name=value.name)
-    return known if isinstance(known, ConstantArgument) else ConstantArgument(name="", value=value)
+        return replace(argument, name=value.name)
+    return argument if isinstance(argument, ConstantArgument) else ConstantArgument(name="", value=value)
 
 
 # ------------------------------------------------------------ the record
 
 
 def _record(program: ExportedProgram, partition: Partition, plan: Plan, device_type: str) -> dict[str, Any]:
-    first = tied(program)
+    aliases = tied_names(program)
     by_name = {parameter.name: parameter for parameter in partition.parameters.values()}
-    dropped = [name for name, other in first.items() if name not in by_name and other in by_name]
+    dropped = [name for name, original in aliases.items() if name not in by_name and original in by_name]
     parameters = {}
     for name in (*by_name, *dropped):
-        parameter = by_name.get(name) or by_name[first[name]]
+        parameter = by_name.get(name) or by_name[aliases[name]]
         whole = parameter.node.meta["val"]
         parameters[name] = {
             "shape": [int(size) for size in whole.shape],
             "dtype": str(whole.dtype).removeprefix("torch."),
             "style": plan.styles.get(name),
             "placement": placement_to_json(parameter.placement),
-            "tied": first.get(name),
+            "tied": aliases.get(name),
         }
     return {
         "version": RECORD_VERSION,
@@ -217,7 +217,7 @@ def _record(program: ExportedProgram, partition: Partition, plan: Plan, device_t
         "world_size": partition.ranks,
         "group": partition.group,
         "device": device_type,
-        "strategies": plan.asked,
+        "strategies": plan.strategies,
         "parameters": parameters,
     }
 
@@ -226,14 +226,14 @@ def placement_to_json(placement: Placement | None) -> Any:
     """Return a placement as JSON: "replicate", or the dim and every rank's intervals."""
     if not isinstance(placement, Split):
         return "replicate"
-    return {"dim": placement.dim, "ranges": [[list(one) for one in held] for held in placement.ranges]}
+    return {"dim": placement.dim, "ranges": [[list(pair) for pair in part] for part in placement.ranges]}
 
 
-def placement_from_json(given: Any) -> Placement:
+def placement_from_json(data: Any) -> Placement:
     """Return the placement that `placement_to_json` wrote."""
-    if given == "replicate":
+    if data == "replicate":
         return REPLICATE
-    return Split(given["dim"], tuple(tuple((b, e) for b, e in held) for held in given["ranges"]))
+    return Split(data["dim"], tuple(tuple((b, e) for b, e in part) for part in data["ranges"]))
 
 
 def record_of(program: ExportedProgram) -> dict[str, Any]:
@@ -242,14 +242,14 @@ def record_of(program: ExportedProgram) -> dict[str, Any]:
     Raises:
         ShardingError: a program that the transformation did not make.
     """
-    found = (program.graph_module.meta.get("custom") or {}).get(RECORD)
-    if found is None:
+    record = (program.graph_module.meta.get("custom") or {}).get(RECORD)
+    if record is None:
         raise ShardingError(
             "the program is not one rank's part: tensor_parallel_transformation did not create it, or a"
             " later pass dropped graph_module.meta['custom']"
         )
-    if found["version"] != RECORD_VERSION:
+    if record["version"] != RECORD_VERSION:
         raise ShardingError(
-            f"expected version {RECORD_VERSION} of the program's record, found {found['version']}"
+            f"expected version {RECORD_VERSION} of the program's record, found {record['version']}"
         )
-    return dict(found)
+    return dict(record)

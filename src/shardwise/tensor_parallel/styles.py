@@ -41,8 +41,8 @@ class _Parallel:
         self.use_local_output = use_local_output
 
     def __repr__(self) -> str:
-        given = [f"{name}={value!r}" for name, value in vars(self).items() if value not in (None, True)]
-        return f"{type(self).__name__}({', '.join(given)})"
+        arguments = [f"{name}={value!r}" for name, value in vars(self).items() if value not in (None, True)]
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
 
 class ColwiseParallel(_Parallel):
@@ -95,13 +95,13 @@ class Plan:
         styles: "column" or "row", by parameter; those not named stay whole.
         inputs: layout of a module's one input, by the module's fully qualified name.
         outputs: layout of a module's outputs, likewise.
-        asked: every entry as text, in order.
+                strategies: every entry as text, in order.
     """
 
     styles: dict[str, str] = field(default_factory=dict)
     inputs: dict[str, Layout] = field(default_factory=dict)
     outputs: dict[str, Layout] = field(default_factory=dict)
-    asked: dict[str, str] = field(default_factory=dict)
+    strategies: dict[str, str] = field(default_factory=dict)
 
 
 _WORDS = {
@@ -138,54 +138,54 @@ def plan_of(
         ShardingError: a name that matches nothing, with the nearest names; an entry that is not a style;
             impossible layouts; a module to be cut that has no weight of two dims or more.
     """
-    plan = Plan(asked={asked: described(entry) for asked, entry in strategies.items()})
+    plan = Plan(strategies={key: describe(entry) for key, entry in strategies.items()})
     styles: _Claims = {}
-    moved: dict[str, _Claims] = {"inputs": {}, "outputs": {}}
-    for asked, entry in strategies.items():
+    layouts: dict[str, _Claims] = {"inputs": {}, "outputs": {}}
+    for key, entry in strategies.items():
         if _kind(entry).startswith("Prepare"):
-            for place, layout in _prepared(entry, asked).items():
-                for module in _matching_modules(asked, parameters, modules):
-                    moved[place].setdefault(module, []).append((asked, layout))
+            for place, layout in _prepared_layouts(entry, key).items():
+                for module in _match_modules(key, parameters, modules):
+                    layouts[place].setdefault(module, []).append((key, layout))
             continue
         by_tensor = callable(entry) and not inspect.isclass(entry) and not _kind(entry)
-        for name in _matching(asked, parameters):
-            found = entry(name, parameters[name]) if by_tensor else entry
-            if found is not None or not by_tensor:
-                style = style_of(found, asked=f"{asked} ({name})" if by_tensor else asked)
-                styles.setdefault(name, []).append((asked, style))
+        for name in _match_parameters(key, parameters):
+            request = entry(name, parameters[name]) if by_tensor else entry
+            if request is not None or not by_tensor:
+                style = style_of(request, key=f"{key} ({name})" if by_tensor else key)
+                styles.setdefault(name, []).append((key, style))
     for name, claims in styles.items():
-        asked, style = _decide(name, claims)
+        key, style = _decide(name, claims)
         if style.kind != REPLICATED:
             plan.styles[name] = style.kind
         if style.outputs is not None:
-            moved["outputs"].setdefault(name.rpartition(".")[0], []).append((asked, style.outputs))
+            layouts["outputs"].setdefault(name.rpartition(".")[0], []).append((key, style.outputs))
     plan.inputs, plan.outputs = (
-        {module: _decide(module, claims)[1] for module, claims in each.items()} for each in moved.values()
+        {module: _decide(module, claims)[1] for module, claims in side.items()} for side in layouts.values()
     )
     _check_dims(plan, parameters)
     return plan
 
 
-# by parameter or module: the entries that match it, and what each asks for
+# by parameter or module: the keys that match it, and the style or layout of each
 _Claims = dict[str, list[tuple[str, Any]]]
 
 
 def _decide(name: str, claims: list[tuple[str, Any]]) -> tuple[str, Any]:
-    """Return the entry that takes precedence for `name`, and what it asks for."""
+    """Return the entry that takes precedence for `name`, and its style or layout."""
     for names in ((name,), (name.rpartition(".")[0],), None):
-        fitting = [claim for claim in claims if names is None or claim[0] in names]
-        other = next((claim for claim in fitting if claim[1] != fitting[0][1]), None)
-        if other is not None:
+        matches = [claim for claim in claims if names is None or claim[0] in names]
+        rival = next((claim for claim in matches if claim[1] != matches[0][1]), None)
+        if rival is not None:
             raise ShardingError(
-                f"the strategies for {fitting[0][0]!r} and {other[0]!r} both match {name!r} but ask for"
-                f" different things ({fitting[0][1]}, {other[1]}); add an entry for {name!r} itself"
+                f"the strategies for {matches[0][0]!r} and {rival[0]!r} both match {name!r} but ask for"
+                f" different things ({matches[0][1]}, {rival[1]}); add an entry for {name!r} itself"
             )
-        if fitting:
-            return fitting[0]
+        if matches:
+            return matches[0]
     raise AssertionError(name)
 
 
-def described(entry: Any) -> str:
+def describe(entry: Any) -> str:
     """Return an entry of the strategies as text: its class, and layouts that are not the default."""
     if isinstance(entry, str):
         return entry
@@ -195,36 +195,34 @@ def described(entry: Any) -> str:
     return kind.__name__ if kind.__repr__ is object.__repr__ else repr(entry)  # no address: ranks must agree
 
 
-def style_of(entry: Any, *, asked: str) -> Style:
-    """Return the style that a class, an instance or a word stands for. `asked` is for messages."""
+def style_of(entry: Any, *, key: str) -> Style:
+    """Return the style that a class, an instance or a word stands for. `key` is for messages."""
     if isinstance(entry, str):
         if entry not in _WORDS:
             near = difflib.get_close_matches(entry, _WORDS, n=1) or [", ".join(_WORDS)]
             raise ShardingError(
-                f"the strategy for {asked!r} is {entry!r}, which is not a style; did you mean {near[0]}?"
+                f"the strategy for {key!r} is {entry!r}, which is not a style; did you mean {near[0]}?"
             )
         return _WORDS[entry]
     kind = _kind(entry)
-    given = None if inspect.isclass(entry) else entry
+    instance = None if inspect.isclass(entry) else entry
     if kind in ("ColwiseParallel", "RowwiseParallel"):
-        usual: Layout = -1 if kind == "ColwiseParallel" else REPLICATED
-        for layout in _several(getattr(given, "input_layouts", None)):
-            _layout(layout, asked=asked)
-        outputs = [
-            _layout(layout, asked=asked) for layout in _several(getattr(given, "output_layouts", None))
-        ]
+        default: Layout = -1 if kind == "ColwiseParallel" else REPLICATED
+        for layout in _several(getattr(instance, "input_layouts", None)):
+            _layout(layout, key=key)
+        outputs = [_layout(layout, key=key) for layout in _several(getattr(instance, "output_layouts", None))]
         if len(outputs) > 1:
-            raise ShardingError(f"the strategy for {asked!r} has {len(outputs)} output layouts; expected one")
-        wanted = outputs[0] if outputs and outputs[0] != usual else None
-        return Style("column" if kind == "ColwiseParallel" else "row", wanted)
+            raise ShardingError(f"the strategy for {key!r} has {len(outputs)} output layouts; expected one")
+        output = outputs[0] if outputs and outputs[0] != default else None
+        return Style("column" if kind == "ColwiseParallel" else "row", output)
     if kind == "SequenceParallel":
-        sharding = getattr(given, "sequence_sharding", None)
-        dim = sharding[0].dim if sharding else getattr(given, "sequence_dim", 1)
+        sharding = getattr(instance, "sequence_sharding", None)
+        dim = sharding[0].dim if sharding else getattr(instance, "sequence_dim", 1)
         return Style(REPLICATED, dim)
     if kind == "Replicate":
         return Style(REPLICATED)
     raise ShardingError(
-        f"the strategy for {asked!r} is {entry!r}; expected ColwiseParallel, RowwiseParallel,"
+        f"the strategy for {key!r} is {entry!r}; expected ColwiseParallel, RowwiseParallel,"
         f" SequenceParallel, Replicate, a function of (name, tensor), or one of {', '.join(_WORDS)}"
     )
 
@@ -237,29 +235,29 @@ def _kind(entry: Any) -> str:
     return next((kind.__name__ for kind in kinds if kind.__name__ in known), "")
 
 
-def _prepared(entry: Any, asked: str) -> dict[str, Layout]:
+def _prepared_layouts(entry: Any, key: str) -> dict[str, Layout]:
     """Return the layouts that a PrepareModule... wants for the module's "inputs", "outputs" or both."""
     if inspect.isclass(entry):
         raise ShardingError(
-            f"the strategy for {asked!r} is the class {entry.__name__}; pass an instance with its layouts"
+            f"the strategy for {key!r} is the class {entry.__name__}; pass an instance with its layouts"
         )
-    found = {}
+    prepared = {}
     sides = {"inputs": getattr(entry, "prepare_module_input", entry)}
     sides["outputs"] = getattr(entry, "prepare_module_output", entry)
     for place, side in sides.items():
-        one = place.removesuffix("s")
-        wanted = _several(getattr(side, f"desired_{one}_layouts", None))
-        wanted += (getattr(side, f"desired_{one}_kwarg_layouts", None) or {}).values()
-        layouts = {_layout(layout, asked=asked) for layout in wanted if layout is not None}
+        singular = place.removesuffix("s")
+        desired = _several(getattr(side, f"desired_{singular}_layouts", None))
+        desired += (getattr(side, f"desired_{singular}_kwarg_layouts", None) or {}).values()
+        layouts = {_layout(layout, key=key) for layout in desired if layout is not None}
         if not layouts:
             continue
-        if len(wanted) > 1 and layouts != {REPLICATED}:
+        if len(desired) > 1 and layouts != {REPLICATED}:
             raise ShardingError(
-                f"the strategy for {asked!r} has layouts for {len(wanted)} {place}, which an exported program"
+                f"the strategy for {key!r} has layouts for {len(desired)} {place}, which an exported program"
                 " does not tell apart; set output_layouts on the modules that produce them"
             )
-        found[place] = layouts.pop()
-    return found
+        prepared[place] = layouts.pop()
+    return prepared
 
 
 def _several(layouts: Any) -> list[Any]:
@@ -268,47 +266,47 @@ def _several(layouts: Any) -> list[Any]:
     return list(layouts) if isinstance(layouts, (tuple, list)) else [layouts]
 
 
-def _layout(layout: Any, *, asked: str) -> Layout:
+def _layout(layout: Any, *, key: str) -> Layout:
     if isinstance(layout, (dtensor.Replicate, own.Replicate, Replicate)):
         return REPLICATED
     if isinstance(layout, dtensor.Shard):
         return layout.dim
     raise ShardingError(
-        f"the strategy for {asked!r} has the layout {layout!r}; expected Replicate() or Shard(dim) from"
+        f"the strategy for {key!r} has the layout {layout!r}; expected Replicate() or Shard(dim) from"
         " torch.distributed.tensor"
     )
 
 
-def _matching(asked: str, names: Collection[str]) -> list[str]:
-    """Return the parameters that `asked` matches: by name, by their module's name, or as a pattern."""
-    matching = [name for name in names if _fits(asked, name) or _fits(asked, name.rpartition(".")[0])]
-    return matching or _no_match(asked, list(names))
+def _match_parameters(key: str, names: Collection[str]) -> list[str]:
+    """Return the parameters that `key` matches: by name, by their module's name, or as a pattern."""
+    matching = [name for name in names if _matches(key, name) or _matches(key, name.rpartition(".")[0])]
+    return matching or _raise_no_match(key, list(names))
 
 
-def _matching_modules(asked: str, names: Collection[str], modules: Iterable[str]) -> list[str]:
-    """Return the modules that `asked` matches, including those that only contain modules."""
+def _match_modules(key: str, names: Collection[str], modules: Iterable[str]) -> list[str]:
+    """Return the modules that `key` matches, including those that only contain modules."""
     split = [name.split(".") for name in names]
     within = (".".join(parts[:depth]) for parts in split for depth in range(len(parts)))
-    matching = [module for module in dict.fromkeys([*within, *modules]) if _fits(asked, module)]
-    return matching or _no_match(asked, list(names))
+    matching = [module for module in dict.fromkeys([*within, *modules]) if _matches(key, module)]
+    return matching or _raise_no_match(key, list(names))
 
 
-def _fits(asked: str, name: str) -> bool:
-    return name == asked or fnmatch.fnmatchcase(name, asked)
+def _matches(key: str, name: str) -> bool:
+    return name == key or fnmatch.fnmatchcase(name, key)
 
 
-def _no_match(asked: str, names: list[str]) -> list[str]:
-    within = [name for name in names if name.startswith(f"{asked}.")]
+def _raise_no_match(key: str, names: list[str]) -> list[str]:
+    within = [name for name in names if name.startswith(f"{key}.")]
     if within:
         children = list(dict.fromkeys(name.rpartition(".")[0] for name in within))
         raise ShardingError(
-            f"the strategy for {asked!r} names a module that has no parameters itself; name its submodules:"
-            f" {', '.join(children[:5])}{', ...' if len(children) > 5 else ''}, or {asked}.*"
+            f"the strategy for {key!r} names a module that has no parameters itself; name its submodules:"
+            f" {', '.join(children[:5])}{', ...' if len(children) > 5 else ''}, or {key}.*"
         )
     modules = list(dict.fromkeys([*(name.rpartition(".")[0] for name in names), *names]))
-    near = difflib.get_close_matches(asked, modules, n=3)
+    near = difflib.get_close_matches(key, modules, n=3)
     raise ShardingError(
-        f"the strategy for {asked!r} matches no parameter of the program"
+        f"the strategy for {key!r} matches no parameter of the program"
         + (f"; did you mean {', '.join(near)}?" if near else f"; it has {', '.join(names[:10]) or 'none'}")
     )
 

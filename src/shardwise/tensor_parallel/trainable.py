@@ -37,22 +37,22 @@ def trainable(program: ExportedProgram, mesh: DeviceMesh) -> fx.GraphModule:
             f"{here()}: expected a 1-D mesh, got dims {mesh.mesh_dim_names}; pass one, such as mesh['tp']"
         )
     record = record_of(program)
-    known = record["parameters"]
+    entries = record["parameters"]
     params = {name: x for name, x in program.state_dict.items() if isinstance(x, nn.Parameter)}
-    made: dict[Tensor, nn.Parameter] = {}  # names of one tensor share its parameter
+    dtensors: dict[Tensor, nn.Parameter] = {}  # names of one tensor share its parameter
     for name, param in params.items():
-        shape = torch.Size(known[name]["shape"]) if name in known else param.shape
-        placement = placement_from_json(known[name]["placement"]) if name in known else REPLICATE
-        how = _as_dtensor(placement, shape, name)
-        strides = torch.empty(shape, device="meta").stride()
-        whole = DTensor.from_local(param.detach(), mesh, [how], run_check=False, shape=shape, stride=strides)
-        made.setdefault(param, nn.Parameter(whole, param.requires_grad))
+        shape = torch.Size(entries[name]["shape"]) if name in entries else param.shape
+        placement = placement_from_json(entries[name]["placement"]) if name in entries else REPLICATE
+        shard = _dtensor_placement(placement, shape, name)
+        stride = torch.empty(shape, device="meta").stride()
+        whole = DTensor.from_local(param.detach(), mesh, [shard], run_check=False, shape=shape, stride=stride)
+        dtensors.setdefault(param, nn.Parameter(whole, param.requires_grad))
     bind(program, mesh.get_group())
     module = program.module()
     assert isinstance(module, fx.GraphModule)
     for name, param in params.items():
-        owner, _, own = name.rpartition(".")
-        module.get_submodule(owner).register_parameter(own, made[param])
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner).register_parameter(leaf, dtensors[param])
     for node in module.graph.find_nodes(op="get_attr"):
         if node.target in params:
             with module.graph.inserting_after(node):
@@ -62,15 +62,15 @@ def trainable(program: ExportedProgram, mesh: DeviceMesh) -> fx.GraphModule:
     return module
 
 
-def _as_dtensor(placement: Placement, shape: torch.Size, name: str) -> Shard | Replicate:
+def _dtensor_placement(placement: Placement, shape: torch.Size, name: str) -> Shard | Replicate:
     if not isinstance(placement, Split):
         return Replicate()
-    for rank, held in enumerate(placement.ranges):
+    for rank, part in enumerate(placement.ranges):
         box = EvenShard(placement.dim).box(shape, rank=rank, ranks=len(placement.ranges))
         chunk = box.offsets[placement.dim], box.ends[placement.dim]
-        if held != normal([chunk]):
+        if part != normal([chunk]):
             raise ShardingError(
-                f"{here()}: rank {rank} holds {list(held)} of dim {placement.dim} of {name}, {tuple(shape)},"
+                f"{here()}: rank {rank} holds {list(part)} of dim {placement.dim} of {name}, {tuple(shape)},"
                 f" where a DTensor holds {chunk}; use a number of ranks that divides widths and head counts,"
                 " and unfuse projections, or train the program's module without fully_shard"
             )

@@ -3,11 +3,11 @@
 Every value is one of two kinds, found in one pass over the program:
 
     whole   equal on every rank, and so is its gradient
-    own     computed from this rank's part of something: a cut parameter, a slice; so is its gradient
+        local   computed from this rank's part of something: a cut parameter, a slice; so is its gradient
 
-An operation with any own input gives own results. A whole value enters such operations through a single
+An operation with any local input gives local results. A whole value enters such operations through a single
 `replicated`, whatever uses it in whatever shape; so the gradients of query, key and value projections are
-added locally before they are summed over ranks. Collectives make own values whole. So backward has as many
+added locally before they are summed over ranks. Collectives make local values whole. So backward has as many
 all-reduces as forward, at the opposite ends.
 
 A program writes to its buffers at its end, before backward. Backward may need the values read from them, such
@@ -75,26 +75,26 @@ def _returns_gradients(signature: ExportGraphSignature) -> bool:
 class _Pass:
     def __init__(self, p: Partition, signature: ExportGraphSignature) -> None:
         self.p = p
-        self.own: set[fx.Node] = set()
-        self.flows: set[fx.Node] = set()  # gradients may go through these
-        self.shared: dict[fx.Node, fx.Node] = {}  # whole values, as own operations take them
-        self.given: dict[fx.Node, Placement] = {
+        self.local: set[fx.Node] = set()
+        self.grads: set[fx.Node] = set()  # gradients may go through these
+        self.copies: dict[fx.Node, fx.Node] = {}  # whole values, as local operations take them
+        self.placements: dict[fx.Node, Placement] = {
             value.node: value.placement
             for value in p.values.values()
             if isinstance(value.node, fx.Node) and not isinstance(value.placement, tuple)
         }
         self.cut = {
-            p.values[parameter.node].node: at
+            p.values[parameter.node].node: cut
             for parameter in p.parameters.values()
-            if isinstance(at := parameter.placement, Split)
-            and set(at.ranges) != {((0, p.shape(parameter.node)[at.dim]),)}  # some rank lacks some of it
+            if isinstance(cut := parameter.placement, Split)
+            and set(cut.ranges) != {((0, p.shape(parameter.node)[cut.dim]),)}  # some rank lacks some of it
         }
         self.buffers = {
             spec.arg.name: spec.target
             for spec in signature.input_specs
             if spec.kind not in (InputKind.PARAMETER, InputKind.USER_INPUT)
         }
-        self.written = {
+        self.mutated = {
             spec.target for spec in signature.output_specs if spec.kind == OutputKind.BUFFER_MUTATION
         }
 
@@ -102,106 +102,106 @@ class _Pass:
         nodes = list(self.p.graph.nodes)
         inputs = [node for node in nodes if node.op == "placeholder"]
         for node in inputs:
-            self._input(node, nodes[len(inputs)])
+            self._mark_input(node, nodes[len(inputs)])
         for node in nodes[len(inputs) :]:
             if node.op == "call_function":
-                self._call(node)
+                self._mark_call(node)
         for node in inputs:
-            if self.buffers.get(node.name) in self.written and self._is_saved(node):
+            if self.buffers.get(node.name) in self.mutated and self._is_saved(node):
                 # the program writes to it at its end, before backward: its readers get a copy
-                self._after(node, nodes[len(inputs)], ops.unwritten.default)
+                self._apply(node, nodes[len(inputs)], ops.unwritten.default)
 
     def is_cut(self, node: fx.Node) -> bool:
-        """Return whether `node` gives an own value, whatever its inputs are."""
-        return node in self.cut or node.meta.get("own", False) or self.given.get(node, REPLICATE) != REPLICATE
+        """Return whether `node` gives a local value, whatever its inputs are."""
+        return node in self.cut or node.meta.get("local") or self.placements.get(node, REPLICATE) != REPLICATE
 
-    def _input(self, node: fx.Node, first: fx.Node) -> None:
+    def _mark_input(self, node: fx.Node, first: fx.Node) -> None:
         if _has_gradient(node) and node.name not in self.buffers:
-            self.flows.add(node)
-        at = self.cut.get(node)
-        if at is None:
+            self.grads.add(node)
+        cut = self.cut.get(node)
+        if cut is None:
             return
-        self.own.add(node)
-        if at.disjoint or node not in self.flows:
+        self.local.add(node)
+        if cut.disjoint or node not in self.grads:
             return
-        pieces, total = _repeated(at, self.p.rank)
-        self.own.add(self._after(node, first, ops.repeated.default, at.dim, pieces, total, self.p.group))
+        pieces, total = _shared_pieces(cut, self.p.rank)
+        self.local.add(self._apply(node, first, ops.repeated.default, cut.dim, pieces, total, self.p.group))
 
-    def _call(self, node: fx.Node) -> None:
-        inputs = [x for x in node.all_input_nodes if _is_value(x)]
-        flows = [x for x in inputs if x in self.flows]
-        if flows and _has_gradient(node) and node.target is not aten.detach.default:
-            self.flows.add(node)
+    def _mark_call(self, node: fx.Node) -> None:
+        inputs = [x for x in node.all_input_nodes if _has_tensor(x)]
+        grads = [x for x in inputs if x in self.grads]
+        if grads and _has_gradient(node) and node.target is not aten.detach.default:
+            self.grads.add(node)
         if is_wait(node):
-            return self._result(node)
-        if not (self.is_cut(node) or any(x in self.own for x in inputs)) or not _is_value(node):
+            return self._wrap_collective(node)
+        if not (self.is_cut(node) or any(x in self.local for x in inputs)) or not _has_tensor(node):
             return None
-        self.own.add(node)
-        for x in flows:
-            if x not in self.own:
-                node.replace_input_with(x, self._replicated(x, node))
-        if self.given.get(node) == REPLICATE and node in self.flows:
-            self._after(node, node.next, ops.once.default, self.p.rank)
+        self.local.add(node)
+        for x in grads:
+            if x not in self.local:
+                node.replace_input_with(x, self._replicate(x, node))
+        if self.placements.get(node) == REPLICATE and node in self.grads:
+            self._apply(node, node.next, ops.once.default, self.p.rank)
         return None
 
-    def _replicated(self, x: fx.Node, user: fx.Node) -> fx.Node:
-        """Return the whole value `x` for own operations, of which `user` is the first."""
-        if x in self.shared:
-            return self.shared[x]
+    def _replicate(self, x: fx.Node, user: fx.Node) -> fx.Node:
+        """Return the whole value `x` for local operations, of which `user` is the first."""
+        if x in self.copies:
+            return self.copies[x]
         source: Any = x.args[0] if _compat.is_operator(x.target) and op_of(x) in _VIEWS else None
-        if source in self.flows:
-            here = self._replicated(source, user)
+        if source in self.grads:
+            base = self._replicate(source, user)
             with self.p.graph.inserting_before(user):
-                made = self.p.graph.node_copy(x, lambda old: here if old is source else old)
+                result = self.p.graph.node_copy(x, lambda old: base if old is source else old)
         else:
             with self.p.graph.inserting_before(user):
-                made = self.p.emit(ops.replicated.default, x, self.p.group)
-        self._note(made, x)
-        self.shared[x] = made
-        return made
+                result = self.p.emit(ops.replicated.default, x, self.p.group)
+        self._mark_differentiable(result, x)
+        self.copies[x] = result
+        return result
 
-    def _result(self, waited: fx.Node) -> None:
+    def _wrap_collective(self, wait: fx.Node) -> None:
         """Replace the result of a collective."""
-        p, made = self.p, waited
-        started: Any = waited.args[0]
-        x, name = started.args[0], op_of(started)
-        if x in self.flows:
-            term = x if x in self.own else self._replicated(x, started)
-            with p.graph.inserting_before(started):
-                apart = p.emit(aten.detach.default, term)
-            started.replace_input_with(term, apart)
-            started.replace_input_with(x, apart)
+        p, result = self.p, wait
+        work: Any = wait.args[0]
+        x, name = work.args[0], op_of(work)
+        if x in self.grads:
+            term = x if x in self.local else self._replicate(x, work)
+            with p.graph.inserting_before(work):
+                detached = p.emit(aten.detach.default, term)
+            work.replace_input_with(term, detached)
+            work.replace_input_with(x, detached)
             op, rest = {
                 "all_reduce": (ops.summed.default, ()),
                 "all_gather_into_tensor": (ops.gathered.default, (p.rank,)),
                 "reduce_scatter_tensor": (ops.scattered.default, (p.ranks, p.group)),
             }[name]
-            made = self._after(waited, waited.next, op, *rest, first=term)
+            result = self._apply(wait, wait.next, op, *rest, term=term)
         if name == "reduce_scatter_tensor":
-            self.own.add(made)
+            self.local.add(result)
 
-    def _after(
-        self, node: fx.Node, before: fx.Node, op: Any, *rest: Any, first: fx.Node | None = None
+    def _apply(
+        self, node: fx.Node, successor: fx.Node, op: Any, *rest: Any, term: fx.Node | None = None
     ) -> fx.Node:
         """Apply `op` to `node`, and make all users of `node` use the result."""
         users = list(node.users)
-        with self.p.graph.inserting_before(before):
-            made = self.p.emit(op, *(x for x in (first, node) if x is not None), *rest)
-        self._note(made, node)
+        with self.p.graph.inserting_before(successor):
+            result = self.p.emit(op, *(x for x in (term, node) if x is not None), *rest)
+        self._mark_differentiable(result, node)
         for user in users:
-            user.replace_input_with(node, made)
-        return made
+            user.replace_input_with(node, result)
+        return result
 
     def _is_saved(self, buffer: fx.Node) -> bool:
         """Return whether backward may need the value that an operation read from `buffer` or a view of it."""
-        return any(user in self.flows or (is_view(user) and self._is_saved(user)) for user in buffer.users)
+        return any(user in self.grads or (is_view(user) and self._is_saved(user)) for user in buffer.users)
 
-    def _note(self, made: fx.Node, node: fx.Node) -> None:
-        self.flows.add(made)
-        name_source(made, node)
+    def _mark_differentiable(self, result: fx.Node, node: fx.Node) -> None:
+        self.grads.add(result)
+        name_source(result, node)
 
 
-def _is_value(node: Any) -> bool:
+def _has_tensor(node: Any) -> bool:
     """Return whether `node` gives a tensor, or several."""
     return any(isinstance(value, Tensor) for value in several(node.meta.get("val")))
 
@@ -212,13 +212,13 @@ def _has_gradient(node: Any) -> bool:
     return any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
 
 
-def _repeated(at: Split, rank: int) -> tuple[list[int], int]:
+def _shared_pieces(cut: Split, rank: int) -> tuple[list[int], int]:
     """Return `pieces` and `total` of `operators.repeated` for the elements that several ranks have."""
     pieces: list[int] = []
     total = 0
-    for begin, end, holders in at.holders():
+    for begin, end, holders in cut.holders():
         if len(holders) > 1:
             if rank in holders:
-                pieces += (at.on_rank(rank, begin), end - begin, total)
+                pieces += (cut.on_rank(rank, begin), end - begin, total)
             total += end - begin
     return pieces, total

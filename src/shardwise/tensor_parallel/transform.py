@@ -20,12 +20,12 @@ from torch.export.graph_signature import ExportGraphSignature
 from shardwise.errors import ShardingError, here
 from shardwise.tensor_parallel import device, state
 from shardwise.tensor_parallel import training as gradients
-from shardwise.tensor_parallel.auto import best
+from shardwise.tensor_parallel.auto import best_plan
 from shardwise.tensor_parallel.exploring import explore
 from shardwise.tensor_parallel.nodes import calls_of, is_tensor, line_of, modules_of, name_of, nbytes
 from shardwise.tensor_parallel.partition import Partition, Value, aten
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split, even
-from shardwise.tensor_parallel.program import Whole, at_first_use, build, output, outputs, read
+from shardwise.tensor_parallel.program import Whole, build_node, output, outputs, read_program, resolve_style
 from shardwise.tensor_parallel.styles import REPLICATED, Layout, Plan, plan_of
 
 OFFLINE_GROUP = "shardwise_tensor_parallel"
@@ -78,36 +78,36 @@ def tensor_parallel_transformation(
     _check_ranks(rank, world_size)
     _check_device(device_type)
     _check_strategies(parallel_strategies)
-    whole = read(exported_program)
+    whole = read_program(exported_program)
     if isinstance(parallel_strategies, str):
-        parallel_strategies = best(explore(whole, world_size)).strategies
+        parallel_strategies = best_plan(explore(whole, world_size)).strategies
     modules = dict.fromkeys(name for node in whole.graph.nodes for name in modules_of(node))
-    tensors = {name: node.meta["val"] for name, node in whole.named.items()}
+    tensors = {name: node.meta["val"] for name, node in whole.by_name.items()}
     plan = plan_of(parallel_strategies, tensors, modules=modules)
     partition = whole.partition(rank, world_size, group=group_name or _default_group(world_size))
-    _give_styles(partition, plan, whole)
+    _set_styles(partition, plan, whole)
     if sharing is not None:
-        _place_as(partition, sharing)
-    _build_all(partition, plan, whole, strict=strict)
-    asked: dict[fx.Node, str | None] = {}
-    for name, node in whole.named.items():
-        asked[node] = asked.get(node) or plan.styles.get(name)
-    unasked = [_described(partition, *x) for x in partition.gathers if not _is_asked(*x, asked)]
-    _report(partition, whole, asked, unasked, strict=strict)
+        _copy_placements(partition, sharing)
+    _build_nodes(partition, plan, whole, strict=strict)
+    styles: dict[fx.Node, str | None] = {}
+    for name, node in whole.by_name.items():
+        styles[node] = styles.get(node) or plan.styles.get(name)
+    gathers = [_describe_gather(partition, *x) for x in partition.gathers if not _is_styled(*x, styles)]
+    _report(partition, whole, styles, gathers, strict=strict)
     signature = whole.program.graph_signature
     if training:
         gradients.differentiable(partition, signature)
     elif any(isinstance(x, nn.Parameter) and x.requires_grad for x in whole.program.state_dict.values()):
         gradients.untrainable(partition, signature)
-    made = state.program_of(
-        whole.program, partition, plan=plan, device_type=device_type, gathers=unasked, sharing=sharing
+    result = state.program_of(
+        whole.program, partition, plan=plan, device_type=device_type, gathers=gathers, sharing=sharing
     )
-    device.move_program(made, device_type)
-    return made
+    device.move_program(result, device_type)
+    return result
 
 
 def _check_ranks(rank: Any, world_size: Any) -> None:
-    if not all(isinstance(each, int) and not isinstance(each, bool) for each in (rank, world_size)):
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in (rank, world_size)):
         raise ShardingError(f"rank and world_size must be ints, got {rank!r} and {world_size!r}")
     if not 0 <= rank < world_size:
         raise ShardingError(f"expected 0 <= rank < world_size, got rank {rank} and world_size {world_size}")
@@ -116,10 +116,10 @@ def _check_ranks(rank: Any, world_size: Any) -> None:
 def _check_device(device_type: Any) -> None:
     """Reject a device type that torch does not know; this machine need not have the device."""
     try:
-        known = isinstance(device_type, str) and torch.device(device_type) is not None
+        valid = isinstance(device_type, str) and torch.device(device_type) is not None
     except RuntimeError:
-        known = False
-    if not known:
+        valid = False
+    if not valid:
         raise ShardingError(f"torch does not know device_type {device_type!r}; expected 'cpu', 'cuda', ...")
 
 
@@ -129,10 +129,10 @@ def _check_strategies(strategies: Any) -> None:
             "expected strategies as a mapping from names of modules or parameters to styles, or 'auto', got"
             f" {type(strategies).__name__} {strategies!r}"
         )
-    wrong = [] if strategies == "auto" else [name for name in strategies if not isinstance(name, str)]
-    if wrong:
+    keys = [] if strategies == "auto" else [name for name in strategies if not isinstance(name, str)]
+    if keys:
         raise ShardingError(
-            f"the strategies have the key {wrong[0]!r}; expected fully qualified names of modules or"
+            f"the strategies have the key {keys[0]!r}; expected fully qualified names of modules or"
             " parameters, or patterns that match them"
         )
 
@@ -149,23 +149,23 @@ def _default_group(world_size: int) -> str:
     return dist.group.WORLD.group_name
 
 
-def _give_styles(p: Partition, plan: Plan, whole: Whole) -> None:
+def _set_styles(p: Partition, plan: Plan, whole: Whole) -> None:
     """Set each parameter's style, named as its first use cuts it ("column" or "row")."""
-    given: dict[fx.Node, tuple[int | None, str]] = {}
-    for name, node in whole.named.items():
-        style, first = plan.styles.get(name), whole.aliases.get(node, node)
-        if style is None or p.parameters[node].name in whole.written:
+    cuts: dict[fx.Node, tuple[int | None, str]] = {}
+    for name, node in whole.by_name.items():
+        style, original = plan.styles.get(name), whole.aliases.get(node, node)
+        if style is None or p.parameters[node].name in whole.mutated:
             continue
-        dim, p.parameters[first].style = at_first_use(first, style, name.rpartition(".")[0])
-        other, by = given.setdefault(first, (dim, name))
-        if other != dim:
+        dim, p.parameters[original].style = resolve_style(original, style, name.rpartition(".")[0])
+        other_dim, other_name = cuts.setdefault(original, (dim, name))
+        if other_dim != dim:
             raise ShardingError(
-                f"{by} and {name} are one tensor, but their styles cut it along dim {other} and along dim"
-                f" {dim}; give only one of them a style, or both styles that cut the same dim"
+                f"{other_name} and {name} are one tensor, but their styles cut it along dim {other_dim}"
+                f" and along dim {dim}; give only one of them a style, or both styles that cut the same dim"
             )
 
 
-def _place_as(p: Partition, sharing: ExportedProgram) -> None:
+def _copy_placements(p: Partition, sharing: ExportedProgram) -> None:
     """Place parameters and buffers as another program does."""
     record = state.record_of(sharing)
     if (record["rank"], record["world_size"]) != (p.rank, p.ranks):
@@ -174,45 +174,45 @@ def _place_as(p: Partition, sharing: ExportedProgram) -> None:
             f" rank {p.rank} of {p.ranks}"
         )
     for parameter in p.parameters.values():
-        known = record["parameters"].get(parameter.name)
-        if known is not None and known["shape"] != list(parameter.node.meta["val"].shape):
+        entry = record["parameters"].get(parameter.name)
+        if entry is not None and entry["shape"] != list(parameter.node.meta["val"].shape):
             raise ShardingError(
-                f"{parameter.name} has shape {known['shape']} in `sharing`, but"
+                f"{parameter.name} has shape {entry['shape']} in `sharing`, but"
                 f" {list(parameter.node.meta['val'].shape)} here; share with a program of the same model"
             )
-        if known is not None:
-            parameter.placement = state.placement_from_json(known["placement"])
+        if entry is not None:
+            parameter.placement = state.placement_from_json(entry["placement"])
 
 
-def _build_all(p: Partition, plan: Plan, whole: Whole, *, strict: bool) -> None:
+def _build_nodes(p: Partition, plan: Plan, whole: Whole, *, strict: bool) -> None:
     """Build every node in order, and move values to the layouts that the plan gives."""
-    moved = enter(plan, whole.graph, whole.program.graph_signature) | leave(plan, whole.graph)
+    moves = insert_inputs(plan, whole.graph, whole.program.graph_signature) | find_outputs(plan, whole.graph)
     for node in whole.graph.nodes:
         if node.op == "output":
-            p.graph.output(tuple(output(p, *each) for each in outputs(whole, node)))
+            p.graph.output(tuple(output(p, *pair) for pair in outputs(whole, node)))
             continue
         p.building = node
-        build(p, node, strict=strict)
+        build_node(p, node, strict=strict)
         p.building = None
-        if node in moved:
-            move(p, node, *moved[node])
-    for alias, first in whole.aliases.items():  # an alias has no uses; it shares the other's shard
-        p.parameters[alias].placement = p.parameters[first].placement
-        p.values[alias].node.meta["val"] = p.values[first].node.meta["val"]
+        if node in moves:
+            move_value(p, node, *moves[node])
+    for alias, original in whole.aliases.items():  # an alias has no uses; it has the original's shard
+        p.parameters[alias].placement = p.parameters[original].placement
+        p.values[alias].node.meta["val"] = p.values[original].node.meta["val"]
 
 
 # ------------------------------------------------------------ warnings
 
 
-def _is_asked(value: fx.Node, user: fx.Node, asked: Mapping[fx.Node, str | None]) -> bool:
+def _is_styled(value: fx.Node, user: fx.Node, styles: Mapping[fx.Node, str | None]) -> bool:
     """Return whether a style asks for the gather: a weight's style places the input of its operation."""
     inputs = user.all_input_nodes
-    weights = [*inputs, *(x.args[0] for x in inputs if x not in asked and x.args)]
-    styled = any(asked.get(x) is not None for x in weights if isinstance(x, fx.Node))
-    return styled and value not in asked
+    weights = [*inputs, *(x.args[0] for x in inputs if x not in styles and x.args)]
+    styled = any(styles.get(x) is not None for x in weights if isinstance(x, fx.Node))
+    return styled and value not in styles
 
 
-def _described(p: Partition, value: fx.Node, user: fx.Node) -> dict[str, Any]:
+def _describe_gather(p: Partition, value: fx.Node, user: fx.Node) -> dict[str, Any]:
     """Return a gather that nothing asked for, as the program's record has it."""
     return {
         "op": name_of(user),
@@ -227,29 +227,29 @@ def _described(p: Partition, value: fx.Node, user: fx.Node) -> dict[str, Any]:
 def _report(
     p: Partition,
     whole: Whole,
-    asked: Mapping[fx.Node, str | None],
-    unasked: list[dict[str, Any]],
+    styles: Mapping[fx.Node, str | None],
+    gathers: list[dict[str, Any]],
     *,
     strict: bool,
 ) -> None:
     """Warn of what the user may not have intended; if `strict`, raise."""
-    if strict and unasked:
+    if strict and gathers:
         raise ShardingError(
             "{op} ({node}, of module {module!r}, {source}) needs the whole of {value}, which is cut: it would"
             " gather {bytes} bytes that no style asks for; set output_layouts=Replicate() on the module that"
-            " produces it, use another style, or pass strict=False".format(**unasked[0])
+            " produces it, use another style, or pass strict=False".format(**gathers[0])
         )
     texts, uncut = p.warnings, []
     for node, x in p.parameters.items():
-        shape, at = tuple(node.meta["val"].shape), x.placement
-        if asked.get(node) is not None and len(shape) >= 2 and not isinstance(at, Split):
-            why = "nothing uses it" if at is None else "its first use cannot work on a part of it"
-            why = "the program writes to it" if x.name in whole.written else why
+        shape, placement = tuple(node.meta["val"].shape), x.placement
+        if styles.get(node) is not None and len(shape) >= 2 and not isinstance(placement, Split):
+            reason = "nothing uses it" if placement is None else "its first use cannot work on a part of it"
+            reason = "the program writes to it" if x.name in whole.mutated else reason
             uncut.append(
-                f"{x.name} of shape {shape} has the style {asked[node]!r} but stays whole on every rank:"
-                f" {why}"
+                f"{x.name} of shape {shape} has the style {styles[node]!r} but stays whole on every rank:"
+                f" {reason}"
             )
-        empty = [r for r in range(p.ranks) if isinstance(at, Split) and not at.size(r)]
+        empty = [r for r in range(p.ranks) if isinstance(placement, Split) and not placement.size(r)]
         if strict and empty:
             raise ShardingError(
                 f"rank {empty[0]} of {p.ranks} would hold no part of {x.name} of shape {shape}; use fewer"
@@ -267,40 +267,40 @@ def _report(
 Moves = dict[fx.Node, tuple[str, Layout]]
 
 
-def enter(plan: Plan, graph: fx.Graph, signature: ExportGraphSignature) -> Moves:
+def insert_inputs(plan: Plan, graph: fx.Graph, signature: ExportGraphSignature) -> Moves:
     """Insert a node for the input before each call of a module that moves it; return the nodes' layouts."""
     moves: Moves = {}
     for module, layout in plan.inputs.items():
-        for own in _calls(graph, module, "input"):
+        for nodes in _nodes_by_call(graph, module, "input"):
             if layout == REPLICATED:  # users that need it whole gather it themselves
                 continue
-            entering = dict.fromkeys(x for node in own for x in node.all_input_nodes if x not in own)
-            made = [x for x in entering if x.op == "call_function" or x.target in signature.user_inputs]
-            given = [x for x in made if is_tensor(x) and x.meta["val"].is_floating_point()]
-            if len(given) != 1:
+            inputs = dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in nodes)
+            values = [x for x in inputs if x.op == "call_function" or x.target in signature.user_inputs]
+            tensors = [x for x in values if is_tensor(x) and x.meta["val"].is_floating_point()]
+            if len(tensors) != 1:
                 raise ShardingError(
-                    f"cannot move the input of {module}: it takes {len(given)} tensors"
-                    f" ({', '.join(x.name for x in given[:5])}); set output_layouts where they are produced"
+                    f"cannot move the input of {module}: it takes {len(tensors)} tensors"
+                    f" ({', '.join(x.name for x in tensors[:5])}); set output_layouts where they are produced"
                 )
-            with graph.inserting_before(own[0]):
-                moved = graph.call_function(aten.alias.default, (given[0],))
-            moved.meta = {**own[0].meta, "val": given[0].meta["val"]}
-            for node in own:
-                node.replace_input_with(given[0], moved)
-            moves[moved] = (module, layout)
+            with graph.inserting_before(nodes[0]):
+                alias = graph.call_function(aten.alias.default, (tensors[0],))
+            alias.meta = {**nodes[0].meta, "val": tensors[0].meta["val"]}
+            for node in nodes:
+                node.replace_input_with(tensors[0], alias)
+            moves[alias] = (module, layout)
     return moves
 
 
-def leave(plan: Plan, graph: fx.Graph) -> Moves:
+def find_outputs(plan: Plan, graph: fx.Graph) -> Moves:
     """Return the last operation of each call of a module that moves its outputs: module and layout."""
     return {
-        [node for node in own if is_tensor(node)][-1]: (module, layout)
+        [node for node in nodes if is_tensor(node)][-1]: (module, layout)
         for module, layout in plan.outputs.items()
-        for own in _calls(graph, module, "outputs")
+        for nodes in _nodes_by_call(graph, module, "outputs")
     }
 
 
-def _calls(graph: fx.Graph, module: str, what: str) -> list[list[fx.Node]]:
+def _nodes_by_call(graph: fx.Graph, module: str, side: str) -> list[list[fx.Node]]:
     """Return the operations of each call of `module`, whose input or outputs are to be moved."""
     calls: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -309,16 +309,16 @@ def _calls(graph: fx.Graph, module: str, what: str) -> list[list[fx.Node]]:
                 calls.setdefault(call, []).append(node)
     if not calls:
         raise ShardingError(
-            f"cannot move the {what} of {module}: no operation of the program belongs to it (it was not"
+            f"cannot move the {side} of {module}: no operation of the program belongs to it (it was not"
             " called, or a pass dropped nn_module_stack); remove its layouts"
         )
     return list(calls.values())
 
 
-def move(p: Partition, node: fx.Node, module: str, layout: Layout) -> None:
+def move_value(p: Partition, node: fx.Node, module: str, layout: Layout) -> None:
     """Move the value of `node` to the layout that the style of `module` gives."""
-    at = p.placement(node)
-    wanted: Placement = REPLICATE
+    placement = p.placement(node)
+    target: Placement = REPLICATE
     if layout != REPLICATED:
         sizes, dim = p.shape(node), int(layout)
         if not -len(sizes) <= dim < len(sizes):
@@ -326,12 +326,12 @@ def move(p: Partition, node: fx.Node, module: str, layout: Layout) -> None:
                 f"cannot move the tensor at {module} to Shard({dim}): it has {len(sizes)} dims"
             )
         dim %= len(sizes)
-        if isinstance(at, Split) and at.dim == dim:
+        if isinstance(placement, Split) and placement.dim == dim:
             return
         if not isinstance(sizes[dim], int):
             raise ShardingError(
                 f"cannot move the tensor at {module} to Shard({dim}): the size of that dim is not known"
                 " before the program runs; export it as static, or remove the layout"
             )
-        wanted = Split(dim, even(sizes[dim], p.ranks))
-    p.values[node] = Value(p.take(node, wanted), wanted)
+        target = Split(dim, even(sizes[dim], p.ranks))
+    p.values[node] = Value(p.take(node, target), target)

@@ -12,7 +12,7 @@ from shardwise.graph.nodes import arguments_of
 from shardwise.tensor_parallel.nodes import args_of, is_tensor
 from shardwise.tensor_parallel.partition import Partition, aten
 from shardwise.tensor_parallel.placement import Split
-from shardwise.tensor_parallel.rules.pointwise import dropped
+from shardwise.tensor_parallel.rules.pointwise import apply_dropout
 from shardwise.tensor_parallel.rules.registry import aten_rule
 
 
@@ -32,7 +32,7 @@ def attention(p: Partition, node: fx.Node) -> None:
         return p.repeat(node)
     heads, key_heads = p.hints(q)[-3], p.hints(k)[-3]
     if heads != key_heads and cut.dim == batch - 1:
-        return _grouped(p, node, group=heads // key_heads)
+        return _attend_groups(p, node, group=heads // key_heads)
     return _emit(p, node, cut, p.take(k, cut), p.take(v, cut))
 
 
@@ -41,16 +41,16 @@ def _dropout(node: fx.Node) -> float:
     return float(arguments_of(node).get("dropout_p", 0.0))
 
 
-def _emit(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node, **changed: Any) -> None:
+def _emit(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node, **overrides: Any) -> None:
     if _dropout(node):
         return p.keep(node, _with_dropout(p, node, cut, k, v), cut)
     q, _, _, *rest = node.args
     others = [mask_for(p, x, cut, q) for x in rest]
-    kwargs = {name: mask_for(p, x, cut, q) for name, x in node.kwargs.items()} | changed
-    here = p.take(q, cut)
+    kwargs = {name: mask_for(p, x, cut, q) for name, x in node.kwargs.items()} | overrides
+    local = p.take(q, cut)
     if p.rank in without_heads(p, cut, len(p.shape(args_of(node)[0])) - 3):
-        return p.keep(node, p.run(_of_no_heads, here, k, v), cut)
-    return p.keep(node, p.emit(node.target, here, k, v, *others, **kwargs), cut)
+        return p.keep(node, p.run(_of_no_heads, local, k, v), cut)
+    return p.keep(node, p.emit(node.target, local, k, v, *others, **kwargs), cut)
 
 
 def without_heads(p: Partition, cut: Split, dim: int) -> list[int]:
@@ -68,27 +68,27 @@ def _of_no_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _with_dropout(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node) -> fx.Node:
     """Compute attention as products and softmax: a kernel would draw the dropout of local heads only."""
-    q, keys, _, mask, share, is_causal, scale, *_ = arguments_of(node).values()
+    q, keys, _, mask, rate, is_causal, scale, *_ = arguments_of(node).values()
     scale = scale or 1 / math.sqrt(p.hints(q)[-1])
-    here = p.take(q, cut)
-    heads, key_heads = (each.meta["val"].shape[-3] for each in (here, k))
+    local = p.take(q, cut)
+    heads, key_heads = (x.meta["val"].shape[-3] for x in (local, k))
     if heads != key_heads:
-        k, v = (p.emit(aten.repeat_interleave.self_int, each, heads // key_heads, -3) for each in (k, v))
+        k, v = (p.emit(aten.repeat_interleave.self_int, x, heads // key_heads, -3) for x in (k, v))
 
-    def weights(scores: Tensor, mask: Tensor | None) -> Tensor:
+    def softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
         scores = scores * scale
         mask = torch.ones_like(scores, dtype=torch.bool).tril() if is_causal else mask
         if mask is not None and mask.dtype == torch.bool:
             scores = scores.masked_fill(mask.logical_not(), float("-inf"))
         elif mask is not None:
             scores = scores + mask
-        found: Tensor = aten._safe_softmax(scores, -1)
-        return found
+        weights: Tensor = aten._safe_softmax(scores, -1)
+        return weights
 
-    scores = p.emit(aten.matmul.default, here, p.emit(aten.transpose.int, k, -2, -1))
-    found = p.run(weights, scores, mask_for(p, mask, cut, q) if is_tensor(mask) else None)
-    found, _ = dropped(p, found, cut, [*p.shape(q)[:-1], p.shape(keys)[-2]], share)
-    return p.emit(aten.matmul.default, found, v)
+    scores = p.emit(aten.matmul.default, local, p.emit(aten.transpose.int, k, -2, -1))
+    weights = p.run(softmax, scores, mask_for(p, mask, cut, q) if is_tensor(mask) else None)
+    weights, _ = apply_dropout(p, weights, cut, [*p.shape(q)[:-1], p.shape(keys)[-2]], rate)
+    return p.emit(aten.matmul.default, weights, v)
 
 
 def mask_for(p: Partition, x: Any, cut: Split, q: Any) -> Any:
@@ -96,29 +96,29 @@ def mask_for(p: Partition, x: Any, cut: Split, q: Any) -> Any:
     return p.take(x, p.aligned(x, cut, p.shape(q))) if is_tensor(x) else p.take(x)
 
 
-def _grouped(p: Partition, node: fx.Node, *, group: int) -> None:
+def _attend_groups(p: Partition, node: fx.Node, *, group: int) -> None:
     """Cut attention with fewer key than query heads: each rank has the key heads that its queries use."""
     q, k, v = args_of(node)[:3]
-    at, dim = p.placement(q), len(p.shape(q)) - 3
-    if not isinstance(at, Split) or at.dim != dim:
-        at = p.evenly(q, dim)
-    needed, whole_groups = key_heads(p, at, group=group, count=p.hints(k)[dim])
-    alone = all(needed.size(rank) == 1 for rank in range(p.ranks))
-    if whole_groups or alone:
-        return _emit(p, node, at, p.take(k, needed), p.take(v, needed))
-    keys, values = (for_queries(p, x, needed, at, group=group) for x in (k, v))
-    changed = {"enable_gqa": False} if node.target is aten.scaled_dot_product_attention.default else {}
-    return _emit(p, node, at, keys, values, **changed)
+    cut, dim = p.placement(q), len(p.shape(q)) - 3
+    if not isinstance(cut, Split) or cut.dim != dim:
+        cut = p.evenly(q, dim)
+    key_cut, whole_groups = key_heads(p, cut, group=group, count=p.hints(k)[dim])
+    single = all(key_cut.size(rank) == 1 for rank in range(p.ranks))
+    if whole_groups or single:
+        return _emit(p, node, cut, p.take(k, key_cut), p.take(v, key_cut))
+    keys, values = (repeat_heads(p, x, key_cut, cut, group=group) for x in (k, v))
+    overrides = {"enable_gqa": False} if node.target is aten.scaled_dot_product_attention.default else {}
+    return _emit(p, node, cut, keys, values, **overrides)
 
 
-def key_heads(p: Partition, at: Split, *, group: int, count: int) -> tuple[Split, bool]:
-    """Return the key heads that queries cut by `at` use, and whether each rank has all their query heads."""
-    needed = at.each(lambda begin, end: (begin // group, -(-end // group))).within(0, count)
-    whole = needed.scaled(group).ranges == at.ranges and all(at.size(rank) for rank in range(p.ranks))
-    return needed, whole
+def key_heads(p: Partition, cut: Split, *, group: int, count: int) -> tuple[Split, bool]:
+    """Return the key heads that queries cut by `cut` use, and whether each rank has all their query heads."""
+    key_cut = cut.each(lambda begin, end: (begin // group, -(-end // group))).within(0, count)
+    whole = key_cut.scaled(group).ranges == cut.ranges and all(cut.size(rank) for rank in range(p.ranks))
+    return key_cut, whole
 
 
-def for_queries(p: Partition, x: Any, needed: Split, at: Split, *, group: int) -> fx.Node:
+def repeat_heads(p: Partition, x: Any, key_cut: Split, cut: Split, *, group: int) -> fx.Node:
     """Return keys or values repeated for each query head of this rank."""
-    repeated = p.emit(aten.repeat_interleave.self_int, p.take(x, needed), group, at.dim)
-    return p.inside(repeated, needed.scaled(group), at)
+    repeated = p.emit(aten.repeat_interleave.self_int, p.take(x, key_cut), group, cut.dim)
+    return p.inside(repeated, key_cut.scaled(group), cut)

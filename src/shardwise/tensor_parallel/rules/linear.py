@@ -36,19 +36,19 @@ def addmm(p: Partition, node: fx.Node) -> None:
 def product(p: Partition, node: fx.Node) -> None:
     """Multiply parameters or activations: cut along a batch dim (heads), rows, columns or summed dim."""
     a, b = args_of(node)
-    at = expert_cut(p, b) if b in p.parameters else None
-    if at is not None:
-        inner = None if at.dim == 2 else at.on(2)
-        return p.locally(node, {b: at} | ({a: inner} if inner else {}), at if inner is None else PARTIAL)
+    cut = expert_cut(p, b) if b in p.parameters else None
+    if cut is not None:
+        inner = None if cut.dim == 2 else cut.on(2)
+        return p.locally(node, {b: cut} | ({a: inner} if inner else {}), cut if inner is None else PARTIAL)
     styled = b in p.parameters and p.parameters[b].style is not None and len(p.shape(b)) == 2
     if styled or (b in p.parameters and op_of(node) == "mm"):
         return _product(p, node, a, b, None, out_dim=1)
     last, rows = len(p.shape(a)) - 1, len(p.shape(b)) - 2
-    at_a, at_b = p.placement(a), p.placement(b)
-    if rows >= 0 and isinstance(at_b, Split) and at_b.dim == rows:
-        same_cut = isinstance(at_a, Split) and at_a.dim == last and at_a.on(0) == at_b.on(0)
-        if same_cut or (at_a == REPLICATE and _is_weight(p, b)):
-            once = at_b.once()
+    cut_a, cut_b = p.placement(a), p.placement(b)
+    if rows >= 0 and isinstance(cut_b, Split) and cut_b.dim == rows:
+        same_cut = isinstance(cut_a, Split) and cut_a.dim == last and cut_a.on(0) == cut_b.on(0)
+        if same_cut or (cut_a == REPLICATE and _is_weight(p, b)):
+            once = cut_b.once()
             return p.locally(node, {a: once.on(last), b: once}, PARTIAL)
     return p.follow(node, _factors(p, node, a, b))
 
@@ -57,32 +57,32 @@ def _product(p: Partition, node: fx.Node, x: Any, weight: Any, bias: Any, *, out
     """Compute x @ weight + bias; the weight is a parameter with a style, or any value."""
     parameter, in_dim = p.parameters.get(weight), 1 - out_dim
     style = None if parameter is None else parameter.style
-    known = p.placement(weight) if parameter is None else parameter.placement
-    if isinstance(known, Split):
-        style = "column" if known.dim == out_dim else "row"
+    prior = p.placement(weight) if parameter is None else parameter.placement
+    if isinstance(prior, Split):
+        style = "column" if prior.dim == out_dim else "row"
     last = len(p.shape(x)) - 1
-    at = p.placement(x)
+    cut = p.placement(x)
 
     def call(x: Any, weight: Any, bias: Any) -> fx.Node:
         if out_dim == 0:
             return p.emit(aten.linear.default, x, weight, bias)
-        made = p.emit(aten.mm.default if last == 1 else aten.matmul.default, x, weight)
-        return made if bias is None else p.emit(aten.add.Tensor, made, bias)
+        result = p.emit(aten.mm.default if last == 1 else aten.matmul.default, x, weight)
+        return result if bias is None else p.emit(aten.add.Tensor, result, bias)
 
     if style == "column":
-        cut = known
-        if not isinstance(cut, Split):
-            cut = Split(out_dim, column_ranges(p, node, p.hints(weight)[out_dim], dim=last))
-        local_bias = None if bias is None else p.take(bias, cut.on(0))
-        return p.keep(node, call(p.take(x), p.take(weight, cut), local_bias), cut.on(last))
-    if style == "row" or (isinstance(at, Split) and at.dim == last and p.placement(weight) != REPLICATE):
-        cut = known if isinstance(known, Split) and known.disjoint else p.evenly(weight, in_dim)
-        if isinstance(at, Split) and at.dim == last and at.disjoint and not isinstance(known, Split):
-            cut = at.on(in_dim)
-        made = call(p.take(x, cut.on(last)), p.take(weight, cut), None)
+        w_cut = prior
+        if not isinstance(w_cut, Split):
+            w_cut = Split(out_dim, column_ranges(p, node, p.hints(weight)[out_dim], dim=last))
+        local_bias = None if bias is None else p.take(bias, w_cut.on(0))
+        return p.keep(node, call(p.take(x), p.take(weight, w_cut), local_bias), w_cut.on(last))
+    if style == "row" or (isinstance(cut, Split) and cut.dim == last and p.placement(weight) != REPLICATE):
+        w_cut = prior if isinstance(prior, Split) and prior.disjoint else p.evenly(weight, in_dim)
+        if isinstance(cut, Split) and cut.dim == last and cut.disjoint and not isinstance(prior, Split):
+            w_cut = cut.on(in_dim)
+        result = call(p.take(x, w_cut.on(last)), p.take(weight, w_cut), None)
         if bias is None:
-            return p.keep(node, made, PARTIAL)
-        return p.keep(node, p.emit(aten.add.Tensor, p.all_reduce(made), p.take(bias)), REPLICATE)
+            return p.keep(node, result, PARTIAL)
+        return p.keep(node, p.emit(aten.add.Tensor, p.all_reduce(result), p.take(bias)), REPLICATE)
     return p.follow(node, {x: [*range(last), None]})
 
 
@@ -90,12 +90,12 @@ def _product(p: Partition, node: fx.Node, x: Any, weight: Any, bias: Any, *, out
 def grouped(p: Partition, node: fx.Node) -> None:
     """Multiply rows of x by the matrix [in, out] of their expert; every rank has a part of each expert."""
     x, weight = args_of(node)[:2]
-    at = expert_cut(p, weight) or p.placement(weight)
-    if not isinstance(at, Split) or len(p.shape(weight)) != 3 or at.dim == 0:
+    cut = expert_cut(p, weight) or p.placement(weight)
+    if not isinstance(cut, Split) or len(p.shape(weight)) != 3 or cut.dim == 0:
         return p.repeat(node)
-    if at.dim == 2:
-        return p.locally(node, {weight: at}, at.on(1))
-    return p.locally(node, {x: at.on(1), weight: at}, PARTIAL)
+    if cut.dim == 2:
+        return p.locally(node, {weight: cut}, cut.on(1))
+    return p.locally(node, {x: cut.on(1), weight: cut}, PARTIAL)
 
 
 def expert_cut(p: Partition, weight: Any) -> Split | None:
@@ -108,9 +108,9 @@ def expert_cut(p: Partition, weight: Any) -> Split | None:
         return None
     if parameter.style == "column":
         return Split(2, column_ranges(p, user, p.hints(weight)[2], dim=len(p.shape(user)) - 1))
-    at = p.placement(user.args[0])
-    terms = isinstance(at, Split) and at.dim == len(p.shape(user)) - 1 and at.disjoint
-    return at.on(1) if isinstance(at, Split) and terms else p.evenly(weight, 1)
+    placement = p.placement(user.args[0])
+    terms = isinstance(placement, Split) and placement.dim == len(p.shape(user)) - 1 and placement.disjoint
+    return placement.on(1) if isinstance(placement, Split) and terms else p.evenly(weight, 1)
 
 
 @by_dims("baddbmm")

@@ -34,20 +34,20 @@ _PADS = ("constant_pad_nd", "pad")  # the padding has two numbers for each
 def along(p: Partition, node: fx.Node) -> Dims:
     """Cut operations along some dims, which must be whole."""
     args, op = args_of(node), op_of(node)
-    ndim, given = len(p.shape(args[0])), arguments_of(node)
+    ndim, arguments = len(p.shape(args[0])), arguments_of(node)
     if op in _NAMED:
-        whole = _dims(given.get("dim", given.get("dims")), ndim)
+        whole = _dims(arguments.get("dim", arguments.get("dims")), ndim)
     else:
         count = _LAST.get(op) or len(args[1]) // (2 if op in _PADS else 1)
         whole = set(range(ndim - count, ndim))
     return {args[0]: [None if d in whole else d for d in range(ndim)]}
 
 
-def _dims(given: Any, ndim: int) -> set[int]:
+def _dims(argument: Any, ndim: int) -> set[int]:
     """Return the dims that an argument names; all dims if it names none, or the value has none."""
-    if given is None or given == [] or not ndim:
+    if argument is None or argument == [] or not ndim:
         return set(range(ndim))
-    return {int(d) % ndim for d in (given if isinstance(given, (list, tuple)) else [given])}
+    return {int(d) % ndim for d in (argument if isinstance(argument, (list, tuple)) else [argument])}
 
 
 @aten_rule(
@@ -58,17 +58,17 @@ def _dims(given: Any, ndim: int) -> set[int]:
 def reduce(p: Partition, node: fx.Node) -> None:
     """Reduce over some dims or all. A sum or mean over the cut dim gives a term of the whole one."""
     x, *rest = args_of(node)
-    op, at, ndim = op_of(node), p.cut_of(x), len(p.shape(x))
+    op, cut, ndim = op_of(node), p.cut_of(x), len(p.shape(x))
     if op in ("max", "min") and rest and is_tensor(rest[0]):
         return p.repeat(node)
     if p.may_stay_partial(x) and op == "sum":
         return p.locally(node, {x: PARTIAL}, PARTIAL)
-    given = arguments_of(node)
-    dims, keep = _dims(given.get("dim"), ndim), given.get("keepdim", False)
+    arguments = arguments_of(node)
+    dims, keep = _dims(arguments.get("dim"), ndim), arguments.get("keepdim", False)
     counts = [p.shape(x)[d] for d in dims]
-    known = op == "sum" or (op == "mean" and all(isinstance(size, int) for size in counts))
-    if at is None or at.dim not in dims or not known or not at.disjoint:
-        gone = [0 if keep else sum(other < d for other in dims) for d in range(ndim)]
-        return p.follow(node, {x: [None if d in dims else d - gone[d] for d in range(ndim)]})
-    made = p.emit(aten.sum.dim_IntList, p.take(x, at), sorted(dims), keep, dtype=node.meta["val"].dtype)
-    return p.keep(node, p.emit(aten.div.Tensor, made, math.prod(counts)) if op == "mean" else made, PARTIAL)
+    is_linear = op == "sum" or (op == "mean" and all(isinstance(size, int) for size in counts))
+    if cut is None or cut.dim not in dims or not is_linear or not cut.disjoint:
+        dropped = [0 if keep else sum(e < d for e in dims) for d in range(ndim)]
+        return p.follow(node, {x: [None if d in dims else d - dropped[d] for d in range(ndim)]})
+    total = p.emit(aten.sum.dim_IntList, p.take(x, cut), sorted(dims), keep, dtype=node.meta["val"].dtype)
+    return p.keep(node, p.emit(aten.div.Tensor, total, math.prod(counts)) if op == "mean" else total, PARTIAL)

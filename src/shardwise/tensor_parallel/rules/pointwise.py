@@ -60,8 +60,8 @@ def _keeps_terms(p: Partition, node: fx.Node, inputs: list[fx.Node]) -> bool:
     if op in ("add", "sub"):
         return len(partial) == len(inputs) == 2
     if op == "mul" and len(partial) == 1 and len(inputs) == 2 and node.args[0] is not node.args[1]:
-        (other,) = (x for x in inputs if x is not partial[0])
-        return p.placement(other) == REPLICATE
+        (factor,) = (x for x in inputs if x is not partial[0])
+        return p.placement(factor) == REPLICATE
     if node.kwargs:  # such as a rounding mode
         return False
     scalar = op in ("mul", "div") and len(inputs) == 1
@@ -70,48 +70,48 @@ def _keeps_terms(p: Partition, node: fx.Node, inputs: list[fx.Node]) -> bool:
 
 @aten_rule("dropout", "native_dropout")
 def dropout(p: Partition, node: fx.Node) -> None:
-    x, share, train = args_of(node)
-    at = p.cut_of(x)
-    if train is False or (node.target is aten.dropout.default and share in (0, 1)):  # draws nothing
+    x, rate, train = args_of(node)
+    cut = p.cut_of(x)
+    if train is False or (node.target is aten.dropout.default and rate in (0, 1)):  # draws nothing
         return pointwise(p, node)
-    if at is None:
+    if cut is None:
         return p.repeat(node)
-    made, mask = dropped(p, p.take(x, at), at, p.shape(x), share)
-    return p.keep(node, made if node.target is aten.dropout.default else (made, mask), at)
+    result, mask = apply_dropout(p, p.take(x, cut), cut, p.shape(x), rate)
+    return p.keep(node, result if node.target is aten.dropout.default else (result, mask), cut)
 
 
 @aten_rule("rand_like", "randn_like", "randint_like", "bernoulli.p")
-def like(p: Partition, node: fx.Node) -> None:
+def random_like(p: Partition, node: fx.Node) -> None:
     """Draw random values in the shape of the input."""
     x = args_of(node)[0]
-    at = p.cut_of(x)
-    if at is None:
+    cut = p.cut_of(x)
+    if cut is None:
         return p.repeat(node)
     op: Any = node.target
     rest, kwargs = args_of(node)[1:], node.kwargs
-    made = _drawn(p, p.take(x, at), at, p.shape(x), lambda whole: op(whole, *rest, **kwargs))
-    return p.keep(node, made, at)
+    result = _draw(p, p.take(x, cut), cut, p.shape(x), lambda whole: op(whole, *rest, **kwargs))
+    return p.keep(node, result, cut)
 
 
-def dropped(
-    p: Partition, here: fx.Node, at: Split, sizes: Sequence[Any], share: float
+def apply_dropout(
+    p: Partition, local: fx.Node, cut: Split, sizes: Sequence[Any], rate: float
 ) -> tuple[fx.Node, fx.Node]:
-    """Return this rank's part of a value of `sizes` after dropout of `share`, and its part of the mask."""
-    mask = _drawn(p, here, at, sizes, lambda whole: whole.bernoulli(1 - share), of=torch.bool)
-    made = p.emit(aten.mul.Tensor, here, mask)
-    return p.emit(aten.mul.Tensor, made, 0.0 if share == 1 else 1 / (1 - share)), mask
+    """Return this rank's part of a value of `sizes` after dropout of `rate`, and its part of the mask."""
+    mask = _draw(p, local, cut, sizes, lambda whole: whole.bernoulli(1 - rate), dtype=torch.bool)
+    result = p.emit(aten.mul.Tensor, local, mask)
+    return p.emit(aten.mul.Tensor, result, 0.0 if rate == 1 else 1 / (1 - rate)), mask
 
 
-def _drawn(
+def _draw(
     p: Partition,
-    here: fx.Node,
-    at: Split,
+    local: fx.Node,
+    cut: Split,
     sizes: Sequence[Any],
     draw: Callable[[Tensor], Tensor],
     *,
-    of: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
 ) -> fx.Node:
-    """Return this rank's part of what `draw` returns for a value of whole `sizes`; `here` is its part."""
-    known = [n if isinstance(n, int) else p.emit(aten.sym_size.int, here, dim) for dim, n in enumerate(sizes)]
-    whole = p.emit(aten.new_empty.default, here, known, dtype=of)
-    return p.cut(p.run(draw, whole), at)
+    """Return this rank's part of what `draw` returns for a value of whole `sizes`; `local` is its part."""
+    shape = [n if isinstance(n, int) else p.emit(aten.sym_size.int, local, d) for d, n in enumerate(sizes)]
+    whole = p.emit(aten.new_empty.default, local, shape, dtype=dtype)
+    return p.cut(p.run(draw, whole), cut)

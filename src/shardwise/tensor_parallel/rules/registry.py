@@ -51,7 +51,7 @@ def by_dims(*names: str, terms: bool = False) -> Callable[[DimRule], DimRule]:
 
     def register(function: DimRule) -> DimRule:
         @aten_rule(*names)
-        def known(p: Partition, node: fx.Node) -> None:
+        def dim_rule(p: Partition, node: fx.Node) -> None:
             x = node.all_input_nodes[0]
             if terms and p.may_stay_partial(x):
                 return p.locally(node, {x: PARTIAL}, PARTIAL)
@@ -65,7 +65,7 @@ def by_dims(*names: str, terms: bool = False) -> Callable[[DimRule], DimRule]:
 def find(node: fx.Node) -> Rule | None:
     """Return the rule for `node`, if there is one."""
     name = name_of(node)
-    known = RULES.get(name) or RULES.get(name.partition(".")[0])
-    if known is None and _compat.schema(node.target) is None:
+    registered = RULES.get(name) or RULES.get(name.partition(".")[0])
+    if registered is None and _compat.schema(node.target) is None:
         return Partition.repeat  # arithmetic on sizes, or a call of an inner graph
-    return known
+    return registered

@@ -16,66 +16,66 @@ from shardwise.tensor_parallel.rules.registry import Dims, aten_rule, by_dims
 @aten_rule("convolution", "conv1d", "conv2d", "conv3d")
 def convolution(p: Partition, node: fx.Node) -> None:
     """Cut a convolution. Column: channels out; row: channels in, terms of a sum; groups by themselves."""
-    given = arguments_of(node)
-    x, weight, bias, *more, groups = given.values()
-    transposed = given.get("transposed", False)
+    arguments = arguments_of(node)
+    x, weight, bias, *args, groups = arguments.values()
+    transposed = arguments.get("transposed", False)
     style = p.parameters[weight].style if weight in p.parameters else None
     channel = len(p.shape(x)) - len(p.shape(weight)) + 1
-    at = p.cut_of(x)
-    at = at if at is not None and at.dim == channel and at.disjoint else None
+    x_cut = p.cut_of(x)
+    x_cut = x_cut if x_cut is not None and x_cut.dim == channel and x_cut.disjoint else None
     if groups != 1:
-        return p.repeat(node) if transposed else _by_groups(p, node, at, groups, channel, style)
+        return p.repeat(node) if transposed else _by_groups(p, node, x_cut, groups, channel, style)
     out_dim, in_dim = (1, 0) if transposed else (0, 1)
     if style == "column":
         cut = p.evenly(weight, out_dim)
-        local = None if bias is None else _at_least_one(p, p.take(bias, cut.on(0)), 0)
-        here = _at_least_one(p, p.take(weight, cut), out_dim)
-        made = p.emit(node.target, p.take(x), here, local, *more, groups)
+        local = None if bias is None else _pad_channels(p, p.take(bias, cut.on(0)), 0)
+        kernel = _pad_channels(p, p.take(weight, cut), out_dim)
+        result = p.emit(node.target, p.take(x), kernel, local, *args, groups)
         if cut.size(p.rank) == 0:
-            made = p.emit(aten.slice.Tensor, made, channel, 0, 0)
-        return p.keep(node, made, cut.on(channel))
+            result = p.emit(aten.slice.Tensor, result, channel, 0, 0)
+        return p.keep(node, result, cut.on(channel))
     if style == "row":
-        cut = (at or p.evenly(x, channel)).on(in_dim)
-        part = _at_least_one(p, p.take(x, cut.on(channel)), channel)
-        here = _at_least_one(p, p.take(weight, cut), in_dim)
-        made = p.emit(node.target, part, here, None, *more, groups)
+        cut = (x_cut or p.evenly(x, channel)).on(in_dim)
+        part = _pad_channels(p, p.take(x, cut.on(channel)), channel)
+        kernel = _pad_channels(p, p.take(weight, cut), in_dim)
+        result = p.emit(node.target, part, kernel, None, *args, groups)
         if bias is None:
-            return p.keep(node, made, PARTIAL)
+            return p.keep(node, result, PARTIAL)
         spread = p.emit(aten.reshape.default, p.take(bias), [-1] + [1] * (len(p.shape(weight)) - 2))
-        return p.keep(node, p.emit(aten.add.Tensor, p.all_reduce(made), spread), REPLICATE)
+        return p.keep(node, p.emit(aten.add.Tensor, p.all_reduce(result), spread), REPLICATE)
     return p.repeat(node)
 
 
-def _at_least_one(p: Partition, here: fx.Node, dim: int) -> fx.Node:
+def _pad_channels(p: Partition, x: fx.Node, dim: int) -> fx.Node:
     """Pad an input without channels to one channel of zeros, as torch needs at least one."""
-    if here.meta["val"].shape[dim]:
-        return here
-    padding = [0] * (2 * here.meta["val"].ndim)
+    if x.meta["val"].shape[dim]:
+        return x
+    padding = [0] * (2 * x.meta["val"].ndim)
     padding[-2 * dim - 1] = 1
-    return p.emit(aten.constant_pad_nd.default, here, padding, 0)
+    return p.emit(aten.constant_pad_nd.default, x, padding, 0)
 
 
 def _by_groups(
-    p: Partition, node: fx.Node, at: Split | None, groups: Any, channel: int, style: str | None
+    p: Partition, node: fx.Node, x_cut: Split | None, groups: Any, channel: int, style: str | None
 ) -> None:
     """Cut into whole groups of channels on each rank."""
-    x, weight, bias, *more, _ = arguments_of(node).values()
+    x, weight, bias, *args, _ = arguments_of(node).values()
     width = p.shape(x)[channel] // groups
-    if at is None and style == "column":
-        at = Split(channel, even(groups, p.ranks)).scaled(width)
-    by_group = None if at is None else _groups_of(p, at, width)
-    if at is None or by_group is None:
+    if x_cut is None and style == "column":
+        x_cut = Split(channel, even(groups, p.ranks)).scaled(width)
+    by_group = None if x_cut is None else _groups_of(p, x_cut, width)
+    if x_cut is None or by_group is None:
         return p.repeat(node)
     cut = by_group.scaled(p.shape(weight)[0] // groups).on(0)
     local = None if bias is None else p.take(bias, cut)
-    made = p.emit(node.target, p.take(x, at), p.take(weight, cut), local, *more, by_group.size(p.rank))
-    return p.keep(node, made, cut.on(channel))
+    result = p.emit(node.target, p.take(x, x_cut), p.take(weight, cut), local, *args, by_group.size(p.rank))
+    return p.keep(node, result, cut.on(channel))
 
 
-def _groups_of(p: Partition, at: Split, width: int) -> Split | None:
+def _groups_of(p: Partition, cut: Split, width: int) -> Split | None:
     """Return the cut of groups of `width` channels; None if a rank has no channels or part of a group."""
-    some = all(at.size(rank) for rank in range(p.ranks))  # torch divides by their number
-    return at.divided(width) if some else None
+    nonempty = all(cut.size(rank) for rank in range(p.ranks))  # torch divides by their number
+    return cut.divided(width) if nonempty else None
 
 
 @aten_rule(
@@ -89,15 +89,15 @@ def _groups_of(p: Partition, at: Split, width: int) -> Split | None:
 def batch_norm(p: Partition, node: fx.Node) -> None:
     """Normalise each channel by itself."""
     x, *rest = args_of(node)
-    at = p.cut_of(x)
-    if at is None or at.dim != 1 or _groups_of(p, at, 1) is None:
+    cut = p.cut_of(x)
+    if cut is None or cut.dim != 1 or _groups_of(p, cut, 1) is None:
         return p.repeat(node)
-    inputs = {each: at.on(0) for each in rest if is_tensor(each)} | {x: at}
+    inputs = {arg: cut.on(0) for arg in rest if is_tensor(arg)} | {x: cut}
     value, channels = node.meta["val"], p.shape(x)[1]
     if not isinstance(value, (tuple, list)):
-        return p.locally(node, inputs, at)
-    others = [at.on(0) if list(one.shape) == [channels] else REPLICATE for one in value[1:]]
-    return p.locally(node, inputs, (at, *others))
+        return p.locally(node, inputs, cut)
+    statistics = [cut.on(0) if list(stat.shape) == [channels] else REPLICATE for stat in value[1:]]
+    return p.locally(node, inputs, (cut, *statistics))
 
 
 @aten_rule("group_norm", "native_group_norm")
@@ -105,17 +105,17 @@ def group_norm(p: Partition, node: fx.Node) -> None:
     """Normalise each group of channels by itself, if ranks have whole groups."""
     native = op_of(node) == "native_group_norm"
     x, *rest = args_of(node)
-    at, place = p.cut_of(x), 5 if native else 0
+    cut, place = p.cut_of(x), 5 if native else 0
     width = p.shape(x)[1] // rest[place]
-    by_group = _groups_of(p, at, width) if at is not None and at.dim == 1 else None
-    if at is None or by_group is None:
+    by_group = _groups_of(p, cut, width) if cut is not None and cut.dim == 1 else None
+    if cut is None or by_group is None:
         return p.repeat(node)
-    local = [p.take(arg, at.on(0)) if is_tensor(arg) else p.take(arg) for arg in rest]
-    local[place] = by_group.size(p.rank)
+    args = [p.take(arg, cut.on(0)) if is_tensor(arg) else p.take(arg) for arg in rest]
+    args[place] = by_group.size(p.rank)
     if native:
-        local[3] = at.size(p.rank)
-    here = p.emit(aten.contiguous.default, p.take(x, at))
-    return p.keep(node, p.emit(node.target, here, *local), (at, by_group, by_group) if native else at)
+        args[3] = cut.size(p.rank)
+    local = p.emit(aten.contiguous.default, p.take(x, cut))
+    return p.keep(node, p.emit(node.target, local, *args), (cut, by_group, by_group) if native else cut)
 
 
 @by_dims("prelu", "_prelu_kernel")
@@ -125,4 +125,4 @@ def prelu(p: Partition, node: fx.Node) -> Dims:
     dims = range(len(p.shape(x)))
     if len(p.shape(weight)) == len(dims):
         return {x: dims, weight: p.spread(weight, p.shape(x))}
-    return {x: dims, weight: [1 if each != 1 else None for each in p.hints(weight)]}
+    return {x: dims, weight: [1 if size != 1 else None for size in p.hints(weight)]}

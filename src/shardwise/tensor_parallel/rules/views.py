@@ -24,85 +24,85 @@ def view(p: Partition, node: fx.Node) -> None:
     x = args_of(node)[0]
     if str(node.target).endswith("view.dtype"):
         return p.repeat(node)
-    at = p.stays(x)
-    found = regroup(at, p.shape(x), p.shape(node)) if isinstance(at, Split) else at
-    here, sizes = p.take(x, REPLICATE if found is None else at), _sizes(p, node)
-    if isinstance(found, Split):
-        sizes = with_dim(sizes, found.dim, found.size(p.rank))
-        if -1 in sizes and not found.size(p.rank):  # of no elements torch infers no size
-            sizes = _inferred(p, node, here, sizes)
-    return p.keep(node, p.emit(aten.reshape.default, here, sizes), found or REPLICATE)
+    placement = p.stays(x)
+    target = regroup(placement, p.shape(x), p.shape(node)) if isinstance(placement, Split) else placement
+    local, sizes = p.take(x, REPLICATE if target is None else placement), _sizes(p, node)
+    if isinstance(target, Split):
+        sizes = with_dim(sizes, target.dim, target.size(p.rank))
+        if -1 in sizes and not target.size(p.rank):  # of no elements torch infers no size
+            sizes = _infer_size(p, node, local, sizes)
+    return p.keep(node, p.emit(aten.reshape.default, local, sizes), target or REPLICATE)
 
 
 def _sizes(p: Partition, node: fx.Node) -> list[Any]:
     """Return the whole value's new sizes: numbers, or nodes of this rank's program for symbolic ones."""
-    known, given = p.shape(node), arguments_of(node)
-    asked = given.get("size", given.get("shape"))
-    if asked is not None:
-        taken = [p.take(size) for size in asked]
-        return [new if isinstance(new, int) else size for size, new in zip(taken, known, strict=True)]
-    if sum(not isinstance(size, int) for size in known) > 1:
-        return [size if isinstance(size, int) else _size_node(p, node, d) for d, size in enumerate(known)]
-    return [size if isinstance(size, int) else -1 for size in known]
+    shape, arguments = p.shape(node), arguments_of(node)
+    sizes = arguments.get("size", arguments.get("shape"))
+    if sizes is not None:
+        nodes = [p.take(size) for size in sizes]
+        return [new if isinstance(new, int) else size for size, new in zip(nodes, shape, strict=True)]
+    if sum(not isinstance(size, int) for size in shape) > 1:
+        return [size if isinstance(size, int) else _size_node(p, node, d) for d, size in enumerate(shape)]
+    return [size if isinstance(size, int) else -1 for size in shape]
 
 
 def _size_node(p: Partition, node: fx.Node, dim: int) -> fx.Node:
     """Return a symbolic size of the result, from a dim of the source that has it."""
     x = args_of(node)[0]
-    at = p.placement(x)
+    placement = p.placement(x)
     for d, size in enumerate(p.shape(x)):
-        cut = isinstance(at, Split) and at.dim == d
+        cut = isinstance(placement, Split) and placement.dim == d
         if not cut and str(size) == str(p.shape(node)[dim]):
             return p.emit(aten.sym_size.int, p.values[x].node, d)
     return p.emit(aten.sym_size.int, p.emit(node.target, p.take(x), *p.take_all(node.args[1:])), dim)
 
 
-def _inferred(p: Partition, node: fx.Node, here: fx.Node, sizes: list[Any]) -> list[Any]:
-    """Return `sizes` with the size that -1 stands for, from the dims of `here` that become that dim."""
+def _infer_size(p: Partition, node: fx.Node, local: fx.Node, sizes: list[Any]) -> list[Any]:
+    """Return `sizes` with the size that -1 stands for, from the dims of `local` that become that dim."""
     shape, dim = p.shape(args_of(node)[0]), sizes.index(-1)
     before, after = next(group for group in groups(shape, p.shape(node)) if dim in group[1])
-    known = [n if isinstance(n := shape[d], int) else p.emit(aten.sym_size.int, here, d) for d in before]
-    size, others = _product(p, known), _product(p, [sizes[d] for d in after if d != dim])
-    return with_dim(sizes, dim, size if others == 1 else p.emit(operator.floordiv, size, others))
+    old_sizes = [n if isinstance(n := shape[d], int) else p.emit(aten.sym_size.int, local, d) for d in before]
+    size, rest = _multiply(p, old_sizes), _multiply(p, [sizes[d] for d in after if d != dim])
+    return with_dim(sizes, dim, size if rest == 1 else p.emit(operator.floordiv, size, rest))
 
 
-def _product(p: Partition, sizes: Sequence[Any]) -> Any:
+def _multiply(p: Partition, sizes: Sequence[Any]) -> Any:
     """Multiply sizes: numbers, or nodes of this rank's program."""
     number = math.prod(size for size in sizes if isinstance(size, int))
     factors = [size for size in sizes if not isinstance(size, int)] + [number] * (number != 1)
-    return reduce(lambda one, other: p.emit(operator.mul, one, other), factors) if factors else 1
+    return reduce(lambda a, b: p.emit(operator.mul, a, b), factors) if factors else 1
 
 
 @aten_rule("transpose", "permute", "t", "numpy_T", "mT", "movedim", "moveaxis", "swapaxes", "swapdims")
 def permute(p: Partition, node: fx.Node) -> None:
     x = args_of(node)[0]
     order = order_of(node, len(p.shape(x)))
-    if x in p.parameters and (wanted := expert_cut(p, node)) is not None:
-        p.take(x, wanted.on(order[wanted.dim]))
-    at = p.stays(x)
-    return p.locally(node, {x: at}, at.on(order.index(at.dim)) if isinstance(at, Split) else at)
+    if x in p.parameters and (weight_cut := expert_cut(p, node)) is not None:
+        p.take(x, weight_cut.on(order[weight_cut.dim]))
+    cut = p.stays(x)
+    return p.locally(node, {x: cut}, cut.on(order.index(cut.dim)) if isinstance(cut, Split) else cut)
 
 
 @by_dims("view_as_complex", "view_as_real", terms=True)
 def as_complex(p: Partition, node: fx.Node) -> Dims:
     """Cut views as complex or real: the last dim, of two elements, becomes one number, or the reverse."""
     x = args_of(node)[0]
-    both = min(len(p.shape(x)), len(p.shape(node)))
-    return {x: [d if d < both else None for d in range(len(p.shape(x)))]}
+    common = min(len(p.shape(x)), len(p.shape(node)))
+    return {x: [d if d < common else None for d in range(len(p.shape(x)))]}
 
 
 @aten_rule("expand", "expand_as", "broadcast_to")
 def expand(p: Partition, node: fx.Node) -> None:
-    x, asked = args_of(node)[:2]
+    x, shape = args_of(node)[:2]
     dims = p.spread(x, p.shape(node))
-    if is_tensor(asked):  # cut like that tensor
-        return p.follow(node, {x: dims, asked: range(len(p.shape(asked)))})
-    at = p.stays(x)
-    there = at if not isinstance(at, Split) else None if (dim := dims[at.dim]) is None else at.on(dim)
-    if there is None:
+    if is_tensor(shape):  # cut like that tensor
+        return p.follow(node, {x: dims, shape: range(len(p.shape(shape)))})
+    cut = p.stays(x)
+    target = cut if not isinstance(cut, Split) else None if (dim := dims[cut.dim]) is None else cut.on(dim)
+    if target is None:
         return p.repeat(node)
-    sizes = [-1 if d in dims else p.take(size) for d, size in enumerate(asked)]
-    return p.keep(node, p.emit(aten.expand.default, p.take(x, at), sizes), there)
+    sizes = [-1 if d in dims else p.take(size) for d, size in enumerate(shape)]
+    return p.keep(node, p.emit(aten.expand.default, p.take(x, cut), sizes), target)
 
 
 @by_dims("repeat")
@@ -118,15 +118,15 @@ def repeat_interleave(p: Partition, node: fx.Node) -> None:
     """Repeat each element: key heads, for the queries that share them."""
     x, count = args_of(node)[:2]
     dim: Any = arguments_of(node)["dim"]
-    at = p.cut_of(x)
-    if at is None or dim is None:
+    cut = p.cut_of(x)
+    if cut is None or dim is None:
         return p.repeat(node)
     dim %= len(p.shape(x))
-    if at.dim == dim and not isinstance(count, int):
+    if cut.dim == dim and not isinstance(count, int):
         return p.repeat(node)
     # an output size argument, which is the whole size, is left out
-    made = p.emit(node.target, p.take(x, at), p.take(count), dim)
-    return p.keep(node, made, at.scaled(count) if at.dim == dim else at)
+    result = p.emit(node.target, p.take(x, cut), p.take(count), dim)
+    return p.keep(node, result, cut.scaled(count) if cut.dim == dim else cut)
 
 
 aten_rule("sym_size", "sym_numel", "sym_stride")(Partition.repeat)  # of the whole value

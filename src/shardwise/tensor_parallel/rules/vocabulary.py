@@ -36,28 +36,28 @@ NONE, MEAN = 0, 1  # reductions
 def softmax(p: Partition, node: fx.Node) -> None:
     x, dim, *_ = args_of(node)
     dim %= max(1, len(p.shape(x)))
-    at = by_rows(p, x, dim)
-    if at is None:
+    cut = row_cut(p, x, dim)
+    if cut is None:
         return p.follow(node, {x: [None if d == dim else d for d in range(len(p.shape(x)))]})
-    rows = Rows.of(p, x, node, at)
+    rows = Rows.of(p, x, node, cut)
     if op_of(node).endswith("log_softmax"):
         p.later[node] = rows
-        return p.keep(node, rows.here, at)
-    powers = p.run(torch.exp, rows.here)
+        return p.keep(node, rows.local, cut)
+    powers = p.run(torch.exp, rows.local)
     total = p.all_reduce(p.run(lambda x: x.sum(dim, True), powers))
     dtype = node.meta["val"].dtype
-    return p.keep(node, p.run(lambda x, total: (x / total).to(dtype), powers, total), at)
+    return p.keep(node, p.run(lambda x, total: (x / total).to(dtype), powers, total), cut)
 
 
-def by_rows(p: Partition, x: Any, dim: int) -> Split | None:
+def row_cut(p: Partition, x: Any, dim: int) -> Split | None:
     """Return the cut of `x` if each rank has one interval of `dim`, and `x` has not been gathered yet."""
-    at = p.cut_of(x)
-    return None if at is None or not by_intervals(at, dim) or p.is_gathered(x) else at
+    cut = p.cut_of(x)
+    return None if cut is None or not is_interval(cut, dim) or p.is_gathered(x) else cut
 
 
-def by_intervals(at: Split, dim: int) -> bool:
+def is_interval(cut: Split, dim: int) -> bool:
     """Return whether each rank has at most one interval of `dim`."""
-    return at.dim == dim and at.disjoint and all(len(held) <= 1 for held in at.ranges)
+    return cut.dim == dim and cut.disjoint and all(len(part) <= 1 for part in cut.ranges)
 
 
 @dataclass
@@ -66,32 +66,32 @@ class Rows:
 
     Attributes:
         node: its value is the rows' log-softmax, or a loss.
-        here: this rank's part, minus the maxima of whole rows; in float32 if the dtype is fp16 or bf16.
+        local: this rank's part, minus the maxima of whole rows; in float32 if the dtype is fp16 or bf16.
     """
 
     p: Partition
     node: fx.Node
-    here: fx.Node
-    at: Split
+    local: fx.Node
+    cut: Split
     logarithm: fx.Node | None = None
 
     @staticmethod
-    def of(p: Partition, x: fx.Node, node: fx.Node, at: Split) -> Rows:
-        dim, some, dtype = at.dim, at.size(p.rank), several(node.meta["val"])[0].dtype
+    def of(p: Partition, x: fx.Node, node: fx.Node, cut: Split) -> Rows:
+        dim, size, dtype = cut.dim, cut.size(p.rank), several(node.meta["val"])[0].dtype
         dtype = torch.float32 if dtype in _HALF else dtype
 
-        def maxima(here: Tensor) -> Tensor:
-            apart = here.detach()
-            return apart.amax(dim, True) if some else torch.full_like(apart.sum(dim, True), float("-inf"))
+        def maxima(local: Tensor) -> Tensor:
+            plain = local.detach()
+            return plain.amax(dim, True) if size else torch.full_like(plain.sum(dim, True), float("-inf"))
 
-        here = p.run(lambda x: x.to(dtype), p.take(x, at))
-        most = p.all_reduce(p.run(maxima, here), "max")
-        return Rows(p, node, p.run(torch.sub, here, most), at)
+        local = p.run(lambda x: x.to(dtype), p.take(x, cut))
+        maximum = p.all_reduce(p.run(maxima, local), "max")
+        return Rows(p, node, p.run(torch.sub, local, maximum), cut)
 
     def sums(self, *terms: fx.Node) -> list[fx.Node]:
         """Return each row's log of the sum of exponentials, and ranks' sums of `terms`, in one all-reduce."""
-        dim = self.at.dim
-        powers = self.p.run(lambda x: x.exp().sum(dim, True), self.here)
+        dim = self.cut.dim
+        powers = self.p.run(lambda x: x.exp().sum(dim, True), self.local)
         sizes = [term.meta["val"].shape[dim] for term in (powers, *terms)]
         sums = self.p.all_reduce(self.p.emit(aten.cat.default, [powers, *terms], dim))
         begins = [sum(sizes[:place]) for place in range(len(sizes))]
@@ -105,57 +105,57 @@ class Rows:
     def finish(self) -> None:
         """Give the node its value."""
         logarithm, dtype = self.logarithm or self.sums()[0], self.node.meta["val"].dtype
-        made = self.p.run(lambda here, log: (here - log).to(dtype), self.here, logarithm)
-        self.p.keep(self.node, made, self.at)
+        result = self.p.run(lambda local, log: (local - log).to(dtype), self.local, logarithm)
+        self.p.keep(self.node, result, self.cut)
 
 
 # ------------------------------------------------------------ elements by index along the cut dim
 
 
-def is_chosen(p: Partition, node: fx.Node, dim: int) -> bool:
+def is_gather(p: Partition, node: fx.Node, dim: int) -> bool:
     """Return whether the gather `node` takes elements along `dim` from every row, with int indices."""
-    x, along, index = args_of(node)[:3]
+    x, gather_dim, index = args_of(node)[:3]
     if not is_tensor(index) or len(p.shape(index)) != len(p.shape(x)) or not p.shape(x):
         return False
     sizes = enumerate(zip(p.shape(index), p.shape(x), strict=True))
-    same_sizes = all(d == dim or same_size(one, other) for d, (one, other) in sizes)
-    return same_sizes and int(along) % len(p.shape(x)) == dim
+    fits = all(d == dim or same_size(a, b) for d, (a, b) in sizes)
+    return fits and int(gather_dim) % len(p.shape(x)) == dim
 
 
-def choose(p: Partition, node: fx.Node, at: Split) -> None:
+def gather_cut(p: Partition, node: fx.Node, cut: Split) -> None:
     """Cut x.gather(dim, index) along the cut dim: each rank has the terms whose elements it has."""
     x, _, index = args_of(node)[:3]
-    rows, chosen = waiting(p, x), among_own(p, x, at).chosen
+    rows, gather = pending_rows(p, x), local_span(p, x, cut).gather
     if rows is None:
-        return p.keep(node, p.run(chosen, p.take(x, at), p.take(index)), PARTIAL)
+        return p.keep(node, p.run(gather, p.take(x, cut), p.take(index)), PARTIAL)
     dtype = node.meta["val"].dtype
-    logarithm, picked = rows.sums(p.run(chosen, rows.here, p.take(index)))
-    return p.keep(node, p.run(lambda one, log: (one - log).to(dtype), picked, logarithm), REPLICATE)
+    logarithm, picked = rows.sums(p.run(gather, rows.local, p.take(index)))
+    return p.keep(node, p.run(lambda value, log: (value - log).to(dtype), picked, logarithm), REPLICATE)
 
 
-def waiting(p: Partition, x: fx.Node) -> Rows | None:
+def pending_rows(p: Partition, x: fx.Node) -> Rows | None:
     """Return the rows of a log-softmax that nothing has used yet; None otherwise."""
     rows: Rows | None = p.later.get(x)
     return rows if rows is not None and rows.logarithm is None else None
 
 
-def placed(p: Partition, node: fx.Node, at: Split) -> None:
+def scatter(p: Partition, node: fx.Node, cut: Split) -> None:
     """Cut x.scatter(dim, index, value) of one value a row: the rank that has the place writes it."""
     x, _, index, value = args_of(node)
-    own = among_own(p, x, at)
+    span = local_span(p, x, cut)
 
-    def scattered(here: Tensor, index: Tensor) -> Tensor:
-        if not own.count:
-            return here + own.chosen(here, index)
-        local, elsewhere = own.of(index)
-        before = here.gather(own.dim, local)
-        return here.scatter(own.dim, local, torch.where(elsewhere, before, torch.full_like(before, value)))
+    def write(local: Tensor, index: Tensor) -> Tensor:
+        if not span.count:
+            return local + span.gather(local, index)
+        offset, remote = span.offsets(index)
+        old = local.gather(span.dim, offset)
+        return local.scatter(span.dim, offset, torch.where(remote, old, torch.full_like(old, value)))
 
-    return p.keep(node, p.run(scattered, p.take(x, at), p.take(index)), at)
+    return p.keep(node, p.run(write, p.take(x, cut), p.take(index)), cut)
 
 
 @dataclass(frozen=True)
-class Own:
+class LocalSpan:
     """This rank's elements of a dim of `size`: `count` from `begin` on. Its code is for `Partition.run`."""
 
     dim: int
@@ -163,30 +163,30 @@ class Own:
     count: int
     size: int
 
-    def of(self, index: Tensor, *, hole: int = 0, more: int = 0) -> tuple[Tensor, Tensor]:
-        """Return indices among this rank's elements, and a mask of other ranks' indices, which become `hole`.
+    def offsets(self, index: Tensor, *, fill: int = 0, extra: int = 0) -> tuple[Tensor, Tensor]:
+        """Return indices among this rank's elements, and a mask of other ranks' indices, which become `fill`.
 
-        An index outside the whole dim becomes `count + more`, which is out of bounds: the operation that
+        An index outside the whole dim becomes `count + extra`, which is out of bounds: the operation that
         takes the result raises on every rank.
         """
-        local = index - self.begin
-        elsewhere = (local < 0).logical_or(local >= self.count)
-        local = local.masked_fill(elsewhere, hole)
-        nowhere = (index < 0).logical_or(index >= self.size)
-        return local.masked_fill(nowhere, self.count + more), elsewhere
+        offset = index - self.begin
+        remote = (offset < 0).logical_or(offset >= self.count)
+        offset = offset.masked_fill(remote, fill)
+        outside = (index < 0).logical_or(index >= self.size)
+        return offset.masked_fill(outside, self.count + extra), remote
 
-    def chosen(self, here: Tensor, index: Tensor) -> Tensor:
-        """Return the elements of `here` at `index` along the dim; zeros for those of other ranks."""
+    def gather(self, local: Tensor, index: Tensor) -> Tensor:
+        """Return the elements of `local` at `index` along the dim; zeros for those of other ranks."""
         if not self.count:  # one zero instead: gradients flow and wrong indices raise, as on other ranks
-            here = here.sum(self.dim, True)
-        local, elsewhere = self.of(index, more=int(not self.count))
-        return here.gather(self.dim, local).masked_fill(elsewhere, 0)
+            local = local.sum(self.dim, True)
+        offset, remote = self.offsets(index, extra=int(not self.count))
+        return local.gather(self.dim, offset).masked_fill(remote, 0)
 
 
-def among_own(p: Partition, x: fx.Node, at: Split) -> Own:
+def local_span(p: Partition, x: fx.Node, cut: Split) -> LocalSpan:
     """Return this rank's elements of the cut dim of `x`, of which each rank has one interval."""
-    begin, end = (*at.ranges[p.rank], (0, 0))[0]
-    return Own(at.dim, begin, end - begin, p.shape(x)[at.dim])
+    begin, end = (*cut.ranges[p.rank], (0, 0))[0]
+    return LocalSpan(cut.dim, begin, end - begin, p.shape(x)[cut.dim])
 
 
 # ------------------------------------------------------------ losses
@@ -201,45 +201,45 @@ def cross_entropy(p: Partition, node: fx.Node) -> None:
     x, target, weight, reduction, ignored, smoothing = arguments_of(node).values()
     dim, value = class_dim(p, x), node.meta["val"]
     by_probability = target.meta["val"].is_floating_point()
-    fits = by_probability or len(p.shape(target)) == len(p.shape(x)) - 1
-    at = by_rows(p, x, dim)
-    if not fits or not isinstance(smoothing, (int, float)) or at is None:
+    is_valid = by_probability or len(p.shape(target)) == len(p.shape(x)) - 1
+    cut = row_cut(p, x, dim)
+    if not is_valid or not isinstance(smoothing, (int, float)) or cut is None:
         return p.repeat(node)
-    rows, classes = Rows.of(p, x, node, at), p.shape(x)[dim]
-    own_weight = None if weight is None else p.take(weight, at.on(0))
+    rows, classes = Rows.of(p, x, node, cut), p.shape(x)[dim]
+    local_weight = None if weight is None else p.take(weight, cut.on(0))
 
-    def weighted(here: Tensor, weight: Tensor | None) -> Tensor:
-        return here if weight is None else here * weight.view(with_dim([1] * here.ndim, dim, -1))
+    def weigh(local: Tensor, weight: Tensor | None) -> Tensor:
+        return local if weight is None else local * weight.view(with_dim([1] * local.ndim, dim, -1))
 
-    def of_probabilities(here: Tensor, wanted: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    def probability_terms(local: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         if smoothing:
-            wanted = wanted * (1 - smoothing) + smoothing / classes
-        wanted = weighted(wanted, weight)
-        return (here * wanted).sum(dim, True), wanted.sum(dim, True)
+            target = target * (1 - smoothing) + smoothing / classes
+        target = weigh(target, weight)
+        return (local * target).sum(dim, True), target.sum(dim, True)
 
-    def of_sums(log: Tensor, products: Tensor, sums: Tensor) -> Tensor:
+    def probability_loss(log: Tensor, products: Tensor, sums: Tensor) -> Tensor:
         loss = (log * sums - products).squeeze(dim).to(value.dtype)
         return loss if reduction == NONE else loss.mean() if reduction == MEAN else loss.sum()
 
-    def of_classes(log: Tensor, picked: Tensor, target: Tensor, weight: Any, every: Any) -> Tensor:
-        loss, added = log - picked, None
+    def class_loss(log: Tensor, picked: Tensor, target: Tensor, weight: Any, totals: Any) -> Tensor:
+        loss, extra = log - picked, None
         if smoothing:
-            added = (log * (classes if weight is None else weight.sum()) - every) * (smoothing / classes)
+            extra = (log * (classes if weight is None else weight.sum()) - totals) * (smoothing / classes)
             loss = loss * (1 - smoothing)
-        return reduced(loss, target, weight, dim, reduction, ignored, added)[0].to(value.dtype)
+        return reduce_loss(loss, target, weight, dim, reduction, ignored, extra)[0].to(value.dtype)
 
     if by_probability:
-        terms = p.run(of_probabilities, rows.here, p.take(target, at), own_weight)
+        terms = p.run(probability_terms, rows.local, p.take(target, cut), local_weight)
         logarithm, products, sums = rows.sums(*terms)
-        made = p.run(of_sums, logarithm, products, sums)
+        result = p.run(probability_loss, logarithm, products, sums)
     else:
         index = p.take(target)
-        terms = [p.run(_picked(p, x, at, ignored), rows.here, index)]
+        terms = [p.run(_pick_targets(p, x, cut, ignored), rows.local, index)]
         if smoothing:
-            terms.append(p.run(lambda x, w: weighted(x, w).sum(dim, True), rows.here, own_weight))
-        logarithm, picked, *every = rows.sums(*terms)
-        made = p.run(of_classes, logarithm, picked, index, p.take(weight), (*every, None)[0])
-    return p.keep(node, made, REPLICATE)
+            terms.append(p.run(lambda x, w: weigh(x, w).sum(dim, True), rows.local, local_weight))
+        logarithm, picked, *totals = rows.sums(*terms)
+        result = p.run(class_loss, logarithm, picked, index, p.take(weight), (*totals, None)[0])
+    return p.keep(node, result, REPLICATE)
 
 
 @aten_rule("nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward")
@@ -247,51 +247,51 @@ def nll(p: Partition, node: fx.Node) -> None:
     """Compute the loss of log-probabilities; it is cross-entropy if a log-softmax waits."""
     x, target, weight, reduction, ignored = arguments_of(node).values()
     dim, values = class_dim(p, x), several(node.meta["val"])
-    at = by_rows(p, x, dim)
-    if len(p.shape(target)) != len(p.shape(x)) - 1 or at is None:
+    cut = row_cut(p, x, dim)
+    if len(p.shape(target)) != len(p.shape(x)) - 1 or cut is None:
         return p.repeat(node)
-    rows, index = waiting(p, x), p.take(target)
-    picked = p.run(_picked(p, x, at, ignored), p.take(x, at) if rows is None else rows.here, index)
+    rows, index = pending_rows(p, x), p.take(target)
+    picked = p.run(_pick_targets(p, x, cut, ignored), p.take(x, cut) if rows is None else rows.local, index)
     if rows is None:
         loss = p.run(torch.neg, p.all_reduce(picked))
     else:
         loss = p.run(torch.sub, *rows.sums(picked))
 
-    def finished(loss: Tensor, target: Tensor, weight: Tensor | None) -> list[Tensor]:
-        made, total = reduced(loss, target, weight, dim, reduction, ignored)
+    def finish(loss: Tensor, target: Tensor, weight: Tensor | None) -> list[Tensor]:
+        result, total = reduce_loss(loss, target, weight, dim, reduction, ignored)
         total = torch.zeros_like(total) if reduction == NONE else total  # as torch returns it
-        return [one.to(value.dtype) for one, value in zip((made, total), values, strict=False)]
+        return [tensor.to(value.dtype) for tensor, value in zip((result, total), values, strict=False)]
 
-    made = p.run(finished, loss, index, p.take(weight))
-    return p.keep(node, tuple(made) if len(values) > 1 else made[0], REPLICATE)
-
-
-def _picked(p: Partition, x: fx.Node, at: Split, ignored: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function of this rank's terms: the elements at targets, in rows cut by `at`."""
-    own = among_own(p, x, at)
-
-    def picked(here: Tensor, target: Tensor) -> Tensor:
-        index = target.to(torch.int64).unsqueeze(at.dim)
-        return own.chosen(here, index.masked_fill(index == ignored, 0))
-
-    return picked
+    result = p.run(finish, loss, index, p.take(weight))
+    return p.keep(node, tuple(result) if len(values) > 1 else result[0], REPLICATE)
 
 
-def reduced(
+def _pick_targets(p: Partition, x: fx.Node, cut: Split, ignored: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function of this rank's terms: the elements at targets, in rows of `x` cut by `cut`."""
+    span = local_span(p, x, cut)
+
+    def pick(local: Tensor, target: Tensor) -> Tensor:
+        index = target.to(torch.int64).unsqueeze(cut.dim)
+        return span.gather(local, index.masked_fill(index == ignored, 0))
+
+    return pick
+
+
+def reduce_loss(
     loss: Tensor,
     target: Tensor,
     weight: Tensor | None,
     dim: int,
     reduction: int,
     ignored: int,
-    added: Tensor | None = None,
+    extra: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of whole rows, with `added` to their weighted losses, and the sum of weights."""
+    """Return the loss of whole rows, with `extra` added to their weighted losses, and the sum of weights."""
     index = target.to(torch.int64).unsqueeze(dim)
     skipped = index == ignored
     weights = loss_weights(weight, index, skipped, loss.dtype)
     loss = loss if weight is None else loss * weights
-    loss = (loss if added is None else loss + added).masked_fill(skipped, 0)
+    loss = (loss if extra is None else loss + extra).masked_fill(skipped, 0)
     total = weights.sum()
     if reduction == NONE:
         return loss.squeeze(dim), total
@@ -317,18 +317,18 @@ def embedding(p: Partition, node: fx.Node) -> None:
     if cut.dim == 1:
         return p.locally(node, {weight: cut}, cut.on(len(p.shape(node)) - 1))
     # look up, on each rank, the ids whose rows it has; other ids give zeros
-    own = among_own(p, weight, cut)
+    span = local_span(p, weight, cut)
     # an extra row of zeros for ids of other ranks: if this rank has no row, or uses of rows are counted
-    more = int(not own.count or by_count)
-    own_padding = padding - own.begin if own.begin <= padding < own.begin + own.count else -1
+    extra = int(not span.count or by_count)
+    local_padding = padding - span.begin if span.begin <= padding < span.begin + span.count else -1
 
-    def found(table: Tensor, ids: Tensor) -> Tensor:
-        table = aten.constant_pad_nd(table, [0, 0, 0, 1]) if more else table
-        local, elsewhere = own.of(ids, hole=own.count * more, more=more)
-        looked_up: Tensor = aten.embedding(table, local, own_padding, by_count, sparse)
-        return looked_up.masked_fill(elsewhere.unsqueeze(-1), 0)
+    def lookup(table: Tensor, ids: Tensor) -> Tensor:
+        table = aten.constant_pad_nd(table, [0, 0, 0, 1]) if extra else table
+        offset, remote = span.offsets(ids, fill=span.count * extra, extra=extra)
+        rows: Tensor = aten.embedding(table, offset, local_padding, by_count, sparse)
+        return rows.masked_fill(remote.unsqueeze(-1), 0)
 
-    return p.keep(node, p.run(found, p.take(weight, cut), p.take(ids)), PARTIAL)
+    return p.keep(node, p.run(lookup, p.take(weight, cut), p.take(ids)), PARTIAL)
 
 
 @by_dims("embedding_dense_backward")
