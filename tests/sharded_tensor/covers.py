@@ -106,7 +106,7 @@ def cut(
     whole: Tensor, spec: ShardingSpec, *, group: dist.ProcessGroup | None = None, requires_grad: bool = False
 ) -> ShardedTensor:
     """`whole`, equal on every rank, cut by `spec`; ranks do not ask each other whether theirs are equal."""
-    with mock.patch.object(construct, "agreed", lambda make, **_: make()[0]):
+    with mock.patch.object(construct, "agree_on", lambda make, **_: make()[0]):
         made = shard_tensor(whole, spec, src_rank=None, process_group=group)
     return made.requires_grad_(requires_grad)
 

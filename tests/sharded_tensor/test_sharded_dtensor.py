@@ -156,7 +156,7 @@ def test_a_mesh_of_some_ranks() -> None:
     mesh = DeviceMesh("cpu", [1, 3])
     dtensor = distributed(whole, mesh, [Shard(0)])
     made = from_dtensor(dtensor, process_group=dist.group.WORLD)
-    assert [len(shards) for shards in made.metadata().boxes_by(range(4))] == [0, 1, 0, 1]
+    assert [len(shards) for shards in made.metadata().boxes_by_rank(range(4))] == [0, 1, 0, 1]
     assert torch.equal(made.full_tensor(), whole)
     returned = to_dtensor(made, mesh, [Shard(1)])
     assert same(returned, distributed(whole, mesh, [Shard(1)]))
@@ -184,7 +184,7 @@ def test_a_slice_of_a_mesh_and_its_replicas() -> None:
     one_copy = from_dtensor(distributed(whole, mesh["parts"], [Shard(0)]))
     assert torch.equal(one_copy.full_tensor(), whole)
     both = from_dtensor(distributed(whole_of((6, 4)), mesh, [Replicate(), Shard(0)]))
-    assert [len(boxes) for boxes in both.metadata().boxes_by(range(4))] == [1, 1, 0, 0]
+    assert [len(boxes) for boxes in both.metadata().boxes_by_rank(range(4))] == [1, 1, 0, 0]
     assert both.local_shards() == [] if rank > 1 else both.local_tensor().shape == (3, 4)
     grid = from_dtensor(distributed(whole_of((6, 4)), mesh, [Shard(1), Shard(0)]))
     assert grid.sharding_spec() == GridShardingSpec([2, 2], ["rank:0", "rank:2", "rank:1", "rank:3"])
@@ -277,7 +277,7 @@ def test_shards_of_any_kind_become_dtensors() -> None:
     made = to_dtensor(shard_tensor(torch.tensor(3.5), scalar), mesh, [Replicate(), Replicate()])
     assert made.to_local() == 3.5
     back = from_dtensor(made)
-    assert back.metadata().boxes_by(range(4)) == [[Box((), ())], [], [], []]
+    assert back.metadata().boxes_by_rank(range(4)) == [[Box((), ())], [], [], []]
     assert torch.equal(back.full_tensor(), torch.tensor(3.5))
 
 
@@ -374,7 +374,7 @@ def test_rows_that_every_rank_has_are_held_by_the_first() -> None:
     box = Box((0, 0), (3, 2))
     rows = ShardedRows.wrap(whole_of((3, 2)), Piece(torch.Size((3, 2)), (), lambda rank: box))
     made = from_rows(rows)
-    assert made.metadata().boxes_by([0, 1]) == [[box], []]
+    assert made.metadata().boxes_by_rank([0, 1]) == [[box], []]
     assert torch.equal(made.full_tensor(), whole_of((3, 2)))
     to_rows(made + 1, rows)
     assert torch.equal(rows.local, whole_of((3, 2)) + 1)

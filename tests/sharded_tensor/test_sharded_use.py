@@ -19,7 +19,7 @@ from ranks import on_ranks
 from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError
 from shardwise.sharded_tensor import GridShardingSpec, ShardedTensor, ShardingSpec, autograd, ones, zeros
-from shardwise.sharded_tensor.ops.operands import given
+from shardwise.sharded_tensor.ops.operands import bind_arguments
 
 SIZE = (5, 7)
 # On three ranks: one shard each; several on rank 0 and none on rank 2.
@@ -405,4 +405,4 @@ def test_tensors_are_hashed_by_identity_and_printed_so_that_they_can_be_read() -
 def test_arguments_that_an_operation_does_not_take_are_refused() -> None:
     for args, kwargs in (((1, 2, 3), {}), ((1,), {"q": 2})):
         with pytest.raises(TypeError, match=r"dropout\(\) takes .'input', 'p'."):
-            given(["input", "p"], torch.dropout, args, kwargs)
+            bind_arguments(["input", "p"], torch.dropout, args, kwargs)

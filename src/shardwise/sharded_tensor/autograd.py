@@ -61,18 +61,18 @@ def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return cast(Tensor, linked(lambda t: all_reduced(t, group), lambda grad: (grad,), tensor))
 
 
-def valued(partial: Tensor, value: Tensor) -> Tensor:
+def with_value(partial: Tensor, value: Tensor) -> Tensor:
     """Return `value`, which all ranks know already; its gradient goes to this rank's `partial` sum."""
     return cast(Tensor, linked(lambda _: value.clone(), lambda grad: (grad,), partial))
 
 
 def tied(tensor: Tensor, ends: Sequence[Tensor]) -> Tensor:
     """Return `tensor`; its backward also runs those of `ends`, with gradients of zero."""
-    needed = [nothing_of(end) for end in ends if end.requires_grad]
-    if not needed:
+    inputs = [nothing_of(end) for end in ends if end.requires_grad]
+    if not inputs:
         return tensor
-    nothing = [end.new_empty(0) for end in needed]
-    return cast(Tensor, linked(lambda t, *_: t.view_as(t), lambda grad: (grad, *nothing), tensor, *needed))
+    nothing = [end.new_empty(0) for end in inputs]
+    return cast(Tensor, linked(lambda t, *_: t.view_as(t), lambda grad: (grad, *nothing), tensor, *inputs))
 
 
 def nothing_of(*tensors: Tensor) -> Tensor:
@@ -91,15 +91,15 @@ def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceO
     carrier = {torch.bool: torch.uint8}.get(tensor.dtype, tensor.dtype)
     if group.size() == 1:
         return tensor.detach().to(carrier, copy=True, memory_format=torch.contiguous_format).to(tensor.dtype)
-    count, checked = tensor.numel(), tensor.is_cpu
-    reduced = torch.empty(count + checked, dtype=carrier, device=tensor.device)
+    count, has_flag = tensor.numel(), tensor.is_cpu
+    reduced = torch.empty(count + has_flag, dtype=carrier, device=tensor.device)
     reduced[:count].view(tensor.shape).copy_(tensor.detach())
-    right = 1 if op == dist.ReduceOp.MIN else 0  # the flag of a rank without a failure
-    if checked:
-        reduced[count] = 1 - right if failure.current else right
+    success = 1 if op == dist.ReduceOp.MIN else 0  # the flag of a rank without a failure
+    if has_flag:
+        reduced[count] = 1 - success if failure.current else success
     with explaining(group, "reduce parts of a tensor"):
         dist.all_reduce(reduced, op=op, group=group)
-    if checked and reduced[count].item() != right:
+    if has_flag and reduced[count].item() != success:
         failure.raise_everywhere(group)
     return reduced.resize_(tensor.shape).to(tensor.dtype)
 
@@ -107,7 +107,7 @@ def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceO
 def all_extreme(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -> Tensor:
     """Reduce to the maximum or minimum over ranks, NaN where any rank has NaN; no gradient. Collective."""
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN
-    return extreme(tensor.detach(), lambda each: all_reduced(each, group, op), largest=largest)
+    return extreme(tensor.detach(), lambda part: all_reduced(part, group, op), largest=largest)
 
 
 class Route(NamedTuple):
@@ -143,32 +143,32 @@ def moved(
     nothing = anchor.detach().new_empty(0)
     messages, source, target = route
 
-    def forward(_: Tensor, *held: Tensor) -> tuple[Tensor, ...]:
-        made = [
+    def forward(_: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = [
             torch.empty(box.sizes, dtype=nothing.dtype, device=nothing.device, memory_format=like)
             for box in target
         ]
-        own = list(zip(source, held, strict=True))
+        sent = list(zip(source, tensors, strict=True))
         if to_all is None or nothing.is_meta or backend_of(group, nothing.device) == "gloo":
-            landing = list(zip(target, made, strict=True))
-            exchange_values(messages, source=own, target=landing, group=group, agreement=agreement)
+            buffers = list(zip(target, results, strict=True))
+            exchange_values(messages, source=sent, target=buffers, group=group, agreement=agreement)
         else:
             if agreement is not None:
                 agreement.confirm()
-            for box, tensor in own:
-                part(target[0], made[0], box).copy_(tensor)
-            gather(to_all, made[0], group=group)
-        return nothing.new_empty(0), *made
+            for box, tensor in sent:
+                part(target[0], results[0], box).copy_(tensor)
+            gather(to_all, results[0], group=group)
+        return nothing.new_empty(0), *results
 
     def backward(_: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
         if to_all is not None:
             # Copies: views would keep all of the whole gradient alive, and share it with its other users.
-            own = (part(target[0], grads[0], box) for box in source)
-            return nothing, *(grad.clone(memory_format=torch.contiguous_format) for grad in own)
+            parts = (part(target[0], grads[0], box) for box in source)
+            return nothing, *(grad.clone(memory_format=torch.contiguous_format) for grad in parts)
         back = [Message(m.receiver, m.sender, m.box, m.target, m.source) for m in messages]
         received = [nothing.new_empty(box.sizes) for box in source]  # filled completely
-        given, landing = list(zip(target, grads, strict=True)), list(zip(source, received, strict=True))
-        exchange_values(back, source=given, target=landing, group=group)
+        sent, buffers = list(zip(target, grads, strict=True)), list(zip(source, received, strict=True))
+        exchange_values(back, source=sent, target=buffers, group=group)
         return nothing, *received
 
     outputs = linked(forward, backward, anchor, *tensors)
@@ -192,8 +192,8 @@ def exchange_values(
 
 
 def fill(
-    held: Sequence[Sequence[Box]],
-    wanted: Sequence[Sequence[Box]],
+    source_boxes: Sequence[Sequence[Box]],
+    target_boxes: Sequence[Sequence[Box]],
     *,
     source: Sequence[Tensor],
     target: Sequence[Tensor],
@@ -203,18 +203,18 @@ def fill(
     """Fill this rank's `target`, a tensor for each box it wants, from all ranks' boxes. Collective.
 
     Args:
-        held, wanted: boxes of every rank of the group; each element that a rank lacks is sent to it once.
+        source_boxes, target_boxes: of every rank of the group; each element that a rank lacks is sent once.
         source: this rank's tensors, one for each box it holds.
         wire: a tensor with the dtype and device in which values are sent; others are converted.
     """
-    rank = group.rank()
-    target = [tensor.detach() for tensor in target]
-    landing = [
+    rank, target = group.rank(), [tensor.detach() for tensor in target]
+    buffers = [
         t if (t.dtype, t.device) == (wire.dtype, wire.device) else wire.new_empty(t.shape) for t in target
     ]
-    messages, filled = transfer(held, wanted, rank=rank), list(zip(wanted[rank], landing, strict=True))
-    sent = [(box, t.detach().to(wire)) for box, t in zip(held[rank], source, strict=True)]
-    exchange_values(messages, source=sent, target=filled, group=group)
-    for tensor, landed in zip(target, landing, strict=True):
-        if landed is not tensor:
-            tensor.copy_(landed)
+    messages = transfer(source_boxes, target_boxes, rank=rank)
+    received = list(zip(target_boxes[rank], buffers, strict=True))
+    sent = [(box, t.detach().to(wire)) for box, t in zip(source_boxes[rank], source, strict=True)]
+    exchange_values(messages, source=sent, target=received, group=group)
+    for tensor, buffer in zip(target, buffers, strict=True):
+        if buffer is not tensor:
+            tensor.copy_(buffer)

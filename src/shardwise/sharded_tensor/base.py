@@ -35,9 +35,9 @@ class ShardedTensorBase(Tensor):
         spec = spec_of(sharding_spec)
         metadata = spec.build_metadata(size_of(size), TensorProperties(**properties))
         metadata.check(None)
-        return _based([], metadata, spec)
+        return _wrap([], metadata, spec)
 
-    def __init__(self, *unused: Any, **also: Any) -> None:
+    def __init__(self, *unused: Any, **ignored: Any) -> None:
         super().__init__()
 
     @classmethod
@@ -58,7 +58,7 @@ class ShardedTensorBase(Tensor):
                 raise ShardingError(
                     f"{here()}: {shard.metadata} has a tensor of shape {list(shard.tensor.shape)}"
                 )
-        return _based(shards, metadata, None if sharding_spec is None else spec_of(sharding_spec))
+        return _wrap(shards, metadata, None if sharding_spec is None else spec_of(sharding_spec))
 
     def metadata(self) -> ShardedTensorMetadata:
         """Return every shard's box and placement, and the properties of all. Local."""
@@ -100,19 +100,19 @@ class ShardedTensorBase(Tensor):
         )
 
 
-def _based(
+def _wrap(
     shards: list[Shard], metadata: ShardedTensorMetadata, spec: ShardingSpec | None
 ) -> ShardedTensorBase:
     properties = metadata.tensor_properties
-    made: ShardedTensorBase = _compat.make_wrapper(
+    base: ShardedTensorBase = _compat.make_wrapper(
         ShardedTensorBase,
         metadata.size,
         dtype=properties.dtype,
         device=shards[0].tensor.device if shards else torch.device("cpu"),
         requires_grad=properties.requires_grad,
     )
-    made._shards, made._metadata, made._spec = shards, metadata, spec
-    return made
+    base._shards, base._metadata, base._spec = shards, metadata, spec
+    return base
 
 
 def sharded_in(values: Any) -> Iterator[Any]:

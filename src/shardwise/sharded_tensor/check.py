@@ -37,43 +37,43 @@ def gather_shards(
         ShardingError: on every rank, if they make none; it names the rank, the shard and both values.
     """
 
-    def described() -> dict[str, Any]:
-        held = shards()
+    def describe() -> dict[str, Any]:
+        values = shards()
         try:
-            found, size = [Shard.of(shard) for shard in held], size_of(global_size)
+            local, size = [Shard.of(shard) for shard in values], size_of(global_size)
         except Exception as error:  # for values that are no shards or no size
-            raise ShardingError(f"found shards {held!r} of {global_size!r}: {error}") from error
-        problems = [problem for index, shard in enumerate(found) for problem in _problems(index, shard)]
-        found_properties = [_properties(shard.tensor) for shard in found]
-        expected = {name: value for each in reversed(found_properties) for name, value in each.items()}
-        for index, (shard, properties) in enumerate(zip(found, found_properties, strict=True)):
-            problems += _unlike(index, shard, properties, expected, "shard 0 has")
+            raise ShardingError(f"found shards {values!r} of {global_size!r}: {error}") from error
+        problems = [problem for index, shard in enumerate(local) for problem in _problems(index, shard)]
+        local_properties = [_properties(shard.tensor) for shard in local]
+        expected = {name: value for entry in reversed(local_properties) for name, value in entry.items()}
+        for index, (shard, properties) in enumerate(zip(local, local_properties, strict=True)):
+            problems += _mismatches(index, shard, properties, expected, "shard 0 has")
         if problems:
             raise ShardingError("\n".join(problems))
-        places = [shard.metadata for shard in found]
-        words = [(place.shard_offsets, place.shard_sizes, str(place.placement)) for place in places]
-        return {"size": list(size), "shards": words, **expected}
+        places = [shard.metadata for shard in local]
+        positions = [(place.shard_offsets, place.shard_sizes, str(place.placement)) for place in places]
+        return {"size": list(size), "shards": positions, **expected}
 
-    by_rank = together("making a sharded tensor of local shards", described, group=group, kind=ShardingError)
+    by_rank = together("making a sharded tensor of local shards", describe, group=group, kind=ShardingError)
     ranks = dist.get_process_group_ranks(group)
     problems: list[str] = []
     for name in ("size", *_PROPERTIES):
-        values = {rank: each[name] for rank, each in zip(ranks, by_rank, strict=True) if name in each}
+        values = {rank: entry[name] for rank, entry in zip(ranks, by_rank, strict=True) if name in entry}
         first = next(iter(values), 0)
         other = next((rank for rank, value in values.items() if value != values[first]), None)
         if other is not None:
-            what = "global size" if name == "size" else f"{name} of the shards"
+            subject = "global size" if name == "size" else f"{name} of the shards"
             problems.append(
-                f"the {what} is {values[first]} on rank {first} but {values[other]} on rank {other}"
+                f"the {subject} is {values[first]} on rank {first} but {values[other]} on rank {other}"
             )
     if problems:
         raise ShardingError(f"{here()}: the local shards make no sharded tensor: " + "; ".join(problems))
-    known = {name: value for each in reversed(by_rank) for name, value in each.items()}
-    properties = {name: known[name] for name in ("requires_grad", "pin_memory") if name in known}
+    merged = {name: value for entry in reversed(by_rank) for name, value in entry.items()}
+    properties = {name: merged[name] for name in ("requires_grad", "pin_memory") if name in merged}
     for name in ("dtype", "memory_format"):
-        if name in known:
-            properties[name] = getattr(torch, known[name].removeprefix("torch."))
-    places = [ShardMetadata(*place) for each in by_rank for place in each["shards"]]
+        if name in merged:
+            properties[name] = getattr(torch, merged[name].removeprefix("torch."))
+    places = [ShardMetadata(*place) for entry in by_rank for place in entry["shards"]]
     metadata = ShardedTensorMetadata(places, size_of(global_size), TensorProperties(**properties))
     metadata.check(ranks)
     return metadata
@@ -82,38 +82,38 @@ def gather_shards(
 def check_local(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> list[str]:
     """List, in words, how this rank's `shards` differ from those that `metadata` places on it. Local."""
     problems = [problem for index, shard in enumerate(shards) for problem in _problems(index, shard)]
-    placed = metadata.held_by(dist.get_rank())
-    if len(placed) != len(shards):
-        problems.append(f"holds {len(shards)} shards, but the metadata places {len(placed)} on it")
+    places = metadata.held_by(dist.get_rank())
+    if len(places) != len(shards):
+        problems.append(f"holds {len(shards)} shards, but the metadata places {len(places)} on it")
     properties = metadata.tensor_properties
     expected = {name: v if isinstance(v, bool) else str(v) for name, v in vars(properties).items()}
     del expected["layout"]  # `_problems` says it
-    for index, (shard, place) in enumerate(zip(shards, placed, strict=False)):
+    for index, (shard, place) in enumerate(zip(shards, places, strict=False)):
         if shard.metadata != place:
             problems.append(f"shard {index} is {shard.metadata}, but the metadata says {place}")
-        found = _properties(shard.tensor)
-        wanted = properties.memory_format
-        any_format = wanted is torch.preserve_format
-        if "memory_format" in found and (any_format or shard.tensor.is_contiguous(memory_format=wanted)):
-            del found["memory_format"]  # a tensor may have several
-        problems += _unlike(index, shard, found, expected, "the metadata says")
+        actual = _properties(shard.tensor)
+        format_ = properties.memory_format
+        any_format = format_ is torch.preserve_format
+        if "memory_format" in actual and (any_format or shard.tensor.is_contiguous(memory_format=format_)):
+            del actual["memory_format"]  # a tensor may have several
+        problems += _mismatches(index, shard, actual, expected, "the metadata says")
     return problems
 
 
-def proposed(
+def propose(
     make: Callable[[], tuple[_T, str]], *, group: dist.ProcessGroup, what: str
 ) -> tuple[_T, Agreement]:
-    """Run `agreed` without its confirmation: the caller must complete the agreement."""
+    """Run `agree_on` without its confirmation: the caller must complete the agreement."""
     try:
-        made, words = make()
+        result, text = make()
     except Exception as error:  # whatever a user's spec raises
         message = str(error).removeprefix(f"{here()}: ")  # so that ranks that fail alike report the same
         agree(f"impossible: {message}", group=group, what=what)
         raise
-    return made, Agreement(words, group=group, what=what)
+    return result, Agreement(text, group=group, what=what)
 
 
-def agreed(make: Callable[[], tuple[_T, str]], *, group: dist.ProcessGroup, what: str) -> _T:
+def agree_on(make: Callable[[], tuple[_T, str]], *, group: dist.ProcessGroup, what: str) -> _T:
     """Call `make()`, pure arithmetic, and raise unless all ranks make the same. Collective over `group`.
 
     A process outside the group only calls `make()`.
@@ -129,9 +129,9 @@ def agreed(make: Callable[[], tuple[_T, str]], *, group: dist.ProcessGroup, what
     """
     if is_outside(group):
         return make()[0]
-    made, agreement = proposed(make, group=group, what=what)
+    result, agreement = propose(make, group=group, what=what)
     agreement.confirm()
-    return made
+    return result
 
 
 # Properties of their shards' tensors that ranks compare.
@@ -139,58 +139,58 @@ _PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"
 
 
 def _properties(tensor: torch.Tensor) -> dict[str, Any]:
-    """Describe the properties of a tensor, except those that it does not have."""
-    found: dict[str, Any] = {
+    """Describe the properties that a tensor has, in texts and bools."""
+    properties: dict[str, Any] = {
         "dtype": str(tensor.dtype),
         "layout": str(tensor.layout),
         "requires_grad": tensor.requires_grad,
         "device_type": tensor.device.type,
     }
     if tensor.layout == torch.strided:
-        found["pin_memory"] = tensor.is_pinned()
+        properties["pin_memory"] = tensor.is_pinned()
         if tensor.numel() > 1:  # others have every format
-            found["memory_format"] = str(memory_format_of(tensor))
-    return found
+            properties["memory_format"] = str(memory_format_of(tensor))
+    return properties
 
 
-def _unlike(
-    index: int, shard: Shard, found: dict[str, Any], expected: dict[str, Any], who: str
+def _mismatches(
+    index: int, shard: Shard, actual: dict[str, Any], expected: dict[str, Any], reference: str
 ) -> Iterator[str]:
-    """Yield a line for each property of a shard that is not as `expected`."""
-    for name, value in found.items():
+    """Yield a line for each property of a shard that differs from `expected`."""
+    for name, value in actual.items():
         if expected.get(name, value) != value:
-            yield f"shard {index} ({_where(shard)}) has {name} {value}, but {who} {expected[name]}"
+            yield f"shard {index} ({_position(shard)}) has {name} {value}, but {reference} {expected[name]}"
 
 
 def _problems(index: int, shard: Shard) -> list[str]:
-    """List what is wrong with one shard by itself."""
+    """List the problems of a shard by itself."""
     tensor, place, rank = shard.tensor, shard.metadata, dist.get_rank()
-    name = f"shard {index} ({_where(shard)})"
-    found: list[str] = []
+    name = f"shard {index} ({_position(shard)})"
+    problems: list[str] = []
     if any(value < 0 for value in (*place.shard_offsets, *place.shard_sizes)):
-        found.append(f"{name} has a negative offset or size")
+        problems.append(f"{name} has a negative offset or size")
     if len(place.shard_offsets) != len(place.shard_sizes):
-        found.append(f"{name} has {len(place.shard_offsets)} offsets but {len(place.shard_sizes)} sizes")
+        problems.append(f"{name} has {len(place.shard_offsets)} offsets but {len(place.shard_sizes)} sizes")
     if list(tensor.shape) != place.shard_sizes:
-        found.append(f"{name} has a tensor of shape {list(tensor.shape)}, expected {place.shard_sizes}")
+        problems.append(f"{name} has a tensor of shape {list(tensor.shape)}, expected {place.shard_sizes}")
     if tensor.layout != torch.strided:
-        found.append(f"{name} has layout {tensor.layout}, expected torch.strided")
+        problems.append(f"{name} has layout {tensor.layout}, expected torch.strided")
     elif memory_format_of(tensor) is torch.preserve_format:
-        found.append(f"{name} is not contiguous (strides {tensor.stride()}); pass tensor.contiguous()")
+        problems.append(f"{name} is not contiguous (strides {tensor.stride()}); pass tensor.contiguous()")
     if not tensor.is_leaf:
-        found.append(
+        problems.append(
             f"{name} is the result of a differentiable operation, expected a leaf; pass tensor.detach()"
         )
     if place.placement is None or place.placement.rank() is None:
-        found.append(f'{name} has placement {place.placement}, expected "rank:{rank}/{tensor.device}"')
+        problems.append(f'{name} has placement {place.placement}, expected "rank:{rank}/{tensor.device}"')
     elif place.placement.rank() != rank:
-        found.append(f"{name} is placed on rank {place.placement.rank()}, but rank {rank} holds it")
-    elif (placed := place.placement.device()).type != tensor.device.type or (
-        placed.index not in (None, tensor.device.index)
+        problems.append(f"{name} is placed on rank {place.placement.rank()}, but rank {rank} holds it")
+    elif (device := place.placement.device()).type != tensor.device.type or (
+        device.index not in (None, tensor.device.index)
     ):
-        found.append(f"{name} is placed on {placed}, but its tensor is on {tensor.device}")
-    return found
+        problems.append(f"{name} is placed on {device}, but its tensor is on {tensor.device}")
+    return problems
 
 
-def _where(shard: Shard) -> str:
+def _position(shard: Shard) -> str:
     return f"offsets {shard.metadata.shard_offsets}, sizes {shard.metadata.shard_sizes}"

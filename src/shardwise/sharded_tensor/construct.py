@@ -29,7 +29,7 @@ from shardwise.layout import Box
 from shardwise.sharded_tensor import random
 from shardwise.sharded_tensor.autograd import fill
 from shardwise.sharded_tensor.base import is_foreign
-from shardwise.sharded_tensor.check import agreed, check_local, gather_shards
+from shardwise.sharded_tensor.check import agree_on, check_local, gather_shards
 from shardwise.sharded_tensor.group import cut_by, group_or_default, is_outside, ranks_of, with_ranks
 from shardwise.sharded_tensor.metadata import (
     Shard,
@@ -38,7 +38,7 @@ from shardwise.sharded_tensor.metadata import (
     check_pinnable,
     size_of,
 )
-from shardwise.sharded_tensor.move import boxes_of, describe, described
+from shardwise.sharded_tensor.move import boxes_of, describe, with_description
 from shardwise.sharded_tensor.registry import does
 from shardwise.sharded_tensor.remote import register_shards
 from shardwise.sharded_tensor.spec import ShardingSpec, spec_of
@@ -72,26 +72,26 @@ def empty(
         RankMismatchError: on every rank, if ranks have different sizes, properties or specs.
     """
     properties: Any = {"requires_grad": requires_grad, "memory_format": memory_format}
-    others: Any = {"pin_memory": pin_memory, "process_group": process_group, "init_rrefs": init_rrefs}
-    return _made(sharding_spec, size, dtype=dtype, layout=layout, **properties, **others)
+    options: Any = {"pin_memory": pin_memory, "process_group": process_group, "init_rrefs": init_rrefs}
+    return _make(sharding_spec, size, dtype=dtype, layout=layout, **properties, **options)
 
 
 def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Any) -> ShardedTensor:
     """Make a tensor filled with `fill_value`; its dtype is that of the value unless given. See `empty`."""
     if options.get("dtype") is None:
         options["dtype"] = torch.full((), fill_value).dtype
-    made = _made(sharding_spec, (size,), values=f"full of {fill_value}", **options)
-    return filled(made, lambda tensor, box: tensor.fill_(fill_value))
+    sharded = _make(sharding_spec, (size,), values=f"full of {fill_value}", **options)
+    return fill_shards(sharded, lambda tensor, box: tensor.fill_(fill_value))
 
 
 def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
     """Return a tensor of zeros. See `empty`."""
-    return filled(_made(sharding_spec, size, values="zeros", **options), lambda tensor, box: tensor.zero_())
+    return fill_shards(_make(sharding_spec, size, values="zeros", **options), lambda t, box: t.zero_())
 
 
 def ones(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
     """Return a tensor of ones. See `empty`."""
-    return filled(_made(sharding_spec, size, values="ones", **options), lambda tensor, box: tensor.fill_(1))
+    return fill_shards(_make(sharding_spec, size, values="ones", **options), lambda t, box: t.fill_(1))
 
 
 def rand(
@@ -108,7 +108,7 @@ def rand(
         seed: equal on every rank. None draws one from torch's generator on the group's first rank and sends
             it to the others (collective).
     """
-    return _drawn(sharding_spec, size, options, seed, partial(random.uniform_, low=low, high=high))
+    return _make_random(sharding_spec, size, options, seed, partial(random.uniform_, low=low, high=high))
 
 
 def randn(
@@ -120,7 +120,7 @@ def randn(
     **options: Any,
 ) -> ShardedTensor:
     """Draw normal values by seed, for every spec and number of ranks the same. See `rand`."""
-    return _drawn(sharding_spec, size, options, seed, partial(random.normal_, mean=mean, std=std))
+    return _make_random(sharding_spec, size, options, seed, partial(random.normal_, mean=mean, std=std))
 
 
 def shared_seed(group: dist.ProcessGroup) -> int:
@@ -155,7 +155,7 @@ def init_from_local_shards(
     """
     group = group_or_default(process_group)
     metadata = gather_shards(lambda: local_shards, global_size, group=group)
-    return _wrapped([Shard.of(shard) for shard in local_shards], metadata, group, None, init_rrefs)
+    return _wrap([Shard.of(shard) for shard in local_shards], metadata, group, None, init_rrefs)
 
 
 def init_from_local_shards_and_global_metadata(
@@ -177,7 +177,7 @@ def init_from_local_shards_and_global_metadata(
     """
     group = group_or_default(process_group)
 
-    def checked() -> tuple[ShardedTensorMetadata, str]:
+    def check_metadata() -> tuple[ShardedTensorMetadata, str]:
         metadata = with_ranks(ShardedTensorMetadata.of(sharded_tensor_metadata))
         metadata.check(ranks_of(group))
         problems = check_local([Shard.of(shard) for shard in local_shards], metadata)
@@ -185,8 +185,8 @@ def init_from_local_shards_and_global_metadata(
             raise ShardingError(f"{here()}: " + "; ".join(problems))
         return metadata, f"{metadata.tensor_properties} {describe(metadata)}"
 
-    metadata = agreed(checked, group=group, what="the tensor to make of local shards")
-    return _wrapped([Shard.of(shard) for shard in local_shards], metadata, group, sharding_spec, init_rrefs)
+    metadata = agree_on(check_metadata, group=group, what="the tensor to make of local shards")
+    return _wrap([Shard.of(shard) for shard in local_shards], metadata, group, sharding_spec, init_rrefs)
 
 
 def from_torch(tensor: Any, *, process_group: dist.ProcessGroup | None = None) -> ShardedTensor:
@@ -197,7 +197,7 @@ def from_torch(tensor: Any, *, process_group: dist.ProcessGroup | None = None) -
     """
     if not is_foreign(tensor):
         raise ShardingError(f"{here()}: expected torch's ShardedTensor, found a {type(tensor).__name__}")
-    shards = [Shard(one.tensor.detach(), one.metadata) for one in map(Shard.of, tensor.local_shards())]
+    shards = [Shard(shard.tensor.detach(), shard.metadata) for shard in map(Shard.of, tensor.local_shards())]
     metadata = ShardedTensorMetadata.of(tensor.metadata()).with_properties(requires_grad=False)
     group = process_group or cast("dist.ProcessGroup | None", _compat.group_of_sharded_tensor(tensor))
     return init_from_local_shards_and_global_metadata(shards, metadata, process_group=group)
@@ -221,23 +221,23 @@ def init_from_local_tensor(
         RankMismatchError: on every rank, if ranks have specs of different orders.
     """
     group = group_or_default(process_group)
-    given = [] if local_tensor is None else [local_tensor]
+    tensors = [] if local_tensor is None else [local_tensor]
     local: list[Shard] = []
 
-    def shards() -> list[Shard]:
-        properties = [TensorProperties.create_from_tensor(tensor) for tensor in given] or [TensorProperties()]
+    def make_shards() -> list[Shard]:
+        properties = [TensorProperties.create_from_tensor(t) for t in tensors] or [TensorProperties()]
         places = cut_by(sharding_spec, size_of(global_size), properties[0], group).held_by(dist.get_rank())
-        if len(places) != len(given):
+        if len(places) != len(tensors):
             raise ShardingError(
-                f"the spec places {len(places)} shards here, found {len(given)} local tensors"
+                f"the spec places {len(places)} shards here, found {len(tensors)} local tensors"
             )
-        local.extend(map(Shard, given, places))
+        local.extend(map(Shard, tensors, places))
         return local
 
-    found = gather_shards(shards, global_size, group=group)
-    cut = partial(cut_by, sharding_spec, found.size, found.tensor_properties, group)
-    metadata = agreed(lambda: described(cut()), group=group, what="the spec of the local tensors")
-    return _wrapped(local, metadata, group, sharding_spec, init_rrefs)
+    gathered = gather_shards(make_shards, global_size, group=group)
+    build = partial(cut_by, sharding_spec, gathered.size, gathered.tensor_properties, group)
+    metadata = agree_on(lambda: with_description(build()), group=group, what="the spec of the local tensors")
+    return _wrap(local, metadata, group, sharding_spec, init_rrefs)
 
 
 @torch.no_grad()
@@ -260,7 +260,7 @@ def shard_tensor(
     """
     group = group_or_default(process_group)
 
-    def built() -> tuple[ShardedTensorMetadata, str]:
+    def build_metadata() -> tuple[ShardedTensorMetadata, str]:
         if isinstance(tensor, ShardedTensor):
             raise ShardingError("shard_tensor() cuts a plain tensor, found a sharded one; use its reshard()")
         if is_foreign(tensor):
@@ -278,15 +278,15 @@ def shard_tensor(
             )
         return metadata, f"src_rank {src_rank}, requires_grad {tensor.requires_grad}, {describe(metadata)}"
 
-    metadata = agreed(built, group=group, what="the tensor to shard")
-    shards = _allocated(metadata)
+    metadata = agree_on(build_metadata, group=group, what="the tensor to shard")
+    shards = _allocate_shards(metadata)
     whole = Box.whole(tensor.shape)
     if not is_outside(group):
-        held = [[whole] if src_rank in (None, rank) else [] for rank in range(group.size())]
-        wanted, target = boxes_of(metadata, group), [shard.tensor for shard in shards]
-        source = [tensor] if held[group.rank()] else []
-        fill(held, wanted, source=source, target=target, group=group, wire=tensor)
-    return _wrapped(shards, metadata, group, sharding_spec)
+        source_boxes = [[whole] if src_rank in (None, rank) else [] for rank in range(group.size())]
+        target_boxes, target = boxes_of(metadata, group), [shard.tensor for shard in shards]
+        source = [tensor] if source_boxes[group.rank()] else []
+        fill(source_boxes, target_boxes, source=source, target=target, group=group, wire=tensor)
+    return _wrap(shards, metadata, group, sharding_spec)
 
 
 does(ShardedTensor.__new__)(lambda kind, *args, **options: empty(*args, **options))
@@ -298,7 +298,7 @@ ShardedTensor._init_from_local_shards_and_global_metadata = staticmethod(  # typ
 )
 
 
-def _made(
+def _make(
     sharding_spec: ShardingSpec,
     size: Sequence[Any],
     *,
@@ -307,67 +307,67 @@ def _made(
     layout: torch.layout = torch.strided,
     process_group: dist.ProcessGroup | None = None,
     init_rrefs: bool = False,
-    **properties: Any,
+    **options: Any,
 ) -> ShardedTensor:
     """Make an `empty` tensor, to be filled with `values`: a description that ranks compare."""
     group = group_or_default(process_group)
 
-    def built() -> tuple[ShardedTensorMetadata, str]:
+    def build_metadata() -> tuple[ShardedTensorMetadata, str]:
         if layout != torch.strided:
             raise ShardingError(f"a sharded tensor has layout torch.strided, found {layout}; use that")
-        wanted = TensorProperties(dtype=dtype or torch.get_default_dtype(), **properties)
-        metadata = cut_by(sharding_spec, size_of(size), wanted, group)
+        properties = TensorProperties(dtype=dtype or torch.get_default_dtype(), **options)
+        metadata = cut_by(sharding_spec, size_of(size), properties, group)
         # Raises, also on ranks without shards, for properties that torch cannot allocate.
-        ndim, found = len(metadata.size), wanted.memory_format
+        ndim, form, kind = len(metadata.size), properties.memory_format, properties.dtype
         formats = {torch.contiguous_format: ndim, torch.channels_last: 4, torch.channels_last_3d: 5}
-        if formats.get(found) != ndim:
-            raise ShardingError(f"a tensor of {ndim} dims cannot lie in {found}; use torch.contiguous_format")
-        if wanted.requires_grad and not (wanted.dtype.is_floating_point or wanted.dtype.is_complex):
-            raise ShardingError(f"a tensor of {wanted.dtype} cannot require grad; use a floating-point dtype")
-        if wanted.pin_memory:
+        if formats.get(form) != ndim:
+            raise ShardingError(f"a tensor of {ndim} dims cannot lie in {form}; use torch.contiguous_format")
+        if properties.requires_grad and not (kind.is_floating_point or kind.is_complex):
+            raise ShardingError(f"a tensor of {kind} cannot require grad; use a floating-point dtype")
+        if properties.pin_memory:
             check_pinnable()
         return metadata, f"{metadata.tensor_properties} {values} {describe(metadata)}"
 
-    metadata = agreed(built, group=group, what="the tensor to make")
-    return _wrapped(_allocated(metadata), metadata, group, sharding_spec, init_rrefs)
+    metadata = agree_on(build_metadata, group=group, what="the tensor to make")
+    return _wrap(_allocate_shards(metadata), metadata, group, sharding_spec, init_rrefs)
 
 
-def _wrapped(
+def _wrap(
     shards: Sequence[Shard],
     metadata: ShardedTensorMetadata,
     group: dist.ProcessGroup,
     spec: ShardingSpec | None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    own = None if spec is None else spec_of(spec)
-    made = ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=own)
+    sharding_spec = None if spec is None else spec_of(spec)
+    sharded = ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=sharding_spec)
     if init_rrefs:
-        register_shards(made)
-    return made
+        register_shards(sharded)
+    return sharded
 
 
-def _drawn(
+def _make_random(
     spec: ShardingSpec, size: Sequence[Any], options: dict[str, Any], seed: int | None, draw: partial[Tensor]
 ) -> ShardedTensor:
     """Make a tensor filled by `draw`, a function of `sharded_tensor.random`."""
-    made = _made(spec, size, values=f"{draw.func.__name__} {draw.keywords} of seed {seed}", **options)
+    sharded = _make(spec, size, values=f"{draw.func.__name__} {draw.keywords} of seed {seed}", **options)
     if seed is None:
-        seed = shared_seed(made.process_group)
-    return filled(made, partial(draw, shape=made.metadata().size, seed=seed))
+        seed = shared_seed(sharded.process_group)
+    return fill_shards(sharded, partial(draw, shape=sharded.metadata().size, seed=seed))
 
 
 @torch.no_grad()
-def filled(made: ShardedTensor, fill: Callable[..., object]) -> ShardedTensor:
+def fill_shards(sharded: ShardedTensor, fill: Callable[..., object]) -> ShardedTensor:
     """Fill every local shard by `fill(tensor, box=)`, and return the tensor. Local."""
-    for tensor, box in zip(made.tensors, made.boxes, strict=True):
+    for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
         fill(tensor, box=box)
-    if not made.tensors:  # so that a rank without shards raises the errors that the others raise
-        none = (0,) * len(made.metadata().size)
-        fill(torch.empty(none, dtype=made.anchor.dtype), box=Box(none, none))
-    return made
+    if not sharded.tensors:  # so that a rank without shards raises the errors that the others raise
+        zero = (0,) * len(sharded.metadata().size)
+        fill(torch.empty(zero, dtype=sharded.anchor.dtype), box=Box(zero, zero))
+    return sharded
 
 
-def _allocated(metadata: ShardedTensorMetadata) -> list[Shard]:
+def _allocate_shards(metadata: ShardedTensorMetadata) -> list[Shard]:
     """Return memory for this rank's shards."""
     properties, shards = metadata.tensor_properties, []
     for place in metadata.held_by(dist.get_rank()):

@@ -51,7 +51,7 @@ def custom_sharding_spec_op(
         if func not in _BY_SPEC:
             _BY_SPEC[func] = {}
             if func not in _CUSTOM:
-                HANDLERS[func] = partial(_by_spec, HANDLERS.get(func, refuse))
+                HANDLERS[func] = partial(_dispatch_by_spec, HANDLERS.get(func, refuse))
         # By name, as in torch: each of torch's spec classes has one here with the same name.
         _BY_SPEC[func][sharding_spec_class.__qualname__] = impl
         return impl
@@ -59,11 +59,11 @@ def custom_sharding_spec_op(
     return register
 
 
-def _by_spec(otherwise: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _dispatch_by_spec(fallback: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
     sharded = first_sharded(args, kwargs)
     spec = sharded.sharding_spec()
     for kind in type(getattr(spec, "spec", spec)).__mro__:
         impl = _BY_SPEC[func].get(kind.__qualname__)
         if impl is not None:
             return impl((type(sharded),), args, kwargs, sharded.process_group)
-    return otherwise(func, args, kwargs)
+    return fallback(func, args, kwargs)

@@ -45,12 +45,12 @@ def write_items(
 
 
 def _write_items(sharded: ShardedTensor, name: str, value: Any) -> list[WriteItem]:
-    """Return what this rank writes to a checkpoint; some ranks write nothing."""
+    """List the write items of this rank in a checkpoint; maybe none."""
     return write_items(name, _chunks(sharded), sharded.metadata().size, like=sharded.anchor.detach())
 
 
 def _chunks(sharded: ShardedTensor) -> list[ChunkStorageMetadata]:
-    """List the chunks that this rank writes and reads; the first holder has the one of an empty tensor."""
+    """List the chunks that this rank writes and reads; the first holder has that of an empty tensor."""
     metadata = sharded.metadata()
     is_first = metadata.shards_metadata[0].rank == dist.get_rank()
     return chunks(sharded.boxes, metadata.size, is_first=is_first)
@@ -69,7 +69,7 @@ def _shard_at(sharded: ShardedTensor, index: MetadataIndex) -> Tensor:
     )
 
 
-def _cut_as(sharded: ShardedTensor, whole: Tensor) -> Tensor:
+def _cut_like(sharded: ShardedTensor, whole: Tensor) -> Tensor:
     """Cut `whole`, which every rank has, like `sharded`; `load_state_dict` refuses another shape."""
     if whole.shape != sharded.metadata().size:
         return whole
@@ -80,4 +80,4 @@ def _cut_as(sharded: ShardedTensor, whole: Tensor) -> Tensor:
 ShardedTensor.__create_write_items__ = _write_items
 ShardedTensor.__create_chunk_list__ = _chunks
 ShardedTensor.__get_tensor_shard__ = _shard_at
-extend_state_dict_helpers(ShardedTensor, cut=_cut_as)
+extend_state_dict_helpers(ShardedTensor, cut=_cut_like)

@@ -56,40 +56,39 @@ def from_dtensor(dtensor: DTensor, *, process_group: dist.ProcessGroup | None = 
     """
     check_detached(dtensor)
     mesh, local = dtensor.device_mesh, _compat.local_tensor(dtensor)
-    arriving = getattr(local, "wait", None)  # set if a redistribution is still in progress
+    wait = getattr(local, "wait", None)  # set if a redistribution is still in progress
     group = _group_of(mesh, process_group)
     if isinstance(local, LocalShardsWrapper):
-        return _of_listed_shards(local, mesh, dtensor.shape, group)
-    local = (local if arriving is None else arriving()).detach()
+        return _from_listed_shards(local, mesh, dtensor.shape, group)
+    local = (local if wait is None else wait()).detach()
     parts = Placed.of_dtensor(dtensor).parts
-    placed = [(box, rank) for rank, held in parts.items() if held.first_replica for box, _ in held.boxes]
-    placed.sort(key=lambda entry: entry[0].offsets)
-    mine = parts.get(dist.get_rank())
-    held = [] if mine is None or not mine.first_replica else mine.boxes
-    tensors = [local[slices].contiguous() for _, slices in held]
-    return of_boxes(placed, tensors, shape=dtensor.shape, like=local, group=group)
+    pairs = [(box, rank) for rank, part in parts.items() if part.first_replica for box, _ in part.boxes]
+    pairs.sort(key=lambda pair: pair[0].offsets)
+    part = parts.get(dist.get_rank())
+    boxes = [] if part is None or not part.first_replica else part.boxes
+    tensors = [local[slices].contiguous() for _, slices in boxes]
+    return of_boxes(pairs, tensors, shape=dtensor.shape, like=local, group=group)
 
 
-def _of_listed_shards(
+def _from_listed_shards(
     local: LocalShardsWrapper, mesh: DeviceMesh, shape: torch.Size, group: dist.ProcessGroup
 ) -> ShardedTensor:
     """Make a sharded tensor of the shards that ranks list; of equal ones the first is used. Collective."""
-    listed = [] if mesh.get_coordinate() is None else list(local.local_shards())
-    offsets = [list(chunk) for chunk in local.local_offsets()[: len(listed)]]
-    places = [[at, list(shard.shape)] for at, shard in zip(offsets, listed, strict=True)]
+    local_shards = [] if mesh.get_coordinate() is None else list(local.local_shards())
+    offsets = [list(chunk) for chunk in local.local_offsets()[: len(local_shards)]]
+    places = [[offset, list(shard.shape)] for offset, shard in zip(offsets, local_shards, strict=True)]
     by_rank = together("from_dtensor()", lambda: places, group=group, kind=ShardingError)
-    before = [place for each in by_rank[: group.rank()] for place in each]
-    rank = dist.get_rank()
+    earlier, rank = [place for entries in by_rank[: group.rank()] for place in entries], dist.get_rank()
     shards = [
-        Shard.from_tensor_and_offsets(shard.detach(), at, rank)
-        for at, shard in zip(offsets, listed, strict=True)
-        if [at, list(shard.shape)] not in before
+        Shard.from_tensor_and_offsets(shard.detach(), offset, rank)
+        for offset, shard in zip(offsets, local_shards, strict=True)
+        if [offset, list(shard.shape)] not in earlier
     ]
     return init_from_local_shards(shards, shape, process_group=group)
 
 
 def of_boxes(
-    placed: Iterable[tuple[Box, int]],
+    pairs: Iterable[tuple[Box, int]],
     tensors: Sequence[Tensor],
     *,
     shape: torch.Size,
@@ -97,8 +96,8 @@ def of_boxes(
     group: dist.ProcessGroup,
 ) -> ShardedTensor:
     """Return the tensor of these boxes on these global ranks; `tensors` are this rank's. Local."""
-    every = [ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{like.device.type}") for box, rank in placed]
-    metadata = ShardedTensorMetadata(every, shape, TensorProperties(dtype=like.dtype))
+    parts = [ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{like.device.type}") for box, rank in pairs]
+    metadata = ShardedTensorMetadata(parts, shape, TensorProperties(dtype=like.dtype))
     places = metadata.held_by(dist.get_rank())
     shards = [Shard(tensor, place) for tensor, place in zip(tensors, places, strict=True)]
     return ShardedTensor.wrap(shards, metadata, process_group=group)
@@ -124,20 +123,20 @@ def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Pl
     metadata, group = sharded.metadata(), sharded.process_group
     ranks = dist.get_process_group_ranks(group)
     _check_members(mesh, ranks)
-    placed = Placed.of(mesh, placements, metadata.size)
-    placements = placed.placements
-    if own := [placement for placement in placements if isinstance(placement, OwnShard)]:
-        raise ShardingError(f"{here()}: {own[0]} places rows; use to_rows() into a tensor that is cut so")
-    asked = f"mesh {mesh.mesh.tolist()} on {mesh.device_type}, placements {placements}"
-    text = failure.with_failures(f"{describe(metadata)}\nto\n{asked}", sharded)
+    holding = Placed.of(mesh, placements, metadata.size)
+    placements = holding.placements
+    if rows := [placement for placement in placements if isinstance(placement, OwnShard)]:
+        raise ShardingError(f"{here()}: {rows[0]} places rows; use to_rows() into a tensor that is cut so")
+    request = f"mesh {mesh.mesh.tolist()} on {mesh.device_type}, placements {placements}"
+    text = failure.with_failures(f"{describe(metadata)}\nto\n{request}", sharded)
     agree(text, group=group, what="the DTensor to make")
-    parts = placed.parts
-    wanted = [[box for box, _ in parts[rank].boxes] if rank in parts else [] for rank in ranks]
-    mine = parts.get(dist.get_rank())
-    local = sharded.anchor.detach().new_empty(0 if mine is None else mine.sizes)
-    held, source = metadata.boxes_by(ranks), [shard.tensor for shard in sharded.local_shards()]
-    target = [] if mine is None else [local[slices] for _, slices in mine.boxes]
-    fill(held, wanted, source=source, target=target, group=group, wire=local)
+    parts = holding.parts
+    target_boxes = [[box for box, _ in parts[rank].boxes] if rank in parts else [] for rank in ranks]
+    part = parts.get(dist.get_rank())
+    local = sharded.anchor.detach().new_empty(0 if part is None else part.sizes)
+    source_boxes, source = metadata.boxes_by_rank(ranks), [shard.tensor for shard in sharded.local_shards()]
+    target = [] if part is None else [local[slices] for _, slices in part.boxes]
+    fill(source_boxes, target_boxes, source=source, target=target, group=group, wire=local)
     spec = _compat.dtensor_spec(mesh, placements, shape=metadata.size, dtype=local.dtype)
     if local.device.type != mesh.device_type:
         local = local.to(mesh.device_type)
@@ -205,13 +204,13 @@ def from_rows(rows: ShardedRows, *, process_group: dist.ProcessGroup | None = No
         group = group_or_default(process_group)
         boxes = _all_boxes(rows, group=group)
     ranks = dist.get_process_group_ranks(group)
-    held_by = list(zip(boxes, ranks, strict=True))
-    first = dict(reversed(held_by))
-    placed = [(box, rank) for box, rank in held_by if box.is_empty or first[box] == rank]
-    held = [rows.local.detach() for _, rank in placed if rank == dist.get_rank()]
-    made = of_boxes(placed, held, shape=piece.shape, like=rows.local, group=group)
-    made.metadata().check(ranks)
-    return made
+    holders = list(zip(boxes, ranks, strict=True))
+    first_holder = dict(reversed(holders))
+    pairs = [(box, rank) for box, rank in holders if box.is_empty or first_holder[box] == rank]
+    tensors = [rows.local.detach() for _, rank in pairs if rank == dist.get_rank()]
+    sharded = of_boxes(pairs, tensors, shape=piece.shape, like=rows.local, group=group)
+    sharded.metadata().check(ranks)
+    return sharded
 
 
 @torch.no_grad()
@@ -226,11 +225,11 @@ def to_rows(sharded: ShardedTensor, rows: ShardedRows) -> None:
         RankMismatchError: on every rank, if ranks pass differently cut tensors.
     """
     metadata, group = sharded.metadata(), sharded.process_group
-    wanted = [[box] for box in _all_boxes(rows, group=group, shape=metadata.size)]
+    target_boxes = [[box] for box in _all_boxes(rows, group=group, shape=metadata.size)]
     text = failure.with_failures(describe(metadata), sharded)
     agree(text, group=group, what="the sharded tensor to copy into rows")
-    held = boxes_of(metadata, group)
-    fill(held, wanted, source=sharded.tensors, target=[rows.local], group=group, wire=sharded.anchor)
+    source_boxes, source = boxes_of(metadata, group), sharded.tensors
+    fill(source_boxes, target_boxes, source=source, target=[rows.local], group=group, wire=sharded.anchor)
 
 
 def _all_boxes(

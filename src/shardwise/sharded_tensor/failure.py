@@ -35,14 +35,14 @@ from shardwise.sharded_tensor.registry import Args, Handler, Kwargs
 
 Failures = dict[str, Exception]  # of this rank, by their texts
 
-ever = False  # whether anything has failed in this process
+any_failed = False  # whether anything has failed in this process
 current: Failures = {}  # failures of the current operation's operands
 
 
 def run(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `handler(func, args, kwargs)`, or make stand-ins if it fails for this rank's values."""
     try:
-        return _propagate_failures(handler, func, args, kwargs) if ever else handler(func, args, kwargs)
+        return _propagate_failures(handler, func, args, kwargs) if any_failed else handler(func, args, kwargs)
     except (ShardwiseError, _compat.StopRecomputation):
         raise
     except Exception as error:
@@ -56,44 +56,44 @@ def _propagate_failures(handler: Handler, func: Any, args: Args, kwargs: Kwargs)
     failures = {text: error for operand in operands for text, error in operand._failures.items()}
     if not failures:
         return handler(func, args, kwargs)
-    before, current = current, {**current, **failures}
+    outer, current = current, {**current, **failures}
     try:
-        return _marked(handler(func, args, kwargs), failures)
+        return _mark_failed(handler(func, args, kwargs), failures)
     finally:
-        current = before
+        current = outer
 
 
 def _stand_in(error: Exception, handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make a result for an operation that failed with `error` for this rank's values, or raise `error`."""
-    global ever
+    global any_failed
     operands = list(sharded_in([*args, *kwargs.values()]))
     group = operands[0].process_group
     if is_outside(group) or group.size() == 1:
         raise error
     # A rank without elements may succeed where all others fail: also try without values.
-    shards = (operand.metadata().shards_metadata for operand in operands)
-    holders = ({shard.rank for shard in each if not shard.box.is_empty} for each in shards)
-    ways = (_ones, _without_values) if any(len(ranks) < group.size() for ranks in holders) else (_ones,)
-    tried = (_tried(way, handler, func, args, kwargs) for way in ways)
-    made = next((result for result in tried if result is not None), None)
-    results = list(sharded_in([made]))
-    if not results:
+    shard_lists = (operand.metadata().shards_metadata for operand in operands)
+    holders = ({shard.rank for shard in shards if not shard.box.is_empty} for shards in shard_lists)
+    twins = (_ones, _without_values) if any(len(ranks) < group.size() for ranks in holders) else (_ones,)
+    results = (_try(twin, handler, func, args, kwargs) for twin in twins)
+    result = next((result for result in results if result is not None), None)
+    tensors = list(sharded_in([result]))
+    if not tensors:
         raise error
-    for result in results:
-        result.process_group = group
-    ever = True
+    for tensor in tensors:
+        tensor.process_group = group
+    any_failed = True
     text = f"{here()}: {getattr(func, '__name__', func)}: {type(error).__name__}: {error}".rstrip()
-    return _marked(made, {text: error})
+    return _mark_failed(result, {text: error})
 
 
-def known(sharded: Any) -> Failures:
+def failures_of(sharded: Any) -> Failures:
     """Return this rank's errors in the values of `sharded`, or in the current operation."""
-    return {**current, **sharded._failures} if ever else {}
+    return {**current, **sharded._failures} if any_failed else {}
 
 
 def with_failures(text: str, sharded: Any) -> str:
     """Return `text` after a line for each failure of `sharded` on this rank."""
-    return "\n".join([*known(sharded), text])
+    return "\n".join([*failures_of(sharded), text])
 
 
 def raise_here(failures: Failures) -> None:
@@ -108,36 +108,36 @@ def raise_everywhere(group: dist.ProcessGroup) -> NoReturn:
     raise AssertionError("no rank of the group has failed")
 
 
-def _marked(made: Any, failures: Failures) -> Any:
-    for sharded in sharded_in([made]):
+def _mark_failed(result: Any, failures: Failures) -> Any:
+    for sharded in sharded_in([result]):
         sharded._failures = {**sharded._failures, **failures}
-    return made
+    return result
 
 
-def _tried(twin: Callable[[Tensor], Tensor], handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _try(twin: Callable[[Tensor], Tensor], handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run the operation on twins of all tensors; return results with values, or None if it raises."""
     twins: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def of(tensor: Tensor) -> Tensor:
+    def twin_of(tensor: Tensor) -> Tensor:
         if id(tensor) not in twins:
             twins[id(tensor)] = tensor, _twin_of(tensor, twin)
         return twins[id(tensor)][1]
 
     try:
-        made = handler(func, *_compat.pytree.tree_map_only(Tensor, of, (args, kwargs)))
+        result = handler(func, *_compat.pytree.tree_map_only(Tensor, twin_of, (args, kwargs)))
     except Exception:
         return None
     originals = {id(copy): tensor for tensor, copy in twins.values()}  # for results written in place
     device = next(iter(twins.values()))[0].device
 
-    def filled(tensor: Tensor) -> Tensor:
+    def fill_meta(tensor: Tensor) -> Tensor:
         return _ones(tensor, device) if tensor.is_meta else tensor
 
-    def whole(value: Tensor) -> Tensor:
-        known = originals.get(id(value))
-        return _twin_of(value, filled) if known is None else known
+    def restore(value: Tensor) -> Tensor:
+        original = originals.get(id(value))
+        return _twin_of(value, fill_meta) if original is None else original
 
-    return _compat.pytree.tree_map_only(Tensor, whole, made)
+    return _compat.pytree.tree_map_only(Tensor, restore, result)
 
 
 def _twin_of(tensor: Any, twin: Callable[[Tensor], Tensor]) -> Any:
@@ -151,8 +151,8 @@ def _twin_of(tensor: Any, twin: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _ones(tensor: Tensor, device: torch.device | str | None = None) -> Tensor:
-    made = torch.ones_like(tensor.detach(), device=device, requires_grad=tensor.requires_grad)
-    return made if tensor.is_leaf else made.view_as(made)
+    ones = torch.ones_like(tensor.detach(), device=device, requires_grad=tensor.requires_grad)
+    return ones if tensor.is_leaf else ones.view_as(ones)
 
 
 _without_values = partial(_ones, device="meta")

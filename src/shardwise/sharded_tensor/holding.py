@@ -68,11 +68,11 @@ class Holding:
         Returns no group and the whole box if nothing cuts the tensor; returns None if several groups cut it,
         or if a rank may hold several boxes.
         """
-        cutting = [group for group in self.axes if group.size() > 1]
-        if not cutting:
+        groups = [group for group in self.axes if group.size() > 1]
+        if not groups:
             return None, (Box.whole(self.shape),)
-        boxes = self._boxes_over(cutting[0]) if len(cutting) == 1 else None
-        return None if boxes is None else (cutting[0], boxes)
+        boxes = self._boxes_over(groups[0]) if len(groups) == 1 else None
+        return None if boxes is None else (groups[0], boxes)
 
     def _boxes_over(self, group: dist.ProcessGroup) -> Sequence[Box] | None:
         """Return the box of each rank of `group`, the only one that cuts; None if a rank may have several."""
@@ -104,10 +104,10 @@ class Part:
         ends = [list(itertools.accumulate(map(len, runs))) for runs in self.runs]
         return [
             (
-                Box(tuple(run.start for run, _ in chosen), tuple(len(run) for run, _ in chosen)),
-                tuple(slice(end - len(run), end) for run, end in chosen),
+                Box(tuple(run.start for run, _ in combination), tuple(len(run) for run, _ in combination)),
+                tuple(slice(end - len(run), end) for run, end in combination),
             )
-            for chosen in itertools.product(*map(zip, self.runs, ends))
+            for combination in itertools.product(*map(zip, self.runs, ends))
         ]
 
 
@@ -133,10 +133,10 @@ class Placed(Holding):
                 f"{here()}: a mesh of {mesh.ndim} axes needs one placement for each, found {len(placements)}:"
                 f" {tuple(placements)}"
             )
-        made: list[Placement] = []
+        normalized: list[Placement] = []
         for axis, placement in enumerate(placements):
             if isinstance(placement, (Replicate, OwnShard)):
-                made.append(placement)
+                normalized.append(placement)
                 continue
             if not cuts_a_dim(placement):
                 terms = "it holds partial sums; " if isinstance(placement, Partial) else ""
@@ -151,10 +151,10 @@ class Placed(Holding):
                     " that it has"
                 )
             if isinstance(placement, _compat.StridedShard):
-                made.append(_compat.StridedShard(dim % ndim, split_factor=placement.split_factor))
+                normalized.append(_compat.StridedShard(dim % ndim, split_factor=placement.split_factor))
             else:
-                made.append(Shard(dim % ndim))
-        return Placed(torch.Size(shape), mesh, tuple(made), order)
+                normalized.append(Shard(dim % ndim))
+        return Placed(torch.Size(shape), mesh, tuple(normalized), order)
 
     @staticmethod
     def of_dtensor(dtensor: DTensor) -> Placed:
@@ -163,18 +163,18 @@ class Placed(Holding):
         return Placed.of(dtensor.device_mesh, dtensor.placements, dtensor.shape, order)
 
     def axes_along(self, dims: Sequence[int]) -> Groups:
-        cuts = [axis for axis, found in enumerate(self.placements) if cuts_a_dim(found) and found.dim in dims]
-        return tuple(map(self.mesh.get_group, cuts))
+        axes = [axis for axis, p in enumerate(self.placements) if cuts_a_dim(p) and p.dim in dims]
+        return tuple(map(self.mesh.get_group, axes))
 
     def _boxes_over(self, group: dist.ProcessGroup) -> Sequence[Box] | None:
         # Not from `parts`: a mesh's ranks are a tensor, which is fake in a plan.
         placement: Any = self.placements[self.mesh.get_all_groups().index(group)]
         dim, whole = placement.dim, [[range(size)] if size else [] for size in self.shape]
-        split = [
+        by_rank = [
             Part((*whole[:dim], runs, *whole[dim + 1 :]), self.shape, first_replica=True).boxes
             for runs in _split(whole[dim], placement, group.size())
         ]
-        return [box for ((box, _),) in split] if all(len(boxes) == 1 for boxes in split) else None
+        return [box for ((box, _),) in by_rank] if all(len(boxes) == 1 for boxes in by_rank) else None
 
     @cached_property
     def parts(self) -> dict[int, Part]:
@@ -197,12 +197,12 @@ class Placed(Holding):
                     " which cuts the tensor. Torch's collectives and its placements then disagree about who"
                     " holds what; use a mesh on which they ascend"
                 )
-        replicating = [axis for axis, placement in enumerate(self.placements) if not cuts_a_dim(placement)]
-        found, ranks = {}, self.mesh.mesh.flatten().tolist()
-        for rank, at in zip(ranks, itertools.product(*map(range, counts)), strict=True):
-            runs = tuple(table[tuple(at[a] for a in axes[d])] for d, table in enumerate(tables))
-            found[rank] = Part(runs, self.shape, first_replica=not any(at[a] for a in replicating))
-        return found
+        replicate_axes = [axis for axis, placement in enumerate(self.placements) if not cuts_a_dim(placement)]
+        parts, ranks = {}, self.mesh.mesh.flatten().tolist()
+        for rank, coordinate in zip(ranks, itertools.product(*map(range, counts)), strict=True):
+            runs = tuple(table[tuple(coordinate[a] for a in axes[d])] for d, table in enumerate(tables))
+            parts[rank] = Part(runs, self.shape, first_replica=not any(coordinate[a] for a in replicate_axes))
+        return parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,8 +225,8 @@ def _table(size: int, cuts: Sequence[tuple[Placement, int]]) -> dict[tuple[int, 
     table: dict[tuple[int, ...], _Runs] = {(): [range(size)] if size else []}
     for placement, count in cuts:
         table = {
-            (*at, index): part
-            for at, runs in table.items()
+            (*coordinate, index): part
+            for coordinate, runs in table.items()
             for index, part in enumerate(_split(runs, placement, count))
         }
     return table
@@ -239,39 +239,39 @@ def _length(runs: _Runs) -> int:
 def _split(runs: _Runs, placement: Placement, count: int) -> list[_Runs]:
     """Split `runs` over the `count` coordinates of an axis."""
     if isinstance(placement, OwnShard):
-        held = [placement.local_rows(_length(runs), count, index) for index in range(count)]
-        return [_between(runs, first, first + rows) for rows, first in held]
+        spans = [placement.local_rows(_length(runs), count, index) for index in range(count)]
+        return [_slice_runs(runs, first, first + rows) for rows, first in spans]
     if not isinstance(placement, _compat.StridedShard):
         return _chunks(runs, count)
     strides = [_chunks(stride, count) for stride in _chunks(runs, int(placement.split_factor))]
-    return [_joined(run for stride in strides for run in stride[index]) for index in range(count)]
+    return [_join_runs(run for stride in strides for run in stride[index]) for index in range(count)]
 
 
 def _chunks(runs: _Runs, count: int) -> list[_Runs]:
     """Return the equal chunks of the indices in `runs`; the last ones short or empty."""
     total = _length(runs)
     chunk = -(-total // count)
-    return [_between(runs, i * chunk, (i + 1) * chunk) for i in range(count)]
+    return [_slice_runs(runs, i * chunk, (i + 1) * chunk) for i in range(count)]
 
 
-def _between(runs: _Runs, begin: int, end: int) -> _Runs:
+def _slice_runs(runs: _Runs, begin: int, end: int) -> _Runs:
     """Return the runs of the indices from number `begin` to before `end`, counted through `runs`."""
-    found, before = [], 0
+    parts, position = [], 0
     for run in runs:
-        if part := run[max(begin - before, 0) : max(end - before, 0)]:
-            found.append(part)
-        before += len(run)
-    return found
+        if part := run[max(begin - position, 0) : max(end - position, 0)]:
+            parts.append(part)
+        position += len(run)
+    return parts
 
 
-def _joined(runs: Iterable[range]) -> _Runs:
-    """Join runs that continue one another."""
-    found: _Runs = []
+def _join_runs(runs: Iterable[range]) -> _Runs:
+    """Join adjacent runs."""
+    joined: _Runs = []
     for run in runs:
-        if found and found[-1].stop == run.start:
-            run = range(found.pop().start, run.stop)
-        found.append(run)
-    return found
+        if joined and joined[-1].stop == run.start:
+            run = range(joined.pop().start, run.stop)
+        joined.append(run)
+    return joined
 
 
 def cuts_a_dim(placement: Placement) -> TypeGuard[Shard]:

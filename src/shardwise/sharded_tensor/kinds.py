@@ -62,8 +62,8 @@ def held_by_this_rank(tensor: Tensor) -> list[tuple[Box, Tensor]]:
     if isinstance(tensor, ShardedRows):
         return [(tensor.box, tensor.local)]
     local = _compat.local_tensor(tensor).detach()
-    mine = Placed.of_dtensor(tensor).parts.get(dist.get_rank())
-    return [] if mine is None else [(box, local[slices]) for box, slices in mine.boxes]
+    part = Placed.of_dtensor(tensor).parts.get(dist.get_rank())
+    return [] if part is None else [(box, local[slices]) for box, slices in part.boxes]
 
 
 def store_whole(tensor: Tensor, whole: Tensor) -> None:
@@ -101,37 +101,37 @@ def by_axes(
             have separate groups; filled here.
         merge: returns fewer tensors with the same elements as the local rows of one cut.
     """
-    found: dict[Groups, list[Tensor]] = {}
+    shards: dict[Groups, list[Tensor]] = {}
     rows: dict[Groups, list[Tensor]] = {}
     counts: Counter[Groups] = Counter()
     axes_of: dict[tuple[int, tuple[Placement, ...]], Groups] = {}  # by mesh identity: hashing one is slow
-    latest: Any = None  # the cut of the previous tensor: comparing costs less than hashing
-    mesh, into = None, []
+    previous: Any = None  # the cut of the previous tensor: comparing costs less than hashing
+    mesh, bucket = None, []
     axes: Groups = ()
     for tensor in tensors:
         if isinstance(tensor, ShardedRows):
-            if (cut := tensor.piece.axes) != latest:
-                latest, into = cut, rows.setdefault(cut, [])
-            into.append(tensor._local_tensor)
+            if (cut := tensor.piece.axes) != previous:
+                previous, bucket = cut, rows.setdefault(cut, [])
+            bucket.append(tensor._local_tensor)
         elif isinstance(tensor, DTensor):
             spec = _compat.spec_of(tensor)
-            if spec.placements != latest or spec.mesh is not mesh:
-                latest, mesh = spec.placements, spec.mesh
-                key = (id(mesh), latest)
+            if spec.placements != previous or spec.mesh is not mesh:
+                previous, mesh = spec.placements, spec.mesh
+                key = (id(mesh), previous)
                 if key not in axes_of:
                     axes_of[key] = tuple(
                         groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
                         for group in holding_of(tensor).axes
                     )
                 axes = axes_of[key]
-                into = found.setdefault(axes, [])
-            into.append(_compat.local_tensor(tensor))
+                bucket = shards.setdefault(axes, [])
+            bucket.append(_compat.local_tensor(tensor))
             counts[axes] += 1
         else:
-            own = holding_of(tensor).axes
-            counts[own] += 1
-            found.setdefault(own, []).extend(shards_of(tensor))
+            tensor_axes = holding_of(tensor).axes
+            counts[tensor_axes] += 1
+            shards.setdefault(tensor_axes, []).extend(shards_of(tensor))
     for axes, locals_ in rows.items():
         counts[axes] += len(locals_)
-        found.setdefault(axes, []).extend(merge(locals_))
-    return found, counts
+        shards.setdefault(axes, []).extend(merge(locals_))
+    return shards, counts

@@ -97,10 +97,10 @@ def _is_device(text: str) -> bool:
     return True
 
 
-def _bad_placement(found: object) -> ShardingError:
+def _bad_placement(placement: object) -> ShardingError:
     return ShardingError(
         f'a placement is "rank:R/device", "rank:R", "worker/device" or an object with rank() and device(),'
-        f" found {found!r}"
+        f" found {placement!r}"
     )
 
 
@@ -225,7 +225,7 @@ class ShardedTensorMetadata:
         """Make one from another, or from any object with the same attributes."""
         if isinstance(metadata, ShardedTensorMetadata):
             return metadata
-        properties = (getattr(metadata.tensor_properties, each.name) for each in fields(TensorProperties))
+        properties = (getattr(metadata.tensor_properties, f.name) for f in fields(TensorProperties))
         shards = [ShardMetadata.of(shard) for shard in metadata.shards_metadata]
         return ShardedTensorMetadata(shards, torch.Size(metadata.size), TensorProperties(*properties))
 
@@ -233,12 +233,12 @@ class ShardedTensorMetadata:
     def shape(self) -> torch.Size:
         return self.size
 
-    def boxes_by(self, ranks: Sequence[int]) -> list[list[Box]]:
+    def boxes_by_rank(self, ranks: Sequence[int]) -> list[list[Box]]:
         """List the boxes of each of the global `ranks`, in the order of its shards."""
-        found: dict[int, list[Box]] = {rank: [] for rank in ranks}
+        boxes: dict[int, list[Box]] = {rank: [] for rank in ranks}
         for shard in self.shards_metadata:
-            found[shard.rank].append(shard.box)
-        return [found[rank] for rank in ranks]
+            boxes[shard.rank].append(shard.box)
+        return [boxes[rank] for rank in ranks]
 
     def held_by(self, rank: int) -> list[ShardMetadata]:
         """Return the shards of a global rank, in order."""
@@ -265,12 +265,12 @@ class ShardedTensorMetadata:
 
     def map(self, size: Sequence[int], box: Callable[[Box], Box]) -> ShardedTensorMetadata:
         """Replace every shard's box, on the same placements, for a tensor of another `size`."""
-        moved = [
+        shards = [
             ShardMetadata(new.offsets, new.sizes, shard.placement)
             for shard in self.shards_metadata
             for new in [box(shard.box)]
         ]
-        return replace(self, shards_metadata=moved, size=torch.Size(size))
+        return replace(self, shards_metadata=shards, size=torch.Size(size))
 
     def placed(self, place: Callable[[RemoteDevice], RemoteDevice]) -> ShardedTensorMetadata:
         """Replace the placement of every shard that has one."""

@@ -29,11 +29,11 @@ from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import replicated
 from shardwise.sharded_tensor.base import is_foreign
-from shardwise.sharded_tensor.check import agreed
+from shardwise.sharded_tensor.check import agree_on
 from shardwise.sharded_tensor.construct import empty, from_torch, shard_tensor
 from shardwise.sharded_tensor.group import cut_by, group_or_default
 from shardwise.sharded_tensor.metadata import Shard, TensorProperties
-from shardwise.sharded_tensor.move import boxes_of, described
+from shardwise.sharded_tensor.move import boxes_of, with_description
 from shardwise.sharded_tensor.spec import ChunkShardingSpec, ShardingSpec, spec_of
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -116,7 +116,7 @@ def shard_module(
     """
     group = group_or_default(process_group)
     outputs, local = plan.output_plan or {}, plan.return_local_tensor or []
-    agreed(lambda: (None, _check_plan(module, plan, group)), group=group, what="the sharding plan")
+    agree_on(lambda: (None, _check_plan(module, plan, group)), group=group, what="the sharding plan")
     specs: dict[str, Any] = {name: spec for name, spec in plan.plan.items() if not _is_sharder(spec)}
     for name, spec in specs.items():
         whole = module.get_parameter(name)
@@ -126,16 +126,16 @@ def shard_module(
             cut = shard_tensor(whole, spec, src_rank=src_rank, process_group=group)
         sharded = nn.Parameter(cut, requires_grad=whole.requires_grad)
         for owner in module.modules():
-            for own, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            for attribute, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
                 if parameter is whole:
-                    setattr(owner, own, sharded)
+                    setattr(owner, attribute, sharded)
     for name, sharder in plan.plan.items():
         if _is_sharder(sharder):
-            made: Any = cast(Any, sharder).shard(module.get_submodule(name))
+            replacement: Any = cast(Any, sharder).shard(module.get_submodule(name))
             if name:
-                module.set_submodule(name, made)
+                module.set_submodule(name, replacement)
             else:
-                module = made
+                module = replacement
     for name, spec in outputs.items():
         reshard_output(module.get_submodule(name), spec, process_group=group)
     for name in local:
@@ -182,12 +182,12 @@ def collect_local_shard(module: nn.Module) -> nn.Module:
     def hook(module: nn.Module, args: Any, output: Any) -> Tensor:
         if not isinstance(output, ShardedTensor):
             raise _no_tensor(module, output, "collect_local_shard")
-        held = boxes_of(output.metadata(), output.process_group)
-        several = next((rank for rank, boxes in enumerate(held) if len(boxes) > 1), None)
-        if several is not None:
+        by_rank = boxes_of(output.metadata(), output.process_group)
+        crowded = next((rank for rank, boxes in enumerate(by_rank) if len(boxes) > 1), None)
+        if crowded is not None:
             raise ShardingError(
                 f"{here()}: collect_local_shard needs at most one shard on each rank, found"
-                f" {len(held[several])} on group rank {several} of {type(module).__name__}'s output by"
+                f" {len(by_rank[crowded])} on group rank {crowded} of {type(module).__name__}'s output by"
                 f" {output.sharding_spec()!r}; put reshard_output before it"
             )
         if not output.tensors:  # an empty tensor with the same number of dims
@@ -198,7 +198,7 @@ def collect_local_shard(module: nn.Module) -> nn.Module:
             return output.anchor.reshape(size) if size else output.anchor
         spec, local = output.sharding_spec(), output.local_tensor()
         if isinstance(spec, ChunkShardingSpec) and all(
-            len(boxes) == 1 and boxes[0].sizes[spec.dim] == 1 for boxes in held
+            len(boxes) == 1 and boxes[0].sizes[spec.dim] == 1 for boxes in by_rank
         ):
             return local.squeeze(spec.dim)
         return local
@@ -244,10 +244,10 @@ def pre_load_state_dict_hook(
     assign = local_metadata.get("assign_to_params_buffers", False)
     for name, owner, attribute in list(_attributes(module, state_dict, prefix)):
         key, current = prefix + name, getattr(owner, attribute)
-        seen = key in _loading[1]
+        is_handled = key in _loading[1]
         _loading[1].add(key)
         if key not in state_dict:  # a parent's hook may have taken it
-            missing_keys += [key] if strict and not seen else []
+            missing_keys += [key] if strict and not is_handled else []
             continue
         value = state_dict.pop(key)
         if is_foreign(value):
@@ -276,8 +276,8 @@ def _attributes(
     for path, owner in module.named_modules(remove_duplicate=False):
         for attribute, value in vars(owner).items():
             name = f"{path}.{attribute}" if path else attribute
-            held = (state_dict or {}).get(prefix + name) if value is None else value
-            if isinstance(held, ShardedTensor) or (value is None and is_foreign(held)):
+            candidate = (state_dict or {}).get(prefix + name) if value is None else value
+            if isinstance(candidate, ShardedTensor) or (value is None and is_foreign(candidate)):
                 yield name, owner, attribute
 
 
@@ -339,9 +339,9 @@ def _is_sharder(value: Any) -> bool:
     return callable(getattr(value, "shard", None)) and not hasattr(value, "build_metadata")
 
 
-def _unknown(module: nn.Module, kind: str, name: str, known: Sequence[str]) -> ShardingError:
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or list(known[:3])
-    hint = f"; near names are {', '.join(map(repr, near))}" if near else "; it has none"
+def _unknown(module: nn.Module, kind: str, name: str, names: Sequence[str]) -> ShardingError:
+    suggestions = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or list(names[:3])
+    hint = f"; near names are {', '.join(map(repr, suggestions))}" if suggestions else "; it has none"
     return ShardingError(f"{type(module).__name__} has no {kind} {name!r}{hint}")
 
 
@@ -350,25 +350,25 @@ def _unknown(module: nn.Module, kind: str, name: str, known: Sequence[str]) -> S
 
 def _cut(whole: Tensor, spec: ShardingSpec, group: dist.ProcessGroup, *, compare: bool) -> ShardedTensor:
     """Copy this rank's shards out of a replicated tensor; differentiable."""
-    cut = partial(cut_by, spec, whole.shape, TensorProperties.create_from_tensor(whole), group)
-    asked = partial(agreed, group=group, what="the output to cut")
-    metadata = asked(lambda: described(cut())) if compare else cut()
+    build = partial(cut_by, spec, whole.shape, TensorProperties.create_from_tensor(whole), group)
+    agree = partial(agree_on, group=group, what="the output to cut")
+    metadata = agree(lambda: with_description(build())) if compare else build()
     differentiable = whole.requires_grad and torch.is_grad_enabled()
     metadata = metadata.with_properties(requires_grad=differentiable, memory_format=torch.contiguous_format)
-    everything = Box.whole(whole.shape)
+    whole_box = Box.whole(whole.shape)
     source = replicated(whole, group)
     shards = []
     for place in metadata.held_by(dist.get_rank()):
         assert place.placement is not None
-        piece = part(everything, source, place.box).clone(memory_format=torch.contiguous_format)
+        piece = part(whole_box, source, place.box).clone(memory_format=torch.contiguous_format)
         shards.append(Shard(piece.to(place.placement.device()), place))
     anchor = source.reshape(-1)[:0]
     return ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=spec, anchor=anchor)
 
 
-def _no_tensor(module: nn.Module, output: Any, what: str) -> ShardingError:
+def _no_tensor(module: nn.Module, output: Any, operation: str) -> ShardingError:
     return ShardingError(
-        f"{here()}: {what} needs a module that returns a tensor, found {type(output).__name__} from"
+        f"{here()}: {operation} needs a module that returns a tensor, found {type(output).__name__} from"
         f" {type(module).__name__}; apply it to the submodule that makes the tensor"
     )
 
@@ -380,11 +380,11 @@ def named_params_with_sharded_tensor(
 
     `shardwise.optim.ShardedOptimizer` takes them. `prefix` and `recurse` are as for `named_parameters`.
     """
-    found: dict[str, Tensor] = dict(module.named_parameters(prefix=prefix, recurse=recurse))
-    seen = {id(tensor) for tensor in found.values()}
+    tensors: dict[str, Tensor] = dict(module.named_parameters(prefix=prefix, recurse=recurse))
+    ids = {id(tensor) for tensor in tensors.values()}
     for name, owner, attribute in _attributes(module):
         tensor = getattr(owner, attribute)
-        if id(tensor) not in seen and (recurse or owner is module):
-            seen.add(id(tensor))
-            found[f"{prefix}.{name}" if prefix else name] = tensor
-    yield from found.items()
+        if id(tensor) not in ids and (recurse or owner is module):
+            ids.add(id(tensor))
+            tensors[f"{prefix}.{name}" if prefix else name] = tensor
+    yield from tensors.items()

@@ -16,7 +16,7 @@ from shardwise.comm.agree import Agreement, together
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, transfer
 from shardwise.sharded_tensor import autograd, failure
-from shardwise.sharded_tensor.check import proposed
+from shardwise.sharded_tensor.check import propose
 from shardwise.sharded_tensor.group import is_outside, with_ranks
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
 from shardwise.sharded_tensor.registry import does
@@ -26,7 +26,7 @@ from shardwise.sharded_tensor.tensor import ShardedTensor, device_of
 
 def boxes_of(metadata: ShardedTensorMetadata, group: dist.ProcessGroup) -> list[list[Box]]:
     """List the boxes that each rank of `group` holds."""
-    return metadata.boxes_by(dist.get_process_group_ranks(group))
+    return metadata.boxes_by_rank(dist.get_process_group_ranks(group))
 
 
 @does(ShardedTensor.reshard)
@@ -47,35 +47,35 @@ def move_to(
     """Move the values into the boxes that `build` returns. Collective; differentiable."""
     source, group = sharded.metadata(), sharded.process_group
 
-    def wanted() -> ShardedTensorMetadata:
+    def build_target() -> ShardedTensorMetadata:
         target = with_ranks(build())
         if target.size != source.size:
             raise ShardingError(f"the spec gives shape {tuple(target.size)}, expected {tuple(source.size)}")
         return target
 
     if is_outside(group):
-        return sharded.with_tensors([], metadata=wanted(), anchor=sharded.anchor)
+        return sharded.with_tensors([], metadata=build_target(), anchor=sharded.anchor)
     ranks = dist.get_process_group_ranks(group)
 
-    def built() -> tuple[tuple[ShardedTensorMetadata, autograd.Route], str]:
-        failure.raise_here(failure.known(sharded))
-        target = wanted()
+    def plan_move() -> tuple[tuple[ShardedTensorMetadata, autograd.Route], str]:
+        failure.raise_here(failure.failures_of(sharded))
+        target = build_target()
         cuts = [_Cut(describe(metadata), metadata) for metadata in (source, target)]
         text, route = _plan(*cuts, tuple(ranks), group.rank())
         return (target, route), text
 
-    (target, route), agreement = proposed(built, group=group, what=what)
+    (target, route), agreement = propose(plan_move, group=group, what=what)
     if source.cut_as(target):
-        made, anchor = [tensor.view_as(tensor) for tensor in sharded.tensors], sharded.anchor.view(-1)
+        tensors, anchor = [tensor.view_as(tensor) for tensor in sharded.tensors], sharded.anchor.view(-1)
     else:
         like = target.tensor_properties.memory_format
-        made, anchor = autograd.moved(
+        tensors, anchor = autograd.moved(
             sharded.tensors, route, group=group, anchor=sharded.anchor, like=like, agreement=agreement
         )
     agreement.confirm()
     places = [shard.placement for shard in target.held_by(dist.get_rank()) if shard.placement]
-    made = [tensor.to(place.device()) for tensor, place in zip(made, places, strict=True)]
-    return sharded.with_tensors(made, metadata=target, anchor=anchor.to(device_of(made, target)))
+    tensors = [tensor.to(place.device()) for tensor, place in zip(tensors, places, strict=True)]
+    return sharded.with_tensors(tensors, metadata=target, anchor=anchor.to(device_of(tensors, target)))
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ def _plan(source: _Cut, target: _Cut | None, ranks: tuple[int, ...], rank: int) 
 
     Cached, since moves are the same each time.
     """
-    held = source.metadata.boxes_by(ranks)
+    source_boxes = source.metadata.boxes_by_rank(ranks)
     if target is None:
-        text, wanted = "the whole", [[Box.whole(source.metadata.size)] for _ in ranks]
+        text, target_boxes = "the whole", [[Box.whole(source.metadata.size)] for _ in ranks]
     else:
         target.metadata.check(ranks)
-        text, wanted = target.text, target.metadata.boxes_by(ranks)
-    messages = transfer(held, wanted, rank=rank)
-    return f"{source.text}\nto\n{text}", autograd.Route(messages, held[rank], wanted[rank])
+        text, target_boxes = target.text, target.metadata.boxes_by_rank(ranks)
+    messages = transfer(source_boxes, target_boxes, rank=rank)
+    return f"{source.text}\nto\n{text}", autograd.Route(messages, source_boxes[rank], target_boxes[rank])
 
 
 def describe(metadata: ShardedTensorMetadata) -> str:
@@ -108,7 +108,7 @@ def describe(metadata: ShardedTensorMetadata) -> str:
     return "\n".join([f"{tuple(metadata.size)} {metadata.tensor_properties.dtype}", *shards])
 
 
-def described(metadata: ShardedTensorMetadata) -> tuple[ShardedTensorMetadata, str]:
+def with_description(metadata: ShardedTensorMetadata) -> tuple[ShardedTensorMetadata, str]:
     """Return `metadata` and its description, for ranks to agree on."""
     return metadata, describe(metadata)
 
@@ -120,9 +120,9 @@ def _full_tensor(sharded: ShardedTensor) -> Tensor:
     plan, route = _plan(_Cut(describe(source), source), None, tuple(ranks), rank)
     text = failure.with_failures(plan, sharded)
     agreement = Agreement(text, group=group, what="the tensor to make whole")
-    held, anchor = source.boxes_by(ranks), sharded.anchor
+    boxes, anchor = source.boxes_by_rank(ranks), sharded.anchor
     (whole,), _ = autograd.moved(
-        sharded.tensors, route, group=group, anchor=anchor, agreement=agreement, to_all=held
+        sharded.tensors, route, group=group, anchor=anchor, agreement=agreement, to_all=boxes
     )
     return whole
 
@@ -138,8 +138,8 @@ def _gather(
 ) -> Tensor | None:
     metadata, group = sharded.metadata(), sharded.process_group
 
-    def checked() -> tuple[int, str]:
-        failure.raise_here(failure.known(sharded))
+    def check_arguments() -> tuple[int, str]:
+        failure.raise_here(failure.failures_of(sharded))
         if not isinstance(dst, int) or not 0 <= dst < group.size():
             raise ShardingError(f"has dst {dst}, found no rank {dst} of a group of {group.size()}")
         if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -156,20 +156,20 @@ def _gather(
             raise ShardingError(f"needs an out of {expected}, found {out.dtype}; pass dtype= on every rank")
         return dst, str(dtype)
 
-    asked = together("gather()", checked, group=group, kind=ShardingError)
-    if any(other != asked[0] for other in asked):
-        wanted_by, dtypes = map(list, zip(*asked, strict=True))
+    requests = together("gather()", check_arguments, group=group, kind=ShardingError)
+    if any(request != requests[0] for request in requests):
+        dsts, dtypes = map(list, zip(*requests, strict=True))
         raise ShardingError(
-            f"{here()}: gather() has dst {wanted_by} and dtype {dtypes} on the ranks; pass one dst and one"
+            f"{here()}: gather() has dst {dsts} and dtype {dtypes} on the ranks; pass one dst and one"
             " dtype on all of them"
         )
     whole, wire = Box.whole(metadata.size), sharded.anchor if dtype is None else sharded.anchor.to(dtype)
-    held, is_dst = boxes_of(metadata, group), group.rank() == dst
+    source_boxes, is_dst = boxes_of(metadata, group), group.rank() == dst
     if is_dst and out is None:
         out = torch.empty(whole.sizes, dtype=wire.dtype, device=wire.device)
-    wanted = [[whole] if rank == dst else [] for rank in range(len(held))]
+    target_boxes = [[whole] if rank == dst else [] for rank in range(len(source_boxes))]
     target = [] if out is None else [out]
-    autograd.fill(held, wanted, source=sharded.tensors, target=target, group=group, wire=wire)
+    autograd.fill(source_boxes, target_boxes, source=sharded.tensors, target=target, group=group, wire=wire)
     return out
 
 
@@ -177,21 +177,21 @@ def _gather(
 def _to(sharded: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
     args = tuple(arg.anchor if isinstance(arg, ShardedTensor) else arg for arg in args)
     kwargs = {k: v.anchor if isinstance(v, ShardedTensor) else v for k, v in kwargs.items()}
-    made = converted(sharded, Tensor.to, *args, **kwargs)
-    before, after = sharded.metadata().tensor_properties, made.metadata().tensor_properties
-    same = all(map(operator.is_, [*made.tensors, made.anchor], [*sharded.tensors, sharded.anchor]))
-    return sharded if same and after.memory_format is before.memory_format else made
+    result = convert(sharded, Tensor.to, *args, **kwargs)
+    old, new = sharded.metadata().tensor_properties, result.metadata().tensor_properties
+    is_same = all(map(operator.is_, [*result.tensors, result.anchor], [*sharded.tensors, sharded.anchor]))
+    return sharded if is_same and new.memory_format is old.memory_format else result
 
 
-def converted(
+def convert(
     sharded: ShardedTensor, function: Callable[..., Tensor], *args: Any, **options: Any
 ) -> ShardedTensor:
     """Apply `function` to every shard, for a tensor of the same cut: in other memory, or of another kind."""
     anchor = function(sharded.anchor, *args, **{k: v for k, v in options.items() if k != "memory_format"})
     tensors = [function(tensor, *args, **options) for tensor in sharded.tensors]
     metadata = sharded.metadata()
-    if (wanted := options.get("memory_format")) not in (None, torch.preserve_format):
-        metadata = metadata.with_properties(memory_format=wanted)
+    if (memory_format := options.get("memory_format")) not in (None, torch.preserve_format):
+        metadata = metadata.with_properties(memory_format=memory_format)
     if options.get("pin_memory"):
         metadata = metadata.with_properties(pin_memory=True)
     if anchor.device.type != sharded.anchor.device.type:

@@ -38,37 +38,37 @@ def load_with_process_group(process_group: dist.ProcessGroup | None) -> Iterator
         _group.reset(token)
 
 
-def _reduced(sharded: ShardedTensor, protocol: Any) -> tuple[Any, ...]:
-    """Return what `pickle` stores of a sharded tensor."""
+def _reduce(sharded: ShardedTensor, protocol: Any) -> tuple[Any, ...]:
+    """Return the function and arguments with which `pickle` rebuilds a sharded tensor."""
     group = sharded.process_group
     shards = [(shard.tensor.detach(), shard.metadata) for shard in sharded.local_shards()]
     is_parameter = bool(getattr(sharded, "_is_param", False))
-    place = (group.rank(), group.size(), dist.get_rank(), dist.get_world_size())
-    return _rebuild, (shards, sharded.metadata(), sharded._spec, place, is_parameter)
+    ranks = (group.rank(), group.size(), dist.get_rank(), dist.get_world_size())
+    return _rebuild, (shards, sharded.metadata(), sharded._spec, ranks, is_parameter)
 
 
-ShardedTensor.__reduce_ex__ = _reduced  # type: ignore[method-assign, assignment]
+ShardedTensor.__reduce_ex__ = _reduce  # type: ignore[method-assign, assignment]
 
 
 def _rebuild(
     shards: list[tuple[Any, Any]],
     metadata: ShardedTensorMetadata,
     spec: ShardingSpec | None,
-    place: tuple[int, int, int, int],
+    origin: tuple[int, int, int, int],
     is_parameter: bool,
 ) -> ShardedTensor:
     group = group_or_default(_group.get())
-    found = (group.rank(), group.size(), dist.get_rank(), dist.get_world_size())
-    if found != place:
+    ranks = (group.rank(), group.size(), dist.get_rank(), dist.get_world_size())
+    if ranks != origin:
         raise ShardingError(
-            f"{here()}: a sharded tensor pickled by rank {place[0]} of a group of {place[1]} (global rank"
-            f" {place[2]} of {place[3]}) cannot be loaded by rank {found[0]} of {found[1]} (global {found[2]}"
-            f" of {found[3]}); load it on the same rank within load_with_process_group(...), or save it with"
-            " torch.distributed.checkpoint, which loads into any world size"
+            f"{here()}: a sharded tensor pickled by rank {origin[0]} of a group of {origin[1]} (global rank"
+            f" {origin[2]} of {origin[3]}) cannot be loaded by rank {ranks[0]} of {ranks[1]} (global"
+            f" {ranks[2]} of {ranks[3]}); load it on the same rank within load_with_process_group(...), or"
+            " save it with torch.distributed.checkpoint, which loads into any world size"
         )
-    held = [Shard(tensor, where) for tensor, where in shards]
-    made = ShardedTensor.wrap(held, metadata, process_group=group, sharding_spec=spec)
-    made.requires_grad_(metadata.tensor_properties.requires_grad)
+    local_shards = [Shard(tensor, place) for tensor, place in shards]
+    sharded = ShardedTensor.wrap(local_shards, metadata, process_group=group, sharding_spec=spec)
+    sharded.requires_grad_(metadata.tensor_properties.requires_grad)
     if is_parameter:
-        made._is_param = True
-    return made
+        sharded._is_param = True
+    return sharded

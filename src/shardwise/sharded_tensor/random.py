@@ -163,21 +163,21 @@ def _random_bits(
     ]
     # Slabs of one box differ by a constant, and a smaller last one is a prefix of the others.
     steps = _steps(sizes, [stride * gamma for stride in strides], device)
-    buffer, other = torch.empty_like(steps), torch.empty_like(steps)
+    buffer, scratch = torch.empty_like(steps), torch.empty_like(steps)
     for part in itertools.product(*cuts):
-        numel = math.prod(each.stop - each.start for each in part)
-        bits, spare = buffer[:numel], other[:numel]
+        numel = math.prod(extent.stop - extent.start for extent in part)
+        bits, spare = buffer[:numel], scratch[:numel]
         first = sum((o + p.start) * s for o, p, s in zip(box.offsets, part, strides, strict=True))
-        torch.add(steps[:numel], _signed(start + (first + 1) * gamma), out=bits)
-        _xor_shifted(bits, 30, spare).mul_(_signed(0xBF58476D1CE4E5B9))
-        _xor_shifted(bits, 27, spare).mul_(_signed(0x94D049BB133111EB))
+        torch.add(steps[:numel], _to_signed(start + (first + 1) * gamma), out=bits)
+        _xor_shift(bits, 30, spare).mul_(_to_signed(0xBF58476D1CE4E5B9))
+        _xor_shift(bits, 27, spare).mul_(_to_signed(0x94D049BB133111EB))
         if all_bits:
-            _xor_shifted(bits, 31, spare)
+            _xor_shift(bits, 31, spare)
         yield part, bits, spare
 
 
 def _slab_numel(device: torch.device) -> int:
-    """Return how many elements to draw at once: as many as fit each core's cache or are worth a launch."""
+    """Return the number of elements to draw at once: those that fit each core's cache, or repay a launch."""
     return min(1 << 20, torch.get_num_threads() << 16) if device.type == "cpu" else 1 << 20
 
 
@@ -185,11 +185,11 @@ def _steps(sizes: Sequence[int], strides: Sequence[int], device: torch.device) -
     """Return, flat, each element's sum of indices times `strides` in a box of `sizes`, modulo 2**64."""
     steps = torch.zeros((), dtype=torch.int64, device=device)
     for size, stride in zip(sizes, strides, strict=True):
-        steps = steps.unsqueeze(-1) + torch.arange(size, device=device).mul_(_signed(stride))
+        steps = steps.unsqueeze(-1) + torch.arange(size, device=device).mul_(_to_signed(stride))
     return steps.reshape(-1)
 
 
-def _xor_shifted(bits: Tensor, shift: int, spare: Tensor) -> Tensor:
+def _xor_shift(bits: Tensor, shift: int, spare: Tensor) -> Tensor:
     """Compute `bits ^= bits >> shift` of unsigned integers; masks the sign, which torch's shift repeats."""
     torch.bitwise_right_shift(bits, shift, out=spare)
     return bits.bitwise_xor_(spare.bitwise_and_(_WORD >> shift))
@@ -200,21 +200,21 @@ def _stream(seed: int) -> tuple[int, int]:
 
     Each stream has its own increment, so no stream is another one shifted, however long both are.
     """
-    start = _mixed(seed + _GOLDEN_GAMMA, (30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-    gamma = _mixed(seed + 2 * _GOLDEN_GAMMA, (33, 33, 33), (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)) | 1
+    start = _mix_bits(seed + _GOLDEN_GAMMA, (30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+    gamma = _mix_bits(seed + 2 * _GOLDEN_GAMMA, (33, 33, 33), (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)) | 1
     # Increments of long runs of equal bits make neighbours' sums too similar.
     regular = (gamma ^ (gamma >> 1)).bit_count() < 24
     return start, gamma ^ 0xAAAAAAAAAAAAAAAA if regular else gamma
 
 
-def _mixed(word: int, shifts: tuple[int, int, int], factors: tuple[int, int]) -> int:
+def _mix_bits(word: int, shifts: tuple[int, int, int], factors: tuple[int, int]) -> int:
     word &= _WORD
     for shift, factor in zip(shifts, factors, strict=False):
         word = ((word ^ (word >> shift)) * factor) & _WORD
     return word ^ (word >> shifts[2])
 
 
-def _signed(word: int) -> int:
+def _to_signed(word: int) -> int:
     """Return the int64 with the same 64 bits."""
     word &= _WORD
     return word - (1 << 64) if word >> 63 else word

@@ -53,16 +53,16 @@ def refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
         name = f"attribute {getattr(getattr(func, '__self__', None), '__name__', '?')}"
     sharded = list(sharded_in([*args, *kwargs.values()]))
     hint = _HINT_OF.get(name, _GENERAL).format(name=name)
-    known = {getattr(handled, "__name__", None) for handled in HANDLERS}
-    if name not in _HINT_OF and name.endswith("_") and name[:-1] in known:
+    names = {getattr(key, "__name__", None) for key in HANDLERS}
+    if name not in _HINT_OF and name.endswith("_") and name[:-1] in names:
         hint = f"Use {name[:-1]}(), which returns the result"
     raise ShardingError(f"{here()}: {name} is not supported on a ShardedTensor ({_specs(sharded)}). {hint}")
 
 
-def refuse_case(name: str, *sharded: Any, why: str, instead: str) -> NoReturn:
+def refuse_case(name: str, *sharded: Any, reason: str, hint: str) -> NoReturn:
     """Raise ShardingError for one case of the operation `name`, which is supported in others."""
     raise ShardingError(
-        f"{here()}: {name} is not possible on this ShardedTensor ({_specs(sharded)}): {why}; {instead}"
+        f"{here()}: {name} is not possible on this ShardedTensor ({_specs(sharded)}): {reason}; {hint}"
     )
 
 

@@ -30,37 +30,37 @@ def register_shards(sharded: ShardedTensor) -> None:
         ShardingError: on every rank, if RPC is not initialised on some, or a worker's id is not its rank.
     """
     group = sharded.process_group
-    what = "referring to shards by torch RPC"
-    found: dict[int, list[rpc.RRef[Shard]]] = {}
+    operation = "referring to shards by torch RPC"
+    references: dict[int, list[rpc.RRef[Shard]]] = {}
 
     def register() -> int:
         try:
-            own = rpc.get_worker_info().id
+            worker = rpc.get_worker_info().id
         except (AttributeError, RuntimeError) as error:  # not built into torch, not initialised
             raise ShardingError(
                 "references to shards need torch RPC; call torch.distributed.rpc.init_rpc first"
             ) from error
-        if own != dist.get_rank():
+        if worker != dist.get_rank():
             raise ShardingError(
-                f"torch RPC has this process as worker {own}; give init_rpc the process's rank"
+                f"torch RPC has this process as worker {worker}; give init_rpc the process's rank"
             )
         number = next(_numbers)
         _registered[number] = sharded
         return number
 
-    def ask() -> None:
+    def request_references() -> None:
         holders = {shard.rank for shard in sharded.metadata().shards_metadata}
-        asked = {
-            rank: rpc.rpc_async(rank, _references, args=(other,))
-            for rank, other in zip(dist.get_process_group_ranks(group), by_rank, strict=True)
+        futures = {
+            rank: rpc.rpc_async(rank, _references, args=(number,))
+            for rank, number in zip(dist.get_process_group_ranks(group), numbers, strict=True)
             if rank != dist.get_rank() and rank in holders
         }
-        found.update((rank, answer.wait()) for rank, answer in asked.items())
+        references.update((rank, future.wait()) for rank, future in futures.items())
 
-    by_rank = together(what, register, group=group, kind=ShardingError)
+    numbers = together(operation, register, group=group, kind=ShardingError)
     # This also ensures that no rank drops its tensor before all have their references.
-    together(what, ask, group=group, kind=ShardingError)
-    sharded._remote = found
+    together(operation, request_references, group=group, kind=ShardingError)
+    sharded._remote = references
 
 
 def _references(number: int) -> list[Any]:

@@ -201,8 +201,8 @@ class DevicePlacementSpec(PlacementSpec):
 def infer_sharding_spec(metadata: ShardedTensorMetadata) -> ShardingSpec:
     """Return the simplest spec whose `build_metadata` gives exactly these shards in this order. Local."""
     for spec in _candidates(metadata.size, metadata.shards_metadata):
-        built = spec.build_metadata(metadata.size, metadata.tensor_properties)
-        if built.shards_metadata == metadata.shards_metadata:
+        candidate = spec.build_metadata(metadata.size, metadata.tensor_properties)
+        if candidate.shards_metadata == metadata.shards_metadata:
             return spec
     return EnumerableShardingSpec(metadata.shards_metadata)
 
@@ -232,17 +232,17 @@ def _grid(
     lengths = [cuts.get(dim, [length]) for dim, length in enumerate(size)]
     ranges = [list(zip(itertools.accumulate(cut, initial=0), cut, strict=False)) for cut in lengths]
     shards = [
-        ShardMetadata([start for start, _ in ranged], [length for _, length in ranged], placement)
-        for ranged, placement in zip(itertools.product(*ranges), spec.placements, strict=True)
+        ShardMetadata([start for start, _ in extents], [length for _, length in extents], placement)
+        for extents, placement in zip(itertools.product(*ranges), spec.placements, strict=True)
     ]
     return ShardedTensorMetadata(shards, torch.Size(size), properties)
 
 
-def _placements(spec: ShardingSpec, found: Sequence[Any]) -> list[RemoteDevice]:
-    if isinstance(found, str) or not len(found):
+def _placements(spec: ShardingSpec, placements: Sequence[Any]) -> list[RemoteDevice]:
+    if isinstance(placements, str) or not len(placements):
         name = type(spec).__name__
-        raise ShardingError(f"{name} needs a list of at least one placement, found {found!r}")
-    return [RemoteDevice.of(placement) for placement in found]
+        raise ShardingError(f"{name} needs a list of at least one placement, found {placements!r}")
+    return [RemoteDevice.of(placement) for placement in placements]
 
 
 def _int_dim(spec: ShardingSpec, dim: Any) -> int:

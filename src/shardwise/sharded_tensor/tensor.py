@@ -85,12 +85,12 @@ class ShardedTensor(ShardedTensorBase):
             device = device_of([shard.tensor for shard in shards], metadata)
             anchor = torch.empty(0, dtype=properties.dtype, device=device)
             anchor.requires_grad_(properties.requires_grad)
-        made: ShardedTensor = _compat.make_wrapper(
+        sharded: ShardedTensor = _compat.make_wrapper(
             cls, metadata.size, dtype=properties.dtype, device=anchor.device, requires_grad=False
         )
-        made._shards, made._metadata, made._spec = list(shards), metadata, sharding_spec
-        made.anchor, made.process_group, made._remote = anchor, process_group, None
-        return made
+        sharded._shards, sharded._metadata, sharded._spec = list(shards), metadata, sharding_spec
+        sharded.anchor, sharded.process_group, sharded._remote = anchor, process_group, None
+        return sharded
 
     # ------------------------------------------------------------ what it is
 
@@ -231,26 +231,26 @@ class ShardedTensor(ShardedTensorBase):
             spec, places = None, metadata.held_by(dist.get_rank())
         if anchor is None:
             anchor = tensors[0].detach().new_empty(0) if tensors else self.anchor
-        shown = tensors[0] if tensors else anchor
+        example = tensors[0] if tensors else anchor
         needs_grad = anchor.requires_grad or any(tensor.requires_grad for tensor in tensors)
-        kept = metadata.tensor_properties
-        pinned = kept.pin_memory and shown.is_pinned()
-        if (shown.dtype, needs_grad, pinned) != (kept.dtype, kept.requires_grad, kept.pin_memory):
+        old = metadata.tensor_properties
+        pinned = old.pin_memory and example.is_pinned()
+        if (example.dtype, needs_grad, pinned) != (old.dtype, old.requires_grad, old.pin_memory):
             metadata = metadata.with_properties(
-                dtype=shown.dtype, requires_grad=needs_grad, pin_memory=pinned
+                dtype=example.dtype, requires_grad=needs_grad, pin_memory=pinned
             )
         shards = [Shard(tensor, place) for tensor, place in zip(tensors, places, strict=True)]
-        made = ShardedTensor.wrap(
+        result = ShardedTensor.wrap(
             shards, metadata, process_group=self.process_group, sharding_spec=spec, anchor=anchor
         )
         if self._failures:
-            made._failures = self._failures
-        return made
+            result._failures = self._failures
+        return result
 
     @between_graphs
     def map(self, function: Callable[[Tensor], Tensor]) -> ShardedTensor:
         """Apply an elementwise `function` to every local shard. Local; differentiable."""
-        return cast(ShardedTensor, failure.run(_mapped, function, (self,), {}))
+        return cast(ShardedTensor, failure.run(_map_shards, function, (self,), {}))
 
     # ------------------------------------------------------------ as torch tensors
 
@@ -274,10 +274,10 @@ class ShardedTensor(ShardedTensorBase):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         properties = self._metadata.tensor_properties
         grad = ", requires_grad=True" if self.requires_grad else ""
-        held = "".join(f"\n  {s.box.offsets}: {s.tensor.detach()!r}" for s in self._shards) or "\n  none"
+        shards = "".join(f"\n  {s.box.offsets}: {s.tensor.detach()!r}" for s in self._shards) or "\n  none"
         return (
             f"ShardedTensor(size={tuple(self._metadata.size)}, dtype={properties.dtype}{grad},"
-            f" {self.sharding_spec()!r}, local shards by offset:{held})"
+            f" {self.sharding_spec()!r}, local shards by offset:{shards})"
         )
 
     def __deepcopy__(self, memo: Any) -> ShardedTensor:
@@ -286,9 +286,9 @@ class ShardedTensor(ShardedTensorBase):
                 f"{here()}: only leaves of the autograd graph can be copied deeply, {self._name()} is the"
                 " result of an operation; use detach() before"
             )
-        wanted = self.requires_grad
+        requires_grad = self.requires_grad
         copied = cast(ShardedTensor, self.detach()).map(torch.clone)
-        copied.requires_grad_(wanted)
+        copied.requires_grad_(requires_grad)
         memo[id(self)] = copied
         if self.grad is not None:
             copied.grad = copy.deepcopy(self.grad, memo)
@@ -304,7 +304,7 @@ class ShardedTensor(ShardedTensorBase):
         )
 
 
-def _mapped(function: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
+def _map_shards(function: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Handle `ShardedTensor.map` as an operation."""
     sharded: ShardedTensor = args[0]
     tensors = [function(tensor) for tensor in sharded.tensors]
@@ -315,8 +315,8 @@ def device_of(tensors: Sequence[Tensor], metadata: ShardedTensorMetadata) -> tor
     """Return the device of this rank's shards; without shards, the device type of the others."""
     if tensors:
         return tensors[0].device
-    placed = (shard.placement for shard in metadata.shards_metadata if shard.placement is not None)
-    return torch.device(next((place.device().type for place in placed), "cpu"))
+    placements = (shard.placement for shard in metadata.shards_metadata if shard.placement is not None)
+    return torch.device(next((placement.device().type for placement in placements), "cpu"))
 
 
 def _refuse_functions() -> None:

@@ -15,7 +15,7 @@ from shardwise.sharded_tensor import move
 from shardwise.sharded_tensor.base import is_foreign
 from shardwise.sharded_tensor.construct import from_torch
 from shardwise.sharded_tensor.metadata import check_pinnable
-from shardwise.sharded_tensor.ops.elementwise import on_parts, written
+from shardwise.sharded_tensor.ops.elementwise import refresh, run_on_parts
 from shardwise.sharded_tensor.ops.operands import called_as, probe, rule
 from shardwise.sharded_tensor.registry import PLAIN, Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -47,15 +47,15 @@ def _dense(sharded: ShardedTensor, memory_format: torch.memory_format = torch.co
 
 
 def _pinned(sharded: ShardedTensor, device: Any = None) -> bool:
-    held = sharded.metadata().tensor_properties.pin_memory
-    return held and all(tensor.is_pinned() for tensor in sharded.tensors)
+    pinned = sharded.metadata().tensor_properties.pin_memory
+    return pinned and all(tensor.is_pinned() for tensor in sharded.tensors)
 
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     _T.requires_grad.__get__: lambda s: any(tensor.requires_grad for tensor in _leaves(s)),
     _T.is_leaf.__get__: lambda s: all(tensor.is_leaf for tensor in _leaves(s)),
     _T.grad_fn.__get__: lambda s: next((t.grad_fn for t in _leaves(s) if t.grad_fn is not None), None),
-    **dict.fromkeys((_T.data.__get__, _T.detach, torch.detach), lambda s: move.converted(s, torch.detach)),
+    **dict.fromkeys((_T.data.__get__, _T.detach, torch.detach), lambda s: move.convert(s, torch.detach)),
     _T.is_contiguous: _dense,
     _T.is_pinned: _pinned,
     _T.cpu: ShardedTensor.cpu,
@@ -96,8 +96,8 @@ def _grad(func: Any, sharded: ShardedTensor) -> ShardedTensor | None:
         return None if sharded.anchor.grad is None else sharded.with_tensors([], anchor=sharded.anchor.grad)
     if all(tensor.grad is None for tensor in sharded.tensors):
         return None
-    found = [torch.zeros_like(t) if t.grad is None else t.grad for t in sharded.tensors]
-    return sharded.with_tensors(found, anchor=sharded.anchor.detach())
+    grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in sharded.tensors]
+    return sharded.with_tensors(grads, anchor=sharded.anchor.detach())
 
 
 @called_as(_T.grad.__set__, _T.grad.__delete__)
@@ -116,16 +116,16 @@ def _set_grad(sharded: ShardedTensor, grad: Any = None) -> None:
             f"{here()}: the gradient of {sharded._name()} has the dtype {sharded.dtype}, found {grad.dtype};"
             " convert it with to()"
         )
-    for tensor, piece in zip(sharded.tensors, grad.tensors, strict=True):
-        tensor.grad = piece
+    for tensor, shard_grad in zip(sharded.tensors, grad.tensors, strict=True):
+        tensor.grad = shard_grad
     sharded.anchor.grad = grad.anchor.detach()
 
 
 @rule(_T.detach_, takes="input")
 def _detach_(func: Any, sharded: ShardedTensor) -> ShardedTensor:
     # Not in place: on some ranks only, shards may be views, which torch cannot detach in place.
-    one = cast(ShardedTensor, sharded.detach())
-    sharded._shards, sharded.anchor, sharded._metadata = one._shards, one.anchor, one._metadata
+    detached = cast(ShardedTensor, sharded.detach())
+    sharded._shards, sharded.anchor, sharded._metadata = detached._shards, detached.anchor, detached._metadata
     return sharded
 
 
@@ -140,7 +140,7 @@ def _set_data(func: Any, sharded: ShardedTensor, value: Any) -> None:
             f"{here()}: expected a ShardedTensor of shape {tuple(sharded.metadata().size)} as .data, found a"
             f" {type(value).__name__} of shape {tuple(value.shape)}; use copy_()"
         )
-    wanted = sharded.requires_grad
+    needs_grad = sharded.requires_grad
     if value.metadata().cut_as(sharded.metadata()):
         for shard, new in zip(sharded._shards, value._shards, strict=True):
             shard.tensor.data, shard.metadata = new.tensor, new.metadata
@@ -149,8 +149,8 @@ def _set_data(func: Any, sharded: ShardedTensor, value: Any) -> None:
     sharded.anchor.data = value.anchor
     with _compat.plain_attributes():
         sharded.data = value  # the wrapper's own dtype and device
-    sharded._metadata, sharded._spec = value.metadata().with_properties(requires_grad=wanted), value._spec
-    sharded.requires_grad_(wanted)
+    sharded._metadata, sharded._spec = value.metadata().with_properties(requires_grad=needs_grad), value._spec
+    sharded.requires_grad_(needs_grad)
 
 
 @handles(_compat.has_compatible_shallow_copy_type)
@@ -164,7 +164,7 @@ def _keeps_identity(func: Any, args: Args, kwargs: Kwargs) -> bool:
 
 @rule(_T.clone, torch.clone, takes="input memory_format")
 def _clone(func: Any, sharded: ShardedTensor, memory_format: torch.memory_format | None) -> ShardedTensor:
-    return move.converted(sharded, torch.clone, memory_format=memory_format or torch.preserve_format)
+    return move.convert(sharded, torch.clone, memory_format=memory_format or torch.preserve_format)
 
 
 @called_as(_T.contiguous)
@@ -173,7 +173,7 @@ def _contiguous(
 ) -> ShardedTensor:
     if memory_format is sharded.metadata().tensor_properties.memory_format and _dense(sharded, memory_format):
         return sharded
-    return move.converted(sharded, Tensor.contiguous, memory_format=memory_format)
+    return move.convert(sharded, Tensor.contiguous, memory_format=memory_format)
 
 
 @called_as(_T.pin_memory)
@@ -203,21 +203,21 @@ def _to(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor | Tensor:
 
 
 @called_as(_T.module_load)
-def _module_load(into: Tensor, other: Tensor, assign: bool = False) -> Tensor:
+def _module_load(target: Tensor, other: Tensor, assign: bool = False) -> Tensor:
     """Return the replacement of a parameter if modules load by swapping tensors."""
-    return (other if assign else into.copy_(other)).detach()
+    return (other if assign else target.copy_(other)).detach()
 
 
 @called_as(_T.copy_)
-def _copy_(into: Tensor, other: Any, non_blocking: bool = False) -> Tensor:
+def _copy_(target: Tensor, other: Any, non_blocking: bool = False) -> Tensor:
     """Copy from a tensor of the same cut (local), of another (collective), or a replicated one (local)."""
-    if not isinstance(into, ShardedTensor):
-        return into.copy_(other.full_tensor())
-    cut = into.metadata()
+    if not isinstance(target, ShardedTensor):
+        return target.copy_(other.full_tensor())
+    cut = target.metadata()
     if is_foreign(other):
         other = from_torch(other)
-    if isinstance(other, ShardedTensor) and other.shape == into.shape and not other.metadata().cut_as(cut):
+    if isinstance(other, ShardedTensor) and other.shape == target.shape and not other.metadata().cut_as(cut):
         other = move.move_to(other, lambda: cut, what="copy_")
     elif isinstance(other, Tensor) and not isinstance(other, ShardedTensor):
         probe(other).expand(cut.size)  # raises on all ranks, if at all
-    return written(into, on_parts(Tensor.copy_, (into, other, non_blocking), {}, into, cut)[0])
+    return refresh(target, run_on_parts(Tensor.copy_, (target, other, non_blocking), {}, target, cut)[0])

@@ -61,9 +61,9 @@ _OPERATORS = """
 def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Apply an elementwise `func` to arguments, at least one sharded; return a sharded tensor. Local."""
     if kwargs.get("out") is not None:
-        return _into(kwargs["out"], func, args, kwargs)
+        return _write_out(kwargs["out"], func, args, kwargs)
     leader, metadata = broadcast([*args, *kwargs.values()])
-    results = on_parts(func, args, kwargs, leader, metadata)
+    results = run_on_parts(func, args, kwargs, leader, metadata)
     if any(result is NotImplemented for result in results):
         return NotImplemented
     return result_of(results, leader, metadata)
@@ -74,7 +74,7 @@ def in_place(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     target: Any = args[0] if args else kwargs.get("input")
     check_target(func, target, lambda: broadcast([*args, *kwargs.values()])[1].size)
     with writable(target):
-        return written(target, on_parts(func, args, kwargs, target, target.metadata())[0])
+        return refresh(target, run_on_parts(func, args, kwargs, target, target.metadata())[0])
 
 
 def check_target(func: Any, target: Any, size: Callable[[], torch.Size]) -> None:
@@ -101,7 +101,7 @@ def result_of(
     return leader.with_tensors([], metadata=metadata, anchor=results[0].reshape(-1)[:0])
 
 
-def written(target: ShardedTensor, result: Tensor) -> ShardedTensor:
+def refresh(target: ShardedTensor, result: Tensor) -> ShardedTensor:
     """Return `target`, whose first local shard, or its stand-in, has become `result`."""
     if not target.tensors:
         target.anchor = result.reshape(-1)[:0] if result.ndim == 0 else result
@@ -110,18 +110,18 @@ def written(target: ShardedTensor, result: Tensor) -> ShardedTensor:
     return target
 
 
-def _into(out: Any, func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
+def _write_out(out: Any, func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Apply `func` with `out=`, which unlike torch's must have the shape of the result."""
-    others = [*args, *(value for name, value in kwargs.items() if name != "out")]
-    shapes = [value.shape for value in others if isinstance(value, Tensor)]
+    values = [*args, *(value for name, value in kwargs.items() if name != "out")]
+    shapes = [value.shape for value in values if isinstance(value, Tensor)]
     if not isinstance(out, ShardedTensor) or torch.broadcast_shapes(*shapes) != out.metadata().size:
         refuse(func, args, kwargs)
-    broadcast([*others, out])
-    on_parts(func, args, kwargs, out, out.metadata())
+    broadcast([*values, out])
+    run_on_parts(func, args, kwargs, out, out.metadata())
     return out
 
 
-def on_parts(func: Any, args: Args, kwargs: Kwargs, leader: ShardedTensor, metadata: Any) -> list[Any]:
+def run_on_parts(func: Any, args: Args, kwargs: Kwargs, leader: ShardedTensor, metadata: Any) -> list[Any]:
     """Apply `func` to the parts in each local shard; on a rank without shards, to stand-ins."""
     columns = [parts(value, leader=leader, metadata=metadata) for value in args]
     named = {name: parts(value, leader=leader, metadata=metadata) for name, value in kwargs.items()}
@@ -139,8 +139,8 @@ def _activation(func: Any, args: Args, kwargs: Kwargs) -> Any:
 for _name in _NAMES.split():
     for _holder in (torch, Tensor, F, torch.special):
         if _func := getattr(_holder, _name, None):
-            _chooses = inspect.isfunction(_func) and "inplace" in inspect.signature(_func).parameters
-            handles(_func)(_activation if _chooses else elementwise)
+            _has_inplace = inspect.isfunction(_func) and "inplace" in inspect.signature(_func).parameters
+            handles(_func)(_activation if _has_inplace else elementwise)
         if _func := getattr(_holder, f"{_name}_", None):
             handles(_func)(in_place)
 for _name in _OPERATORS.split():
@@ -173,14 +173,14 @@ def _allclose(input: Tensor, other: Tensor, *options: Any, **named: Any) -> bool
 
 
 @torch.no_grad()
-def _everywhere(func: Any, one: Any, other: Any, *options: Any, **named: Any) -> bool:
+def _everywhere(func: Any, left: Any, right: Any, *options: Any, **named: Any) -> bool:
     """Return whether `func` holds of all parts of the two, on all ranks."""
-    if isinstance(one, ShardedTensor) and isinstance(other, ShardedTensor) and one.shape == other.shape:
-        cut = one.metadata()
-        if not other.metadata().cut_as(cut):
-            other = move_to(other, lambda: cut, what="the comparison")
-    leader, metadata = broadcast([one, other])
-    mine, others = (parts(value, leader=leader, metadata=metadata) for value in (one, other))
-    holds = all(func(a, b, *options, **named) for a, b in zip(mine, others, strict=True))
+    if isinstance(left, ShardedTensor) and isinstance(right, ShardedTensor) and left.shape == right.shape:
+        cut = left.metadata()
+        if not right.metadata().cut_as(cut):
+            right = move_to(right, lambda: cut, what="the comparison")
+    leader, metadata = broadcast([left, right])
+    left_parts, right_parts = (parts(value, leader=leader, metadata=metadata) for value in (left, right))
+    holds = all(func(a, b, *options, **named) for a, b in zip(left_parts, right_parts, strict=True))
     answer = torch.tensor(holds or not leader.tensors, device=leader.anchor.device)
     return bool(all_reduced(answer, leader.process_group, dist.ReduceOp.MIN))

@@ -33,9 +33,9 @@ from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import linked, replicated
 from shardwise.sharded_tensor.ops.lookup import (
     Lookup,
-    compared,
+    compare_ids,
+    join_lookups,
     like_ids,
-    of_all,
     stand_in,
     to_all,
     to_holders,
@@ -55,50 +55,50 @@ def _look_up(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     input, weight, max_norm, norm_type, by_freq = (options.pop(name) for name in names)
     if isinstance(weight, ShardedTensor):
         _check_cut(func, weight, max_norm, options.get("mode"))
-    ask = partial(_lookup, func, input, weight, options)
-    own, holders = None, input if isinstance(input, ShardedTensor) else None
+    make = partial(_make_lookup, func, input, weight, options)
+    local, holders = None, input if isinstance(input, ShardedTensor) else None
     if holders is not None or not isinstance(weight, ShardedTensor):
-        look = ask()
+        lookup = make()
     else:
-        look, counts = compared(ask, weight.process_group)
+        lookup, counts = compare_ids(make, weight.process_group)
         if counts:  # each rank has ids of its own, and its part of the result
-            own, (look, holders) = look, of_all(look, counts, weight.process_group)
-    options["padding_idx"] = look.padding
+            local, (lookup, holders) = lookup, join_lookups(lookup, counts, weight.process_group)
+    options["padding_idx"] = lookup.padding
     if by_freq and options["sparse"]:
         raise ShardingError(
             f"{here()}: scale_grad_by_freq needs dense gradients, found sparse=True; pass sparse=False"
         )
     if max_norm is not None:
-        _renormalize(weight, look.ids, max_norm, norm_type)
-    weight = _by_frequency(weight, look.ids) if by_freq else weight
+        _renormalize(weight, lookup.ids, max_norm, norm_type)
+    weight = _divide_by_frequency(weight, lookup.ids) if by_freq else weight
     if not isinstance(weight, ShardedTensor):
-        return _in_plain_table(func, cast(ShardedTensor, input), weight, options)
+        return _look_up_plain(func, cast(ShardedTensor, input), weight, options)
     weights = options.get("per_sample_weights")
-    if own is not None and isinstance(weights, ShardedTensor):
+    if local is not None and isinstance(weights, ShardedTensor):
         raise ShardingError(
             f"{here()}: embedding_bag of each rank's own ids takes its own per_sample_weights, found sharded"
             " ones; pass ids sharded alike"
         )
-    if own is None and weights is not None:
+    if local is None and weights is not None:
         weights = replicated(unsharded(weights), weight.process_group)
         options = {**options, "per_sample_weights": weights}
-        look = replace(look, weights=weights.reshape(-1)[: len(look.bag)])
+        lookup = replace(lookup, weights=weights.reshape(-1)[: len(lookup.bag)])
     if holders is not None:
-        made = to_holders(weight, look, holders)
-        return made if own is None else made.tensors[0].reshape(*_lead(own), weight.shape[1])
-    filled = sum(not shard.box.is_empty for shard in weight.metadata().shards_metadata)
+        result = to_holders(weight, lookup, holders)
+        return result if local is None else result.tensors[0].reshape(*_lead(local), weight.shape[1])
+    nonempty = sum(not shard.box.is_empty for shard in weight.metadata().shards_metadata)
     # Whether every shard has all rows, and no shard all columns.
-    if filled > 1 and not weight.metadata().is_cut((0,)):
-        return _on_columns(weight, _lead(look), lambda table: func(input, table, **options), weights)
-    return to_all(weight, look).reshape(*_lead(look), weight.shape[1])
+    if nonempty > 1 and not weight.metadata().is_cut((0,)):
+        return _on_columns(weight, _lead(lookup), lambda table: func(input, table, **options), weights)
+    return to_all(weight, lookup).reshape(*_lead(lookup), weight.shape[1])
 
 
-def _lookup(func: Any, ids: Tensor, weight: Tensor, options: dict[str, Any]) -> Lookup:
+def _make_lookup(func: Any, ids: Tensor, weight: Tensor, options: dict[str, Any]) -> Lookup:
     """Return the lookup that this rank's arguments ask for."""
     offsets, weights = options.get("offsets"), options.get("per_sample_weights")
     # On the meta device torch checks the arguments, in its own words, and allocates nothing.
-    shown = {name: probe(value) if isinstance(value, Tensor) else value for name, value in options.items()}
-    made = func(probe(ids), probe(weight), **shown)
+    probes = {name: probe(value) if isinstance(value, Tensor) else value for name, value in options.items()}
+    result = func(probe(ids), probe(weight), **probes)
     _check(ids, weight, func.__name__, offsets)
     ids, rows = unsharded(ids), weight.shape[0]
     if ids.numel() and not ids.is_meta and bool(((ids < 0) | (ids >= rows)).any()):
@@ -110,10 +110,10 @@ def _lookup(func: Any, ids: Tensor, weight: Tensor, options: dict[str, Any]) -> 
         mode, bags = "row", ids.numel()
         bag = torch.arange(bags, device=ids.device)
     else:
-        mode, bags = options["mode"], made.shape[0]
-        bag = _bag_of_each(ids, offsets, bags, options["include_last_offset"])
+        mode, bags = options["mode"], result.shape[0]
+        bag = _bags_of_ids(ids, offsets, bags, options["include_last_offset"])
     padding = options["padding_idx"]
-    plain = isinstance(weights, Tensor) and not isinstance(weights, ShardedTensor)
+    is_plain = isinstance(weights, Tensor) and not isinstance(weights, ShardedTensor)
     return Lookup(
         ids=ids.reshape(-1)[: len(bag)],
         bag=bag,
@@ -121,14 +121,14 @@ def _lookup(func: Any, ids: Tensor, weight: Tensor, options: dict[str, Any]) -> 
         mode=mode,
         padding=None if padding is None else padding % max(1, rows),
         shape=tuple(ids.shape),
-        weights=cast(Tensor, weights).reshape(-1)[: len(bag)] if plain else None,
+        weights=cast(Tensor, weights).reshape(-1)[: len(bag)] if is_plain else None,
         sparse=options["sparse"],
     )
 
 
-def _lead(look: Lookup) -> tuple[int, ...]:
+def _lead(lookup: Lookup) -> tuple[int, ...]:
     """Return the result's dims before the columns."""
-    return look.shape if look.mode == "row" else (look.bags,)
+    return lookup.shape if lookup.mode == "row" else (lookup.bags,)
 
 
 # ------------------------------------------------------------ arguments
@@ -139,20 +139,20 @@ def _check_cut(func: Any, weight: ShardedTensor, max_norm: float | None, mode: s
         refuse_case(
             func.__name__,
             weight,
-            why="the greatest of a bag needs all rows of the table in every shard",
-            instead="cut it by columns, with reshard(), or pass mode='sum' or 'mean'",
+            reason="the greatest of a bag needs all rows of the table in every shard",
+            hint="cut it by columns, with reshard(), or pass mode='sum' or 'mean'",
         )
     if max_norm is not None and weight.metadata().is_cut((1,)):
         refuse_case(
             func.__name__,
             weight,
-            why="max_norm needs whole rows of the table in every shard",
-            instead="cut it by rows, with reshard()",
+            reason="max_norm needs whole rows of the table in every shard",
+            hint="cut it by rows, with reshard()",
         )
 
 
 def _check(ids: Tensor, weight: Tensor, name: str, offsets: Tensor | None) -> None:
-    """Raise unless these can be looked up; reads metadata alone, so that all ranks find the same."""
+    """Raise unless `ids` can be looked up in `weight`; reads metadata alone, so that all ranks raise."""
     if isinstance(offsets, ShardedTensor) or (offsets is not None and isinstance(ids, ShardedTensor)):
         raise ShardingError(
             f"{here()}: {name} takes offsets, with ids of one dim, as plain tensors, equal on every rank;"
@@ -175,8 +175,8 @@ def _check(ids: Tensor, weight: Tensor, name: str, offsets: Tensor | None) -> No
         check_group(weight, ids)
 
 
-def _bag_of_each(ids: Tensor, offsets: Tensor | None, bags: int, include_last_offset: bool) -> Tensor:
-    """Return [ids] the bag that each is in, ascending; without those after an included last offset."""
+def _bags_of_ids(ids: Tensor, offsets: Tensor | None, bags: int, include_last_offset: bool) -> Tensor:
+    """Return [ids] the bag of each id, ascending; without ids after an included last offset."""
     numbers = torch.arange(bags, device=ids.device)
     if offsets is None:
         return numbers.repeat_interleave(ids.shape[1])
@@ -193,17 +193,17 @@ def _bag_of_each(ids: Tensor, offsets: Tensor | None, bags: int, include_last_of
 # ------------------------------------------------------------ what becomes of the table
 
 
-def _by_frequency(weight: Tensor, ids: Tensor) -> Tensor:
-    """Return `weight` with each row's gradient divided by how often `ids` name it. Local."""
+def _divide_by_frequency(weight: Tensor, ids: Tensor) -> Tensor:
+    """Return `weight` with each row's gradient divided by its number of occurrences in `ids`. Local."""
     counts = torch.bincount(ids.reshape(-1), minlength=weight.shape[0]).clamp(min=1).unsqueeze(1)
 
-    def divided(table: Tensor, counts: Tensor) -> Tensor:
+    def divide(table: Tensor, counts: Tensor) -> Tensor:
         return cast(Tensor, linked(lambda t: t.view_as(t), lambda grad: (grad / counts,), table))
 
     if not isinstance(weight, ShardedTensor):
-        return divided(weight, counts)
+        return divide(weight, counts)
     shards = zip(weight.tensors, weight.boxes, strict=True)
-    tensors = [divided(table, counts[box.offsets[0] : box.ends[0]]) for table, box in shards]
+    tensors = [divide(table, counts[box.offsets[0] : box.ends[0]]) for table, box in shards]
     return weight.with_tensors(tensors, anchor=weight.anchor)
 
 
@@ -215,9 +215,9 @@ def _renormalize(weight: Tensor, ids: Tensor, max_norm: float, norm_type: float)
         return
     rows = ids.unique()
     for table, box in zip(weight.tensors, weight.boxes, strict=True):
-        found = rows[(rows >= box.offsets[0]) & (rows < box.ends[0])]
-        if found.numel() and not box.is_empty:
-            torch.embedding_renorm_(table.detach(), found - box.offsets[0], max_norm, norm_type)
+        local_rows = rows[(rows >= box.offsets[0]) & (rows < box.ends[0])]
+        if local_rows.numel() and not box.is_empty:
+            torch.embedding_renorm_(table.detach(), local_rows - box.offsets[0], max_norm, norm_type)
 
 
 # ------------------------------------------------------------ whole rows, whole tables
@@ -226,7 +226,7 @@ def _renormalize(weight: Tensor, ids: Tensor, max_norm: float, norm_type: float)
 def _on_columns(
     weight: ShardedTensor, lead: Sequence[int], lookup: Any, weights: Tensor | None
 ) -> ShardedTensor:
-    """Look up each shard's columns of the result, of shape `lead` and those."""
+    """Look up each shard's columns of the result, of shape (*lead, columns)."""
 
     def of_result(box: Box) -> Box:
         columns = 0 if box.is_empty else box.sizes[1]
@@ -240,7 +240,7 @@ def _on_columns(
     return weight.with_tensors(tensors, metadata=metadata, anchor=anchor)
 
 
-def _in_plain_table(lookup: Any, ids: ShardedTensor, table: Tensor, options: dict[str, Any]) -> ShardedTensor:
+def _look_up_plain(lookup: Any, ids: ShardedTensor, table: Tensor, options: dict[str, Any]) -> ShardedTensor:
     """Look up each rank's own ids in a table that all ranks have."""
     if options["sparse"]:
         raise ShardingError(
@@ -250,13 +250,13 @@ def _in_plain_table(lookup: Any, ids: ShardedTensor, table: Tensor, options: dic
     table = replicated(table, ids.process_group)
     pieces = parts(options.get("per_sample_weights"), leader=ids, metadata=ids.metadata())
     results = []
-    for mine, piece in zip(ids.tensors, pieces, strict=False):
-        if mine.shape[1:] != ids.shape[1:]:  # rows of no ids are no rows
-            mine = mine.new_zeros((0, *ids.shape[1:]))
-            piece = None if piece is None else piece.reshape(-1)[:0].reshape(mine.shape)
-        given = options if piece is None else {**options, "per_sample_weights": piece}
-        results.append(lookup(mine, table, **given))
-    depends = [table, *(piece for piece in pieces if piece is not None)]
-    anchor = torch.cat([tensor.reshape(-1)[:0].to(table.dtype) for tensor in depends])
-    rest = ids.shape[1:] if lookup is F.embedding else ()
-    return like_ids(ids, results, anchor, rest=(*rest, table.shape[1]))
+    for local_ids, piece in zip(ids.tensors, pieces, strict=False):
+        if local_ids.shape[1:] != ids.shape[1:]:  # rows of no ids are no rows
+            local_ids = local_ids.new_zeros((0, *ids.shape[1:]))
+            piece = None if piece is None else piece.reshape(-1)[:0].reshape(local_ids.shape)
+        arguments = options if piece is None else {**options, "per_sample_weights": piece}
+        results.append(lookup(local_ids, table, **arguments))
+    inputs = [table, *(piece for piece in pieces if piece is not None)]
+    anchor = torch.cat([tensor.reshape(-1)[:0].to(table.dtype) for tensor in inputs])
+    trailing = ids.shape[1:] if lookup is F.embedding else ()
+    return like_ids(ids, results, anchor, trailing=(*trailing, table.shape[1]))

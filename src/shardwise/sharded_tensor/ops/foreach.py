@@ -25,7 +25,7 @@ from torch import Tensor
 from shardwise import _compat
 from shardwise.sharded_tensor.autograd import all_extreme, all_reduced
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
-from shardwise.sharded_tensor.ops.elementwise import check_target, result_of, written
+from shardwise.sharded_tensor.ops.elementwise import check_target, refresh, result_of
 from shardwise.sharded_tensor.ops.operands import broadcast, parts
 from shardwise.sharded_tensor.ops.reduce import check_norm, needs_grad, norm_of, wide_of
 from shardwise.sharded_tensor.refuse import refuse
@@ -74,15 +74,15 @@ def _elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     flattened = list(map(flat, values))
     count = len(args)
     results = func(*flattened[:count], **dict(zip(kwargs, flattened[count:], strict=True)))
-    each = iter(flattened[0] if in_place else results)
-    made: list[Tensor] = []
+    tensors = iter(flattened[0] if in_place else results)
+    outputs: list[Tensor] = []
     for place, (leader, count) in enumerate(zip(leaders, counts, strict=True)):
-        own = list(itertools.islice(each, count))
+        local = list(itertools.islice(tensors, count))
         if leader is None:
-            made.append(own[0])
+            outputs.append(local[0])
         else:
-            made.append(written(values[0][place], own[0]) if in_place else result_of(own, *leader))
-    return values[0] if in_place else tuple(made)
+            outputs.append(refresh(values[0][place], local[0]) if in_place else result_of(local, *leader))
+    return values[0] if in_place else tuple(outputs)
 
 
 def _check_target(func: Any, target: Any, size: torch.Size) -> None:
@@ -107,9 +107,9 @@ def _check_places(func: Any, args: Args, kwargs: Kwargs) -> None:
 def _norm(func: Any, args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
     """Return every tensor's p-norm, plain and the same on every rank. Collective."""
     _check_places(func, args, kwargs)
-    given = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
-    tensors, p, dtype = given["self"], float(given.get("ord", 2)), given.get("dtype")
-    found: dict[int, Tensor] = {}
+    arguments = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
+    tensors, p, dtype = arguments["self"], float(arguments.get("ord", 2)), arguments.get("dtype")
+    norms: dict[int, Tensor] = {}
     batches: dict[Any, list[int]] = {}
     for place, tensor in enumerate(tensors):
         group = None
@@ -124,10 +124,10 @@ def _norm(func: Any, args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
         elif any(needs_grad(tensor) for tensor in batch):
             values = [norm_of(tensor, p, dtype=dtype) for tensor in batch]
         else:
-            together = _norms(batch, p, dtype).unbind()
-            values = [v.to((dtype or t.dtype).to_real()) for v, t in zip(together, batch, strict=True)]
-        found.update(zip(places, values, strict=True))
-    return tuple(found[place] for place in range(len(tensors)))
+            wide = _norms(batch, p, dtype).unbind()
+            values = [v.to((dtype or t.dtype).to_real()) for v, t in zip(wide, batch, strict=True)]
+        norms.update(zip(places, values, strict=True))
+    return tuple(norms[place] for place in range(len(tensors)))
 
 
 @torch.no_grad()
@@ -135,18 +135,18 @@ def _norms(batch: Sequence[ShardedTensor], p: float, dtype: torch.dtype | None) 
     """Return the p-norm of each tensor of one group, in fp64 [tensors]. Collective: one all-reduce."""
     group, device = batch[0].process_group, batch[0].anchor.device
     shards = [(place, t) for place, sharded in enumerate(batch) for t in sharded.tensors if t.numel()]
-    found = torch.full([len(batch)], -p if math.isinf(p) else 0.0, dtype=torch.float64, device=device)
+    totals = torch.full([len(batch)], -p if math.isinf(p) else 0.0, dtype=torch.float64, device=device)
     for kind in dict.fromkeys(t.dtype for _, t in shards):
         places = torch.tensor([place for place, t in shards if t.dtype == kind], device=device)
         tensors = [t for _, t in shards if t.dtype == kind]
         lengths = torch.stack(_FUNCTIONS["norm"](tensors, p, dtype=wide_of(dtype or kind))).double()
         if math.isinf(p):
-            found.scatter_reduce_(0, places, lengths, "amax" if p > 0 else "amin")
+            totals.scatter_reduce_(0, places, lengths, "amax" if p > 0 else "amin")
         else:
-            found.index_add_(0, places, lengths if p == 0 else lengths.pow(p))
+            totals.index_add_(0, places, lengths if p == 0 else lengths.pow(p))
     if math.isinf(p):
-        return all_extreme(found, group, largest=p > 0)
-    total = all_reduced(found, group)
+        return all_extreme(totals, group, largest=p > 0)
+    total = all_reduced(totals, group)
     return total if p == 0 else total.pow(1 / p)
 
 

@@ -29,7 +29,7 @@ from shardwise.sharded_tensor.construct import shared_seed
 from shardwise.sharded_tensor.ops.elementwise import elementwise
 from shardwise.sharded_tensor.ops.operands import anchor_of, by_name, called_as, parts, probe, rule, unsharded
 from shardwise.sharded_tensor.ops.reduce import dims_of, log_of_exponentials, refuse_cut
-from shardwise.sharded_tensor.ops.shape import derived
+from shardwise.sharded_tensor.ops.shape import derive
 from shardwise.sharded_tensor.random import bernoulli
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
@@ -57,15 +57,15 @@ def _softmax(func: Any, sharded: ShardedTensor, dim: Any, dtype: torch.dtype | N
     if not sharded.metadata().is_cut(dims):
         tensors = [func(tensor, dim, dtype) for tensor in sharded.tensors]
         return sharded.with_tensors(tensors, anchor=None if tensors else func(sharded.anchor, 0, dtype))
-    into = func(sharded.anchor.detach(), -1, dtype).dtype
-    wide: Any = _widened(sharded, into)
-    made = wide - log_of_exponentials(wide, dims)
-    return cast(ShardedTensor, (made if "log" in func.__name__ else made.exp()).to(into))
+    out_dtype = func(sharded.anchor.detach(), -1, dtype).dtype
+    wide: Any = _widen(sharded, out_dtype)
+    result = wide - log_of_exponentials(wide, dims)
+    return cast(ShardedTensor, (result if "log" in func.__name__ else result.exp()).to(out_dtype))
 
 
-def _widened(sharded: ShardedTensor, into: torch.dtype) -> ShardedTensor:
+def _widen(sharded: ShardedTensor, out_dtype: torch.dtype) -> ShardedTensor:
     """Cast to the dtype in which statistics are computed."""
-    return sharded.to(torch.promote_types(torch.promote_types(sharded.dtype, torch.float32), into))
+    return sharded.to(torch.promote_types(torch.promote_types(sharded.dtype, torch.float32), out_dtype))
 
 
 @called_as(F.layer_norm, torch.layer_norm)
@@ -77,42 +77,42 @@ def _layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    return _normalized(F.layer_norm, input, tuple(normalized_shape), (weight, bias), eps)
+    return _normalize(F.layer_norm, input, tuple(normalized_shape), (weight, bias), eps)
 
 
 @called_as(F.rms_norm, torch.rms_norm)
 def _rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    return _normalized(F.rms_norm, input, tuple(normalized_shape), (weight,), eps)
+    return _normalize(F.rms_norm, input, tuple(normalized_shape), (weight,), eps)
 
 
-def _normalized(
+def _normalize(
     func: Any, input: Tensor, shape: tuple[int, ...], affine: tuple[Tensor | None, ...], eps: Any
 ) -> Tensor:
     """Apply `func` to shards that have whole slices; else compute it over ranks."""
     func(probe(input), shape, *(None if t is None else probe(t) for t in affine), eps)  # torch judges shapes
     if not isinstance(input, ShardedTensor):
         return cast(Tensor, func(input, shape, *map(unsharded, affine), eps))
-    ones = [None if t is None else torch.empty(1, dtype=t.dtype, device=t.device) for t in affine]
-    into = func(input.anchor.detach().reshape(0, 1), (1,), *ones, eps).dtype  # and dtypes
+    samples = [None if t is None else torch.empty(1, dtype=t.dtype, device=t.device) for t in affine]
+    out_dtype = func(input.anchor.detach().reshape(0, 1), (1,), *samples, eps).dtype  # and dtypes
     dims = tuple(range(input.ndim - len(shape), input.ndim))
     if not input.metadata().is_cut(dims):
 
         def local(tensor: Tensor, *affine: Tensor | None) -> Tensor:
             if tensor.numel():
                 return cast(Tensor, func(tensor, shape, *affine, eps))
-            return sum((t.sum().to(into) for t in affine if t is not None), start=tensor.to(into))
+            return sum((t.sum().to(out_dtype) for t in affine if t is not None), start=tensor.to(out_dtype))
 
         return cast(Tensor, elementwise(local, (input, *affine), {}))
-    made: Any = _widened(input, into)
+    result: Any = _widen(input, out_dtype)
     if func is F.layer_norm:
-        made = made - made.mean(dims, keepdim=True)
+        result = result - result.mean(dims, keepdim=True)
     eps = torch.finfo(input.dtype).eps if eps is None else eps
-    made = made * (made.square().mean(dims, keepdim=True) + eps).rsqrt()
-    made = made if affine[0] is None else made * affine[0]
-    made = made if affine[-1] is None or len(affine) < 2 else made + affine[-1]
-    return cast(Tensor, made.to(into))
+    result = result * (result.square().mean(dims, keepdim=True) + eps).rsqrt()
+    result = result if affine[0] is None else result * affine[0]
+    result = result if affine[-1] is None or len(affine) < 2 else result + affine[-1]
+    return cast(Tensor, result.to(out_dtype))
 
 
 @rule(F.dropout, torch.dropout, takes="input p training inplace")
@@ -125,23 +125,23 @@ def _dropout(func: Any, sharded: ShardedTensor, p: Any, training: Any, inplace: 
     if inplace and sharded.requires_grad and sharded.is_leaf and torch.is_grad_enabled():
         raise RuntimeError("a leaf that requires grad is used in an in-place operation: dropout")
     seed = shared_seed(sharded.process_group)
-    made = []
+    tensors = []
     for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
-        kept = bernoulli(box, shape=sharded.metadata().size, seed=seed, p=1 - p, device=tensor.device)
-        factor = kept.to(tensor.dtype).div_(1 - p) if p < 1 else kept.to(tensor.dtype)
-        made.append(tensor.mul_(factor) if inplace else tensor * factor)
-    return sharded if inplace else sharded.with_tensors(made, anchor=sharded.anchor * 1)
+        mask = bernoulli(box, shape=sharded.metadata().size, seed=seed, p=1 - p, device=tensor.device)
+        factor = mask.to(tensor.dtype).div_(1 - p) if p < 1 else mask.to(tensor.dtype)
+        tensors.append(tensor.mul_(factor) if inplace else tensor * factor)
+    return sharded if inplace else sharded.with_tensors(tensors, anchor=sharded.anchor * 1)
 
 
-def _given(func: Any, args: Args, kwargs: Kwargs) -> tuple[dict[str, Any], str]:
+def _loss_arguments(func: Any, args: Args, kwargs: Kwargs) -> tuple[dict[str, Any], str]:
     """Return the arguments by name with `reduction="none"`, and the requested reduction."""
-    given = by_name(func, args, kwargs)
-    reduction = given["reduction"]
-    deprecated = any(given.get(name) is not None for name in ("size_average", "reduce"))
-    known = ("none", "mean", "sum", "batchmean")[: 4 if func is F.kl_div else 3]
-    if deprecated or reduction not in known:
+    arguments = by_name(func, args, kwargs)
+    reduction = arguments["reduction"]
+    deprecated = any(arguments.get(name) is not None for name in ("size_average", "reduce"))
+    reductions = ("none", "mean", "sum", "batchmean")[: 4 if func is F.kl_div else 3]
+    if deprecated or reduction not in reductions:
         refuse(func, args, kwargs)
-    return {**given, "reduction": "none"}, reduction
+    return {**arguments, "reduction": "none"}, reduction
 
 
 @handles(
@@ -150,10 +150,10 @@ def _given(func: Any, args: Args, kwargs: Kwargs) -> tuple[dict[str, Any], str]:
 )
 def _loss(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """Compute a loss of every element. Collective, unless nothing is reduced."""
-    given, reduction = _given(func, args, kwargs)
+    arguments, reduction = _loss_arguments(func, args, kwargs)
     if reduction == "none":
-        return cast(Tensor, elementwise(func, (), given))
-    losses = func(**given)  # which may fail on one rank: it must not keep the others waiting here
+        return cast(Tensor, elementwise(func, (), arguments))
+    losses = func(**arguments)  # which may fail on one rank: it must not keep the others waiting here
     if reduction == "batchmean":
         return cast(Tensor, losses.sum() / (losses.shape[0] if losses.ndim else 1))
     return cast(Tensor, losses.mean() if reduction == "mean" else losses.sum())
@@ -162,53 +162,53 @@ def _loss(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 @handles(F.cross_entropy, F.nll_loss)
 def _cross_entropy(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """Compute a loss of every row; a mean is weighted, as torch's. Collective, unless nothing is reduced."""
-    given, reduction = _given(func, args, kwargs)
+    arguments, reduction = _loss_arguments(func, args, kwargs)
     if reduction == "none":
-        return _rows(func, given)
-    losses = func(**given)
+        return _row_losses(func, arguments)
+    losses = func(**arguments)
     if reduction == "sum":
         return cast(Tensor, losses.sum())
-    input, target = given["input"], given["target"]
+    input, target = arguments["input"], arguments["target"]
     if target.is_floating_point():  # probabilities of classes
         return cast(Tensor, losses.mean())
     # Each row counts by the weight of its class: what the loss of log-probabilities of -1 is.
     with torch.no_grad():
-        flat = input.map(lambda t: t.new_full((1,) * t.ndim, -1).expand(t.shape))
+        constant = input.map(lambda t: t.new_full((1,) * t.ndim, -1).expand(t.shape))
         names = ("target", "weight", "ignore_index")
-        counted = F.nll_loss(flat, **{name: given[name] for name in names}, reduction="none")
-    return cast(Tensor, losses.sum() / counted.sum())
+        row_weights = F.nll_loss(constant, **{name: arguments[name] for name in names}, reduction="none")
+    return cast(Tensor, losses.sum() / row_weights.sum())
 
 
-def _rows(func: Any, given: dict[str, Any]) -> Tensor:
-    input, target, weight = (given.pop(name) for name in ("input", "target", "weight"))
+def _row_losses(func: Any, arguments: dict[str, Any]) -> Tensor:
+    input, target, weight = (arguments.pop(name) for name in ("input", "target", "weight"))
     sharded = [t for t in (input, target, weight) if isinstance(t, ShardedTensor)]
     if not isinstance(input, ShardedTensor) or isinstance(weight, ShardedTensor):
         refuse_case(
             func.__name__,
             *sharded,
-            why="the logits must be sharded, and weights of classes plain",
-            instead="pass full_tensor() of the target and weights, or shard the logits",
+            reason="the logits must be sharded, and weights of classes plain",
+            hint="pass full_tensor() of the target and weights, or shard the logits",
         )
-    func(probe(input), probe(target), None if weight is None else probe(weight), **given)  # torch judges
+    func(probe(input), probe(target), None if weight is None else probe(weight), **arguments)  # torch judges
     dim = min(1, input.ndim - 1)
     if input.metadata().is_cut((dim,)):
         refuse_cut(func, input, (dim,))
     input = _with_classes(input, dim)
 
-    def row(values: tuple[int, ...]) -> tuple[int, ...]:
+    def drop_dim(values: tuple[int, ...]) -> tuple[int, ...]:
         return values[:dim] + values[dim + 1 :]
 
     metadata = input.metadata().map(
-        row(input.metadata().size), lambda box: Box(row(box.offsets), row(box.sizes))
+        drop_dim(input.metadata().size), lambda box: Box(drop_dim(box.offsets), drop_dim(box.sizes))
     )
     cut = input.metadata() if target.is_floating_point() else metadata
     targets = parts(target, leader=input, metadata=cut)
-    made = [
-        func(tensor, piece, weight, **given) if tensor.numel() else tied(tensor.sum(dim), [piece])
-        for tensor, piece in zip(input.tensors, targets, strict=False)
+    losses = [
+        func(tensor, part, weight, **arguments) if tensor.numel() else tied(tensor.sum(dim), [part])
+        for tensor, part in zip(input.tensors, targets, strict=False)
     ]
-    anchor = None if made else tied(anchor_of(input), targets)
-    return input.with_tensors(made, metadata=metadata, anchor=anchor)
+    anchor = None if losses else tied(anchor_of(input), targets)
+    return input.with_tensors(losses, metadata=metadata, anchor=anchor)
 
 
 def _with_classes(logits: ShardedTensor, dim: int) -> ShardedTensor:
@@ -218,4 +218,4 @@ def _with_classes(logits: ShardedTensor, dim: int) -> ShardedTensor:
     boxes = [shard.box if shard.shard_sizes[dim] == classes else None for shard in metadata.shards_metadata]
     if all(box is not None for box in boxes) or all(box is None for box in boxes):
         return logits
-    return derived(logits, size=metadata.size, boxes=boxes, make=lambda tensor, number, box: tensor)
+    return derive(logits, size=metadata.size, boxes=boxes, make=lambda tensor, number, box: tensor)

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor import random
-from shardwise.sharded_tensor.construct import filled, shared_seed
-from shardwise.sharded_tensor.move import converted
+from shardwise.sharded_tensor.construct import fill_shards, shared_seed
+from shardwise.sharded_tensor.move import convert
 from shardwise.sharded_tensor.ops.operands import rule
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
@@ -40,15 +40,15 @@ _T: Any = Tensor
 
 @rule(_T.uniform_, nn.init.uniform_, takes="input a b generator")
 @rule(_T.normal_, nn.init.normal_, takes="input mean std generator")
-def _draw_(func: Any, sharded: ShardedTensor, one: Any, two: Any, generator: Any) -> ShardedTensor:
-    """Fill with uniform values in [one, two), by default [0, 1), or normal ones of mean `one` and std `two`.
+def _draw_(func: Any, sharded: ShardedTensor, first: Any, second: Any, generator: Any) -> ShardedTensor:
+    """Fill with uniform values in [first, second), by default [0, 1); or normal ones of that mean and std.
 
     Collective over the group, unless there is a generator.
     """
-    one, two = 0.0 if one is None else one, 1.0 if two is None else two
-    fill: Any = partial(random.uniform_, low=one, high=two)
+    first, second = 0.0 if first is None else first, 1.0 if second is None else second
+    fill: Any = partial(random.uniform_, low=first, high=second)
     if func.__name__ == "normal_":
-        fill = partial(random.normal_, mean=one, std=two)
+        fill = partial(random.normal_, mean=first, std=second)
     fill(sharded.anchor.detach(), box=Box((0,), (0,)), shape=(0,), seed=0)  # raises on every rank, if at all
     if func in (_T.uniform_, _T.normal_) and torch.is_grad_enabled() and sharded.requires_grad:
         sharded.zero_()  # ends the graph of the old values, or raises as torch does for leaves
@@ -56,7 +56,7 @@ def _draw_(func: Any, sharded: ShardedTensor, one: Any, two: Any, generator: Any
         seed = shared_seed(sharded.process_group)
     else:
         seed = int(torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator))
-    return filled(sharded, partial(fill, shape=sharded.metadata().size, seed=seed))
+    return fill_shards(sharded, partial(fill, shape=sharded.metadata().size, seed=seed))
 
 
 @rule(nn.init.constant_, takes="input val")
@@ -95,7 +95,7 @@ def _eye(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
         rows, columns = (torch.arange(o, e) for o, e in zip(box.offsets, box.ends, strict=True))
         tensor.copy_(rows.unsqueeze(1) == columns)
 
-    return filled(out, diagonal)
+    return fill_shards(out, diagonal)
 
 
 # Tensors like a sharded one
@@ -108,17 +108,17 @@ def _like(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     if not isinstance(sharded, ShardedTensor):
         refuse(func, args, kwargs)
     if (layout := kwargs.get("layout")) not in (None, torch.strided):
-        refuse_case(func.__name__, sharded, why=f"its shards cannot be {layout}", instead="leave out layout")
-    return converted(sharded, func, *args[1:], **kwargs)
+        refuse_case(func.__name__, sharded, reason=f"its shards cannot be {layout}", hint="leave out layout")
+    return convert(sharded, func, *args[1:], **kwargs)
 
 
 @handles(torch.rand_like, torch.randn_like)
 def _random_like(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    generator, wanted = kwargs.pop("generator", None), kwargs.pop("requires_grad", False)
-    made = _like(torch.empty_like, args, kwargs)
-    _draw_(_T.uniform_ if func is torch.rand_like else _T.normal_, made, None, None, generator)
-    made.requires_grad_(wanted)
-    return made
+    generator, requires_grad = kwargs.pop("generator", None), kwargs.pop("requires_grad", False)
+    result = _like(torch.empty_like, args, kwargs)
+    _draw_(_T.uniform_ if func is torch.rand_like else _T.normal_, result, None, None, generator)
+    result.requires_grad_(requires_grad)
+    return result
 
 
 @handles(_T.new_tensor)

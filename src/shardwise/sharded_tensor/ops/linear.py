@@ -42,19 +42,19 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if bias is not None:
         F.linear(_empty(input, 0, 1), _empty(weight, 0, 1), _empty(bias, 0))
     F.linear(_meta(input), _meta(weight), None if bias is None else _meta(bias))
-    made = _product(input, weight.t() if weight.ndim > 1 else weight, name="linear")
+    product = _product(input, weight.t() if weight.ndim > 1 else weight, name="linear")
     if bias is None:
-        return made
-    if not isinstance(made, ShardedTensor):
+        return product
+    if not isinstance(product, ShardedTensor):
         bias = unsharded(bias)
-    return made + bias.to(made.dtype)
+    return product + bias.to(product.dtype)
 
 
 @handles(torch.matmul, _T.matmul, _T.__matmul__, torch.mm, _T.mm, torch.bmm, _T.bmm, torch.mv, _T.mv)
 def _matmul(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    one, two = [*args, *kwargs.values()]
-    func(_meta(one), _meta(two))  # torch judges the shapes
-    return _product(one, two, name=func.__name__)
+    left, right = [*args, *kwargs.values()]
+    func(_meta(left), _meta(right))  # torch judges the shapes
+    return _product(left, right, name=func.__name__)
 
 
 @handles(_T.__rmatmul__)
@@ -79,10 +79,10 @@ def _product(left: Tensor, right: Tensor, *, name: str, vector: bool = False) ->
         return torch.matmul(left, right)
     leader, other, summed_dim = _leader(left, right, name)
     if isinstance(other, ShardedTensor):
-        theirs, nothing = list(zip(other.boxes, other.tensors, strict=True)), anchor_of(other)
+        shards, nothing = list(zip(other.boxes, other.tensors, strict=True)), anchor_of(other)
     else:
         whole = replicated(other, leader.process_group)
-        theirs, nothing = [(Box.whole(whole.shape), whole)], nothing_of(whole)
+        shards, nothing = [(Box.whole(whole.shape), whole)], nothing_of(whole)
     anchor = torch.mm(anchor_of(leader).reshape(0, 1), nothing.reshape(1, 0)).reshape(-1)
 
     def result_of(box: Box) -> Box:
@@ -95,20 +95,20 @@ def _product(left: Tensor, right: Tensor, *, name: str, vector: bool = False) ->
             sizes[free] = 0
         return Box(tuple(offsets), tuple(sizes))
 
-    made = []
+    products = []
     for box, tensor in zip(leader.boxes, leader.tensors, strict=True):
         if box.is_empty:
-            made.append(anchor.new_zeros(result_of(box).sizes) + anchor.sum())
+            products.append(anchor.new_zeros(result_of(box).sizes) + anchor.sum())
             continue
-        needed = _needed(box, leader.shape, other.shape, summed_dim)
-        factor = next(part(held, their, needed) for held, their in theirs if _contains(held, needed))
-        made.append(torch.matmul(tensor, factor) if summed_dim == -1 else torch.matmul(factor, tensor))
-    length, filled = leader.shape[summed_dim], [box for _, box in _shards(leader) if not box.is_empty]
-    complete = length > 0 and all(box.sizes[summed_dim] == length for box in filled)
-    if complete and ((summed_dim == -1 and not vector) or len(filled) > 1):
-        return leader.with_tensors(made, metadata=leader.metadata().map(shape, result_of), anchor=anchor)
-    products = list(zip(map(result_of, leader.boxes), made, strict=True))
-    return summed(total_of(products, shape, anchor), leader.process_group)
+        matching = _matching_box(box, leader.shape, other.shape, summed_dim)
+        factor = next(part(outer, shard, matching) for outer, shard in shards if _contains(outer, matching))
+        products.append(torch.matmul(tensor, factor) if summed_dim == -1 else torch.matmul(factor, tensor))
+    length, nonempty = leader.shape[summed_dim], [box for _, box in _shards(leader) if not box.is_empty]
+    complete = length > 0 and all(box.sizes[summed_dim] == length for box in nonempty)
+    if complete and ((summed_dim == -1 and not vector) or len(nonempty) > 1):
+        return leader.with_tensors(products, metadata=leader.metadata().map(shape, result_of), anchor=anchor)
+    boxed = list(zip(map(result_of, leader.boxes), products, strict=True))
+    return summed(total_of(boxed, shape, anchor), leader.process_group)
 
 
 def _leader(left: Tensor, right: Tensor, name: str) -> tuple[ShardedTensor, Tensor, int]:
@@ -122,22 +122,22 @@ def _leader(left: Tensor, right: Tensor, name: str) -> tuple[ShardedTensor, Tens
         return left, right, -1
     check_group(left, right)
     for leader, other, dim in ((left, right, -1), (right, left, -2)):
-        held: dict[int, list[Box]] = {}
+        by_rank: dict[int, list[Box]] = {}
         for rank, box in _shards(other):
-            held.setdefault(rank, []).append(box)
-        filled = [(rank, box) for rank, box in _shards(leader) if not box.is_empty]
-        needs = [(rank, _needed(box, leader.shape, other.shape, dim)) for rank, box in filled]
-        if all(any(_contains(mine, needed) for mine in held.get(rank, [])) for rank, needed in needs):
+            by_rank.setdefault(rank, []).append(box)
+        nonempty = [(rank, box) for rank, box in _shards(leader) if not box.is_empty]
+        matching = [(rank, _matching_box(box, leader.shape, other.shape, dim)) for rank, box in nonempty]
+        if all(any(_contains(box, inner) for box in by_rank.get(rank, [])) for rank, inner in matching):
             return leader, other, dim
     if all(box.is_empty or box.sizes[-2] == right.shape[-2] for _, box in _shards(right)):
         remedy = "pass full_tensor() of the first"
     else:
         placements = getattr(right.sharding_spec(), "placements", "the second's placements")
         remedy = f"call .reshard(ChunkShardingSpec(-1, {placements})) on the first"
-    shown = cast(ShardedTensor, right.t()) if name == "linear" else right
+    second = cast(ShardedTensor, right.t()) if name == "linear" else right
     raise ShardingError(
-        f"{here()}: {name} of {tuple(left.shape)} by {left.sharding_spec()!r} and {tuple(shown.shape)} by"
-        f" {shown.sharding_spec()!r}: ranks lack what their shards meet of the other; {remedy}, so that both"
+        f"{here()}: {name} of {tuple(left.shape)} by {left.sharding_spec()!r} and {tuple(second.shape)} by"
+        f" {second.sharding_spec()!r}: ranks lack what their shards meet of the other; {remedy}, so that both"
         " are cut alike along the dim that is summed over, or one is plain"
     )
 
@@ -149,7 +149,7 @@ def _shards(sharded: ShardedTensor) -> list[tuple[int, Box]]:
 # ------------------------------------------------------------ boxes
 
 
-def _needed(box: Box, leader: Sequence[int], other: Sequence[int], summed_dim: int) -> Box:
+def _matching_box(box: Box, leader: Sequence[int], other: Sequence[int], summed_dim: int) -> Box:
     """Return the part of the other factor that a box of a factor of size `leader` meets."""
     offsets, sizes = [0] * len(other), list(other)
     free = -3 - summed_dim

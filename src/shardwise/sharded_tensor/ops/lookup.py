@@ -64,7 +64,7 @@ class Lookup:
     weights: Tensor | None = None
     sparse: bool = False
 
-    def counted(self) -> Tensor:
+    def counted_mask(self) -> Tensor:
         """Return [ids] whether each id counts in its bag."""
         if self.padding is None or self.mode == "row":
             return torch.ones_like(self.ids, dtype=torch.bool)
@@ -73,113 +73,113 @@ class Lookup:
     def within(self, box: Box) -> Tensor:
         """Return the places, in ascending order, of the counted ids whose rows are in `box`."""
         begin, end = box.offsets[0], box.ends[0]
-        inside = (self.ids >= begin) & (self.ids < end) & self.counted()
+        inside = (self.ids >= begin) & (self.ids < end) & self.counted_mask()
         return inside.nonzero().squeeze(1)
 
-    def finished(self, sums: Tensor, begin: int) -> Tensor:
+    def finish(self, sums: Tensor, begin: int) -> Tensor:
         """Return the result from bag `begin` on, of the sums over all shards of the table."""
         if self.mode != "mean":
             return sums
-        counts = torch.bincount(self.bag[self.counted()], minlength=self.bags)
+        counts = torch.bincount(self.bag[self.counted_mask()], minlength=self.bags)
         return sums / counts[begin : begin + len(sums)].clamp(min=1).unsqueeze(1)
 
 
-def stand_in(weight: ShardedTensor, extra: Sequence[Tensor | None]) -> Tensor:
-    """Return an empty tensor that depends on all of `extra`, and on the table where this rank has none."""
-    also = [nothing_of(tensor).to(weight.dtype) for tensor in extra if tensor is not None]
-    return torch.cat([weight.anchor, *also])
+def stand_in(weight: ShardedTensor, ends: Sequence[Tensor | None]) -> Tensor:
+    """Return an empty tensor that depends on all of `ends`, and on the table where this rank has none."""
+    anchors = [nothing_of(tensor).to(weight.dtype) for tensor in ends if tensor is not None]
+    return torch.cat([weight.anchor, *anchors])
 
 
-def _partial(table: Tensor, box: Box, look: Lookup, at: Tensor) -> Tensor:
-    """Compute what the shard adds: by id of `at` for "row", by bag otherwise."""
-    ids = look.ids[at] - box.offsets[0]
-    if look.mode == "row":
-        inside = look.padding is not None and box.offsets[0] <= look.padding < box.ends[0]
-        padding = cast(int, look.padding) - box.offsets[0] if inside else None
-        return F.embedding(ids, table, padding, sparse=look.sparse)
-    starts = torch.searchsorted(look.bag[at], torch.arange(look.bags, device=at.device))
-    factors = None if look.weights is None else look.weights[at]
-    mode = "max" if look.mode == "max" and len(at) else "sum"
-    return F.embedding_bag(ids, table, starts, mode=mode, sparse=look.sparse, per_sample_weights=factors)
+def _partial(table: Tensor, box: Box, lookup: Lookup, positions: Tensor) -> Tensor:
+    """Compute the shard's part of the result: by id of `positions` for "row", by bag otherwise."""
+    ids = lookup.ids[positions] - box.offsets[0]
+    if lookup.mode == "row":
+        inside = lookup.padding is not None and box.offsets[0] <= lookup.padding < box.ends[0]
+        padding = cast(int, lookup.padding) - box.offsets[0] if inside else None
+        return F.embedding(ids, table, padding, sparse=lookup.sparse)
+    starts = torch.searchsorted(lookup.bag[positions], torch.arange(lookup.bags, device=positions.device))
+    factors = None if lookup.weights is None else lookup.weights[positions]
+    mode = "max" if lookup.mode == "max" and len(positions) else "sum"
+    return F.embedding_bag(ids, table, starts, mode=mode, sparse=lookup.sparse, per_sample_weights=factors)
 
 
-def to_all(weight: ShardedTensor, look: Lookup) -> Tensor:
+def to_all(weight: ShardedTensor, lookup: Lookup) -> Tensor:
     """Return [bags, columns] on every rank."""
     parts = []
     for table, box in zip(weight.tensors, weight.boxes, strict=True):
-        at = look.within(box)
-        part = _partial(table, box, look, at)
-        parts.append((box, _spread(part, at, look.bags) if look.mode == "row" else part))
-    anchor = stand_in(weight, [look.weights])
-    return look.finished(summed(_joined(parts, look.bags, weight.shape[1], anchor), weight.process_group), 0)
+        positions = lookup.within(box)
+        part = _partial(table, box, lookup, positions)
+        parts.append((box, _spread(part, positions, lookup.bags) if lookup.mode == "row" else part))
+    total = _total(parts, lookup.bags, weight.shape[1], stand_in(weight, [lookup.weights]))
+    return lookup.finish(summed(total, weight.process_group), 0)
 
 
-def _spread(rows: Tensor, at: Tensor, length: int) -> Tensor:
-    """Return `rows` as the rows `at` of a tensor of zeros."""
-    return rows.new_zeros(length, rows.shape[1]).index_copy(0, at, rows)
+def _spread(rows: Tensor, positions: Tensor, length: int) -> Tensor:
+    """Return `rows` as the rows `positions` of a tensor of zeros."""
+    return rows.new_zeros(length, rows.shape[1]).index_copy(0, positions, rows)
 
 
-def _joined(parts: Sequence[tuple[Box, Tensor]], rows: int, columns: int, anchor: Tensor) -> Tensor:
+def _total(parts: Sequence[tuple[Box, Tensor]], rows: int, columns: int, anchor: Tensor) -> Tensor:
     """Return the sum of `parts`, each in the columns of its box of the table."""
-    placed = [(Box((0, box.offsets[1]), (rows, box.sizes[1])), part) for box, part in parts]
-    return total_of(placed, (rows, columns), anchor)
+    boxed = [(Box((0, box.offsets[1]), (rows, box.sizes[1])), part) for box, part in parts]
+    return total_of(boxed, (rows, columns), anchor)
 
 
 # ------------------------------------------------------------ sharded ids
 
 
-def to_holders(weight: ShardedTensor, look: Lookup, ids: ShardedTensor) -> ShardedTensor:
+def to_holders(weight: ShardedTensor, lookup: Lookup, ids: ShardedTensor) -> ShardedTensor:
     """Return the result on the ranks that hold the ids, cut like them."""
     rank, tables = weight.process_group.rank(), weight.metadata().shards_metadata
-    found, made, wanted = _routes(weight, look, ids)
-    own = [at for shard, at in zip(tables, found, strict=True) if shard.rank == dist.get_rank()]
-    shards = zip(weight.tensors, weight.boxes, own, strict=True)
-    sent = [_partial(table, box, look, at).unsqueeze(0) for table, box, at in shards]
-    route = Route(transfer(made, wanted, rank=rank), made[rank], wanted[rank])
-    anchor = stand_in(weight, [look.weights])
+    positions, source, target = _routes(weight, lookup, ids)
+    local = [places for shard, places in zip(tables, positions, strict=True) if shard.rank == dist.get_rank()]
+    shards = zip(weight.tensors, weight.boxes, local, strict=True)
+    sent = [_partial(table, box, lookup, places).unsqueeze(0) for table, box, places in shards]
+    route = Route(transfer(source, target, rank=rank), source[rank], target[rank])
+    anchor = stand_in(weight, [lookup.weights])
     received, anchor = moved(sent, route, group=weight.process_group, anchor=anchor)
     results = []
-    for number, batch in enumerate(ids.boxes):
-        begin, end = _span(batch, look, ids)
-        parts = [tensor.squeeze(0) for tensor in received[number :: len(ids.tensors)]]
-        if look.mode == "row":
-            inside = [at[(at >= begin) & (at < end)] - begin for at in found]
-            parts = [_spread(part, at, end - begin) for part, at in zip(parts, inside, strict=True)]
+    for index, batch in enumerate(ids.boxes):
+        begin, end = _span(batch, lookup, ids)
+        parts = [tensor.squeeze(0) for tensor in received[index :: len(ids.tensors)]]
+        if lookup.mode == "row":
+            inside = [places[(places >= begin) & (places < end)] - begin for places in positions]
+            parts = [_spread(part, places, end - begin) for part, places in zip(parts, inside, strict=True)]
         boxed = [(shard.box, part) for shard, part in zip(tables, parts, strict=True)]
-        results.append(look.finished(_joined(boxed, end - begin, weight.shape[1], anchor), begin))
-    rest = ids.shape[1:] if look.mode == "row" else ()
-    return like_ids(ids, results, anchor, rest=(*rest, weight.shape[1]))
+        results.append(lookup.finish(_total(boxed, end - begin, weight.shape[1], anchor), begin))
+    trailing = ids.shape[1:] if lookup.mode == "row" else ()
+    return like_ids(ids, results, anchor, trailing=(*trailing, weight.shape[1]))
 
 
 def _routes(
-    weight: ShardedTensor, look: Lookup, ids: ShardedTensor
+    weight: ShardedTensor, lookup: Lookup, ids: ShardedTensor
 ) -> tuple[list[Tensor], list[list[Box]], list[list[Box]]]:
-    """Return the places of ids by shard of the table that has their rows; boxes made and wanted by rank.
+    """Return the positions of ids by shard of the table that has their rows; source and target boxes by rank.
 
     A box is of one shard of the table, of the rows that it makes (one for each of its ids, or all bags) and
     of its columns. Rows for one shard of the ids lie together; a rank wants for each of its own some of each
     shard of the table, in their order.
     """
     tables, batches = weight.metadata().shards_metadata, ids.metadata().shards_metadata
-    edges = torch.tensor([edge for shard in batches for edge in _span(shard.box, look, ids)])
-    found = [look.within(shard.box) for shard in tables]
-    made: dict[int, list[Box]] = defaultdict(list)
-    wanted: dict[int, list[Box]] = defaultdict(list)
-    for number, (table, at) in enumerate(zip(tables, found, strict=True)):
-        columns, by_row = table.box.sizes[1], look.mode == "row"
-        cuts = torch.searchsorted(at.cpu(), edges) if by_row else edges
-        made[table.rank].append(Box((number, 0, 0), (1, len(at) if by_row else look.bags, columns)))
+    edges = torch.tensor([edge for shard in batches for edge in _span(shard.box, lookup, ids)])
+    positions = [lookup.within(shard.box) for shard in tables]
+    source: dict[int, list[Box]] = defaultdict(list)
+    target: dict[int, list[Box]] = defaultdict(list)
+    for number, (table, places) in enumerate(zip(tables, positions, strict=True)):
+        columns, by_row = table.box.sizes[1], lookup.mode == "row"
+        cuts = torch.searchsorted(places.cpu(), edges) if by_row else edges
+        source[table.rank].append(Box((number, 0, 0), (1, len(places) if by_row else lookup.bags, columns)))
         for batch, (begin, end) in zip(batches, cuts.view(-1, 2).tolist(), strict=True):
-            wanted[batch.rank].append(Box((number, begin, 0), (1, end - begin, columns)))
+            target[batch.rank].append(Box((number, begin, 0), (1, end - begin, columns)))
     ranks = dist.get_process_group_ranks(weight.process_group)
-    return found, [made[rank] for rank in ranks], [wanted[rank] for rank in ranks]
+    return positions, [source[rank] for rank in ranks], [target[rank] for rank in ranks]
 
 
-def _span(box: Box, look: Lookup, ids: ShardedTensor) -> tuple[int, int]:
+def _span(box: Box, lookup: Lookup, ids: ShardedTensor) -> tuple[int, int]:
     """Return the first and last row of the flat result that the ids in `box` make."""
-    each = math.prod(ids.shape[1:]) if look.mode == "row" else 1
+    rows_per_id = math.prod(ids.shape[1:]) if lookup.mode == "row" else 1
     begin = box.offsets[0]
-    return begin * each, (begin + _rows(box, ids)) * each
+    return begin * rows_per_id, (begin + _rows(box, ids)) * rows_per_id
 
 
 def _rows(box: Box, ids: ShardedTensor) -> int:
@@ -188,73 +188,73 @@ def _rows(box: Box, ids: ShardedTensor) -> int:
 
 
 def like_ids(
-    ids: ShardedTensor, results: Sequence[Tensor], anchor: Tensor, *, rest: Sequence[int]
+    ids: ShardedTensor, results: Sequence[Tensor], anchor: Tensor, *, trailing: Sequence[int]
 ) -> ShardedTensor:
     """Return `results`, flat by row, in shape (len(ids), *rest), cut as `ids` along dim 0."""
 
     def of_result(box: Box) -> Box:
-        return Box((box.offsets[0], *(0 for _ in rest)), (_rows(box, ids), *rest))
+        return Box((box.offsets[0], *(0 for _ in trailing)), (_rows(box, ids), *trailing))
 
-    metadata = ids.metadata().map((ids.shape[0], *rest), of_result)
-    shaped = [result.reshape(_rows(box, ids), *rest) for result, box in zip(results, ids.boxes, strict=True)]
+    metadata = ids.metadata().map((ids.shape[0], *trailing), of_result)
+    shaped = [rows.reshape(_rows(box, ids), *trailing) for rows, box in zip(results, ids.boxes, strict=True)]
     return ids.with_tensors(shaped, metadata=metadata, anchor=anchor)
 
 
 _RIGHT, _HASH, _IDS, _BAGS = range(4)  # columns of the ranks' descriptions of their lookups
 
 
-def compared(ask: Callable[[], Lookup], group: dist.ProcessGroup) -> tuple[Lookup, list[tuple[int, int]]]:
+def compare_ids(make: Callable[[], Lookup], group: dist.ProcessGroup) -> tuple[Lookup, list[tuple[int, int]]]:
     """Return this rank's lookup; for each rank its numbers of ids and bags where ranks' ids differ.
 
-    Collective over `group`. An error of `ask` on any rank raises on all.
+    Collective over `group`. An error of `make` on any rank raises on all.
     """
     if is_outside(group) or group.size() == 1:
-        return ask(), []
-    asked, error = None, None
+        return make(), []
+    lookup, error = None, None
     try:
-        asked = ask()
-    except Exception as wrong:  # of one rank's ids: the others must hear of it
-        error = wrong
-    if asked is not None and asked.ids.is_meta:
-        return asked, []
+        lookup = make()
+    except Exception as caught:  # of one rank's ids: the others must hear of it
+        error = caught
+    if lookup is not None and lookup.ids.is_meta:
+        return lookup, []
     counts = torch.zeros(group.size(), 4, dtype=torch.int64)
-    if asked is not None:
-        ids = fingerprint(f"{asked.shape} {asked.bags}", asked.ids.to(torch.int64), asked.bag)
-        counts[group.rank()] = torch.tensor([1, ids, len(asked.ids), asked.bags])
-    on_group = counts if asked is None else counts.to(asked.ids.device)
+    if lookup is not None:
+        ids = fingerprint(f"{lookup.shape} {lookup.bags}", lookup.ids.to(torch.int64), lookup.bag)
+        counts[group.rank()] = torch.tensor([1, ids, len(lookup.ids), lookup.bags])
+    on_group = counts if lookup is None else counts.to(lookup.ids.device)
     counts = all_reduced(on_group, group).cpu()
     if not counts[:, _RIGHT].all():
         try:
-            together("looking up ids", lambda: bool(ask()), group=group, kind=ShardingError)
-        except ShardingError as everywhere:
-            raise (error or everywhere) from everywhere.__cause__
-    assert asked is not None
+            together("looking up ids", lambda: bool(make()), group=group, kind=ShardingError)
+        except ShardingError as group_error:
+            raise (error or group_error) from group_error.__cause__
+    assert lookup is not None
     if (counts[:, _HASH] == counts[0, _HASH]).all():
-        return asked, []
-    return asked, [(ids, bags) for ids, bags in counts[:, [_IDS, _BAGS]].tolist()]
+        return lookup, []
+    return lookup, [(ids, bags) for ids, bags in counts[:, [_IDS, _BAGS]].tolist()]
 
 
-def of_all(
-    asked: Lookup, counts: Sequence[tuple[int, int]], group: dist.ProcessGroup
+def join_lookups(
+    lookup: Lookup, counts: Sequence[tuple[int, int]], group: dist.ProcessGroup
 ) -> tuple[Lookup, ShardedTensor]:
     """Join the lookups of all ranks, and make a tensor cut as the results. Collective."""
     starts = [0, *itertools.accumulate(bags for _, bags in counts)]
-    each = [ids for ids, _ in counts]
-    pairs = torch.stack([asked.ids.to(torch.int64), asked.bag + starts[group.rank()]], 1)
-    ids, bag = _by_rank(pairs, each, group).full_tensor().unbind(1)
-    weights = asked.weights
+    id_counts = [ids for ids, _ in counts]
+    pairs = torch.stack([lookup.ids.to(torch.int64), lookup.bag + starts[group.rank()]], 1)
+    ids, bag = _shard_rows(pairs, id_counts, group).full_tensor().unbind(1)
+    weights = lookup.weights
     if weights is not None:
-        weights = replicated(_by_rank(weights, each, group).full_tensor(), group)
-    nothing = asked.ids.new_zeros(()).expand(asked.bags)
-    everyones = replace(asked, ids=ids, bag=bag, bags=starts[-1], weights=weights)
-    return everyones, _by_rank(nothing, [n for _, n in counts], group)
+        weights = replicated(_shard_rows(weights, id_counts, group).full_tensor(), group)
+    nothing = lookup.ids.new_zeros(()).expand(lookup.bags)
+    joined = replace(lookup, ids=ids, bag=bag, bags=starts[-1], weights=weights)
+    return joined, _shard_rows(nothing, [n for _, n in counts], group)
 
 
-def _by_rank(mine: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> ShardedTensor:
-    """Return every rank's rows, after each other; differentiable."""
+def _shard_rows(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> ShardedTensor:
+    """Return the tensor of all ranks' rows, one rank after another; differentiable."""
     ranks = dist.get_process_group_ranks(group)
-    spec = RaggedShardingSpec(0, lengths, [f"rank:{rank}/{mine.device.type}" for rank in ranks])
-    properties = TensorProperties(mine.dtype, requires_grad=mine.requires_grad)
-    metadata = spec.build_metadata(torch.Size([sum(lengths), *mine.shape[1:]]), properties)
-    shard = Shard(mine, metadata.shards_metadata[group.rank()])
-    return ShardedTensor.wrap([shard], metadata, process_group=group, anchor=mine.reshape(-1)[:0])
+    spec = RaggedShardingSpec(0, lengths, [f"rank:{rank}/{rows.device.type}" for rank in ranks])
+    properties = TensorProperties(rows.dtype, requires_grad=rows.requires_grad)
+    metadata = spec.build_metadata(torch.Size([sum(lengths), *rows.shape[1:]]), properties)
+    shard = Shard(rows, metadata.shards_metadata[group.rank()])
+    return ShardedTensor.wrap([shard], metadata, process_group=group, anchor=rows.reshape(-1)[:0])

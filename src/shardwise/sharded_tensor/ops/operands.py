@@ -41,7 +41,7 @@ _ALIASES = {
 }
 
 
-def named(names: str) -> list[Any]:
+def functions(names: str) -> list[Any]:
     """List the functions of torch, methods of `Tensor` and special functions of these names."""
     holders = (torch, Tensor, torch.special)
     return [getattr(holder, name) for name in names.split() for holder in holders if hasattr(holder, name)]
@@ -56,7 +56,7 @@ def rule(*funcs: Any, takes: str) -> Callable[[_F], _F]:
     names = takes.split()
 
     def register(do: _F) -> _F:
-        handles(*funcs)(lambda func, args, kwargs: do(func, *given(names, func, args, kwargs)))
+        handles(*funcs)(lambda func, args, kwargs: do(func, *bind_arguments(names, func, args, kwargs)))
         return do
 
     return register
@@ -82,18 +82,18 @@ def by_name(func: Any, args: Args, kwargs: Kwargs) -> dict[str, Any]:
 _signature = functools.lru_cache(inspect.signature)
 
 
-def given(names: list[str], func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
+def bind_arguments(names: list[str], func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
     """Return the arguments in the order of `names`, None for what is not given."""
     if not kwargs and args and len(args) <= len(names) and isinstance(args[0], ShardedTensor):
         return [*args, *[None] * (len(names) - len(args))]
-    found = dict(zip(names, args, strict=False))
+    values = dict(zip(names, args, strict=False))
     for name, value in kwargs.items():
-        found[name if name in names else _ALIASES.get(name, name)] = value
-    if len(args) > len(names) or any(name not in (*names, "out") for name in found):
+        values[name if name in names else _ALIASES.get(name, name)] = value
+    if len(args) > len(names) or any(name not in (*names, "out") for name in values):
         raise TypeError(f"{func.__name__}() takes {names}, found {len(args)} arguments and {list(kwargs)}")
-    if found.get("out") is not None or not isinstance(found.get("input"), ShardedTensor):
+    if values.get("out") is not None or not isinstance(values.get("input"), ShardedTensor):
         refuse(func, args, kwargs)
-    return [found.get(name) for name in names]
+    return [values.get(name) for name in names]
 
 
 def probe(tensor: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def probe(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def as_torch(func: Any, sharded: ShardedTensor, *args: Any) -> None:
+def raise_as_torch(func: Any, sharded: ShardedTensor, *args: Any) -> None:
     """Raise torch's error for a whole tensor of this shape and dtype, if there is one. Local."""
     size = sharded.metadata().size
     # Not all functions of nothing raise on the meta device.
@@ -131,11 +131,11 @@ def total_of(parts: Sequence[tuple[Box, Tensor]], size: Sequence[int], anchor: T
     """Sum `parts`, each in its box of `size` with zeros around it; depends on `anchor` too. Local."""
     total = anchor.new_zeros(size) + anchor.sum() if anchor.requires_grad or not parts else None
     for box, tensor in parts:
-        around: list[int] = []
+        padding: list[int] = []
         for start, end, length in zip(box.offsets[::-1], box.ends[::-1], size[::-1], strict=True):
-            around += [start, length - end]
-        placed = F.pad(tensor, around) if any(around) else tensor
-        total = placed if total is None else total + placed
+            padding += [start, length - end]
+        padded = F.pad(tensor, padding) if any(padding) else tensor
+        total = padded if total is None else total + padded
     return cast(Tensor, total)
 
 
@@ -152,11 +152,11 @@ def broadcast(operands: Sequence[Any]) -> tuple[ShardedTensor, ShardedTensorMeta
     tensors = [operand for operand in operands if isinstance(operand, Tensor)]
     sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
     leader = sharded[0]
-    for other in sharded[1:]:
-        check_group(leader, other)
-        mine, others = leader.metadata().size, other.metadata().size
-        if others != mine and (others.numel(), len(others)) > (mine.numel(), len(mine)):
-            leader = other
+    for candidate in sharded[1:]:
+        check_group(leader, candidate)
+        largest, size = leader.metadata().size, candidate.metadata().size
+        if size != largest and (size.numel(), len(size)) > (largest.numel(), len(largest)):
+            leader = candidate
     metadata = leader.metadata()
     shapes = [
         tensor.metadata().size if isinstance(tensor, ShardedTensor) else tensor.shape for tensor in tensors
@@ -183,8 +183,8 @@ def parts(operand: Any, *, leader: ShardedTensor, metadata: ShardedTensorMetadat
     if isinstance(operand, ShardedTensor):
         if operand.metadata().cut_as(leader.metadata()):
             return operand.tensors or [_stand_in(operand)]
-        found = _projections(operand, leader=leader, metadata=metadata)
-        return found or [_stand_in(operand)]
+        projections = _projections(operand, leader=leader, metadata=metadata)
+        return projections or [_stand_in(operand)]
     whole = replicated(operand, leader.process_group)
     if whole.ndim == 0:
         return [whole] * count
@@ -201,39 +201,39 @@ def _projections(
     operand: ShardedTensor, *, leader: ShardedTensor, metadata: ShardedTensorMetadata
 ) -> list[Tensor]:
     """List, for each local box of `metadata`, the shard of `operand` that is its projection."""
-    held = {(shard.rank, shard.box) for shard in operand.metadata().shards_metadata}
-    own: dict[Box | None, Tensor] = dict(zip(operand.boxes, operand.tensors, strict=True))
-    me, found = dist.get_rank(), []
+    places = {(shard.rank, shard.box) for shard in operand.metadata().shards_metadata}
+    tensors: dict[Box | None, Tensor] = dict(zip(operand.boxes, operand.tensors, strict=True))
+    rank, projections = dist.get_rank(), []
     for shard in metadata.shards_metadata:
-        projection = _projected(shard.box, size=operand.metadata().size, onto=metadata.size)
-        if (shard.rank, projection) not in held and not shard.box.is_empty:
-            mine, others = (f"{tuple(t.metadata().size)} by {t.sharding_spec()!r}" for t in (leader, operand))
+        projection = _project(shard.box, size=operand.metadata().size, onto=metadata.size)
+        if (shard.rank, projection) not in places and not shard.box.is_empty:
+            left, right = (f"{tuple(t.metadata().size)} by {t.sharding_spec()!r}" for t in (leader, operand))
             raise ShardingError(
-                f"{here()}: tensors cut otherwise cannot be combined: {mine} and {others}; call .reshard() on"
+                f"{here()}: tensors cut otherwise cannot be combined: {left} and {right}; call .reshard() on"
                 " one with the other's sharding_spec()"
             )
-        if shard.rank != me:
+        if shard.rank != rank:
             continue
-        if projection in own:
-            found.append(own[projection])
+        if projection in tensors:
+            projections.append(tensors[projection])
             continue
         sizes = shard.box.sizes[len(shard.box.sizes) - operand.ndim :]
         nothing = operand.anchor.new_zeros(sizes if 0 in sizes else ())
         if operand.requires_grad:
             nothing = nothing + anchor_of(operand).sum()
-        found.append(nothing if 0 in sizes else nothing.reshape((1,) * operand.ndim))
-    return found
+        projections.append(nothing if 0 in sizes else nothing.reshape((1,) * operand.ndim))
+    return projections
 
 
-def _projected(box: Box, *, size: torch.Size, onto: torch.Size) -> Box | None:
+def _project(box: Box, *, size: torch.Size, onto: torch.Size) -> Box | None:
     """Project a box of a tensor of size `onto` on one that broadcasts to it; None if it does not."""
     first = len(onto) - len(size)
     if first < 0:
         return None
     dims = list(zip(size, onto[first:], box.offsets[first:], box.sizes[first:], strict=True))
-    if any(mine not in (1, whole) for mine, whole, _, _ in dims):
+    if any(extent not in (1, whole) for extent, whole, _, _ in dims):
         return None
-    cut = [(offset, length) if mine == whole else (0, 1) for mine, whole, offset, length in dims]
+    cut = [(offset, length) if extent == whole else (0, 1) for extent, whole, offset, length in dims]
     return Box(tuple(offset for offset, _ in cut), tuple(length for _, length in cut))
 
 
@@ -248,13 +248,13 @@ def _stand_in(sharded: ShardedTensor) -> Tensor:
     return torch.cat([anchor, anchor.new_full((1,), value)]).reshape(())
 
 
-def check_group(one: ShardedTensor, other: ShardedTensor) -> None:
+def check_group(left: ShardedTensor, right: ShardedTensor) -> None:
     """Raise ShardingError if two tensors belong to different ranks."""
-    if one.process_group is other.process_group:
+    if left.process_group is right.process_group:
         return
-    mine, others = (dist.get_process_group_ranks(tensor.process_group) for tensor in (one, other))
-    if mine != others:
+    left_ranks, right_ranks = (dist.get_process_group_ranks(tensor.process_group) for tensor in (left, right))
+    if left_ranks != right_ranks:
         raise ShardingError(
-            f"{here()}: tensors of different process groups cannot be combined: {one._name()} on ranks"
-            f" {mine}, {other._name()} on ranks {others}; make both with one process_group"
+            f"{here()}: tensors of different process groups cannot be combined: {left._name()} on ranks"
+            f" {left_ranks}, {right._name()} on ranks {right_ranks}; make both with one process_group"
         )

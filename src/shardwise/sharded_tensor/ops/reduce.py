@@ -28,9 +28,9 @@ from torch import Tensor
 
 from shardwise.comm.agree import Agreement
 from shardwise.layout import Box
-from shardwise.sharded_tensor.autograd import all_extreme, summed, valued
+from shardwise.sharded_tensor.autograd import all_extreme, summed, with_value
 from shardwise.sharded_tensor.ops.elementwise import elementwise, result_of
-from shardwise.sharded_tensor.ops.operands import anchor_of, as_torch, given, rule
+from shardwise.sharded_tensor.ops.operands import anchor_of, bind_arguments, raise_as_torch, rule
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -60,11 +60,12 @@ def dims_of(sharded: Tensor, dim: Any) -> Dims:
 
 def refuse_cut(func: Any, sharded: ShardedTensor, dims: Dims) -> NoReturn:
     """Raise ShardingError for a function that needs all elements along `dims` on one rank."""
+    names = ", ".join(map(str, dims))
     refuse_case(
         func.__name__,
         sharded,
-        why=f"it needs all elements of dim {', '.join(map(str, dims))} in every shard, and other dims beside",
-        instead="reshard() it so, or use full_tensor()",
+        reason=f"it needs all elements of dim {names} in every shard, and other dims beside",
+        hint="reshard() it so, or use full_tensor()",
     )
 
 
@@ -81,7 +82,7 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
 
 
 def _count(sharded: ShardedTensor, dims: Dims) -> int:
-    """Count the elements that become one."""
+    """Count the elements of which a reduction along `dims` makes one."""
     return math.prod(sharded.metadata().size[d] for d in dims)
 
 
@@ -97,53 +98,53 @@ def worst_of(dtype: torch.dtype, *, largest: bool) -> float:
 # ---------------------------------------------------------------- how shards are combined
 
 
-def _reduced(
+def _reduce(
     func: Callable[..., Tensor],
     sharded: ShardedTensor,
     dims: Dims,
     keepdim: Any,
-    whole: Callable[[], Tensor],
+    merge: Callable[[], Tensor],
     **options: Any,
 ) -> Tensor:
-    """Apply `func` along `dims` of every shard, if these are whole; else `whole()`, which keeps dims."""
+    """Apply `func` along `dims` of every shard, if these are whole; else `merge()`, which keeps dims."""
     size, shards = sharded.metadata().size, sharded.metadata().shards_metadata
     complete = all(shard.shard_sizes[d] == size[d] for shard in shards for d in dims)
     if not complete or len(dims) == len(size) or not _count(sharded, dims):
-        value = whole()
+        value = merge()
         return value if keepdim else value.reshape([v for d, v in enumerate(value.shape) if d not in dims])
 
-    def kept(values: Sequence[int], reduced: int) -> tuple[int, ...]:
+    def replace_dims(values: Sequence[int], reduced: int) -> tuple[int, ...]:
         return tuple(reduced if d in dims else v for d, v in enumerate(values) if keepdim or d not in dims)
 
     metadata = sharded.metadata().map(
-        kept(size, 1), lambda box: Box(kept(box.offsets, 0), kept(box.sizes, 1))
+        replace_dims(size, 1), lambda box: Box(replace_dims(box.offsets, 0), replace_dims(box.sizes, 1))
     )
     tensors = sharded.tensors or [sharded.anchor.reshape([n if d in dims else 0 for d, n in enumerate(size)])]
-    made = [func(tensor, dims, keepdim=bool(keepdim), **options) for tensor in tensors]
-    return result_of(made, sharded, metadata)
+    results = [func(tensor, dims, keepdim=bool(keepdim), **options) for tensor in tensors]
+    return result_of(results, sharded, metadata)
 
 
-def _joined(
-    what: str, sharded: ShardedTensor, dims: Dims, start: Tensor, join: Callable[[Tensor, Tensor], Tensor]
+def _fold(
+    subject: str, sharded: ShardedTensor, dims: Dims, start: Tensor, join: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
     """Return `join(start, shard)` of this rank's shards, each in its place after `dims` become one element.
 
     On the CPU ranks compare what they reduce: unequal collectives would hang or give garbage.
     """
     size = sharded.metadata().size
-    found = start.expand([1 if d in dims else length for d, length in enumerate(size)]).clone()
+    result = start.expand([1 if d in dims else length for d, length in enumerate(size)]).clone()
     agreement = None
-    if sharded.anchor.is_cpu and found.numel():
-        words = f"{what} along dims {list(dims)} of a tensor of size {tuple(size)}, {sharded.dtype}"
-        agreement = Agreement(words, group=sharded.process_group, what="what to reduce")
+    if sharded.anchor.is_cpu and result.numel():
+        text = f"{subject} along dims {list(dims)} of a tensor of size {tuple(size)}, {sharded.dtype}"
+        agreement = Agreement(text, group=sharded.process_group, what="what to reduce")
     for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
         if tensor.numel():
             extents = enumerate(zip(box.offsets, box.ends, strict=True))
             place = tuple(slice(0, 1) if d in dims else slice(*extent) for d, extent in extents)
-            found[place] = join(found[place], tensor)
+            result[place] = join(result[place], tensor)
     if agreement is not None:
         agreement.confirm()
-    return found
+    return result
 
 
 def _total(
@@ -151,7 +152,7 @@ def _total(
 ) -> Tensor:
     """Return the sum over all shards of `function(shard)`, which keeps `dims`. Collective; differentiable."""
     zero = torch.zeros((), dtype=dtype, device=sharded.anchor.device)
-    total = _joined("a sum", sharded, dims, zero, lambda held, tensor: held + function(tensor))
+    total = _fold("a sum", sharded, dims, zero, lambda total, tensor: total + function(tensor))
     nothing = anchor_of(sharded)
     total = total + nothing.sum().to(dtype) if nothing.requires_grad else total
     return summed(total, sharded.process_group) if total.numel() else total
@@ -161,13 +162,13 @@ def _total(
 def _extreme(sharded: ShardedTensor, dims: Dims, *, largest: bool) -> Tensor:
     """Return the largest or smallest elements along `dims`, which it keeps, without gradient. Collective."""
     wide = wide_of(sharded.dtype)
-    what, better = ("the largest", torch.maximum) if largest else ("the smallest", torch.minimum)
-    along = torch.amax if largest else torch.amin
+    subject, choose = ("the largest", torch.maximum) if largest else ("the smallest", torch.minimum)
+    reduce = torch.amax if largest else torch.amin
     worst = torch.full((), worst_of(wide, largest=largest), dtype=wide, device=sharded.anchor.device)
-    found = _joined(
-        what, sharded, dims, worst, lambda held, t: better(held, along(t, dims, keepdim=True).to(wide))
+    extremes = _fold(
+        subject, sharded, dims, worst, lambda best, t: choose(best, reduce(t, dims, keepdim=True).to(wide))
     )
-    value = all_extreme(found, sharded.process_group, largest=largest) if found.numel() else found
+    value = all_extreme(extremes, sharded.process_group, largest=largest) if extremes.numel() else extremes
     return value.to(sharded.dtype)
 
 
@@ -177,10 +178,10 @@ def _shared_extreme(sharded: Any, dims: Dims, *, largest: bool) -> Tensor:
     if not needs_grad(sharded):
         return value
     with torch.no_grad():
-        has: Any = torch.where(value.isnan(), sharded.isnan(), sharded == value)
-        number = _sum(has, dims)
-    shares: Any = torch.where(has, sharded, 0) / number
-    return valued(_sum(shares, dims), value)
+        mask: Any = torch.where(value.isnan(), sharded.isnan(), sharded == value)
+        ties = _sum(mask, dims)
+    shares: Any = torch.where(mask, sharded, 0) / ties
+    return with_value(_sum(shares, dims), value)
 
 
 # ---------------------------------------------------------------- sums
@@ -188,27 +189,27 @@ def _shared_extreme(sharded: Any, dims: Dims, *, largest: bool) -> Tensor:
 
 def _sum(sharded: ShardedTensor, dims: Dims, dtype: torch.dtype | None = None) -> Tensor:
     integral = not (sharded.dtype.is_floating_point or sharded.dtype.is_complex)
-    wanted = dtype or (torch.int64 if integral else sharded.dtype)
-    wide = wide_of(wanted)
-    total = _total(sharded, dims, lambda t: t.to(wanted).sum(dims, keepdim=True, dtype=wide), wide)
-    return total.to(wanted)
+    out_dtype = dtype or (torch.int64 if integral else sharded.dtype)
+    wide = wide_of(out_dtype)
+    total = _total(sharded, dims, lambda t: t.to(out_dtype).sum(dims, keepdim=True, dtype=wide), wide)
+    return total.to(out_dtype)
 
 
 @rule(*(torch.sum, _T.sum, torch.nansum, _T.nansum, torch.mean, _T.mean), takes="input dim keepdim dtype")
 def _sums(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any, dtype: Any) -> Tensor:
     dims, name = dims_of(sharded, dim), func.__name__
-    wanted = dtype or sharded.dtype
+    out_dtype = dtype or sharded.dtype
     if name == "mean":
-        torch.empty((), dtype=wanted, device="meta").mean()  # raises what torch raises
+        torch.empty((), dtype=out_dtype, device="meta").mean()  # raises what torch raises
 
-    def whole() -> Tensor:
+    def merge() -> Tensor:
         if name == "mean":
-            total = _sum(sharded.map(lambda t: t.to(wanted)), dims, wide_of(wanted))
-            return (total / _count(sharded, dims)).to(wanted)
+            total = _sum(sharded.map(lambda t: t.to(out_dtype)), dims, wide_of(out_dtype))
+            return (total / _count(sharded, dims)).to(out_dtype)
         numbers = sharded.map(lambda t: torch.where(t.isnan(), 0, t)) if name == "nansum" else sharded
         return _sum(numbers, dims, dtype)
 
-    return _reduced(getattr(torch, name), sharded, dims, keepdim, whole, dtype=dtype)
+    return _reduce(getattr(torch, name), sharded, dims, keepdim, merge, dtype=dtype)
 
 
 @rule(torch.count_nonzero, _T.count_nonzero, takes="input dim")
@@ -222,12 +223,12 @@ def _truth(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Tensor:
         refuse(func, (sharded, dim), {})  # to torch this means no dim at all
     dims = dims_of(sharded, dim)
 
-    def whole() -> Tensor:
-        hold = _sum(sharded.map(lambda t: t.detach() != 0), dims)
-        found = hold > 0 if func.__name__ == "any" else hold == _count(sharded, dims)
-        return found.to(torch.uint8) if sharded.dtype == torch.uint8 else found
+    def merge() -> Tensor:
+        counts = _sum(sharded.map(lambda t: t.detach() != 0), dims)
+        truth = counts > 0 if func.__name__ == "any" else counts == _count(sharded, dims)
+        return truth.to(torch.uint8) if sharded.dtype == torch.uint8 else truth
 
-    return _reduced(func, sharded, dims, keepdim, whole)
+    return _reduce(func, sharded, dims, keepdim, merge)
 
 
 def log_of_exponentials(sharded: ShardedTensor, dims: Dims) -> Tensor:
@@ -243,10 +244,10 @@ def _logsumexp(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Ten
     if dim is None or sharded.dtype.is_complex:
         refuse(func, (sharded, dim), {})
     dims = dims_of(sharded, dim)
-    into = sharded.dtype if sharded.dtype.is_floating_point else torch.get_default_dtype()
-    numbers, wide = sharded.to(into), wide_of(into)
-    return _reduced(
-        torch.logsumexp, numbers, dims, keepdim, lambda: log_of_exponentials(numbers.to(wide), dims).to(into)
+    dtype = sharded.dtype if sharded.dtype.is_floating_point else torch.get_default_dtype()
+    numbers, wide = sharded.to(dtype), wide_of(dtype)
+    return _reduce(
+        torch.logsumexp, numbers, dims, keepdim, lambda: log_of_exponentials(numbers.to(wide), dims).to(dtype)
     )
 
 
@@ -258,12 +259,12 @@ def _variance(
         dim, unbiased = None, dim
     dims = dims_of(sharded, dim)
     if not sharded.dtype.is_floating_point:
-        as_torch(func, sharded)
+        raise_as_torch(func, sharded)
         refuse(func, (sharded,), {})
     if correction is None:
         correction = 1 if unbiased is None else int(unbiased)
 
-    def whole() -> Tensor:
+    def merge() -> Tensor:
         wide: Any = sharded.to(wide_of(sharded.dtype))
         # Distances from the mean add up to zero, and so does its gradient.
         mean = _sum(wide.detach(), dims) / _count(sharded, dims)
@@ -275,7 +276,7 @@ def _variance(
             return tensor.sum(dims, keepdim=keepdim)
         return cast(Tensor, func(tensor, dims, correction=correction, keepdim=keepdim))
 
-    return _reduced(local, sharded, dims, keepdim, whole)
+    return _reduce(local, sharded, dims, keepdim, merge)
 
 
 def _power(value: Tensor, p: float) -> Tensor:
@@ -290,8 +291,8 @@ def _power(value: Tensor, p: float) -> Tensor:
 def _amax(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Tensor:
     dims, largest = dims_of(sharded, dim), func.__name__ == "amax"
     if sharded.dtype.is_complex or _count(sharded, dims) == 0:
-        as_torch(func, sharded, dims)
-    return _reduced(func, sharded, dims, keepdim, lambda: _shared_extreme(sharded, dims, largest=largest))
+        raise_as_torch(func, sharded, dims)
+    return _reduce(func, sharded, dims, keepdim, lambda: _shared_extreme(sharded, dims, largest=largest))
 
 
 @handles(torch.max, _T.max, torch.min, _T.min)
@@ -300,23 +301,23 @@ def _max(func: Any, args: Args, kwargs: Kwargs) -> Any:
     largest = func.__name__ == "max"
     if any(isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())):
         return elementwise(torch.maximum if largest else torch.minimum, args, kwargs)
-    sharded, dim, keepdim = given(["input", "dim", "keepdim"], func, args, kwargs)
+    sharded, dim, keepdim = bind_arguments(["input", "dim", "keepdim"], func, args, kwargs)
     if dim is None:
         return _amax(torch.amax if largest else torch.amin, sharded, None, None)
     kind: Any = torch.return_types.max if largest else torch.return_types.min
-    return kind([_uncut(func, sharded, dim, keepdim, itemgetter(i)) for i in (0, 1)])
+    return kind([_reduce_local(func, sharded, dim, keepdim, itemgetter(i)) for i in (0, 1)])
 
 
-def _uncut(
+def _reduce_local(
     func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any, pick: Callable[[Any], Tensor]
 ) -> Tensor:
     """Apply `func` along one dim that every shard has whole, and `pick` its output. Local; else refused."""
     dims = dims_of(sharded, dim)
     if sharded.dtype.is_complex or not dims or _count(sharded, dims) == 0:
-        as_torch(func, sharded, dim)
+        raise_as_torch(func, sharded, dim)
 
-    whole = partial(refuse_cut, func, sharded, dims)
-    return _reduced(lambda t, d, keepdim: pick(func(t, d[0], keepdim)), sharded, dims, keepdim, whole)
+    merge = partial(refuse_cut, func, sharded, dims)
+    return _reduce(lambda t, d, keepdim: pick(func(t, d[0], keepdim)), sharded, dims, keepdim, merge)
 
 
 @rule(torch.argmax, _T.argmax, torch.argmin, _T.argmin, takes="input dim keepdim")
@@ -326,7 +327,7 @@ def _argmax(func: Any, sharded: ShardedTensor, dim: Any, keepdim: Any) -> Tensor
     if dim is None:
         refuse(func, (sharded,), {})
     func(torch.zeros(1, dtype=sharded.dtype), 0)  # raises where torch has none for the dtype
-    return _uncut(func, sharded, dim, keepdim, lambda indices: indices)
+    return _reduce_local(func, sharded, dim, keepdim, lambda indices: indices)
 
 
 def norm_of(
@@ -336,34 +337,34 @@ def norm_of(
     dims = dims_of(sharded, dim)
     check_norm(sharded, p, dims)
 
-    def whole() -> Tensor:
+    def merge() -> Tensor:
         cast_to = dtype or sharded.dtype
         operand = sharded.map(lambda t: t.to(cast_to))
-        wanted = cast_to.to_real() if cast_to.is_complex else cast_to
+        out_dtype = cast_to.to_real() if cast_to.is_complex else cast_to
         if math.isinf(p):
-            return _shared_extreme(operand.map(torch.abs), dims, largest=p > 0).to(wanted)
+            return _shared_extreme(operand.map(torch.abs), dims, largest=p > 0).to(out_dtype)
 
         def powers(tensor: Tensor) -> Tensor:  # of norms, which do not overflow
             length = torch.linalg.vector_norm(tensor, p, dims, True, dtype=wide_of(cast_to)).double()
             return length if p == 0 else _power(length, p)
 
         total = _total(operand, dims, powers, torch.float64)
-        return (total if p == 0 else _power(total, 1 / p)).to(wanted)
+        return (total if p == 0 else _power(total, 1 / p)).to(out_dtype)
 
     norm = torch.linalg.vector_norm
-    return _reduced(lambda t, d, keepdim: norm(t, p, d, keepdim, dtype=dtype), sharded, dims, keepdim, whole)
+    return _reduce(lambda t, d, keepdim: norm(t, p, d, keepdim, dtype=dtype), sharded, dims, keepdim, merge)
 
 
 def check_norm(sharded: ShardedTensor, p: float, dims: Sequence[int]) -> None:
     """Raise torch's error if there is no such norm: of integers, or an extreme of no elements. Local."""
     numbers = sharded.dtype.is_floating_point or sharded.dtype.is_complex
     if not numbers or (_count(sharded, tuple(dims)) == 0 and (p < 0 or math.isinf(p))):
-        as_torch(torch.linalg.vector_norm, sharded, p, tuple(dims))
+        raise_as_torch(torch.linalg.vector_norm, sharded, p, tuple(dims))
 
 
 @rule(torch.norm, _T.norm, torch.linalg.vector_norm, torch.linalg.norm, takes="input p dim keepdim dtype")
 def _norm(func: Any, sharded: ShardedTensor, p: Any, dim: Any, keepdim: Any, dtype: Any) -> Tensor:
-    """Compute norms of vectors, and Frobenius' of matrices, which is one; refuse other norms of matrices."""
+    """Compute norms of vectors, and the Frobenius norm of matrices; refuse other norms of matrices."""
     frobenius = p is None or p == "fro"
     of_matrix = func is torch.linalg.norm and not frobenius and len(dims_of(sharded, dim)) > 1
     if of_matrix or (isinstance(p, str) and p not in ("fro", "inf", "-inf")):

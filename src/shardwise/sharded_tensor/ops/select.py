@@ -26,8 +26,8 @@ from shardwise.layout.regroup import Pick, pick_box
 from shardwise.sharded_tensor.autograd import tied
 from shardwise.sharded_tensor.base import first_sharded
 from shardwise.sharded_tensor.metadata import ShardMetadata
-from shardwise.sharded_tensor.ops.operands import anchor_of, check_group, named, parts, probe, rule
-from shardwise.sharded_tensor.ops.shape import assembled, derived, taken
+from shardwise.sharded_tensor.ops.operands import anchor_of, check_group, functions, parts, probe, rule
+from shardwise.sharded_tensor.ops.shape import assemble, derive, split_operand
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -42,15 +42,15 @@ _T: Any = Tensor
 def _getitem(func: Any, sharded: ShardedTensor, index: Any) -> ShardedTensor:
     items = [_item(sharded, item) for item in (index if isinstance(index, tuple) else (index,))]
     size = probe(sharded)[tuple(items)].shape  # raises what torch raises for such an index
-    given = sum(item is not None and item is not Ellipsis for item in items)
-    rest = items.index(Ellipsis) if Ellipsis in items else len(items)
-    items[rest : rest + 1] = [slice(None)] * (sharded.ndim - given)
-    left = iter(sharded.metadata().size)
-    return _picked(sharded, [item if item is None else range(next(left))[item] for item in items], size)
+    indexed = sum(item is not None and item is not Ellipsis for item in items)
+    ellipsis = items.index(Ellipsis) if Ellipsis in items else len(items)
+    items[ellipsis : ellipsis + 1] = [slice(None)] * (sharded.ndim - indexed)
+    lengths = iter(sharded.metadata().size)
+    return _pick(sharded, [item if item is None else range(next(lengths))[item] for item in items], size)
 
 
 def _item(sharded: ShardedTensor, item: Any) -> Any:
-    """Return an item of an index, an int in place of a tensor of one."""
+    """Return an item of an index; an int in place of a tensor of one element."""
     if isinstance(item, Tensor) and not isinstance(item, ShardedTensor) and item.ndim == 0:
         item = item.item()
     if item is None or item is Ellipsis or isinstance(item, slice):
@@ -64,24 +64,24 @@ def _item(sharded: ShardedTensor, item: Any) -> Any:
         refuse_case(
             "indexing",
             sharded,
-            why=f"an index is of ints, slices, None and ..., found {found}",
-            instead="for rows of a table use torch.nn.functional.embedding; to fill by a mask, masked_fill or"
+            reason=f"an index is of ints, slices, None and ..., found {found}",
+            hint="for rows of a table use torch.nn.functional.embedding; to fill by a mask, masked_fill or"
             " torch.where; otherwise full_tensor()[...]",
         )
 
 
-def _picked(sharded: ShardedTensor, picks: Sequence[Pick], size: Sequence[int]) -> ShardedTensor:
+def _pick(sharded: ShardedTensor, picks: Sequence[Pick], size: Sequence[int]) -> ShardedTensor:
     """Apply `picks` to every shard, for a tensor of `size`; views. Local."""
-    found = [pick_box(shard.box, picks) for shard in sharded.metadata().shards_metadata]
-    boxes = [None if part is None else part[0] for part in found]
+    picked = [pick_box(shard.box, picks) for shard in sharded.metadata().shards_metadata]
+    boxes = [None if part is None else part[0] for part in picked]
     if all(box is None for box in boxes):  # of a tensor without elements: one shard must remain
         boxes[0] = Box.whole(size)
 
     def make(tensor: Tensor, number: int, box: Box) -> Tensor:
-        part = found[number]
+        part = picked[number]
         return tensor.reshape(box.sizes) if part is None else tensor[part[1]]
 
-    return derived(sharded, size=size, boxes=boxes, make=make)
+    return derive(sharded, size=size, boxes=boxes, make=make)
 
 
 @rule(_T.__setitem__, takes="input index value")
@@ -91,11 +91,11 @@ def _setitem(func: Any, sharded: ShardedTensor, index: Any, value: Any) -> None:
         refuse_case(
             "assignment to an index",
             sharded,
-            why="it is not differentiable, and the tensor or the value requires grad",
-            instead="assign within torch.no_grad(), or make the result with torch.cat or torch.where",
+            reason="it is not differentiable, and the tensor or the value requires grad",
+            hint="assign within torch.no_grad(), or make the result with torch.cat or torch.where",
         )
-    one = not isinstance(value, Tensor) or value.ndim == 0
-    if isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == sharded.shape and one:
+    is_scalar = not isinstance(value, Tensor) or value.ndim == 0
+    if isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == sharded.shape and is_scalar:
         cast(Tensor, sharded).masked_fill_(index, value)
         return
     part = _getitem(func, sharded, index)
@@ -111,29 +111,29 @@ def _setitem(func: Any, sharded: ShardedTensor, index: Any, value: Any) -> None:
 # ---------------------------------------------------------------- along one dim
 
 
-@handles(*named("narrow select unbind chunk split split_with_sizes tensor_split"))
+@handles(*functions("narrow select unbind chunk split split_with_sizes tensor_split"))
 def _along(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Cut along one dim; torch's own result for a tensor of that dim determines the elements of each part."""
-    sharded, rest, kwargs = taken(args, kwargs)
+    sharded, rest, kwargs = split_operand(args, kwargs)
     rest = tuple(value.tolist() if isinstance(value, Tensor) else value for value in rest)
     kwargs = {name: v.tolist() if isinstance(v, Tensor) else v for name, v in kwargs.items()}
     func(probe(sharded), *rest, **kwargs)  # raises what torch raises
-    at = 0 if func.__name__ in ("narrow", "select", "unbind") else 1
-    if len(rest) > at:
-        dim, rest = rest[at], (*rest[:at], 0, *rest[at + 1 :])
+    position = 0 if func.__name__ in ("narrow", "select", "unbind") else 1
+    if len(rest) > position:
+        dim, rest = rest[position], (*rest[:position], 0, *rest[position + 1 :])
     else:
         dim, kwargs = kwargs.get("dim", 0), {**kwargs, "dim": 0}
     dim %= sharded.ndim
     size = sharded.metadata().size
     parts = func(torch.empty(size[dim], device="meta"), *rest, **kwargs)
 
-    def part(found: Tensor) -> ShardedTensor:
-        first, count = int(found.storage_offset()), [len(found)] if found.ndim else []
+    def make_part(view: Tensor) -> ShardedTensor:
+        first, count = int(view.storage_offset()), [len(view)] if view.ndim else []
         picks: list[Pick] = [*map(range, size)]
         picks[dim] = range(first, first + count[0]) if count else first
-        return _picked(sharded, picks, [*size[:dim], *count, *size[dim + 1 :]])
+        return _pick(sharded, picks, [*size[:dim], *count, *size[dim + 1 :]])
 
-    return part(parts) if isinstance(parts, Tensor) else type(parts)(map(part, parts))
+    return make_part(parts) if isinstance(parts, Tensor) else type(parts)(map(make_part, parts))
 
 
 # ---------------------------------------------------------------- several together
@@ -159,17 +159,17 @@ def _join(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
     name = "stack" if func is torch.stack else "cat"
     if not sharded:
-        refuse_case(name, first, why="of the sharded tensors none has elements", instead="leave them out")
+        refuse_case(name, first, reason="of the sharded tensors none has elements", hint="leave them out")
     for other in sharded[1:]:
         check_group(sharded[0], other)
-    if all(_joins(tensor, sharded[0], dim) for tensor in sharded):
-        return _joined_shards(tensors, dim=dim, size=result.shape)
+    if all(_can_join(tensor, sharded[0], dim) for tensor in sharded):
+        return _join_shards(tensors, dim=dim, size=result.shape)
     if len(sharded) < len(tensors):
         refuse_case(
             name,
             *sharded,
-            why=f"beside a plain tensor, the sharded ones must be cut alike and whole in dim {dim}",
-            instead="cut the plain tensor by shard_tensor(), or reshard() the others",
+            reason=f"beside a plain tensor, the sharded ones must be cut alike and whole in dim {dim}",
+            hint="cut the plain tensor by shard_tensor(), or reshard() the others",
         )
     shards: list[ShardMetadata] = []
     start = [0] * result.ndim
@@ -180,11 +180,11 @@ def _join(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     ends = [anchor_of(tensor) for tensor in sharded if tensor.requires_grad]
     pieces = [piece for tensor in sharded for piece in tensor.tensors]
     local = [tied(p.to(result.dtype, copy=True), [] if p.requires_grad else ends) for p in pieces]
-    beside = [tensor.anchor.to(result.dtype) for tensor in sharded if not tensor.tensors]
-    return assembled(sharded[0], shards, local, size=result.shape, beside=beside)
+    anchors = [tensor.anchor.to(result.dtype) for tensor in sharded if not tensor.tensors]
+    return assemble(sharded[0], shards, local, size=result.shape, ends=anchors)
 
 
-def _joins(tensor: ShardedTensor, first: ShardedTensor, dim: int) -> bool:
+def _can_join(tensor: ShardedTensor, first: ShardedTensor, dim: int) -> bool:
     """Return whether shards of `tensor` are whole in `dim` and otherwise those of `first`."""
     length = tensor.metadata().size[dim]
     return tensor.metadata().places() == [
@@ -193,7 +193,7 @@ def _joins(tensor: ShardedTensor, first: ShardedTensor, dim: int) -> bool:
     ]
 
 
-def _joined_shards(tensors: Sequence[Tensor], *, dim: int, size: torch.Size) -> ShardedTensor:
+def _join_shards(tensors: Sequence[Tensor], *, dim: int, size: torch.Size) -> ShardedTensor:
     """Join each shard of the first sharded tensor with the corresponding shards of the others."""
     sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
     first = sharded[0]
@@ -204,11 +204,11 @@ def _joined_shards(tensors: Sequence[Tensor], *, dim: int, size: torch.Size) -> 
         try:
             cover([shard.box for shard in metadata.shards_metadata], size)
         except ShardingError as error:
-            refuse_case("cat", *sharded, why=str(error), instead="leave out the tensors without elements")
+            refuse_case("cat", *sharded, reason=str(error), hint="leave out the tensors without elements")
     cut = partial(parts, leader=first, metadata=metadata)  # of a plain one
     columns = [t.tensors or [t.anchor] if isinstance(t, ShardedTensor) else cut(t) for t in tensors]
     if not first.tensors:
         return first.with_tensors([], metadata=metadata, anchor=torch.cat([piece for [piece] in columns]))
     return first.with_tensors(
-        [torch.cat(each, dim) for each in zip(*columns, strict=True)], metadata=metadata
+        [torch.cat(pieces, dim) for pieces in zip(*columns, strict=True)], metadata=metadata
     )

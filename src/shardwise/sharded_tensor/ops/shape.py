@@ -24,7 +24,7 @@ from shardwise.layout import Box
 from shardwise.layout.regroup import expand_box, reshape_boxes
 from shardwise.sharded_tensor.autograd import nothing_of, tied
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
-from shardwise.sharded_tensor.ops.operands import named, probe
+from shardwise.sharded_tensor.ops.operands import functions, probe
 from shardwise.sharded_tensor.refuse import refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.spec import ChunkShardingSpec
@@ -36,7 +36,7 @@ _T: Any = Tensor
 # ---------------------------------------------------------------- for every operation here and in `select`
 
 
-def taken(args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
+def split_operand(args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
     """Return the first operand, and the other arguments."""
     if args:
         return args[0], args[1:], kwargs
@@ -44,13 +44,13 @@ def taken(args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
     return rest.pop("tensor" if "tensor" in rest else "input"), (), rest
 
 
-def _shown(args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
-    """Return the first operand, and the other arguments; of sharded ones among these only the shapes."""
-    tensor, rest, kwargs = taken(args, kwargs)
+def _split_with_shapes(args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
+    """Return the first operand and the other arguments, with meta tensors for sharded ones among these."""
+    tensor, rest, kwargs = split_operand(args, kwargs)
     return tensor, *_compat.pytree.tree_map_only(ShardedTensor, probe, (rest, kwargs))
 
 
-def derived(
+def derive(
     sharded: ShardedTensor,
     *,
     size: Sequence[int],
@@ -63,7 +63,7 @@ def derived(
         boxes: for every shard of all ranks, its box in the result; None leaves the shard out.
         make: from the tensor of a local shard, the shard's number and its new box, the new tensor.
     """
-    views, beside = views_of(sharded)
+    views, ends = views_of(sharded)
     rank, local = dist.get_rank(), iter(views)
     shards: list[ShardMetadata] = []
     tensors: list[Tensor] = []
@@ -74,17 +74,17 @@ def derived(
         if tensor is not None and box is not None:
             tensors.append(make(tensor, number, box))
         elif tensor is not None:
-            beside.append(tensor)
-    return assembled(sharded, shards, tensors, size=size, beside=beside)
+            ends.append(tensor)
+    return assemble(sharded, shards, tensors, size=size, ends=ends)
 
 
-def assembled(
+def assemble(
     like: ShardedTensor,
     shards: list[ShardMetadata],
     tensors: list[Tensor],
     *,
     size: Sequence[int],
-    beside: Sequence[Tensor],
+    ends: Sequence[Tensor],
 ) -> ShardedTensor:
     """Return a tensor of this rank's `tensors`, cut as all ranks' `shards`, over the group of `like`.
 
@@ -96,18 +96,18 @@ def assembled(
     metadata = replace(like.metadata(), shards_metadata=shards, size=torch.Size(size))
     if len(size) != len(like.metadata().size):
         metadata = metadata.with_properties(memory_format=torch.contiguous_format)
-    return _connected(like, tensors, metadata, beside)
+    return _connect(like, tensors, metadata, ends)
 
 
-def _connected(
-    like: ShardedTensor, tensors: list[Tensor], metadata: ShardedTensorMetadata, beside: Sequence[Tensor]
+def _connect(
+    like: ShardedTensor, tensors: list[Tensor], metadata: ShardedTensorMetadata, ends: Sequence[Tensor]
 ) -> ShardedTensor:
     if not tensors:
-        return like.with_tensors([], metadata=metadata, anchor=nothing_of(*beside))
-    made = like.with_tensors([tied(tensors[0], beside), *tensors[1:]], metadata=metadata)
-    if beside:
-        made._untied = tensors[0], beside
-    return made
+        return like.with_tensors([], metadata=metadata, anchor=nothing_of(*ends))
+    result = like.with_tensors([tied(tensors[0], ends), *tensors[1:]], metadata=metadata)
+    if ends:
+        result._untied = tensors[0], ends
+    return result
 
 
 def views_of(sharded: ShardedTensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -117,8 +117,8 @@ def views_of(sharded: ShardedTensor) -> tuple[list[Tensor], list[Tensor]]:
     """
     if sharded._untied is None:
         return sharded.tensors, [] if sharded.tensors else [sharded.anchor]
-    first, beside = sharded._untied
-    return [first, *sharded.tensors[1:]], [*beside]
+    first, ends = sharded._untied
+    return [first, *sharded.tensors[1:]], [*ends]
 
 
 @contextmanager
@@ -127,20 +127,20 @@ def writable(sharded: ShardedTensor) -> Iterator[None]:
     if sharded._untied is None:
         yield
         return
-    first, beside = sharded._untied
+    first, ends = sharded._untied
     try:
         sharded._shards[0].tensor = first
         yield
     finally:
-        sharded._shards[0].tensor = tied(first, beside)
+        sharded._shards[0].tensor = tied(first, ends)
 
 
 # ---------------------------------------------------------------- dims in another order
 
 
-@handles(*named("transpose swapaxes swapdims t permute movedim moveaxis"), _T.T.__get__, _T.mT.__get__)
+@handles(*functions("transpose swapaxes swapdims t permute movedim moveaxis"), _T.T.__get__, _T.mT.__get__)
 def _permute(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    sharded, rest, kwargs = taken(args, kwargs)
+    sharded, rest, kwargs = split_operand(args, kwargs)
     metadata = sharded.metadata()
     # Torch itself says where each dim goes: to where its size does, if no two have the same.
     moved = func(torch.empty([*range(2, 2 + sharded.ndim)], device="meta"), *rest, **kwargs)
@@ -149,25 +149,25 @@ def _permute(func: Any, args: Args, kwargs: Kwargs) -> Any:
         [metadata.size[d] for d in order],
         lambda box: Box(tuple(box.offsets[d] for d in order), tuple(box.sizes[d] for d in order)),
     ).with_properties(memory_format=torch.contiguous_format)
-    views, beside = views_of(sharded)
+    views, ends = views_of(sharded)
     tensors = [tensor.permute(tuple(order)) for tensor in views]
-    return _connected(sharded, tensors, places, beside)
+    return _connect(sharded, tensors, places, ends)
 
 
 # ---------------------------------------------------------------- the same elements in other dims
 
 
-@handles(*named("reshape flatten unflatten ravel squeeze unsqueeze view view_as reshape_as"))
+@handles(*functions("reshape flatten unflatten ravel squeeze unsqueeze view view_as reshape_as"))
 def _reshape(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    sharded, rest, kwargs = _shown(args, kwargs)
+    sharded, rest, kwargs = _split_with_shapes(args, kwargs)
     if not isinstance(sharded, ShardedTensor):
         return cast(Tensor, func(sharded, *rest, **kwargs))
     if any(isinstance(value, torch.dtype) for value in [*rest, *kwargs.values()]):
         refuse_case(
             "view(dtype)",
             sharded,
-            why="the bytes of a shard in another dtype are no part of the whole tensor's",
-            instead="to(dtype) converts values; local_shards() has the tensors",
+            reason="the bytes of a shard in another dtype are no part of the whole tensor's",
+            hint="to(dtype) converts values; local_shards() has the tensors",
         )
     size = func(probe(sharded), *rest, **kwargs).shape
     return reshaped(sharded, size, name=func.__name__, view=func in (_T.view, _T.view_as))
@@ -196,17 +196,17 @@ def reshaped(sharded: ShardedTensor, size: Sequence[int], *, name: str, view: bo
             refuse_case(
                 name,
                 sharded,
-                why=f"a shard of size {tuple(tensor.shape)} and stride {tensor.stride()} has no view of size"
-                f" {box.sizes}",
-                instead="use reshape(), which copies where it must",
+                reason=f"a shard of size {tuple(tensor.shape)} and stride {tensor.stride()} has no view of"
+                f" size {box.sizes}",
+                hint="use reshape(), which copies where it must",
             )
 
-    return derived(sharded, size=size, boxes=boxes, make=make)
+    return derive(sharded, size=size, boxes=boxes, make=make)
 
 
 def _refuse_reshape(name: str, sharded: ShardedTensor, size: Sequence[int], broken: Box) -> NoReturn:
     old = sharded.metadata().size
-    instead = "use full_tensor(), or a cut by rows whose numbers fit both shapes"
+    hint = "use full_tensor(), or a cut by rows whose numbers fit both shapes"
     placements = [shard.placement for shard in sharded.metadata().shards_metadata]
     for dim in range(len(old)):
         spec = ChunkShardingSpec(dim, placements)
@@ -214,24 +214,24 @@ def _refuse_reshape(name: str, sharded: ShardedTensor, size: Sequence[int], brok
         boxes = [shard.box for shard in cut.shards_metadata]
         fit = reshape_boxes(boxes, old=old, new=size)
         if all(box is not None or source.is_empty for source, box in zip(boxes, fit, strict=True)):
-            instead = f"reshard to ChunkShardingSpec(dim={dim}, placements={placements}) before"
+            hint = f"reshard to ChunkShardingSpec(dim={dim}, placements={placements}) before"
             break
     refuse_case(
         f"{name} to {tuple(size)}",
         sharded,
-        why=f"the shard at {broken.offsets} of size {broken.sizes} does not stay one box",
-        instead=instead,
+        reason=f"the shard at {broken.offsets} of size {broken.sizes} does not stay one box",
+        hint=hint,
     )
 
 
 # ---------------------------------------------------------------- the same elements several times
 
 
-@handles(*named("expand broadcast_to expand_as"))
+@handles(*functions("expand broadcast_to expand_as"))
 def _expand(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    tensor, rest, kwargs = _shown(args, kwargs)
+    tensor, rest, kwargs = _split_with_shapes(args, kwargs)
     if not isinstance(tensor, ShardedTensor):
         return cast(Tensor, func(tensor, *rest, **kwargs))
     old, size = tensor.metadata().size, func(probe(tensor), *rest, **kwargs).shape
     boxes = [expand_box(shard.box, old=old, new=size) for shard in tensor.metadata().shards_metadata]
-    return derived(tensor, size=size, boxes=boxes, make=lambda local, number, box: local.expand(box.sizes))
+    return derive(tensor, size=size, boxes=boxes, make=lambda local, number, box: local.expand(box.sizes))

@@ -33,10 +33,10 @@ def make_whole(local: Tensor, piece: Piece) -> Tensor:
     with ExitStack() as stack:
         for group in () if _compat.is_functional(local) else piece.axes:
             stack.enter_context(announced(group, f"gather a whole tensor\nof shape {list(piece.shape)}"))
-        return gather_even(_gathered(local, piece), piece.shape, piece.even_cuts)
+        return gather_even(_gather_rows(local, piece), piece.shape, piece.even_cuts)
 
 
-def _gathered(local: Tensor, piece: Piece) -> Tensor:
+def _gather_rows(local: Tensor, piece: Piece) -> Tensor:
     """Gather the dims that the piece's groups cut, over one group after another."""
     part = piece.even_part
     if not part.numel:  # no rows are cut of it: tensor parallelism has left this rank no columns
@@ -61,54 +61,54 @@ def gather_even(part: Tensor, shape: Sequence[int], even_cuts: EvenCuts) -> Tens
         return part
     (group, dim), *inner = even_cuts
     boxes = even_boxes(tuple(shape), group, dim)
-    mine = boxes[group.rank()]
+    box = boxes[group.rank()]
     whole = part.new_empty(torch.Size(shape))
-    own = gather_even(part, mine.sizes, tuple(inner))
-    part_at(Box.whole(shape), whole, mine).copy_(own)
+    inner_part = gather_even(part, box.sizes, tuple(inner))
+    part_at(Box.whole(shape), whole, box).copy_(inner_part)
     gather([[box] for box in boxes], whole, group=group)
     return whole
 
 
-def _moved(local: Tensor, source: Sequence[Box], target: Sequence[Box], piece: Piece) -> Tensor:
+def _move_rows(local: Tensor, source: Sequence[Box], target: Sequence[Box], piece: Piece) -> Tensor:
     """Return this rank's box of `target` from ranks' boxes of `source`. Collective over the one group."""
-    held, wanted = source[piece.rank], target[piece.rank]
+    source_box, target_box = source[piece.rank], target[piece.rank]
     if _compat.is_functional(local):
         raise ShardingError(
-            f"{here()}: rows {held} would move to {wanted}, which no graph can hold; copy between"
+            f"{here()}: rows {source_box} would move to {target_box}, which no graph can hold; copy between"
             " tensors that are sharded otherwise outside of compiled functions"
         )
     assert piece.group is not None
     text = f"{tuple(piece.shape)} {local.dtype}\n{source}\nto\n{target}"
     agreement = Agreement(text, group=piece.group, what="the rows to move")
-    moved = local.new_empty(wanted.sizes)
+    result = local.new_empty(target_box.sizes)
     messages = transfer([[box] for box in source], [[box] for box in target], rank=piece.rank)
-    given, filled = [(held, local)], [(wanted, moved)]
-    exchange(messages, source=given, target=filled, group=piece.group, agreement=agreement)
-    return moved
+    sent, received = [(source_box, local)], [(target_box, result)]
+    exchange(messages, source=sent, target=received, group=piece.group, agreement=agreement)
+    return result
 
 
 def _even_over(mesh: DeviceMesh, placements: Sequence[Placement], piece: Piece) -> Sequence[Box] | None:
     """Return the boxes of `placements`, where they cut dim 0 over the ranks over which `piece` is cut."""
-    cut = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
-    if piece.group is None or piece.even_cuts or len(cut) != 1:
+    axes = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+    if piece.group is None or piece.even_cuts or len(axes) != 1:
         return None
-    placement, group = placements[cut[0]], mesh.get_group(cut[0])
-    ranks, own = map(dist.get_process_group_ranks, (group, piece.group))
-    if type(placement) is not Shard or placement.dim != 0 or ranks != own:
+    placement, group = placements[axes[0]], mesh.get_group(axes[0])
+    ranks, piece_ranks = map(dist.get_process_group_ranks, (group, piece.group))
+    if type(placement) is not Shard or placement.dim != 0 or ranks != piece_ranks:
         return None
     return even_boxes(tuple(piece.shape), group, 0)
 
 
 @torch.no_grad()
-def placed(local: Tensor, piece: Piece, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+def make_dtensor(local: Tensor, piece: Piece, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """Return rows as a DTensor on `mesh`. Collective over the piece's axes, and over `mesh`."""
-    if even := _even_over(mesh, placements, piece):
-        made_as, found = placements, _moved(local, piece.boxes, even, piece)
+    if boxes := _even_over(mesh, placements, piece):
+        local_placements, part = placements, _move_rows(local, piece.boxes, boxes, piece)
     else:
-        made_as, found = [Replicate()] * mesh.ndim, make_whole(local, piece)
-    spec = _compat.dtensor_spec(mesh, made_as, shape=piece.shape, dtype=local.dtype)
-    made = _compat.dtensor(found, spec)
-    return made if list(placements) == list(made_as) else made.redistribute(mesh, placements)
+        local_placements, part = [Replicate()] * mesh.ndim, make_whole(local, piece)
+    spec = _compat.dtensor_spec(mesh, local_placements, shape=piece.shape, dtype=local.dtype)
+    dtensor = _compat.dtensor(part, spec)
+    return dtensor if list(placements) == list(local_placements) else dtensor.redistribute(mesh, placements)
 
 
 @torch.no_grad()
@@ -124,16 +124,16 @@ def rows_of(value: Tensor, piece: Piece) -> Tensor:
         )
     whole = value
     if isinstance(value, DTensor):
-        local, known = _compat.local_tensor(value), getattr(value, "piece", None)
-        if known == piece:
+        local, source = _compat.local_tensor(value), getattr(value, "piece", None)
+        if source == piece:
             return local.clone()
-        if isinstance(known, Piece):
-            is_one_group = piece.group is not None and known.groups == piece.groups
-            if is_one_group and not known.even_cuts and not piece.even_cuts:
-                return _moved(local, known.boxes, piece.boxes, piece)
-            whole = make_whole(local, known)
-        elif even := _even_over(value.device_mesh, value.placements, piece):
-            return _moved(local, even, piece.boxes, piece)
+        if isinstance(source, Piece):
+            is_one_group = piece.group is not None and source.groups == piece.groups
+            if is_one_group and not source.even_cuts and not piece.even_cuts:
+                return _move_rows(local, source.boxes, piece.boxes, piece)
+            whole = make_whole(local, source)
+        elif boxes := _even_over(value.device_mesh, value.placements, piece):
+            return _move_rows(local, boxes, piece.boxes, piece)
         elif all(placement.is_replicate() for placement in value.placements):
             whole = local
         else:
@@ -141,19 +141,19 @@ def rows_of(value: Tensor, piece: Piece) -> Tensor:
     return local_part(piece, whole).clone(memory_format=torch.contiguous_format)
 
 
-def scattered(whole: Tensor, piece: Piece, source: int) -> Tensor:
+def scatter_rows(whole: Tensor, piece: Piece, source: int) -> Tensor:
     """Scatter the rows of `piece` from the rank `source` of every mesh axis. Collective over the mesh."""
     box, whole = Box.whole(piece.shape), whole.contiguous()
     for group in groups_of(piece.mesh):
         if group.size() > 1:
             whole = whole if group.rank() == source else torch.empty_like(whole)
             with announced(group, f"distribute a whole tensor\nof shape {list(piece.shape)}"):
-                held = [[box] if rank == source else [] for rank in range(group.size())]
-                gather(held, whole, group=group)
+                boxes = [[box] if rank == source else [] for rank in range(group.size())]
+                gather(boxes, whole, group=group)
     return local_part(piece, whole).clone(memory_format=torch.contiguous_format)
 
 
-def summed(value: Tensor, piece: Piece, axes: Sequence[int]) -> Tensor:
+def sum_over(value: Tensor, piece: Piece, axes: Sequence[int]) -> Tensor:
     """Return the ranks' values added up over some of the mesh axes. Collective over these."""
     for axis in axes:
         group = piece.mesh.get_group(axis)
@@ -164,17 +164,17 @@ def summed(value: Tensor, piece: Piece, axes: Sequence[int]) -> Tensor:
 
 
 def partial_axes(
-    piece: Piece, asked: Sequence[Placement] | None, own: Sequence[Placement]
+    piece: Piece, grad_placements: Sequence[Placement] | None, placements: Sequence[Placement]
 ) -> tuple[int, ...]:
-    """Return the mesh axes over which a gradient placed as `asked` is summed to be placed as `own`."""
-    found = []
-    for axis, (mine, other) in enumerate(zip(own, asked or (), strict=True)):
-        if mine.is_replicate() and isinstance(other, Partial) and other.reduce_op == "sum":
-            found.append(axis)
-        elif other != mine and not (other.is_shard(0) and mine.is_shard(0)):
+    """Return the mesh axes over which a gradient is summed to change `grad_placements` to `placements`."""
+    axes = []
+    for axis, (placement, grad) in enumerate(zip(placements, grad_placements or (), strict=True)):
+        if placement.is_replicate() and isinstance(grad, Partial) and grad.reduce_op == "sum":
+            axes.append(axis)
+        elif grad != placement and not (grad.is_shard(0) and placement.is_shard(0)):
             raise ShardingError(
-                f"{here()}: grad_placements {tuple(asked or ())} of a tensor sharded by rows, for a result"
-                f" placed as {tuple(own)} on {piece.mesh}: on axis {axis} expected {mine}"
-                + (" or Partial()" if mine.is_replicate() else "")
+                f"{here()}: grad_placements {tuple(grad_placements or ())} of a tensor sharded by rows,"
+                f" for a result placed as {tuple(placements)} on {piece.mesh}: on axis {axis} expected"
+                f" {placement}" + (" or Partial()" if placement.is_replicate() else "")
             )
-    return tuple(found)
+    return tuple(axes)

@@ -40,17 +40,17 @@ _FORWARD = (
 )
 
 
-def refuse(op: Any, args: Any, kwargs: Any, why: str = "") -> NoReturn:
+def refuse(op: Any, args: Any, kwargs: Any, context: str = "") -> NoReturn:
     """Raise for an op whose result from only this rank's rows would be wrong."""
     listed = [value if isinstance(value, (list, tuple)) else [value] for value in (*args, *kwargs.values())]
-    sharded = next((value for each in listed for value in each if isinstance(value, ShardedRows)), None)
-    name = op._schema.name.removeprefix("aten::")
-    called = f"'{sharded.piece.name}' " if sharded is not None and sharded.piece.name else ""
-    which = "" if sharded is None else f" (here {called}of shape {tuple(sharded.shape)})"
+    sharded = next((value for values in listed for value in values if isinstance(value, ShardedRows)), None)
+    operation = op._schema.name.removeprefix("aten::")
+    name = f"'{sharded.piece.name}' " if sharded is not None and sharded.piece.name else ""
+    subject = "" if sharded is None else f" (here {name}of shape {tuple(sharded.shape)})"
     raise ShardingError(
-        f"{here()}: {op} is not defined {why or 'on tensors sharded by rows'}{which}: from this rank's rows"
-        " alone its answer would be wrong. Use .full_tensor() for the whole tensor (collective), or .local"
-        f" for this rank's rows.{_HINTS.get(name, '')}"
+        f"{here()}: {op} is not defined {context or 'on tensors sharded by rows'}{subject}: from this rank's"
+        " rows alone its answer would be wrong. Use .full_tensor() for the whole tensor (collective), or"
+        f" .local for this rank's rows.{_HINTS.get(operation, '')}"
         + (_FORWARD if isinstance(sharded, ShardedParameter) else "")
     )
 
@@ -85,11 +85,11 @@ def result_piece(op: Any, operands: Sequence[Any]) -> Piece:
     if shape == widest.shape:
         return widest
     if len(shape) == len(widest.shape) and shape[0] == widest.shape[0]:
-        of = [d if shape[d] == widest.shape[d] else None for d in range(1, len(shape))]
-        if not widest.axes_along([d for d in range(1, len(shape)) if d not in of]):
-            return widest.with_trailing(shape[1:], of=of)
-    other = next(value for value in tensors if value.ndim and value.shape != widest.shape)
-    raise _misfit(op, other, widest)
+        dims = [d if shape[d] == widest.shape[d] else None for d in range(1, len(shape))]
+        if not widest.axes_along([d for d in range(1, len(shape)) if d not in dims]):
+            return widest.with_trailing(shape[1:], dims=dims)
+    misfit = next(value for value in tensors if value.ndim and value.shape != widest.shape)
+    raise _misfit(op, misfit, widest)
 
 
 def local_operand(op: Any, value: Any, piece: Piece) -> Any:
@@ -125,14 +125,14 @@ def _misfit(op: Any, value: Tensor, piece: Piece) -> ShardingError:
     )
 
 
-def _broadcasts(piece: Piece, to: Piece) -> bool:
-    """Return whether `piece` broadcasts to `to`: the same rows, and the same cut of dims that are equal."""
-    if len(piece.shape) != len(to.shape) or piece.shape[0] != to.shape[0]:
+def _broadcasts(piece: Piece, target: Piece) -> bool:
+    """Return whether `piece` broadcasts to `target`: the same rows, and the same cut of equal dims."""
+    if len(piece.shape) != len(target.shape) or piece.shape[0] != target.shape[0]:
         return False
-    of = [d if piece.shape[d] == to.shape[d] else None for d in range(1, len(to.shape))]
-    if any(d is None and size != 1 for d, size in zip(of, piece.shape[1:], strict=True)):
+    dims = [d if piece.shape[d] == target.shape[d] else None for d in range(1, len(target.shape))]
+    if any(d is None and size != 1 for d, size in zip(dims, piece.shape[1:], strict=True)):
         return False
-    return to.with_trailing(piece.shape[1:], of=of) == piece
+    return target.with_trailing(piece.shape[1:], dims=dims) == piece
 
 
 _KEEPS_ROWS = (None, torch.preserve_format, torch.contiguous_format)
@@ -152,7 +152,7 @@ def elementwise(op: Any, args: Args, kwargs: Kwargs) -> Any:
     )
     if out is not None:
         return out
-    return rows(local, piece) if isinstance(local, Tensor) else tuple(rows(each, piece) for each in local)
+    return rows(local, piece) if isinstance(local, Tensor) else tuple(rows(part, piece) for part in local)
 
 
 def elementwise_(op: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -180,28 +180,28 @@ def copy_(op: Any, args: Args, kwargs: Kwargs) -> Any:
                 source = rows(convert.rows_of(source, target.piece), target.piece)
         elif isinstance(target, DTensor):
             mesh, placements = target.device_mesh, target.placements
-            return target.copy_(convert.placed(source.local, source.piece, mesh, placements))
+            return target.copy_(convert.make_dtensor(source.local, source.piece, mesh, placements))
     return elementwise_(op, (target, source, *rest), kwargs)
 
 
 def random(op: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `rand_like` and the like, and `bernoulli` with rows as probabilities (collective)."""
-    return rows(_drawn(op, args, kwargs), args[0].piece)
+    return rows(_draw(op, args, kwargs), args[0].piece)
 
 
 def random_(op: Any, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(args[0], ShardedRows):
         refuse(op, args, kwargs, "into a plain tensor from one sharded by rows")
-    args[0]._local_tensor.copy_(_drawn(op, args, kwargs))
+    args[0]._local_tensor.copy_(_draw(op, args, kwargs))
     return args[0]
 
 
-def _drawn(op: Any, args: Args, kwargs: Kwargs) -> Tensor:
+def _draw(op: Any, args: Args, kwargs: Kwargs) -> Tensor:
     first = args[0]
     draws = first.is_meta or op._schema.name != "aten::bernoulli"
     source = torch.empty(first.shape, dtype=first.dtype, device=first.device) if draws else whole(first)
-    others = [whole(value) if isinstance(value, ShardedRows) else value for value in args[1:]]
-    return local_part(first.piece, op(source, *others, **kwargs)).clone()
+    operands = [whole(value) if isinstance(value, ShardedRows) else value for value in args[1:]]
+    return local_part(first.piece, op(source, *operands, **kwargs)).clone()
 
 
 def eye(op: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -217,8 +217,8 @@ def new(op: Any, args: Args, kwargs: Kwargs) -> Any:
     piece: Piece = like.piece
     if not size or size[:1] != tuple(like.shape[:1]):
         return op(like._local_tensor, *args[1:], **kwargs)
-    of = [d if d < len(piece.shape) and piece.shape[d] == size[d] else None for d in range(1, len(size))]
-    piece = piece if size == tuple(like.shape) else piece.with_trailing(size[1:], of=of)
+    dims = [d if d < len(piece.shape) and piece.shape[d] == size[d] else None for d in range(1, len(size))]
+    piece = piece if size == tuple(like.shape) else piece.with_trailing(size[1:], dims=dims)
     return rows(op(like._local_tensor, piece.rows.sizes, *args[2:], **kwargs), piece)
 
 
@@ -229,8 +229,8 @@ def view(op: Any, args: Args, kwargs: Kwargs) -> Any:
         refuse(op, args, kwargs)
     piece, sizes = tensor.piece, op(torch.empty(tensor.shape, device="meta"), size).shape
     expands = op._schema.name == "aten::expand"
-    stays = len(sizes) == tensor.ndim if expands else sizes.numel() == tensor.numel()
-    if not stays or sizes[:1] != tensor.shape[:1]:
+    fits = len(sizes) == tensor.ndim if expands else sizes.numel() == tensor.numel()
+    if not fits or sizes[:1] != tensor.shape[:1]:
         refuse(op, args, kwargs)
     if sizes == tensor.shape:
         return ShardedRows.wrap(tensor._local_tensor, piece)
@@ -258,9 +258,9 @@ def product(op: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def index_put_(op: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `rows[mask] = scalar`, with a mask of the same shape."""
-    target, [mask, *others], value = args[:3]
+    target, [mask, *more_indices], value = args[:3]
     is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == target.shape
-    if not is_mask or others or value.ndim or any(args[3:]):
+    if not is_mask or more_indices or value.ndim or any(args[3:]):
         refuse(op, args, kwargs)
     return elementwise_(torch.ops.aten.masked_fill_.Tensor, (target, mask, value), {})
 
@@ -277,7 +277,7 @@ UNTAGGED = {
     "alias", "clone", "detach", "empty_like", "fill", "fill_", "floor_divide", "floor_divide_", "full_like",
     "lift_fresh", "ones_like", "_pin_memory", "_to_copy", "zero_", "zeros_like",
 }  # fmt: skip
-OTHERS: dict[str, Handler] = {
+SPECIAL: dict[str, Handler] = {
     **dict.fromkeys(("bernoulli", "rand_like", "randn_like", "randint_like"), random),
     **dict.fromkeys(
         ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_",

@@ -33,42 +33,42 @@ def foreach(op: Any, args: Args, kwargs: Kwargs) -> Any:
     first = args[0] if type(args[0]) is list else args[1]
     try:
         pieces = list(map(_pieces, first))
-        locals_ = [_same(value, pieces) for value in args]
-        named = {name: _same(value, pieces) for name, value in kwargs.items()} if kwargs else kwargs
-    except (AttributeError, _Differs):
-        return _mixed(op, args, kwargs)
+        locals_ = [_local_list(value, pieces) for value in args]
+        named = {name: _local_list(value, pieces) for name, value in kwargs.items()} if kwargs else kwargs
+    except (AttributeError, _CutsDiffer):
+        return _foreach_mixed(op, args, kwargs)
     if op._schema.returns:
-        return [rows(*each) for each in zip(op(*locals_, **named), pieces, strict=True)]
-    filled = list(map(Tensor.numel, locals_[0])) if type(locals_[0]) is list and not named else ()
-    if 0 in filled:  # each would cost as much as one with rows
-        count = len(filled)
+        return [rows(*pair) for pair in zip(op(*locals_, **named), pieces, strict=True)]
+    numels = list(map(Tensor.numel, locals_[0])) if type(locals_[0]) is list and not named else ()
+    if 0 in numels:  # each would cost as much as one with rows
+        count = len(numels)
         locals_ = [
-            list(compress(value, filled)) if type(value) is list and len(value) == count else value
+            list(compress(value, numels)) if type(value) is list and len(value) == count else value
             for value in locals_
         ]
-    if not filled or locals_[0]:
+    if not numels or locals_[0]:
         op(*locals_, **named)
     return None
 
 
-class _Differs(Exception):  # noqa: N818 - not an error: the list takes the slower way
+class _CutsDiffer(Exception):  # noqa: N818 - not an error: the list takes the slower way
     pass
 
 
-def _same(value: Any, pieces: list[Piece]) -> Any:
+def _local_list(value: Any, pieces: list[Piece]) -> Any:
     """Return a list cut as `pieces`, as its rows. Anything but a list of tensors with dims stays."""
     if type(value) is not list or not value or not isinstance(value[0], Tensor):
         if isinstance(value, ShardedRows):
-            raise _Differs
+            raise _CutsDiffer
         return value
     if value[0].ndim == 0 and not isinstance(value[0], ShardedRows):
         return value
     if list(map(_pieces, value)) != pieces:
-        raise _Differs
+        raise _CutsDiffer
     return list(map(_locals, value))
 
 
-def _mixed(op: Any, args: Args, kwargs: Kwargs) -> Any:
+def _foreach_mixed(op: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run an op on lists in which some tensors are plain, or broadcast: cut place by place."""
     values = [*args, *kwargs.values()]
     count = len(args[0] if type(args[0]) is list else args[1])
@@ -85,14 +85,14 @@ def _mixed(op: Any, args: Args, kwargs: Kwargs) -> Any:
         local = local_operand(op, value, piece)
         return local.contiguous() if isinstance(local, Tensor) else local  # fused kernels assume it
 
-    def run(at: list[int]) -> Any:
-        part = [
-            [cut(column[i], pieces[i]) for i in at] if is_list else column[0]
+    def run(indices: list[int]) -> Any:
+        arguments = [
+            [cut(column[i], pieces[i]) for i in indices] if is_list else column[0]
             for column, is_list in zip(columns, listed, strict=True)
         ]
-        return op(*part[: len(args)], **dict(zip(kwargs, part[len(args) :], strict=True)))
+        return op(*arguments[: len(args)], **dict(zip(kwargs, arguments[len(args) :], strict=True)))
 
-    results = _apart(places, run)
+    results = _run_by_kind(places, run)
     if not op._schema.returns:
         return None
     return [
@@ -101,16 +101,16 @@ def _mixed(op: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _piece_at(op: Any, place: Sequence[Any]) -> Piece | None:
-    """Return how the result at one place of the lists is cut; None if plain, or another DTensor."""
+    """Return the piece of the result at one place of the lists; None if plain, or another DTensor."""
     if not any(isinstance(value, ShardedRows) for value in place):
         return None
     if op._schema.returns:
         return result_piece(op, place)
-    written = place[:1]
+    targets = place[:1]
     if op._schema.name.startswith("aten::_fused_"):
         param, grad, *state = place
-        written = (param, *state) if grad.shape == param.shape else place
-    plain = [v for v in written if isinstance(v, Tensor) and v.ndim and not isinstance(v, ShardedRows)]
+        targets = (param, *state) if grad.shape == param.shape else place
+    plain = [v for v in targets if isinstance(v, Tensor) and v.ndim and not isinstance(v, ShardedRows)]
     if plain:
         raise ShardingError(
             f"{here()}: {op} would write tensors sharded by rows into a plain one of shape"
@@ -120,16 +120,16 @@ def _piece_at(op: Any, place: Sequence[Any]) -> Piece | None:
     return piece
 
 
-def _apart(places: Sequence[Sequence[Any]], run: Callable[[list[int]], Any]) -> list[Any]:
-    """Return the results of `run` by place; DTensors that are not ours get a separate call."""
+def _run_by_kind(places: Sequence[Sequence[Any]], run: Callable[[list[int]], Any]) -> list[Any]:
+    """Return the results of `run` by place; plain DTensors get a separate call."""
     results: list[Any] = [None] * len(places)
-    ours = [
+    native = [
         any(isinstance(v, ShardedRows) for v in place) or not any(map(is_foreign, place)) for place in places
     ]
-    for called in (True, False):
-        at = [i for i, is_ours in enumerate(ours) if is_ours == called]
-        if at and (found := run(at)) is not None:
-            for i, result in zip(at, found, strict=True):
+    for kind in (True, False):
+        indices = [i for i, is_native in enumerate(native) if is_native == kind]
+        if indices and (outputs := run(indices)) is not None:
+            for i, result in zip(indices, outputs, strict=True):
                 results[i] = result
     return results
 
@@ -138,45 +138,45 @@ def norms(op: Any, args: Args, kwargs: Kwargs) -> list[Tensor]:
     """Run `_foreach_norm`, or `_foreach_powsum`: sums of powers, without the root."""
     tensors: Sequence[Tensor] = args[0]
     p = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-    wanted = args[2] if len(args) > 2 else kwargs.get("dtype")
+    out_dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     root = op._schema.name == "aten::_foreach_norm"
     if "out" in kwargs or (p < 0 and not root):
         refuse(op, args, kwargs)
     if not all(type(t) is ShardedRows for t in tensors) and any(map(is_foreign, tensors)):
 
-        def run(at: list[int]) -> list[Tensor]:
-            found = op([tensors[i] for i in at], *args[1:], **kwargs)
-            return [norm.full_tensor() if is_foreign(norm) else norm for norm in found]
+        def run(indices: list[int]) -> list[Tensor]:
+            results = op([tensors[i] for i in indices], *args[1:], **kwargs)
+            return [norm.full_tensor() if is_foreign(norm) else norm for norm in results]
 
-        return _apart([[tensor] for tensor in tensors], run)
+        return _run_by_kind([[tensor] for tensor in tensors], run)
     locals_ = [_local_of(tensor) for tensor in tensors]
     dtypes = list(dict.fromkeys(local.dtype for local in locals_))
-    wide = wanted
-    if wanted in (None, *HALF) and any(dtype in HALF for dtype in dtypes):  # rounded once, at the end
+    wide = out_dtype
+    if out_dtype in (None, *HALF) and any(dtype in HALF for dtype in dtypes):  # rounded once, at the end
         wide = reduce(torch.promote_types, dtypes, torch.float32)
     axes = [t.piece.axes if isinstance(t, ShardedRows) else () for t in tensors]
     totals = combine_powers(_norms_of_rows(locals_, p, wide), axes, p, root=root)
     if len(dtypes) == 1 and len({local.device for local in locals_}) == 1:
-        return list(totals.to(wanted or dtypes[0].to_real()).unbind())
+        return list(totals.to(out_dtype or dtypes[0].to_real()).unbind())
     return [
-        total.to(local.device, wanted or local.dtype.to_real())
+        total.to(local.device, out_dtype or local.dtype.to_real())
         for total, local in zip(totals.unbind(), locals_, strict=True)
     ]
 
 
 def _norms_of_rows(locals_: Sequence[Tensor], p: float, dtype: torch.dtype | None) -> Tensor:
     """Return [tensors] on the device of the first; a neutral value where there are no rows."""
-    at, device = [i for i, local in enumerate(locals_) if local.numel()], locals_[0].device
+    indices, device = [i for i, local in enumerate(locals_) if local.numel()], locals_[0].device
     nothing = torch.full((len(locals_),), math.inf if p < 0 else 0.0, device=device)
-    if not at:
+    if not indices:
         return nothing
-    found = _compat.foreach_norm([locals_[i] for i in at], p, dtype)  # type: ignore[arg-type]
-    if len({(norm.dtype, norm.device) for norm in found}) > 1:
-        found = [norm.to(device, torch.float64) for norm in found]
-    norms = torch.stack(list(found))
-    if len(at) == len(locals_):
+    results = _compat.foreach_norm([locals_[i] for i in indices], p, dtype)  # type: ignore[arg-type]
+    if len({(norm.dtype, norm.device) for norm in results}) > 1:
+        results = [norm.to(device, torch.float64) for norm in results]
+    norms = torch.stack(list(results))
+    if len(indices) == len(locals_):
         return norms
-    return nothing.to(norms.dtype).index_copy_(0, torch.tensor(at, device=device), norms)
+    return nothing.to(norms.dtype).index_copy_(0, torch.tensor(indices, device=device), norms)
 
 
 def maxima(op: Any, args: Args, kwargs: Kwargs) -> list[Tensor]:
@@ -187,13 +187,13 @@ def maxima(op: Any, args: Args, kwargs: Kwargs) -> list[Tensor]:
 
 def unscale(op: Any, args: Args, kwargs: Kwargs) -> None:
     """Unscale gradients; a value that is not finite on one rank counts on all."""
-    tensors, found, scale = args
+    tensors, found_inf, scale = args
     if foreign := [tensor for tensor in tensors if is_foreign(tensor)]:
-        op(foreign, found, scale, **kwargs)
-    op([_local_of(tensor) for tensor in tensors if not is_foreign(tensor)], found, scale, **kwargs)
+        op(foreign, found_inf, scale, **kwargs)
+    op([_local_of(tensor) for tensor in tensors if not is_foreign(tensor)], found_inf, scale, **kwargs)
     axes = [group for t in tensors if isinstance(t, ShardedRows) for group in t.piece.axes]
     for group in dict.fromkeys(axes):  # in the order of the list, which is that of every rank
-        found.copy_(all_reduced(found, MAX, group))
+        found_inf.copy_(all_reduced(found_inf, MAX, group))
 
 
 def _local_of(tensor: Tensor) -> Tensor:

@@ -25,13 +25,13 @@ from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor.autograd import linked
 from shardwise.sharded_tensor.registry import Args, Handler, Kwargs, does
 from shardwise.sharded_tensor.rows import convert
-from shardwise.sharded_tensor.rows.elementwise import OTHERS, UNTAGGED, elementwise, elementwise_, refuse
+from shardwise.sharded_tensor.rows.elementwise import SPECIAL, UNTAGGED, elementwise, elementwise_, refuse
 from shardwise.sharded_tensor.rows.lists import LISTS, foreach
 from shardwise.sharded_tensor.rows.piece import RowShard, local_part, piece_of
 from shardwise.sharded_tensor.rows.reductions import REDUCTIONS
 from shardwise.sharded_tensor.rows.tensor import ShardedRows, handler_of
 
-_KNOWN: dict[str, Handler] = {**OTHERS, **LISTS, **REDUCTIONS}
+_KNOWN: dict[str, Handler] = {**SPECIAL, **LISTS, **REDUCTIONS}
 
 
 @does(handler_of)
@@ -71,7 +71,7 @@ def _is_elementwise(name: str) -> bool:
 
 
 class _Rows:
-    """torch's functions of these names, for placements that say which rows each rank holds."""
+    """Makes rows in place of torch's functions of the same names, for placements with a `RowShard`."""
 
     def is_asked_for(self, placements: Sequence[Placement] | None) -> bool:
         return any(type(placement) is RowShard for placement in placements or ())
@@ -94,31 +94,31 @@ class _Rows:
             )
         local = local.contiguous()
         if torch.is_grad_enabled() and local.requires_grad:
-            made = linked(
-                lambda own: ShardedRows.wrap(own.view_as(own), piece),
+            result = linked(
+                lambda rows: ShardedRows.wrap(rows.view_as(rows), piece),
                 lambda grad: (convert.rows_of(grad, piece),),
                 local,
             )
-            return cast(ShardedRows, made)
+            return cast(ShardedRows, result)
         return ShardedRows.wrap(local, piece)
 
     @torch.no_grad()
     def distribute(
         self, whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], source: int | None
     ) -> DTensor:
-        evenly = [Shard(0) if isinstance(p, RowShard) else p for p in placements]
+        even_placements = [Shard(0) if isinstance(p, RowShard) else p for p in placements]
         counts = {sum(p.counts) for p in placements if isinstance(p, RowShard)}
         by_rows = all(isinstance(p, RowShard) or p.is_replicate() for p in placements)
         if by_rows and counts != {whole.shape[0]}:  # cut evenly, for `load_state_dict` to refuse by name
-            return distribute_tensor(whole, mesh, evenly, src_data_rank=source)
+            return distribute_tensor(whole, mesh, even_placements, src_data_rank=source)
         piece = piece_of(mesh, placements, whole.shape, whole.dtype)
-        found = whole.detach()
+        values = whole.detach()
         if not whole.is_meta and whole.device.type != mesh.device_type:
-            found = found.to(mesh.device_type)
+            values = values.to(mesh.device_type)
         if source is None or whole.is_meta:
-            local = local_part(piece, found).clone(memory_format=torch.contiguous_format)
+            local = local_part(piece, values).clone(memory_format=torch.contiguous_format)
         else:
-            local = convert.scattered(found, piece, source)
+            local = convert.scatter_rows(values, piece, source)
         return ShardedRows.wrap(local, piece, requires_grad=whole.requires_grad)
 
     def redistribute(
@@ -127,20 +127,20 @@ class _Rows:
         if dtype is not None:
             tensor = cast(DTensor, tensor.to(dtype))
         piece = piece_of(mesh, placements, tensor.shape, tensor.dtype)
-        before = tensor.device_mesh, tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
-        made = linked(
+        layout = tensor.device_mesh, tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
+        result = linked(
             lambda source: ShardedRows.wrap(convert.rows_of(source, piece), piece),
-            lambda grad: (convert.placed(convert.rows_of(grad, piece), piece, *before),),
+            lambda grad: (convert.make_dtensor(convert.rows_of(grad, piece), piece, *layout),),
             tensor,
         )
-        return cast(ShardedRows, made)
+        return cast(ShardedRows, result)
 
-    def cut_alike(self, ours: DTensor, whole: Tensor) -> Tensor:
+    def cut_alike(self, sharded: DTensor, whole: Tensor) -> Tensor:
         """Return this rank's rows of `whole`; leave another shape for `load_state_dict` to refuse."""
-        assert isinstance(ours, ShardedRows)
-        if whole.shape != ours.shape:
+        assert isinstance(sharded, ShardedRows)
+        if whole.shape != sharded.shape:
             return whole
-        return ShardedRows.wrap(local_part(ours.piece, whole).clone(), ours.piece)
+        return ShardedRows.wrap(local_part(sharded.piece, whole).clone(), sharded.piece)
 
 
 route_dtensors(ShardedRows, _Rows())

@@ -74,10 +74,10 @@ class RowShard(OwnShard):
             )
         return self.counts[rank], [*accumulate(self.counts, initial=0)][rank]
 
-    def refuse(self, what: str) -> NoReturn:
+    def refuse(self, operation: str) -> NoReturn:
         raise ShardingError(
-            f"{here()}: torch was asked {what} where {self} says which rows each rank holds, and would cut"
-            " evenly; make the tensor with distribute_tensor, DTensor.from_local or redistribute"
+            f"{here()}: torch was asked {operation} where {self} says which rows each rank holds, and would"
+            " cut evenly; make the tensor with distribute_tensor, DTensor.from_local or redistribute"
         )
 
 
@@ -128,8 +128,8 @@ class Piece(Holding):
             return True
         if not isinstance(other, Piece):
             return NotImplemented
-        mine, others = (self.shape, self.groups, self.even_cuts), (other.shape, other.groups, other.even_cuts)
-        return mine == others and self.counts == other.counts
+        left, right = (self.shape, self.groups, self.even_cuts), (other.shape, other.groups, other.even_cuts)
+        return left == right and self.counts == other.counts
 
     def __hash__(self) -> int:
         return hash((self.shape, self.groups))
@@ -179,12 +179,12 @@ class Piece(Holding):
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
         """The placements on `mesh` of a DTensor with this cut."""
-        found: dict[dist.ProcessGroup, Placement] = {group: Shard(dim) for group, dim in self.even_cuts}
+        by_group: dict[dist.ProcessGroup, Placement] = {group: Shard(dim) for group, dim in self.even_cuts}
         step = 1
         for group in self.groups:
-            found[group] = RowShard(self.counts, step)
+            by_group[group] = RowShard(self.counts, step)
             step *= group.size()
-        return tuple(found.get(group, _REPLICATE) for group in self.mesh_groups or groups_of(self.mesh))
+        return tuple(by_group.get(group, _REPLICATE) for group in self.mesh_groups or groups_of(self.mesh))
 
     def spec(self, dtype: torch.dtype) -> _compat.DTensorSpec:
         """Return DTensor's spec of a tensor of this dtype with this cut."""
@@ -206,32 +206,32 @@ class Piece(Holding):
         cuts = dict(self.even_cuts)
         return even_boxes(tuple(self.shape), group, cuts[group]) if group in cuts else self.boxes
 
-    def with_trailing(self, trailing: Sequence[int], *, of: Sequence[int | None] | None = None) -> Piece:
+    def with_trailing(self, trailing: Sequence[int], *, dims: Sequence[int | None] | None = None) -> Piece:
         """Return the piece of a tensor with the same rows but other trailing dims: `(rows, *trailing)`.
 
         Args:
             trailing: sizes of its dims from 1 on.
-            of: for each of them, the dim of this piece as which it is cut; None (the default for all) for a
-                dim that every rank holds whole.
+            dims: for each of them, the dim of this piece as which it is cut; None (the default for all) for
+                one that every rank holds whole.
         """
         trailing = tuple(trailing)
-        of = tuple(of) if of is not None else (None,) * len(trailing)
-        held = [size if d is None else self.rows.sizes[d] for size, d in zip(trailing, of, strict=True)]
-        before, shape = self.box_of, torch.Size((self.shape[0], *trailing))
+        dims = tuple(dims) if dims is not None else (None,) * len(trailing)
+        rest = [size if d is None else self.rows.sizes[d] for size, d in zip(trailing, dims, strict=True)]
+        old_box_of, shape = self.box_of, torch.Size((self.shape[0], *trailing))
 
         def box_of(rank: int) -> Box:
-            rows = before(rank)
-            return Box((rows.offsets[0], *[0] * len(held)), (rows.sizes[0], *held))
+            rows = old_box_of(rank)
+            return Box((rows.offsets[0], *[0] * len(rest)), (rows.sizes[0], *rest))
 
-        return replace(self, shape=shape, box_of=box_of, even_cuts=self.even_cuts_of((0, *of)))
+        return replace(self, shape=shape, box_of=box_of, even_cuts=self.even_cuts_of((0, *dims)))
 
-    def even_cuts_of(self, of: Sequence[int | None]) -> EvenCuts:
-        """Return the even cuts of a tensor whose dims are cut like the dims `of` of this one."""
-        return tuple((group, of.index(dim)) for group, dim in self.even_cuts if dim in of)
+    def even_cuts_of(self, dims: Sequence[int | None]) -> EvenCuts:
+        """Return the even cuts of a tensor whose dims are cut like `dims` of this one."""
+        return tuple((group, dims.index(dim)) for group, dim in self.even_cuts if dim in dims)
 
 
 _REPLICATE = Replicate()
-_known: WeakValueDictionary[object, Piece] = WeakValueDictionary()
+_pieces: WeakValueDictionary[object, Piece] = WeakValueDictionary()
 
 
 def piece_of(
@@ -239,29 +239,29 @@ def piece_of(
 ) -> Piece:
     """Return this rank's part of a tensor of `shape` with these placements. No communication."""
     key = (id(mesh), tuple(placements), tuple(shape), dtype)
-    piece = _known.get(key)
+    piece = _pieces.get(key)
     if piece is None:  # a living piece keeps its mesh alive, so no other mesh gets its id
-        piece = _known[key] = _piece_of(mesh, tuple(placements), torch.Size(shape), dtype)
+        piece = _pieces[key] = _piece_of(mesh, tuple(placements), torch.Size(shape), dtype)
     return piece
 
 
 def _piece_of(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
 ) -> Piece:
-    rows = {axis: found for axis, found in enumerate(placements) if isinstance(found, RowShard)}
-    even_cuts = even_cuts_of(mesh, [_REPLICATE if axis in rows else p for axis, p in enumerate(placements)])
+    cuts = {axis: p for axis, p in enumerate(placements) if isinstance(p, RowShard)}
+    even_cuts = even_cuts_of(mesh, [_REPLICATE if axis in cuts else p for axis, p in enumerate(placements)])
     part = _even_part(shape, even_cuts)
-    first = sorted(rows, key=lambda axis: rows[axis].step)
-    groups = tuple(mesh.get_group(axis) for axis in first)
-    counts = rows[first[0]].counts if first else (shape[0],)
+    row_axes = sorted(cuts, key=lambda axis: cuts[axis].step)
+    groups = tuple(mesh.get_group(axis) for axis in row_axes)
+    counts = cuts[row_axes[0]].counts if row_axes else (shape[0],)
     if part.numel and sum(counts) != part.sizes[0]:
         raise ShardingError(
             f"{here()}: {placements} cut {sum(counts)} rows, but this rank's part of a tensor of shape"
             f" {tuple(shape)} has {part.sizes[0]}; use placements of a tensor of the same shape"
         )
-    rest = part.sizes[1:]
+    trailing = part.sizes[1:]
     starts = list(accumulate(counts, initial=0))
-    boxes = [Box((a, *[0] * len(rest)), (n, *rest)) for a, n in zip(starts, counts, strict=False)]
+    boxes = [Box((a, *[0] * len(trailing)), (n, *trailing)) for a, n in zip(starts, counts, strict=False)]
     return Piece(shape, groups, boxes.__getitem__, even_cuts, on_mesh=mesh)
 
 

@@ -38,10 +38,10 @@ def combine(value: Tensor, groups: Groups, reduce: Any) -> Tensor:
     """Return the ranks' values combined, elementwise, in their dtype. Collective over `groups`."""
     wide = wide_of(value.dtype)
 
-    def over_groups(sent: Tensor) -> Tensor:
+    def over_groups(value: Tensor) -> Tensor:
         for group in groups:
-            sent = all_reduced(sent, reduce, group)
-        return sent
+            value = all_reduced(value, reduce, group)
+        return value
 
     if reduce in (MAX, MIN):
         return extreme(value.to(wide), over_groups, largest=reduce == MAX).to(value.dtype)
@@ -65,19 +65,19 @@ def combine_powers(norms: Tensor, axes: Sequence[Groups], p: float, *, root: boo
     """
     infinite = math.isinf(p)
     powers = not infinite and p != 0
-    each = norms.to(torch.float64)
-    each = each.pow(p) if powers else each
+    values = norms.to(torch.float64)
+    values = values.pow(p) if powers else values
     reduce = SUM if not infinite else MAX if p > 0 else MIN
     # Hashing all costs more.
-    kinds = [groups for i, groups in enumerate(axes) if i == 0 or groups != axes[i - 1]]
-    for group in dict.fromkeys(group for groups in kinds for group in groups):
+    distinct = [groups for i, groups in enumerate(axes) if i == 0 or groups != axes[i - 1]]
+    for group in dict.fromkeys(group for groups in distinct for group in groups):
         members = [i for i, groups in enumerate(axes) if group in groups]
         if len(members) == len(axes):
-            each = combine(each, (group,), reduce)
+            values = combine(values, (group,), reduce)
         else:
-            at = torch.tensor(members, device=each.device)
-            each = each.index_copy(0, at, combine(each[at], (group,), reduce))
-    return each.pow(1 / p) if powers and root else each
+            indices = torch.tensor(members, device=values.device)
+            values = values.index_copy(0, indices, combine(values[indices], (group,), reduce))
+    return values.pow(1 / p) if powers and root else values
 
 
 class _Call:
@@ -86,7 +86,7 @@ class _Call:
     Attributes:
         dims: the reduced dims; all if the call names none.
         groups: the process groups that cut the tensor along them.
-        wanted: the requested dtype, or that of the rows.
+        dtype: the requested dtype, or that of the rows.
     """
 
     def __init__(self, op: Any, args: Args, kwargs: Kwargs) -> None:
@@ -100,13 +100,13 @@ class _Call:
         self.dims = dims_of(self.tensor, self.argument("dim"))
         self.keepdim = bool(self.argument("keepdim", False))
         self.groups = self.tensor.piece.axes_along(self.dims)
-        self.wanted: torch.dtype = self.argument("dtype") or self.tensor.dtype
+        self.dtype: torch.dtype = self.argument("dtype") or self.tensor.dtype
 
     def argument(self, name: str, default: Any = None) -> Any:
         for place, argument in enumerate(self.op._schema.arguments):
             if argument.name == name:
-                known = argument.default_value if argument.has_default_value() else default
-                return self.args[place] if place < len(self.args) else self.kwargs.get(name, known)
+                fallback = argument.default_value if argument.has_default_value() else default
+                return self.args[place] if place < len(self.args) else self.kwargs.get(name, fallback)
         return default
 
     @property
@@ -118,7 +118,7 @@ class _Call:
         """Apply the op to local rows."""
         return self.op(local, *self.args[1:], **{**self.kwargs, **options})
 
-    def filled(self, neutral: float) -> Tensor:
+    def fill_empty(self, neutral: float) -> Tensor:
         """Return the local rows, or where there is nothing along `dims`, one neutral element in its place."""
         if all(self.local.shape[d] for d in self.dims):
             return self.local
@@ -128,25 +128,25 @@ class _Call:
     def spread(self, value: Tensor) -> Tensor:
         """Return `value`, reduced on all ranks that cut `dims`: sharded rows, or if dim 0 went whole."""
         piece, shape = self.tensor.piece, self.tensor.shape
-        stays = value.ndim == len(shape)
-        of = [None if d in self.dims else d for d in range(len(shape)) if stays or d not in self.dims]
-        sizes = [size if d is None else shape[d] for d, size in zip(of, value.shape, strict=True)]
+        keep = value.ndim == len(shape)
+        dims = [None if d in self.dims else d for d in range(len(shape)) if keep or d not in self.dims]
+        sizes = [size if d is None else shape[d] for d, size in zip(dims, value.shape, strict=True)]
         if 0 not in self.dims:
-            return rows(value, piece.with_trailing(sizes[1:], of=of[1:]))
-        return gather_even(value, sizes, piece.even_cuts_of(of))
+            return rows(value, piece.with_trailing(sizes[1:], dims=dims[1:]))
+        return gather_even(value, sizes, piece.even_cuts_of(dims))
 
-    def refuse(self, why: str = "") -> NoReturn:
-        refuse(self.op, self.args, self.kwargs, why)
+    def refuse(self, context: str = "") -> NoReturn:
+        refuse(self.op, self.args, self.kwargs, context)
 
 
 def reduction(op: Any, args: Args, kwargs: Kwargs, *, rule: Callable[[_Call], Any]) -> Any:
     """Reduce local rows along dims that no group cuts; let `rule` reduce all ranks' rows along others."""
     call = _Call(op, args, kwargs)
     is_local = not call.groups and call.local.numel()  # of no elements the op may warn
-    found = call.on(call.local) if is_local else rule(call)
+    result = call.on(call.local) if is_local else rule(call)
     if call.tensor.requires_grad and torch.is_grad_enabled():
         cut_gradient(call.tensor)
-    return call.spread(found) if isinstance(found, Tensor) else tuple(map(call.spread, found))
+    return call.spread(result) if isinstance(result, Tensor) else tuple(map(call.spread, result))
 
 
 def cut_gradient(tensor: ShardedRows) -> None:
@@ -174,21 +174,21 @@ def _along(call: _Call) -> Any:
     return call.on(call.local)
 
 
-def _combined(call: _Call, *, reduce: Any) -> Tensor:
+def _combine_results(call: _Call, *, reduce: Any) -> Tensor:
     """Reduce the op's results for each rank's rows."""
-    if reduce == PRODUCT and call.wanted.is_complex and call.groups:
+    if reduce == PRODUCT and call.dtype.is_complex and call.groups:
         call.refuse()
-    if call.wanted not in HALF or not any(each.name == "dtype" for each in call.op._schema.arguments):
+    if call.dtype not in HALF or not any(argument.name == "dtype" for argument in call.op._schema.arguments):
         return combine(call.on(call.local), call.groups, reduce)
-    return combine(call.on(call.local, dtype=torch.float32), call.groups, reduce).to(call.wanted)
+    return combine(call.on(call.local, dtype=torch.float32), call.groups, reduce).to(call.dtype)
 
 
 def _mean(call: _Call) -> Tensor:
-    if not (call.wanted.is_floating_point or call.wanted.is_complex):
-        call.on(torch.empty(call.tensor.shape, dtype=call.wanted, device="meta"))  # raises torch's own error
-    wide = torch.float32 if call.wanted in HALF else call.wanted
+    if not (call.dtype.is_floating_point or call.dtype.is_complex):
+        call.on(torch.empty(call.tensor.shape, dtype=call.dtype, device="meta"))  # raises torch's own error
+    wide = torch.float32 if call.dtype in HALF else call.dtype
     total = combine(call.local.sum(call.dims, keepdim=call.keepdim, dtype=wide), call.groups, SUM)
-    return (total / call.count).to(call.wanted)
+    return (total / call.count).to(call.dtype)
 
 
 def _norm(call: _Call) -> Tensor:
@@ -198,11 +198,11 @@ def _norm(call: _Call) -> Tensor:
         call.refuse(f"for p = {p} on tensors sharded by rows")
     if math.isinf(p) and not call.count:
         call.refuse("along an empty dim")
-    wide = torch.float32 if call.wanted in HALF else call.wanted
-    local = call.filled(math.inf if p < 0 else 0.0)
+    wide = torch.float32 if call.dtype in HALF else call.dtype
+    local = call.fill_empty(math.inf if p < 0 else 0.0)
     value = torch.linalg.vector_norm(local, p, call.dims, call.keepdim, dtype=wide)
-    found = combine_powers(value[None], [call.groups], p)[0]
-    return found.to(call.wanted.to_real())
+    norm = combine_powers(value[None], [call.groups], p)[0]
+    return norm.to(call.dtype.to_real())
 
 
 def _extreme(call: _Call, *, largest: bool) -> Any:
@@ -211,7 +211,7 @@ def _extreme(call: _Call, *, largest: bool) -> Any:
     dtype = call.tensor.dtype
     if not call.count or dtype.is_complex:
         call.refuse()
-    local = call.filled(worst_of(dtype, largest=largest))
+    local = call.fill_empty(worst_of(dtype, largest=largest))
     return combine(call.on(local), call.groups, MAX if largest else MIN)
 
 
@@ -236,10 +236,10 @@ def equal(op: Any, args: Args, kwargs: Kwargs) -> bool:
 
 
 _RULES: dict[str, Callable[[_Call], Any]] = {
-    **dict.fromkeys(("sum", "nansum", "count_nonzero"), partial(_combined, reduce=SUM)),
-    "prod": partial(_combined, reduce=PRODUCT),
-    "any": partial(_combined, reduce=MAX),
-    "all": partial(_combined, reduce=MIN),
+    **dict.fromkeys(("sum", "nansum", "count_nonzero"), partial(_combine_results, reduce=SUM)),
+    "prod": partial(_combine_results, reduce=PRODUCT),
+    "any": partial(_combine_results, reduce=MAX),
+    "all": partial(_combine_results, reduce=MIN),
     "mean": _mean,
     **dict.fromkeys(("norm", "linalg_vector_norm"), _norm),
     **dict.fromkeys(("amax", "max"), partial(_extreme, largest=True)),

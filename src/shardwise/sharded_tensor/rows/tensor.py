@@ -41,12 +41,12 @@ def handler_of(op: Any) -> Handler:  # type: ignore[empty-body]
     """Choose how to run `op` on rows at its first use; `ops` decides."""
 
 
-def _of_local_rows_alone(what: str) -> Callable[..., NoReturn]:
+def _refuse_local_result(operation: str) -> Callable[..., NoReturn]:
     """Return a method that raises, since its result would cover only this rank's rows."""
 
     def refuse(self: ShardedRows, *unused: Any, **ignored: Any) -> NoReturn:
         raise ShardingError(
-            f"{here()}: {what} of a tensor of shape {tuple(self.shape)} sharded by rows would be of"
+            f"{here()}: {operation} of a tensor of shape {tuple(self.shape)} sharded by rows would be of"
             f" this rank's ({self.box}) alone; call it on .full_tensor() (collective) or on .local"
         )
 
@@ -69,14 +69,14 @@ class ShardedRows(OwnDTensor):
     @classmethod
     def wrap(cls, local: Tensor, piece: Piece, *, requires_grad: bool = False) -> ShardedRows:
         """Wrap `local` (shape `piece.rows.sizes`, contiguous) as this rank's part of a tensor. Local."""
-        made: ShardedRows = _compat.make_wrapper(
+        rows: ShardedRows = _compat.make_wrapper(
             ShardedRows, piece.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
         )
-        made._local_tensor = local
-        made.piece = piece
+        rows._local_tensor = local
+        rows.piece = piece
         if requires_grad:
-            made.trains = True
-        return made
+            rows.trains = True
+        return rows
 
     @classmethod
     @_compat.runs_eagerly
@@ -118,12 +118,12 @@ class ShardedRows(OwnDTensor):
         if not (torch.is_grad_enabled() and self.requires_grad):
             return self._local_tensor
         piece = self.piece
-        sums = convert.partial_axes(piece, grad_placements, piece.placements if grad_placements else ())
+        axes = convert.partial_axes(piece, grad_placements, piece.placements if grad_placements else ())
 
         def back(grad: Tensor) -> tuple[Tensor]:
-            return (ShardedRows.wrap(convert.summed(grad, piece, sums).contiguous(), piece),)
+            return (ShardedRows.wrap(convert.sum_over(grad, piece, axes).contiguous(), piece),)
 
-        return cast(Tensor, linked(lambda own: own.local.view_as(own.local), back, self))
+        return cast(Tensor, linked(lambda rows: rows.local.view_as(rows.local), back, self))
 
     @_compat.runs_eagerly
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
@@ -138,12 +138,12 @@ class ShardedRows(OwnDTensor):
         piece = self.piece
         if not (torch.is_grad_enabled() and self.requires_grad):
             return convert.make_whole(self._local_tensor, piece)
-        sums = convert.partial_axes(piece, grad_placements, [Replicate()] * len(grad_placements or ()))
+        axes = convert.partial_axes(piece, grad_placements, [Replicate()] * len(grad_placements or ()))
 
         def back(grad: Tensor) -> tuple[Tensor]:
-            return (ShardedRows.wrap(convert.rows_of(convert.summed(grad, piece, sums), piece), piece),)
+            return (ShardedRows.wrap(convert.rows_of(convert.sum_over(grad, piece, axes), piece), piece),)
 
-        return cast(Tensor, linked(lambda own: convert.make_whole(own.local, piece), back, self))
+        return cast(Tensor, linked(lambda rows: convert.make_whole(rows.local, piece), back, self))
 
     @_compat.runs_eagerly
     def redistribute(
@@ -152,13 +152,13 @@ class ShardedRows(OwnDTensor):
         placements: Sequence[Placement] | None = None,
         *,
         forward_dtype: torch.dtype | None = None,
-        **how: Any,
+        **options: Any,
     ) -> DTensor:
         """Return the values with other placements. Differentiable. Collective over `device_mesh`.
 
         A change to even rows over the same ranks moves each row at most once; other changes gather the whole
-        tensor in between. `how` has DTensor's other arguments (`async_op`, `backward_dtype`), which have no
-        effect: this waits, and moves gradients in their own dtype.
+        tensor in between. `options` are DTensor's other arguments (`async_op`, `backward_dtype`), which have
+        no effect: this waits, and moves gradients in their own dtype.
         """
         if placements is None:
             raise ShardingError(f"{here()}: redistribute needs placements, one for each axis of the mesh")
@@ -166,13 +166,13 @@ class ShardedRows(OwnDTensor):
         source = self if forward_dtype in (None, self.dtype) else cast(DTensor, self.to(forward_dtype))
         if mesh == self.device_mesh and tuple(placements) == self.placements:
             return source
-        piece, wanted = self.piece, tuple(placements)
-        made = linked(
-            lambda own: convert.placed(own.local, piece, mesh, wanted),
+        piece, target = self.piece, tuple(placements)
+        result = linked(
+            lambda rows: convert.make_dtensor(rows.local, piece, mesh, target),
             lambda grad: (ShardedRows.wrap(convert.rows_of(grad, piece), piece),),
             source,
         )
-        return cast(DTensor, made)
+        return cast(DTensor, result)
 
     @_compat.runs_eagerly
     def to_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:
@@ -260,30 +260,30 @@ class ShardedRows(OwnDTensor):
         self.hooked = ShardedRows.any_hooked = True
         return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    tolist: Any = _of_local_rows_alone("tolist()")
-    numpy: Any = _of_local_rows_alone("numpy()")
+    tolist: Any = _refuse_local_result("tolist()")
+    numpy: Any = _refuse_local_result("numpy()")
     __array__: Any = numpy
 
     # torch.compile's protocol for tensors made of others; DTensor implements the first half by `_spec`
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Any], meta: Any, size: Any, stride: Any) -> ShardedRows:
-        local, described = inner["_local_tensor"], meta[0]
-        if isinstance(described, _compat.DTensorSpec):
-            mesh, placements, known = described.mesh, described.placements, cast(Any, described.tensor_meta)
+        local, spec = inner["_local_tensor"], meta[0]
+        if isinstance(spec, _compat.DTensorSpec):
+            mesh, placements, tensor_meta = spec.mesh, spec.placements, cast(Any, spec.tensor_meta)
         else:
-            mesh, placements, known = inner["device_mesh"], described, meta[1]
-        piece = piece_of(mesh, placements, known.shape, local.dtype)  # `size` may be symbols
+            mesh, placements, tensor_meta = inner["device_mesh"], spec, meta[1]
+        piece = piece_of(mesh, placements, tensor_meta.shape, local.dtype)  # `size` may be symbols
         return ShardedRows.wrap(local, piece, requires_grad=meta[-1])
 
     def _stable_hash_for_caching(self) -> str:
         """Return the cache key for compiled graphs; unlike DTensor's, it depends on this rank's rows."""
         local, box = self._local_tensor, self.piece.box
-        facts = (
+        key = (
             *(tuple(self.shape), tuple(local.shape), local.stride(), local.dtype, local.device),
             *(box, self.placements, self.device_mesh, self.requires_grad),
         )
-        return hashlib.sha256(repr(facts).encode()).hexdigest()
+        return hashlib.sha256(repr(key).encode()).hexdigest()
 
     # torch.distributed.checkpoint's protocol for tensors that know their parts
 
@@ -307,14 +307,14 @@ class _IsParameter(type(nn.Parameter)):  # type: ignore[misc]
 class ShardedParameter(ShardedRows, nn.Parameter, metaclass=_IsParameter):
     """A parameter of a module sharded with `layout="contiguous"`, as its optimizer sees it."""
 
-    def __new__(cls, *unused: Any, **also: Any) -> ShardedParameter:
+    def __new__(cls, *unused: Any, **ignored: Any) -> ShardedParameter:
         raise ShardingError('a ShardedParameter is made by fully_shard(..., layout="contiguous")')
 
     @classmethod
     def wrap(cls, local: Tensor, piece: Piece, *, requires_grad: bool = False) -> ShardedParameter:
-        made = ShardedRows.wrap(local, piece, requires_grad=requires_grad)
-        made._is_param = True
-        return cast(ShardedParameter, made)
+        parameter = ShardedRows.wrap(local, piece, requires_grad=requires_grad)
+        parameter._is_param = True
+        return cast(ShardedParameter, parameter)
 
 
 def cut_like(param: Tensor, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:
