@@ -381,3 +381,12 @@ def test_what_is_no_group_is_refused_and_so_is_none_where_there_is_no_default_gr
     for ask in (lambda: group_or_default(None), default_group):
         with pytest.raises(ShardingError, match="init_process_group first"):
             ask()
+
+
+@on_ranks(1)
+def test_a_shard_is_compared_with_the_first_that_has_the_property() -> None:
+    last = torch.zeros(2, 2, 2, 2)
+    tensors = [torch.zeros(1, 1, 1, 1), last.to(memory_format=torch.channels_last), last]
+    shards = [Shard.from_tensor_and_offsets(t, [o, 0, 0, 0], 0) for o, t in enumerate(tensors)]
+    with pytest.raises(ShardingError, match=r"shard 2 .* has memory_format .*but one before it has .*last"):
+        init_from_local_shards(shards, 5, 2, 2, 2)

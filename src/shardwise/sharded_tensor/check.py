@@ -47,7 +47,7 @@ def gather_shards(
         local_properties = [_properties(shard.tensor) for shard in local]
         expected = {name: value for entry in reversed(local_properties) for name, value in entry.items()}
         for index, (shard, properties) in enumerate(zip(local, local_properties, strict=True)):
-            problems += _mismatches(index, shard, properties, expected, "shard 0 has")
+            problems += _mismatches(index, shard, properties, expected, "one before it has")
         if problems:
             raise ShardingError("\n".join(problems))
         places = [shard.metadata for shard in local]

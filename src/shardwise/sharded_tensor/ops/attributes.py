@@ -15,7 +15,7 @@ from shardwise.sharded_tensor import move
 from shardwise.sharded_tensor.base import is_foreign
 from shardwise.sharded_tensor.construct import from_torch
 from shardwise.sharded_tensor.metadata import check_pinnable
-from shardwise.sharded_tensor.ops.elementwise import refresh, run_on_parts
+from shardwise.sharded_tensor.ops.elementwise import write_parts
 from shardwise.sharded_tensor.ops.operands import called_as, probe, rule
 from shardwise.sharded_tensor.registry import PLAIN, Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -220,4 +220,4 @@ def _copy_(target: Tensor, other: Any, non_blocking: bool = False) -> Tensor:
         other = move.move_to(other, lambda: cut, what="copy_")
     elif isinstance(other, Tensor) and not isinstance(other, ShardedTensor):
         probe(other).expand(cut.size)  # raises on all ranks, if at all
-    return refresh(target, run_on_parts(Tensor.copy_, (target, other, non_blocking), {}, target, cut)[0])
+    return write_parts(Tensor.copy_, (target, other, non_blocking), {}, target)

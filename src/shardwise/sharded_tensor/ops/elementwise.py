@@ -73,6 +73,11 @@ def in_place(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Apply `func`, which writes its first argument, a sharded tensor, in place; return it. Local."""
     target: Any = args[0] if args else kwargs.get("input")
     check_target(func, target, lambda: broadcast([*args, *kwargs.values()])[1].size)
+    return write_parts(func, args, kwargs, target)
+
+
+def write_parts(func: Any, args: Args, kwargs: Kwargs, target: ShardedTensor) -> ShardedTensor:
+    """Apply `func`, which writes `target`, one of its arguments, to the parts in each local shard. Local."""
     with writable(target):
         return refresh(target, run_on_parts(func, args, kwargs, target, target.metadata())[0])
 
@@ -117,8 +122,7 @@ def _write_out(out: Any, func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor
     if not isinstance(out, ShardedTensor) or torch.broadcast_shapes(*shapes) != out.metadata().size:
         refuse(func, args, kwargs)
     broadcast([*values, out])
-    run_on_parts(func, args, kwargs, out, out.metadata())
-    return out
+    return write_parts(func, args, kwargs, out)
 
 
 def run_on_parts(func: Any, args: Args, kwargs: Kwargs, leader: ShardedTensor, metadata: Any) -> list[Any]:

@@ -28,6 +28,7 @@ from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
 from shardwise.sharded_tensor.ops.elementwise import check_target, refresh, result_of
 from shardwise.sharded_tensor.ops.operands import broadcast, parts
 from shardwise.sharded_tensor.ops.reduce import check_norm, needs_grad, norm_of, wide_of
+from shardwise.sharded_tensor.ops.shape import writable
 from shardwise.sharded_tensor.refuse import refuse
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -71,9 +72,10 @@ def _elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
             return value.repeat_interleave(torch.tensor(counts, device=value.device))
         return value
 
-    flattened = list(map(flat, values))
     count = len(args)
-    results = func(*flattened[:count], **dict(zip(kwargs, flattened[count:], strict=True)))
+    with writable(*(leader[0] for leader in leaders if in_place and leader is not None)):
+        flattened = list(map(flat, values))
+        results = func(*flattened[:count], **dict(zip(kwargs, flattened[count:], strict=True)))
     tensors = iter(flattened[0] if in_place else results)
     outputs: list[Tensor] = []
     for place, (leader, count) in enumerate(zip(leaders, counts, strict=True)):

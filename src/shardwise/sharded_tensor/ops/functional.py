@@ -125,12 +125,12 @@ def _dropout(func: Any, sharded: ShardedTensor, p: Any, training: Any, inplace: 
     if inplace and sharded.requires_grad and sharded.is_leaf and torch.is_grad_enabled():
         raise RuntimeError("a leaf that requires grad is used in an in-place operation: dropout")
     seed = shared_seed(sharded.process_group)
-    tensors = []
+    factors = []
     for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
         mask = bernoulli(box, shape=sharded.metadata().size, seed=seed, p=1 - p, device=tensor.device)
-        factor = mask.to(tensor.dtype).div_(1 - p) if p < 1 else mask.to(tensor.dtype)
-        tensors.append(tensor.mul_(factor) if inplace else tensor * factor)
-    return sharded if inplace else sharded.with_tensors(tensors, anchor=sharded.anchor * 1)
+        factors.append(mask.to(tensor.dtype).div_(1 - p) if p < 1 else mask.to(tensor.dtype))
+    factor: Any = sharded.with_tensors(factors, anchor=sharded.anchor.new_empty(0))
+    return cast(ShardedTensor, sharded.mul_(factor) if inplace else sharded * factor)
 
 
 def _loss_arguments(func: Any, args: Args, kwargs: Kwargs) -> tuple[dict[str, Any], str]:

@@ -122,17 +122,16 @@ def views_of(sharded: ShardedTensor) -> tuple[list[Tensor], list[Tensor]]:
 
 
 @contextmanager
-def writable(sharded: ShardedTensor) -> Iterator[None]:
-    """Hold the views themselves inside, for an operation that writes them."""
-    if sharded._untied is None:
-        yield
-        return
-    first, ends = sharded._untied
+def writable(*targets: ShardedTensor) -> Iterator[None]:
+    """Hold the views themselves inside, for an operation that writes these tensors."""
+    untied = [(target._shards[0], *target._untied) for target in targets if target._untied is not None]
     try:
-        sharded._shards[0].tensor = first
+        for shard, view, _ in untied:
+            shard.tensor = view
         yield
     finally:
-        sharded._shards[0].tensor = tied(first, ends)
+        for shard, view, ends in untied:
+            shard.tensor = tied(view, ends)
 
 
 # ---------------------------------------------------------------- dims in another order
