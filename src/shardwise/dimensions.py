@@ -81,7 +81,7 @@ class Dimensions:
         """
         if (world := dist.group.WORLD) is not None:
             description = ",".join(f"{name}{size}" for name, size in self.sizes.items())
-            agree(description, group=world, what="the mesh", advice="Give the same mesh on every rank.")
+            agree(description, group=world, subject="the mesh", advice="Give the same mesh on every rank.")
         if dist.get_world_size() != self.ranks:
             raise ShardingError(
                 f"{here()}: the mesh {self.text} needs {self.ranks} ranks, but the job has"

@@ -32,8 +32,8 @@ class CheckpointError(ShardwiseError):
     """A checkpoint that is missing, incomplete, or does not fit the model."""
 
 
-def from_extra(extra: str, module: str, *, what: str) -> Any:
-    """Import a module that the package's `extra` installs and only `what` needs.
+def from_extra(extra: str, module: str, *, feature: str) -> Any:
+    """Import a module that the package's `extra` installs and only `feature` needs.
 
     Raises:
         ShardwiseError: the module is not installed.
@@ -42,7 +42,7 @@ def from_extra(extra: str, module: str, *, what: str) -> Any:
         return import_module(module)
     except ImportError as error:
         name = module.partition(".")[0]
-        raise ShardwiseError(f"{what} needs {name}: pip install 'shardwise[{extra}]' ({error})") from error
+        raise ShardwiseError(f"{feature} needs {name}: pip install 'shardwise[{extra}]' ({error})") from error
 
 
 def here() -> str:

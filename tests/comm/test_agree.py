@@ -25,7 +25,7 @@ def world() -> tuple[int, int, Any]:
 
 def clash(description: str, group: Any) -> str:
     with pytest.raises(RankMismatchError) as error:
-        agree(description, group=group, what="the boxes of w", advice="Build the same model.")
+        agree(description, group=group, subject="the boxes of w", advice="Build the same model.")
     message = str(error.value)
     assert message.startswith(f"rank {dist.get_rank()}: ranks disagree about the boxes of w, so")
     assert message.endswith("\nBuild the same model.")
@@ -94,7 +94,7 @@ def test_a_problem_of_several_ranks_is_said_once() -> None:
 def test_ranks_that_agree_compare_8_bytes_each_and_go_on() -> None:
     _, ranks, group = world()
     with CommCounter() as counter:
-        agree("rows to columns", group=group, what="the boxes")
+        agree("rows to columns", group=group, subject="the boxes")
     assert counter.bytes("send") == counter.bytes("recv") == 8 * (ranks - 1)
     assert {call.kind for call in counter.calls} <= {"send", "recv"}
 
@@ -111,7 +111,7 @@ def test_one_rank_that_differs_stops_all_and_others_outside_the_group_hear_nothi
     pair = dist.new_group([1, 2])
     if rank > 0:
         assert list(sections(clash(str(rank), pair))) == ["Only on rank 1", "Only on rank 2"]
-    agree(OTHER if rank == 0 else SAME, group=[], what="nothing")
+    agree(OTHER if rank == 0 else SAME, group=[], subject="nothing")
 
 
 @on_ranks(4, timeout=15)
@@ -132,7 +132,7 @@ def test_rows_of_a_mesh_that_differ_from_each_other_are_found_by_the_second_exch
     found = sections(clash(OTHER if rank >= 2 else SAME, groups))
     assert set(found) == {f"Only on rank {rank}", f"Only on rank {(rank + 2) % 4}"}
     with CommCounter() as counter:
-        agree(SAME, group=groups, what="the model")
+        agree(SAME, group=groups, subject="the model")
     assert counter.bytes("send") == 8 * 2  # once for each axis
 
 

@@ -275,7 +275,7 @@ def plan(
         _check_plan(model, setup, hardware)
         if png_path is not None and not (json_path or html_path or trace_path):
             # Other files that were asked for are written first.
-            from_extra("plan", "matplotlib.figure", what="a PNG of a plan")
+            from_extra("plan", "matplotlib.figure", feature="a PNG of a plan")
     except ShardwiseError as error:  # takes a third of a second: torch is not imported yet
         print_failure(error, traceback.format_exc() if show_tracebacks else "")
         raise typer.Exit(NOT_RUN) from None

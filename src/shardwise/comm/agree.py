@@ -57,7 +57,7 @@ def agree(
     description: str,
     *,
     group: dist.ProcessGroup | Sequence[dist.ProcessGroup],
-    what: str,
+    subject: str,
     device: torch.device | None = None,
     advice: str = "Make the same call with the same arguments on every rank.",
 ) -> None:
@@ -71,7 +71,7 @@ def agree(
         group: the ranks to compare. Several groups, such as the axes of a mesh, are compared one after the
             other; a rank learns of differences in any of them, since each group reports what earlier ones
             found.
-        what: the thing described, for the error: "the boxes of w".
+        subject: the thing described, for the error: "the boxes of w".
         device: as for `gather_text`.
         advice: what to do about a difference.
 
@@ -81,7 +81,9 @@ def agree(
     reports: dict[str, None] = {}
     for subgroup in [group] if isinstance(group, dist.ProcessGroup) else group:
         # Includes earlier reports: ranks without them then differ, and all exchange texts.
-        agreement = Agreement(_NEXT.join((description, *reports)), group=subgroup, what=what, device=device)
+        agreement = Agreement(
+            _NEXT.join((description, *reports)), group=subgroup, subject=subject, device=device
+        )
         replies = {rank: text.split(_NEXT) for rank, text in agreement.differing().items()}
         described = {rank: words[0] for rank, words in replies.items()}
         if len(set(described.values())) > 1:
@@ -89,7 +91,7 @@ def agree(
         reports |= {report: None for words in replies.values() for report in words[1:]}
     # Raise only after the last group: until then ranks of other groups wait for this one's word.
     if reports:
-        raise _mismatch(what, "\n".join(reports), advice)
+        raise _mismatch(subject, "\n".join(reports), advice)
 
 
 class Agreement:
@@ -104,11 +106,11 @@ class Agreement:
     """
 
     def __init__(
-        self, description: str, *, group: dist.ProcessGroup, what: str, device: torch.device | None = None
+        self, description: str, *, group: dist.ProcessGroup, subject: str, device: torch.device | None = None
     ) -> None:
         """Send this rank's word. Arguments are those of `agree`."""
         self._description, self._group, self._fingerprint = description, group, fingerprint(description)
-        self._what = what
+        self._subject = subject
         self.tag = _AGREED_TAGS + (next(operation_counter(group)) % 256 << 20) + self._fingerprint % (1 << 20)
         self._words: dict[int, tuple[dist.Work | None, Tensor]] = {}
         self._sends: list[dist.Work] = []
@@ -117,7 +119,7 @@ class Agreement:
         self._device = device or device_of(group)
         # An attribute, as gloo sends from this memory until `differing` has waited.
         self._word = torch.tensor([self._fingerprint], dtype=torch.int64, device=self._device)
-        with explaining(group, f"agree about {what}"):
+        with explaining(group, f"agree about {subject}"):
             self._tell(group)
 
     def _tell(self, group: dist.ProcessGroup) -> None:
@@ -142,11 +144,11 @@ class Agreement:
         """
         texts = self.differing()
         if texts:
-            raise _mismatch(self._what, differences(texts))
+            raise _mismatch(self._subject, differences(texts))
 
     def differing(self) -> dict[int, str]:
         """Return every rank's description if any two differ, else nothing; equal on every rank."""
-        with explaining(self._group, f"agree about {self._what}"):
+        with explaining(self._group, f"agree about {self._subject}"):
             words = {peer: self._word_of(peer) for peer in self._words}
             # A peer whose word came may not have posted its receive yet; until then gloo reads this word.
             for work in self._sends:

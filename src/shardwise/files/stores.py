@@ -97,7 +97,7 @@ def location(path: str | os.PathLike[str]) -> Location:
     text = os.fspath(path)
     if not isinstance(text, str) or "://" not in text:
         return Path(text)
-    core = from_extra("stores", "fsspec.core", what=text)
+    core = from_extra("stores", "fsspec.core", feature=text)
     try:
         system, inside = core.url_to_fs(text)
     except (ImportError, ValueError) as error:

@@ -106,7 +106,9 @@ def load(
     source = path_or_config if isinstance(path_or_config, (str, os.PathLike)) else "a config"
     operation = f"hf.load of {source}"
     group = group_or_default(None)
-    agree(f"{operation} as {model_class}, dtype {dtype}, strict {strict}", group=group, what="what to load")
+    agree(
+        f"{operation} as {model_class}, dtype {dtype}, strict {strict}", group=group, subject="what to load"
+    )
     with TensorFiles(_find_weights(operation, path_or_config)) as files:
         skeleton = each_its_own(
             operation, lambda: skeleton_of(path_or_config, model_class, dtype, strict, files)
@@ -124,7 +126,7 @@ def load(
 
 def library() -> Any:
     """Import transformers."""
-    return from_extra("hf", "transformers", what="shardwise.hf")
+    return from_extra("hf", "transformers", feature="shardwise.hf")
 
 
 # ------------------------------------------------------------ the model without values
@@ -361,7 +363,7 @@ def _initialise(
     agree(
         "\n".join(["initialised:", *params, *source]),
         group=group_or_default(None),
-        what="the parameters to initialise, and the seed to initialise from",
+        subject="the parameters to initialise, and the seed to initialise from",
         advice="Give every rank the same files, and call torch.manual_seed with the same number.",
     )
     for module in skeleton.modules():

@@ -59,7 +59,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
     """
     operation = f"hf.save to {path}"
     path = each_its_own(operation, lambda: on_disk(path))
-    agree(f"{operation} in files of {max_shard_size}", group=group_or_default(None), what="what to save")
+    agree(f"{operation} in files of {max_shard_size}", group=group_or_default(None), subject="what to save")
 
     def begin() -> str:
         if not isinstance(model, library().PreTrainedModel):
@@ -116,7 +116,7 @@ def _checkpoint_weights(model: Any) -> dict[str, Boxes]:
         names.setdefault(id(state[name]), name)
     unique = {n: t for n, t in state.items() if n not in tied or names[id(t)] == n}
     boxes = {name: Boxes.of(_Parameter(t), t.shape, t.dtype) for name, t in unique.items()}
-    loading = from_extra("hf", "transformers.core_model_loading", what="shardwise.hf")
+    loading = from_extra("hf", "transformers.core_model_loading", feature="shardwise.hf")
     weights: dict[str, Boxes] = loading.revert_weight_conversion(model, boxes)
     return weights
 
@@ -131,7 +131,7 @@ def _write(weights: Mapping[str, Boxes], folder: Path, max_shard_size: int | str
 
 def _assign_files(tensors: Mapping[str, Tensor], max_shard_size: int | str) -> Any:
     """Assign tensors to files."""
-    return from_extra("hf", "huggingface_hub", what="shardwise.hf").split_torch_state_dict_into_shards(
+    return from_extra("hf", "huggingface_hub", feature="shardwise.hf").split_torch_state_dict_into_shards(
         dict(tensors), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
 

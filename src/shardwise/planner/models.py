@@ -368,7 +368,7 @@ def _model_of_config(path: Path) -> Model:
     attention = values.get("attn_implementation", "sdpa")
     if attention not in ("eager", "sdpa"):  # kernels that the CPU lacks, with the same memory
         values["attn_implementation"] = "sdpa"
-    transformers = from_extra("hf", "transformers", what=f"{path}, a transformers config,")
+    transformers = from_extra("hf", "transformers", feature=f"{path}, a transformers config,")
     try:
         config = transformers.AutoConfig.for_model(**values)
     except Exception as error:  # of transformers' own checks

@@ -23,7 +23,7 @@ def picture(made: Plan) -> bytes:
     Raises:
         ShardwiseError: matplotlib is missing.
     """
-    matplotlib = from_extra("plan", "matplotlib.figure", what="a PNG of a plan")
+    matplotlib = from_extra("plan", "matplotlib.figure", feature="a PNG of a plan")
     figure: Any = matplotlib.Figure(figsize=(12.8, 7.2), dpi=150, layout="constrained")
     lanes = drawing.streams(made)
     rows = figure.subplots(2 if lanes else 1, 1, squeeze=False, height_ratios=[3, 1] if lanes else [1])

@@ -101,19 +101,19 @@ def check_local(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> lis
 
 
 def propose(
-    make: Callable[[], tuple[_T, str]], *, group: dist.ProcessGroup, what: str
+    make: Callable[[], tuple[_T, str]], *, group: dist.ProcessGroup, subject: str
 ) -> tuple[_T, Agreement]:
     """Run `agree_on` without its confirmation: the caller must complete the agreement."""
     try:
         result, text = make()
     except Exception as error:  # whatever a user's spec raises
         message = str(error).removeprefix(f"{here()}: ")  # so that ranks that fail alike report the same
-        agree(f"impossible: {message}", group=group, what=what)
+        agree(f"impossible: {message}", group=group, subject=subject)
         raise
-    return result, Agreement(text, group=group, what=what)
+    return result, Agreement(text, group=group, subject=subject)
 
 
-def agree_on(make: Callable[[], tuple[_T, str]], *, group: dist.ProcessGroup, what: str) -> _T:
+def agree_on(make: Callable[[], tuple[_T, str]], *, group: dist.ProcessGroup, subject: str) -> _T:
     """Call `make()`, pure arithmetic, and raise unless all ranks make the same. Collective over `group`.
 
     A process outside the group only calls `make()`.
@@ -121,7 +121,7 @@ def agree_on(make: Callable[[], tuple[_T, str]], *, group: dist.ProcessGroup, wh
     Args:
         make: returns a result and words for it, equal for equal results. It may raise; only if ranks get
             different arguments may it raise on some of them.
-        what: the result's name, for the error.
+        subject: the result's name, for the error.
 
     Raises:
         RankMismatchError: on every rank, if ranks make different things or only some can.
@@ -129,7 +129,7 @@ def agree_on(make: Callable[[], tuple[_T, str]], *, group: dist.ProcessGroup, wh
     """
     if is_outside(group):
         return make()[0]
-    result, agreement = propose(make, group=group, what=what)
+    result, agreement = propose(make, group=group, subject=subject)
     agreement.confirm()
     return result
 

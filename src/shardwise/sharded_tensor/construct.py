@@ -185,7 +185,7 @@ def init_from_local_shards_and_global_metadata(
             raise ShardingError(f"{here()}: " + "; ".join(problems))
         return metadata, f"{metadata.tensor_properties} {describe(metadata)}"
 
-    metadata = agree_on(check_metadata, group=group, what="the tensor to make of local shards")
+    metadata = agree_on(check_metadata, group=group, subject="the tensor to make of local shards")
     return _wrap([Shard.of(shard) for shard in local_shards], metadata, group, sharding_spec, init_rrefs)
 
 
@@ -236,7 +236,9 @@ def init_from_local_tensor(
 
     gathered = gather_shards(make_shards, global_size, group=group)
     build = partial(cut_by, sharding_spec, gathered.size, gathered.tensor_properties, group)
-    metadata = agree_on(lambda: with_description(build()), group=group, what="the spec of the local tensors")
+    metadata = agree_on(
+        lambda: with_description(build()), group=group, subject="the spec of the local tensors"
+    )
     return _wrap(local, metadata, group, sharding_spec, init_rrefs)
 
 
@@ -278,7 +280,7 @@ def shard_tensor(
             )
         return metadata, f"src_rank {src_rank}, requires_grad {tensor.requires_grad}, {describe(metadata)}"
 
-    metadata = agree_on(build_metadata, group=group, what="the tensor to shard")
+    metadata = agree_on(build_metadata, group=group, subject="the tensor to shard")
     shards = _allocate_shards(metadata)
     whole = Box.whole(tensor.shape)
     if not is_outside(group):
@@ -328,7 +330,7 @@ def _make(
             check_pinnable()
         return metadata, f"{metadata.tensor_properties} {values} {describe(metadata)}"
 
-    metadata = agree_on(build_metadata, group=group, what="the tensor to make")
+    metadata = agree_on(build_metadata, group=group, subject="the tensor to make")
     return _wrap(_allocate_shards(metadata), metadata, group, sharding_spec, init_rrefs)
 
 

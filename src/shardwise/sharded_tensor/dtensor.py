@@ -129,7 +129,7 @@ def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Pl
         raise ShardingError(f"{here()}: {rows[0]} places rows; use to_rows() into a tensor that is cut so")
     request = f"mesh {mesh.mesh.tolist()} on {mesh.device_type}, placements {placements}"
     text = failure.with_failures(f"{describe(metadata)}\nto\n{request}", sharded)
-    agree(text, group=group, what="the DTensor to make")
+    agree(text, group=group, subject="the DTensor to make")
     parts = holding.parts
     target_boxes = [[box for box, _ in parts[rank].boxes] if rank in parts else [] for rank in ranks]
     part = parts.get(dist.get_rank())
@@ -227,7 +227,7 @@ def to_rows(sharded: ShardedTensor, rows: ShardedRows) -> None:
     metadata, group = sharded.metadata(), sharded.process_group
     target_boxes = [[box] for box in _all_boxes(rows, group=group, shape=metadata.size)]
     text = failure.with_failures(describe(metadata), sharded)
-    agree(text, group=group, what="the sharded tensor to copy into rows")
+    agree(text, group=group, subject="the sharded tensor to copy into rows")
     source_boxes, source = boxes_of(metadata, group), sharded.tensors
     fill(source_boxes, target_boxes, source=source, target=[rows.local], group=group, wire=sharded.anchor)
 

@@ -116,7 +116,7 @@ def shard_module(
     """
     group = group_or_default(process_group)
     outputs, local = plan.output_plan or {}, plan.return_local_tensor or []
-    agree_on(lambda: (None, _check_plan(module, plan, group)), group=group, what="the sharding plan")
+    agree_on(lambda: (None, _check_plan(module, plan, group)), group=group, subject="the sharding plan")
     specs: dict[str, Any] = {name: spec for name, spec in plan.plan.items() if not _is_sharder(spec)}
     for name, spec in specs.items():
         whole = module.get_parameter(name)
@@ -351,7 +351,7 @@ def _unknown(module: nn.Module, kind: str, name: str, names: Sequence[str]) -> S
 def _cut(whole: Tensor, spec: ShardingSpec, group: dist.ProcessGroup, *, compare: bool) -> ShardedTensor:
     """Copy this rank's shards out of a replicated tensor; differentiable."""
     build = partial(cut_by, spec, whole.shape, TensorProperties.create_from_tensor(whole), group)
-    agree = partial(agree_on, group=group, what="the output to cut")
+    agree = partial(agree_on, group=group, subject="the output to cut")
     metadata = agree(lambda: with_description(build())) if compare else build()
     differentiable = whole.requires_grad and torch.is_grad_enabled()
     metadata = metadata.with_properties(requires_grad=differentiable, memory_format=torch.contiguous_format)

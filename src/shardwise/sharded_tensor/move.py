@@ -35,14 +35,14 @@ def _reshard(sharded: ShardedTensor, spec: ShardingSpec) -> ShardedTensor:
     moved = move_to(
         sharded,
         lambda: spec_of(spec).build_metadata(source.size, source.tensor_properties),
-        what="the reshard",
+        subject="the reshard",
     )
     moved._spec = spec_of(spec)
     return moved
 
 
 def move_to(
-    sharded: ShardedTensor, build: Callable[[], ShardedTensorMetadata], *, what: str
+    sharded: ShardedTensor, build: Callable[[], ShardedTensorMetadata], *, subject: str
 ) -> ShardedTensor:
     """Move the values into the boxes that `build` returns. Collective; differentiable."""
     source, group = sharded.metadata(), sharded.process_group
@@ -64,7 +64,7 @@ def move_to(
         text, route = _plan(*cuts, tuple(ranks), group.rank())
         return (target, route), text
 
-    (target, route), agreement = propose(plan_move, group=group, what=what)
+    (target, route), agreement = propose(plan_move, group=group, subject=subject)
     if source.cut_as(target):
         tensors, anchor = [tensor.view_as(tensor) for tensor in sharded.tensors], sharded.anchor.view(-1)
     else:
@@ -119,7 +119,7 @@ def _full_tensor(sharded: ShardedTensor) -> Tensor:
     ranks = dist.get_process_group_ranks(group)
     plan, route = _plan(_Cut(describe(source), source), None, tuple(ranks), rank)
     text = failure.with_failures(plan, sharded)
-    agreement = Agreement(text, group=group, what="the tensor to make whole")
+    agreement = Agreement(text, group=group, subject="the tensor to make whole")
     boxes, anchor = source.boxes_by_rank(ranks), sharded.anchor
     (whole,), _ = autograd.moved(
         sharded.tensors, route, group=group, anchor=anchor, agreement=agreement, to_all=boxes

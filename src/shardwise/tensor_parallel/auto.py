@@ -242,7 +242,7 @@ _Row = tuple[Mapping[int, float], float, float]  # a constraint: factors of vari
 def _minimize(objective: Any, rows: Sequence[_Row], *, integers: int, upper: Any) -> Any:
     """Minimise `objective`; the first `integers` variables are integers, all between 0 and `upper`."""
     optimize, sparse = (
-        from_extra("tp", f"scipy.{name}", what="choosing tensor-parallel styles")
+        from_extra("tp", f"scipy.{name}", feature="choosing tensor-parallel styles")
         for name in ("optimize", "sparse")
     )
     factors, lowest, highest = zip(*rows, strict=True)

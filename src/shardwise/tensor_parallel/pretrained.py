@@ -106,7 +106,7 @@ def _plan_of(model: nn.Module) -> dict[str, str]:
 
 def build_model(config: Any) -> nn.Module:
     """Return the generative model of `config`, with random weights, in eval mode."""
-    transformers = from_extra("hf", "transformers", what="a model from a config")
+    transformers = from_extra("hf", "transformers", feature="a model from a config")
     kinds: Any = (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM)
     model: nn.Module = kinds[bool(config.is_encoder_decoder)].from_config(config)
     return model.eval()

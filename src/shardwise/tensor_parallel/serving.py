@@ -59,7 +59,7 @@ def generate(
         RankMismatchError: on every rank, if prompts differ.
     """
     group = group or default_group()
-    agree(f"{tokens} tokens after {prompt.tolist()}", group=group, what="what to generate")
+    agree(f"{tokens} tokens after {prompt.tolist()}", group=group, subject="what to generate")
     whole = export_steps(model, prompt, tokens)
     programs = cut_steps(
         whole,

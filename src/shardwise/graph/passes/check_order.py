@@ -65,7 +65,7 @@ def check_text(text: str, *, groups: Sequence[ProcessGroup], device: torch.devic
     agree(
         text,
         group=groups,
-        what="the collectives of a compiled graph, in order",
+        subject="the collectives of a compiled graph, in order",
         device=device,
         advice="Build the same model, with the same fully_shard calls in the same order, on every rank.",
     )

@@ -217,7 +217,7 @@ def _copy_(target: Tensor, other: Any, non_blocking: bool = False) -> Tensor:
     if is_foreign(other):
         other = from_torch(other)
     if isinstance(other, ShardedTensor) and other.shape == target.shape and not other.metadata().cut_as(cut):
-        other = move.move_to(other, lambda: cut, what="copy_")
+        other = move.move_to(other, lambda: cut, subject="copy_")
     elif isinstance(other, Tensor) and not isinstance(other, ShardedTensor):
         probe(other).expand(cut.size)  # raises on all ranks, if at all
     return write_parts(Tensor.copy_, (target, other, non_blocking), {}, target)

@@ -182,7 +182,7 @@ def _everywhere(func: Any, left: Any, right: Any, *options: Any, **named: Any) -
     if isinstance(left, ShardedTensor) and isinstance(right, ShardedTensor) and left.shape == right.shape:
         cut = left.metadata()
         if not right.metadata().cut_as(cut):
-            right = move_to(right, lambda: cut, what="the comparison")
+            right = move_to(right, lambda: cut, subject="the comparison")
     leader, metadata = broadcast([left, right])
     left_parts, right_parts = (parts(value, leader=leader, metadata=metadata) for value in (left, right))
     holds = all(func(a, b, *options, **named) for a, b in zip(left_parts, right_parts, strict=True))

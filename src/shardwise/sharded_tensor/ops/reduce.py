@@ -136,7 +136,7 @@ def _fold(
     agreement = None
     if sharded.anchor.is_cpu and result.numel():
         text = f"{subject} along dims {list(dims)} of a tensor of size {tuple(size)}, {sharded.dtype}"
-        agreement = Agreement(text, group=sharded.process_group, what="what to reduce")
+        agreement = Agreement(text, group=sharded.process_group, subject="what to reduce")
     for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
         if tensor.numel():
             extents = enumerate(zip(box.offsets, box.ends, strict=True))

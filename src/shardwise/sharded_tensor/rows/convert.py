@@ -79,7 +79,7 @@ def _move_rows(local: Tensor, source: Sequence[Box], target: Sequence[Box], piec
         )
     assert piece.group is not None
     text = f"{tuple(piece.shape)} {local.dtype}\n{source}\nto\n{target}"
-    agreement = Agreement(text, group=piece.group, what="the rows to move")
+    agreement = Agreement(text, group=piece.group, subject="the rows to move")
     result = local.new_empty(target_box.sizes)
     messages = transfer([[box] for box in source], [[box] for box in target], rank=piece.rank)
     sent, received = [(source_box, local)], [(target_box, result)]
