@@ -43,6 +43,7 @@ ORDER = [
     "__main__",
     "run",
 ]
+VAGUE = re.compile("one|what|how|where|who|whose|mine|theirs|ours|wanted|told|shown|begun|alike")
 FORBIDDEN = [
     "torch.distributed.fsdp",
     "torch.distributed._composable",
@@ -298,6 +299,22 @@ def files_and_functions_are_short(file: Source) -> list[str]:
     return bad
 
 
+def names_are_nouns(file: Source) -> list[str]:
+    """No argument or local name is a pronoun, question word or participle that could be anything."""
+    functions = [node for node in nodes(file) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
+    bound = {
+        (node.lineno, node.arg if isinstance(node, ast.arg) else node.id)
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.arg) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    }
+    return [
+        f"{file.module}:{line}: name what '{name}' is"
+        for line, name in sorted(bound)
+        if VAGUE.fullmatch(name)
+    ]
+
+
 RULES: list[Rule] = [
     packages_stand_in_the_order,
     packages_import_only_from_above,
@@ -309,6 +326,7 @@ RULES: list[Rule] = [
     ranks_compare_in_one_place,
     safetensors_files_have_one_reader_and_one_writer,
     files_and_functions_are_short,
+    names_are_nouns,
 ]
 
 

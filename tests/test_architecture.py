@@ -19,6 +19,7 @@ from architecture import (
     files_and_functions_are_short,
     kinds_asked_for,
     layout_knows_no_communication,
+    names_are_nouns,
     nothing_imports_the_command_line,
     package,
     packages_import_only_from_above,
@@ -100,6 +101,7 @@ LONG_FUNCTION = "def f():\n" + "    pass\n" * MAX_FUNCTION_LINES
             "import torch\nrank = torch.distributed.get_rank()",
             [2],
         ),
+        (names_are_nouns, "shardwise.fsdp.group", "def f(what):\n    return [one for one in what]", [1, 2]),
         (nothing_imports_the_command_line, "shardwise", "from shardwise.cli import app", [1]),
         (nothing_imports_the_command_line, "shardwise.doctor", "def f():\n    from . import cli", [2]),
         (

@@ -235,15 +235,15 @@ def _raise_total(subject: str, total: int, expected: int) -> NoReturn:
 def foreach_reduce(
     grads: list[Tensor],
     dims: Sequence[int],
-    how: Reduction,
+    plan: Reduction,
     *,
     shard_numel: int | None = None,
     partial: Tensor | None = None,
-    stays: bool = False,
+    keeps_shard: bool = False,
 ) -> ReduceResult:
     """Reduce whole gradients to this rank's shard.
 
-    Collective over `how.shard_group`, then over `how.replicate_group` unless `how.all_reduce` is
+    Collective over `plan.shard_group`, then over `plan.replicate_group` unless `plan.all_reduce` is
     false. Empties `grads`, so that gradients are freed as soon as they are copied.
 
     Args:
@@ -251,7 +251,8 @@ def foreach_reduce(
         dims: the dim on which each is cut; a dim other than 0 must divide evenly.
         shard_numel: total elements of one rank's padded pieces, if the caller knows it.
         partial: the partial result of an earlier call without all-reduce.
-        stays: the shard is kept until computation has waited for it, so it may be computation's memory.
+        keeps_shard: the caller keeps the shard until computation has waited for it: it may be computation's
+            memory.
 
     Raises:
         ShardingError: a dim that does not divide.
@@ -259,31 +260,33 @@ def foreach_reduce(
     if torch.is_grad_enabled():
         # The context costs calls, so it is entered only where autograd records (`create_graph=True`).
         with torch.no_grad():
-            return foreach_reduce(grads, dims, how, shard_numel=shard_numel, partial=partial, stays=stays)
-    ranks = how.shard_ranks
+            return foreach_reduce(
+                grads, dims, plan, shard_numel=shard_numel, partial=partial, keeps_shard=keeps_shard
+            )
+    ranks = plan.shard_ranks
     if len({grad.dtype for grad in grads}) > 1:
         # torch's kernel takes one dtype only, and casts it.
-        grads[:] = [grad.to(how.dtype) for grad in grads]
+        grads[:] = [grad.to(plan.dtype) for grad in grads]
     rows = _rows_first(grads, dims, ranks)
     # Gradients that `_rows_first` copied are freed here, the rest with `rows`.
     grads.clear()
     numel = _shard_numel(rows, ranks) if shard_numel is None else shard_numel
-    padding = -numel % max(1, how.align_bytes // how.dtype.itemsize)
+    padding = -numel % max(1, plan.align_bytes // plan.dtype.itemsize)
     if padding:
         # Zeros: padding is reduced with the rest.
         rows.append(rows[0].new_zeros(ranks, padding))
         numel += padding
     # Memory of the current stream, which copies gradients in; `used` keeps it until it is reduced.
-    reduce_input = how.comm.allocate((numel * ranks,), dtype=how.dtype, device=how.device)
+    reduce_input = plan.comm.allocate((numel * ranks,), dtype=plan.dtype, device=plan.device)
     foreach_reduce_scatter_copy_in(rows, reduce_input, ranks)
     # Free gradients before the collective runs, which reads only their copies.
     rows.clear()
-    # Here, not on the stream that reduces: gradients that stay reuse the memory that activations free.
-    out = shard_memory(how, numel) if stays else None
-    shard, event = reduce_scatter(reduce_input, how, out=out)
+    # Here, not on the stream that reduces: gradients that are kept reuse the memory that activations free.
+    out = shard_memory(plan, numel) if keeps_shard else None
+    shard, event = reduce_scatter(reduce_input, plan, out=out)
     used = (reduce_input,) if out is None else (reduce_input, out)
     inputs = () if event is None else ((used, event),)
-    return finish_reduction(shard, how, inputs=inputs, partial=partial)
+    return finish_reduction(shard, plan, inputs=inputs, partial=partial)
 
 
 def reduce_scatter(

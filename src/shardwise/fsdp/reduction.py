@@ -331,7 +331,7 @@ class InterleavedReducer(GradReducer):
             plan,
             shard_numel=sum(map(_SHARD_NUMEL, params)),
             partial=partial,
-            stays=plan.streams is not None and self.shard_becomes_grads(params, plan),
+            keeps_shard=plan.streams is not None and self.shard_becomes_grads(params, plan),
         )
         if result.partial is not None:
             self.partials[key] = result.partial

@@ -37,7 +37,7 @@ class Attention(nn.Module):
             q, k = self.norm_q(q), self.norm_k(k)
         if angles is not None:
             q, k = _rotated(q, angles), _rotated(k, angles)
-        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         return self.o(self.mix(q, k, v).transpose(1, 2).flatten(2))
 
 

@@ -219,7 +219,7 @@ def plan_of(
         computed_flops=computed_flops,
         assumed=[
             *model.assumed,
-            *(_CONVERTED.format(one, setup.stored_dtype) for one in recording.converted if one != "float32"),
+            *(_CONVERTED.format(t, setup.stored_dtype) for t in recording.converted if t != "float32"),
             *([_AS_KERNELS.format(", ".join(recording.as_kernels))] if recording.as_kernels else ()),
             *([_BY_REFERENCE.format(", ".join(recording.by_reference))] if recording.by_reference else ()),
             *(_ASSUMED.format(name) for name in measure.unknown_operators(recording)),
