@@ -209,6 +209,7 @@ def test_a_forward_between_the_halves_of_a_backward_loses_no_gradient(layout: st
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "stages"))
         group = mesh["data"].get_group()
         stage: Any = pipelining.PipelineStage(module, 0, 1, torch.device("cpu"), group=group)
+        stage.has_backward = True
 
         def forward(batch: torch.Tensor) -> dict[str, Any]:
             return {"stage_output": [module(batch)], "output_grads": None, "input_values": [batch]}
