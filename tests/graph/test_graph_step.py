@@ -242,6 +242,30 @@ def test_any_number_of_steps_lives_in_a_process_and_none_longer_than_needed() ->
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("again", [False, True])
+def test_what_is_frozen_or_unfrozen_between_graphs_costs_the_rest_no_gradient(
+    layout: Any, again: bool
+) -> None:
+    torch.compiler.reset()
+    model, reference = (sharded(Net(), layout=layout) for _ in range(2))
+    optimizer, other = sgd(model), sgd(reference)
+    step = compile_step(model, cross_entropy, optimizer, backend="eager")
+    for number, trains in enumerate((True, False, True)):
+        name = "blocks.0.up.weight"
+        for each in (model, reference):
+            dict(each.named_parameters())[name].requires_grad_(trains)
+        torch.compiler.reset()
+        if again:
+            step = compile_step(model, cross_entropy, optimizer, backend="eager")
+        step(*batch(number))
+        eager_step(reference, other, number=number)
+        missing = [n for n, p in model.named_parameters() if p.grad is None]
+        assert missing == [name] * (not trains)
+        assert all(map(torch.equal, locals_of(model), locals_of(reference)))
+
+
+@on_ranks(2)
 def test_what_forward_frees_is_computed_again_in_backward_of_the_one_graph() -> None:
     graphs = []
 

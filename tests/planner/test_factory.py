@@ -115,6 +115,12 @@ class Shared(Even):
         self.blocks = nn.ModuleList([self.blocks[0]] * 2)
 
 
+class Nested(Even):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.blocks])
+
+
 class Mean(Even):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return super().forward(tokens).mean()
@@ -129,6 +135,8 @@ def test_what_is_no_factory_is_told_what_one_is(tmp_path: Path) -> None:
             shardwise.plan(source, sequence=8)
     with pytest.raises(ShardingError, match=r"'blocks\.0' and 'blocks\.1' are one module"):
         shardwise.plan(Shared, sequence=8)
+    with pytest.raises(ShardingError, match=r"'blocks\.0' is a ModuleList, .* put its modules into 'blocks'"):
+        shardwise.plan(Nested, sequence=8)
     with pytest.raises(ShardingError, match=r"must return its logits, .*one of shape \(\)"):
         shardwise.plan(Mean, ranks=2, sequence=8)
     with pytest.raises(ShardingError, match=r"'hsdp' needs more than 1 replica: give replicas"):

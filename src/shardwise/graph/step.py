@@ -171,8 +171,10 @@ class CompiledStep:
     def _prepared(self, states: list[ModuleState]) -> list[Segment]:
         """Return the segments that take part; note the reason if one graph is impossible."""
         groups = [group for state in states for group in state.groups]
+        # The segments that tracing would make anew, where other parameters train: their leaves are arguments.
+        traces = self._why_not is None and not _compat.has_graphs(self._whole)
         for state in states:
-            if state.schedule is None or any(group.traced is None for group in state.groups):
+            if traces or state.schedule is None or any(group.traced is None for group in state.groups):
                 trace_plan.prepare(state)
         segments: list[Segment] = []
         for group in groups:

@@ -238,8 +238,8 @@ def _cut_of(param: Tensor, name: object) -> _Cut:
         raise ShardingError(
             f"{here()}: Muon needs matrices that are whole or cut over one mesh axis, but parameter"
             f" {getattr(sharding_of(param), 'name', '') or name} of shape {tuple(param.shape)} is"
-            f" {getattr(param, 'placements', 'a ShardedTensor')}; give it to AdamW, or leave it out of tensor"
-            " parallelism"
+            f" {getattr(param, 'placements', 'a ShardedTensor')}; give it to AdamW, or shard it over one"
+            " axis (no tensor parallelism, a strategy other than hierarchical_fsdp)"
         )
     group, boxes = cut
     rows, columns = param.shape

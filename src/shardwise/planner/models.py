@@ -340,6 +340,12 @@ def _model_of_lists(
     for path in chosen:
         for index, block in enumerate(lists[path]):
             place = f"{path}.{index}"
+            if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
+                raise ShardingError(
+                    f"'{place}' is a {type(block).__name__}, which has no forward and so is no block: put its"
+                    f" modules into '{path}' itself, or pass a shardwise.planner.Model that says which"
+                    " modules are the blocks"
+                )
             if (earlier := places.setdefault(block, place)) != place:
                 raise ShardingError(
                     f"'{earlier}' and '{place}' are one module, which cannot be sharded as two blocks: plan"
