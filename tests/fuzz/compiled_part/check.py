@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,6 +113,11 @@ class Compiled(Uncompiled):
         self.record.losses.append(torch.stack([loss.detach().double() for loss in losses]))
         self.record.input_gradients.append(x.grad)
 
+    def act(self, action: str, ranks: list[int]) -> None:
+        super().act(action, ranks)
+        if action.startswith(("freeze", "train")):
+            torch.compiler.reset()
+
     def update(self, number: int, *, last: bool) -> None:
         if self.case["how"] == "step":  # which has done it
             self.keep(number, last=last)
@@ -120,25 +126,38 @@ class Compiled(Uncompiled):
 
 
 def graphs_round(case: Spec) -> bool:
-    """Does torch's own compilation of the model change gradients of any rank, without anything sharded?"""
+    """Does torch's own compilation, or where parameters lie, change gradients of any rank, unsharded?"""
     found: list[list[Tensors]] = []
     for backend in (None, case["backend"]):
         torch.compiler.reset()
         model = build(case, Control(rank=dist.get_rank()))
-        call = model if backend is None else torch.compile(model, backend=backend)
+        compiled = partial(torch.compile, backend=backend) if backend else lambda function: function
+        for param in model.parameters() if backend else ():  # in buffers they begin at any address
+            buffer = param.data.new_empty(param.numel() + 1)
+            param.data = buffer[1:].view_as(param).copy_(param.data)
+        if case["how"] in ("inside", "step"):  # with the loss
+            loss = compiled(partial(loss_through, case, model))
+        else:
+            loss = partial(loss_through, case, compiled(model))
         found.append([])
         for rank in range(case["world"]):
             for pass_ in range(len(case["steps"])):
                 model.zero_grad()
                 x, tokens, targets = batch(case, rank, pass_)
-                loss_of(case, {}, call(x.float(), tokens), targets)[0].backward()
+                x = x.float().requires_grad_(case.get("input_gradient", False))
+                loss(x, tokens, targets).backward()
                 found[-1].append({name: param.grad for name, param in model.named_parameters()})
+                found[-1][-1]["the input"] = x.grad
     torch.compiler.reset()
     return any(
         not same_bits(compiled[name], grad)
         for eager, compiled in zip(*found, strict=True)
         for name, grad in eager.items()
     )
+
+
+def loss_through(case: Spec, call: Any, x: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
+    return loss_of(case, {}, call(x, tokens), targets)[0]
 
 
 def apart(case: Spec, compiled: Record, eager: Record, exact: bool) -> list[str]:

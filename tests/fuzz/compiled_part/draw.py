@@ -88,6 +88,11 @@ def draw_step(rng: random.Random, case: Spec) -> Spec:
         step |= {"micro": 2, "sync": "last"}
     if rng.random() < 0.2:
         step["before"] = [rng.choice(["eval", "no_grad", "state_dict", "unshard:0", "unshard:1"])]
+    if rng.random() < 0.2:  # graphs are compiled anew
+        step["before"] = [
+            *step.get("before", []),
+            f"{rng.choice(['freeze', 'freeze', 'train'])}:{rng.randrange(8)}",
+        ]
     if rng.random() < 0.15 and case["how"] in ("torch", "shardwise"):
         step["eagerly"] = True
     if rng.random() < 0.1 and case["how"] not in ("step", "inside"):
