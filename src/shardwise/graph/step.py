@@ -176,6 +176,7 @@ class CompiledStep:
         for state in states:
             if traces or state.schedule is None or any(group.traced is None for group in state.groups):
                 trace_plan.prepare(state)
+                traces = False  # it prepared all others, too
         segments: list[Segment] = []
         for group in groups:
             group.abandon_gather()  # one that evaluation started is out of date after this step
