@@ -295,7 +295,7 @@ def as_measured(by: str = "") -> Iterator[None]:
     with (
         mock.patch.object(GradReducer, "shard_becomes_grads", return_value=False),
         mock.patch("shardwise.fsdp.group.GroupSettings", settings),
-        mock.patch("shardwise.planner.pipeline.buffered", _under_way),
+        mock.patch("shardwise.planner.pipeline.buffer_count", _under_way),
         mock.patch.object(sharding, "fully_shard", _by_linear if by == "DeepSpeed" else fully_shard),
     ):
         yield

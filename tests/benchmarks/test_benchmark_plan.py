@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.planner import Setup, hardware_of
+from shardwise.planner import Setup, hardware_of, pipeline
 from shardwise.planner.shapes import PUBLISHED
 
 
@@ -36,6 +36,12 @@ def test_every_published_figure_is_compared_or_says_why_it_is_not(program: Any) 
     assert {row["why"].partition(",")[0] for row in left_out} == {"SimpleFSDP"}
     assert len(program.uncompared(rows).rows) == len(left_out)
     assert len(left_out) + sum("setup" in row for row in rows) == len(rows)
+
+
+def test_memory_is_planned_as_the_runs_that_were_measured_had_it(program: Any) -> None:
+    """Each name that is replaced exists."""
+    with program.as_measured("DeepSpeed"):
+        assert pipeline.buffer_count is program._under_way
 
 
 def test_calibration_takes_out_a_factor_and_marks_the_rows_that_it_saw(program: Any) -> None:
