@@ -7,14 +7,19 @@ import torch
 import torch.nn.functional as F
 
 from shardwise._compat import EagerDispatchMode
-from shardwise.planner.cost import cost_of
+from shardwise.planner.cost import cost_of, tensors_of
+
+
+def flops_of(func, args, kwargs, result) -> int:
+    cost = cost_of(func, args, kwargs, result, tensors_of((args, kwargs, result)))
+    return cost[0] if cost else 0
 
 
 def test_matmuls_of_groups_are_counted() -> None:
     rows, groups = torch.empty(6, 8), torch.empty(3, 8, 5)
     grouped = torch.ops.aten._grouped_mm.default
-    assert cost_of(grouped, (rows, groups), {}, torch.empty(6, 5))[0] == 2 * 6 * 8 * 5
-    assert cost_of(grouped, (rows.t(), torch.empty(6, 5)), {}, torch.empty(3, 8, 5))[0] == 2 * 6 * 8 * 5
+    assert flops_of(grouped, (rows, groups), {}, torch.empty(6, 5)) == 2 * 6 * 8 * 5
+    assert flops_of(grouped, (rows.t(), torch.empty(6, 5)), {}, torch.empty(3, 8, 5)) == 2 * 6 * 8 * 5
 
 
 class Counted(EagerDispatchMode):
@@ -24,8 +29,7 @@ class Counted(EagerDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        cost = cost_of(func, args, kwargs or {}, result)
-        self.flops[func.overloadpacket.__name__] = cost[0] if cost else 0
+        self.flops[func.overloadpacket.__name__] = flops_of(func, args, kwargs or {}, result)
         return result
 
 

@@ -7,6 +7,7 @@ The bytes of each tensor count once; a view costs nothing.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,17 +24,19 @@ _NOTHING = {  # touch no memory; those that return their argument are not views 
 }
 
 
-def cost_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int, str] | None:
-    """Return FLOPs, bytes and the dtype of computation; None for an operator that touches no memory."""
+def cost_of(
+    func: Any, args: Any, kwargs: Any, result: Any, tensors: Sequence[Tensor]
+) -> tuple[int, int, str] | None:
+    """Return FLOPs, bytes and the dtype of computation; None for an operator that touches no memory.
+
+    Args:
+        tensors: those of the arguments and the result.
+    """
     name = _name_of(func)
-    if name is None:
+    if name is None or not tensors:
         return None
-    tensors = {id(tensor): tensor for tensor in tensors_of((args, kwargs, result))}
-    if not tensors:
-        return None
-    nbytes = sum(map(_nbytes, tensors.values()))
-    first = next(iter(tensors.values()))
-    return _flops(func, name, args, kwargs, result), nbytes, str(first.dtype).removeprefix("torch.")
+    nbytes = sum(map(_nbytes, {id(tensor): tensor for tensor in tensors}.values()))
+    return _flops(func, name, args, kwargs, result), nbytes, _dtype_name(tensors[0].dtype)
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -46,6 +49,11 @@ def _name_of(func: Any) -> str | None:
     """Return the name of an operator without its overload; None if it touches no memory."""
     name: str = func.name().partition(".")[0]
     return None if func.is_view or name in _NOTHING or func.namespace in NAMESPACES else name
+
+
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
@@ -65,10 +73,17 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in tensors_of(item)]
-    return []
+    """List the tensors in nested lists, tuples and dicts, in order."""
+    tensors: list[Tensor] = []
+    _collect((value,), tensors)
+    return tensors
+
+
+def _collect(items: Iterable[Any], tensors: list[Tensor]) -> None:
+    for item in items:
+        if isinstance(item, Tensor):
+            tensors.append(item)
+        elif isinstance(item, (list, tuple)):
+            _collect(item, tensors)
+        elif isinstance(item, dict):
+            _collect(item.values(), tensors)

@@ -286,7 +286,7 @@ def _record_blocks(model: Model, setup: Setup, *, parent: Model | None = None) -
             break
         try:
             small, large = (run(layers) for layers in (number, number + pattern.period))
-            return unroll(small, large, model.layers), ""
+            return unroll(small, large, model.layers, leading=pattern.leading), ""
         except NotRegular as error:
             reason = str(error)
         except NotRun as error:
@@ -309,7 +309,7 @@ def numbers_of_blocks(setup: Setup, pattern: Pattern, layers: int) -> list[int]:
     reaches_far |= reshard is not None and not isinstance(reshard, bool)
     numbers = (RECORDED,) if reaches_far else (FEW, RECORDED)
     leading, period = pattern
-    least = 2 * leading + 3 if leading else 0  # so that the middle block and its neighbours do not differ
+    least = leading + FEW if leading else 0  # so that the block before the middle one does the same
     counts = [max(number, least) + period - 1 for number in numbers]
     counts = [number + (layers - number) % period for number in counts]  # so that they end like all blocks
     return list(dict.fromkeys(count for count in counts if period == 1 or 2 * count + period < layers))

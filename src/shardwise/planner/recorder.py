@@ -275,8 +275,9 @@ class Recorder(Storages):
         if self._outside_blocks:
             self._record_by_layer(func, args, kwargs, result)
             return
-        event = self._compute(func, args, kwargs, result)
-        self.see((args, kwargs, result))
+        tensors = tensors_of((args, kwargs, result))
+        event = self._compute(func, args, kwargs, result, tensors)
+        self.see(tensors)
         count = count_of(func, args, self._count_of)
         if count is not None:
             self._counts[id(self.life(result))] = count
@@ -295,8 +296,10 @@ class Recorder(Storages):
     def _count_of(self, tensor: Tensor) -> Count | None:
         return self._counts.get(id(self.life(tensor))) if self._counts else None
 
-    def _compute(self, func: Any, args: Any, kwargs: Any, result: Any) -> Compute | None:
-        cost = cost_of(func, args, kwargs, result)
+    def _compute(
+        self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[Tensor]
+    ) -> Compute | None:
+        cost = cost_of(func, args, kwargs, result, tensors)
         if cost is None:
             return None
         event = Compute(str(func.overloadpacket), *cost, self.streams[-1], self._recomputed is not None)
@@ -322,19 +325,20 @@ class Recorder(Storages):
         """Record an operator on many blocks' tensors at once as one event for each block."""
         lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)]
         event: Compute | None = None
+        tensors = tensors_of((args, kwargs, result))
         if not lists:
-            tensors = [tensor for tensor in args if isinstance(tensor, Tensor) and not self._is_new(tensor)]
-            self.owner = self.owner_of(tensors)
+            inputs = [tensor for tensor in args if isinstance(tensor, Tensor) and not self._is_new(tensor)]
+            self.owner = self.owner_of(inputs)
             if self.owner is not _NOBODY:
                 self.by_layer(self.owner)
-            if tensors:
-                event = self._compute(func, args, kwargs, result)
-            self._defers_allocations = not tensors
-            self.see((args, kwargs, result))
+            if inputs:
+                event = self._compute(func, args, kwargs, result, tensors)
+            self._defers_allocations = not inputs
+            self.see(tensors)
         else:
             results = result if isinstance(result, (list, tuple)) else ()
             for i, first in enumerate(lists[0]):
-                row = [tensors[i] for tensors in lists if len(tensors) == len(lists[0])]
+                row = [column[i] for column in lists if len(column) == len(lists[0])]
                 self.owner = self.owner_of(row)
                 if self.owner is not _NOBODY:
                     self.by_layer(self.owner)
@@ -344,7 +348,7 @@ class Recorder(Storages):
                 event = Compute(str(func.overloadpacket), 0, nbytes, dtype, self.streams[-1])
                 self.write(event)
                 self.see((row, out))
-            self.see((args, kwargs, result))
+            self.see(tensors)
         if event is not None:  # the last represents all: its inputs are used
             self._touch(event, (args, kwargs, result), ())
         self.owner, self._defers_allocations = _NOBODY, False

@@ -394,13 +394,13 @@ class _Survey:
 
     def _recordings(self, setups: list[Setup]) -> list[Recording]:
         first, layers = setups[0], self.model.layers
-        period = self.pattern.period
+        leading, period = self.pattern
         for blocks in numbers_of_blocks(first, self.pattern, layers):
             if self.whole or (blocks < RECORDED and not self.regular) or layers <= blocks + period:
                 continue
             try:
                 small, large = (self._record(first, blocks + i) for i in (0, period))
-                recordings = [unroll(small, large, layers)]
+                recordings = [unroll(small, large, layers, leading=leading)]
             except NotRegular:
                 continue
             except NotRun as error:
@@ -409,7 +409,8 @@ class _Survey:
             self.regular = True
             try:
                 if len(setups) > 1:
-                    recordings.append(unroll(small, large, layers, variant=self._record(setups[1], blocks)))
+                    variant = self._record(setups[1], blocks)
+                    recordings.append(unroll(small, large, layers, leading=leading, variant=variant))
                 return recordings + [_larger(recordings, setups, i) for i in range(2, len(setups))]
             except NotRegular:  # a single sequence may be gathered in place, say, and several not
                 return recordings[:1] + self._recordings(setups[1:])

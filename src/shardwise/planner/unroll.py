@@ -58,12 +58,15 @@ class Pattern(NamedTuple):
 
 
 @collector_paused()
-def unroll(small: Recording, large: Recording, layers: int, *, variant: Recording | None = None) -> Recording:
+def unroll(
+    small: Recording, large: Recording, layers: int, *, leading: int = 0, variant: Recording | None = None
+) -> Recording:
     """Return the recording of the same model with `layers` blocks.
 
     Args:
         small: a recording of a few blocks, `RECORDED` if nothing is known about the model.
         large: a recording of one more period.
+        leading: the number of blocks at the beginning that differ.
         variant: a recording to unroll instead of `small`, with other sizes, such as a larger micro-batch.
 
     Raises:
@@ -73,7 +76,7 @@ def unroll(small: Recording, large: Recording, layers: int, *, variant: Recordin
     if len(loops) != len(larger):
         raise NotRegular(f"{len(loops)} loops with {small.layers} blocks, {len(larger)} with {large.layers}")
     growths: dict[int, list[Any]] = {}
-    window = _window(small, large)
+    window = _window(small, large, leading)
     for loop, large_loop in zip(loops, larger, strict=True):
         by_layer = {segment.place.layer: segment for segment in large_loop}
         for segment in loop:
@@ -84,7 +87,7 @@ def unroll(small: Recording, large: Recording, layers: int, *, variant: Recordin
                 raise NotRegular(f"{segment.place}: something else with {large.layers} blocks")
             pairs = zip(segment.events, by_layer[layer].events, strict=True)
             growths[id(segment)] = [_growth(event, grown) for event, grown in pairs]
-    unrolled = _unroll_loops(small, loops, growths, large, large.layers)
+    unrolled = _unroll_loops(small, loops, growths, large, window, large.layers)
     for words, expected in zip(_words(unrolled), _words(large), strict=False):
         if words != expected:
             place = (words if expected == "the end" else expected)[0]
@@ -98,14 +101,14 @@ def unroll(small: Recording, large: Recording, layers: int, *, variant: Recordin
             raise NotRegular("other things happen with other sizes")
         segments = zip(small.segments, variant.segments, strict=True)
         growths |= {id(other): growths[id(segment)] for segment, other in segments}
-        return _unroll_loops(variant, list(_loops(variant)), growths, large, layers)
-    return unrolled if layers == large.layers else _unroll_loops(small, loops, growths, large, layers)
+        return _unroll_loops(variant, list(_loops(variant)), growths, large, window, layers)
+    return unrolled if layers == large.layers else _unroll_loops(small, loops, growths, large, window, layers)
 
 
-def _window(small: Recording, large: Recording) -> range:
-    """Return the middle blocks of `small`, which `large` has once more."""
+def _window(small: Recording, large: Recording, leading: int) -> range:
+    """Return middle blocks of `small`, which `large` has once more; the one before them does the same."""
     period = large.layers - small.layers
-    begin = (small.layers - period) // 2
+    begin = max((small.layers - period) // 2, leading + 1 if leading else 0)
     return range(begin, begin + period)
 
 
@@ -189,9 +192,13 @@ def extrapolate(small: Recording, large: Recording, times: int) -> Recording:
 
 
 def _unroll_loops(
-    small: Recording, loops: list[list[Segment]], growths: dict[int, list[Any]], large: Recording, layers: int
+    small: Recording,
+    loops: list[list[Segment]],
+    growths: dict[int, list[Any]],
+    large: Recording,
+    window: range,
+    layers: int,
 ) -> Recording:
-    window = _window(small, large)
     times, rest = divmod(layers - small.layers, len(window))
     assert not rest, (small.layers, large.layers, layers)
     copier = _Copier(window, times, _births(loops), growths)
