@@ -24,7 +24,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from ranks import on_ranks
-from shardwise import MixedPrecisionPolicy, ShardedParameter, clip_grad_norm_, compile_step, fully_shard
+from shardwise import (
+    MixedPrecisionPolicy,
+    ShardedParameter,
+    _compat,
+    clip_grad_norm_,
+    compile_step,
+    fully_shard,
+)
 from shardwise.checkpoint import load, save
 from shardwise.comm import DefaultAllGather
 from shardwise.comm.kinds import GATHER
@@ -243,26 +250,29 @@ def test_any_number_of_steps_lives_in_a_process_and_none_longer_than_needed() ->
 
 @on_ranks(2)
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("between", ["nothing", "a reset", "another step"])
 def test_what_is_frozen_or_unfrozen_between_graphs_costs_the_rest_no_gradient(
-    layout: Any, again: bool
+    layout: Any, between: str
 ) -> None:
     torch.compiler.reset()
     model, reference = (sharded(Net(), layout=layout) for _ in range(2))
     optimizer, other = sgd(model), sgd(reference)
-    step = compile_step(model, cross_entropy, optimizer, backend="eager")
-    for number, trains in enumerate((True, False, True)):
+    steps = [compile_step(model, cross_entropy, optimizer, backend="eager") for _ in range(2)]
+    graphs = []
+    for number, trains in enumerate((True, False, True, False)):
         name = "blocks.0.up.weight"
         for each in (model, reference):
             dict(each.named_parameters())[name].requires_grad_(trains)
-        torch.compiler.reset()
-        if again:
-            step = compile_step(model, cross_entropy, optimizer, backend="eager")
-        step(*batch(number))
+        if between == "a reset":
+            torch.compiler.reset()
+        earlier = _compat.graphs_traced()
+        steps[number % 2 if between == "another step" else 0](*batch(number))
+        graphs.append(_compat.graphs_traced() - earlier)
         eager_step(reference, other, number=number)
         missing = [n for n, p in model.named_parameters() if p.grad is None]
         assert missing == [name] * (not trains)
         assert all(map(torch.equal, locals_of(model), locals_of(reference)))
+    assert graphs == ([1, 1, 1, 1] if between == "a reset" else [1, 1, 0, 0])
 
 
 @on_ranks(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -265,13 +264,6 @@ def graphs_traced() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
-
-
-def has_graphs(compiled: Callable[..., Any]) -> bool:
-    """Return whether a function of `torch.compile` has graphs: `torch.compiler.reset()` removes them."""
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    return bool(_debug_get_cache_entry_list(inspect.unwrap(compiled).__code__))
 
 
 def aoti_compile(program: torch.export.ExportedProgram, path: str) -> None:

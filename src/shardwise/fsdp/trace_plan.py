@@ -70,7 +70,7 @@ def _prepare(state: ModuleState) -> None:
     guard.lift(state.guards)  # each graph would depend on their code
     state.guards = []
     for group, reducer in zip(state.groups, state.reducers, strict=True):
-        if group.traced is None or _trains_otherwise(group):
+        if needs_segments(group):
             for old in group.traced if isinstance(group.traced, list) else ():
                 # An old graph may keep it alive, and parameters unfrozen since would be reported.
                 _frozen.pop(old, None)
@@ -81,11 +81,14 @@ def _prepare(state: ModuleState) -> None:
                 _LOG.info("%s: '%s' runs outside of graphs: it has %s", here(), state.name, group.traced)
 
 
-def _trains_otherwise(group: ParamGroup) -> bool:
-    """Return whether other parameters train than when the segments were made."""
-    return isinstance(group.traced, list) and any(
-        [param.sharded.requires_grad for param in params] != segment.cut.trains
-        for segment, params in zip(group.traced, group.members, strict=True)
+def needs_segments(group: ParamGroup) -> bool:
+    """Return whether the group has no segments, or other parameters train than when they were made."""
+    return group.traced is None or (
+        isinstance(group.traced, list)
+        and any(
+            [param.sharded.requires_grad for param in params] != segment.cut.trains
+            for segment, params in zip(group.traced, group.members, strict=True)
+        )
     )
 
 

@@ -171,12 +171,10 @@ class CompiledStep:
     def _prepared(self, states: list[ModuleState]) -> list[Segment]:
         """Return the segments that take part; note the reason if one graph is impossible."""
         groups = [group for state in states for group in state.groups]
-        # The segments that tracing would make anew, where other parameters train: their leaves are arguments.
-        traces = self._why_not is None and not _compat.has_graphs(self._whole)
         for state in states:
-            if traces or state.schedule is None or any(group.traced is None for group in state.groups):
+            # Before tracing, which would make them anew: the leaves of segments are arguments.
+            if state.schedule is None or any(map(trace_plan.needs_segments, state.groups)):
                 trace_plan.prepare(state)
-                traces = False  # it prepared all others, too
         segments: list[Segment] = []
         for group in groups:
             group.abandon_gather()  # one that evaluation started is out of date after this step

@@ -115,8 +115,8 @@ class Compiled(Uncompiled):
 
     def act(self, action: str, ranks: list[int]) -> None:
         super().act(action, ranks)
-        if action.startswith(("freeze", "train")):
-            torch.compiler.reset()
+        if action.startswith(("freeze", "train")) and self.case["how"] != "step":
+            torch.compiler.reset()  # a compiled step traces what trains by itself
 
     def update(self, number: int, *, last: bool) -> None:
         if self.case["how"] == "step":  # which has done it
