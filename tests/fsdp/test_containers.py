@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard
@@ -297,3 +298,48 @@ def test_a_tuple_of_its_own_class_keeps_its_class_and_attributes(layout: Any) ->
     for block, reference in zip(blocks, references, strict=True):
         grad: Any = block.linear.weight.grad
         torch.testing.assert_close(grad.full_tensor(), reference.linear.weight.grad)
+
+
+@dataclass
+class Hidden(ModelOutput):
+    state: Tensor | None = None
+
+
+class Files(nn.Linear):
+    """Files the list that it is given in what else it is given, and reads what the block before filed."""
+
+    def forward(self, out: Hidden, states: list[Tensor], places: list[Any]) -> Hidden:
+        hidden = super().forward(out.state + sum(places[0].get("states", ()))).tanh()
+        states.append(hidden)
+        for place in places[:2]:
+            place["states"] = states
+        places[2].losses = states
+        out["twice"], out.state, out.mean = 2 * hidden, hidden, hidden.mean()
+        return out
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_list_that_a_block_files_stays_the_callers_and_outputs_keep_what_is_set(layout: Any) -> None:
+    torch.manual_seed(0)
+    whole = nn.ModuleList(Files(4, 4) for _ in range(2))
+    blocks = copy.deepcopy(whole)
+    for block in blocks:
+        fully_shard(block, layout=layout)
+    losses = []
+    for each in (whole, blocks):
+        start = torch.ones(2, 4, requires_grad=True)
+        out, states = Hidden(start.sin()), [start.cos()]
+        places: list[Any] = [{}, UserDict(), Notes()]
+        for block in each:
+            out = block(out, states, places)
+        assert len(states) == 3
+        assert all(place["states"] is states for place in places[:2])
+        assert places[2].losses is states
+        assert out.state is out["state"]
+        assert out.twice is out["twice"]
+        losses.append((out.state + out.twice + out.mean).square().sum() + sum(states).sum())
+        losses[-1].backward()
+    assert losses[0] == losses[1]
+    for block, reference in zip(blocks, whole, strict=True):
+        torch.testing.assert_close(block.weight.grad.full_tensor(), reference.weight.grad)

@@ -283,7 +283,7 @@ def _run(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args:
                 state.abandon_forward()
             raise
         output = state.post_forward(module, output)
-        return _hand_back(rebuilt, output) if rebuilt else output
+        return _hand_back(rebuilt, output, (args, kwargs)) if rebuilt else output
     except Exception as error:
         state.report_failure(error)
         raise

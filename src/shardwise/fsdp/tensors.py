@@ -59,10 +59,11 @@ def map_tensors(
             pass
         elif kind is dict:
             result = dict(contents)
-        elif dataclasses.is_dataclass(value):  # of transformers, whose fields are its items
+        elif dataclasses.is_dataclass(value) and torch.compiler.is_dynamo_compiling():
             result = kind(**contents)
         else:
-            result = _empty_like(value)
+            # A dataclass is one of transformers, whose fields are its items.
+            result = copy.copy(value) if dataclasses.is_dataclass(value) else _empty_like(value)
             for key, item in contents.items():
                 _write(result, key, item)
     elif isinstance(value, (list, tuple, set, frozenset)):
@@ -124,6 +125,8 @@ def _write(value: Any, key: Any, item: Any) -> None:
         value[key] = item
     else:
         _base_of(value).__setitem__(value, key, item)
+        if dataclasses.is_dataclass(value) and key in vars(value):  # of transformers: attributes, too
+            object.__setattr__(value, key, item)
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:
@@ -139,10 +142,13 @@ def _fields_of(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-def hand_back(rebuilt: Rebuilt, output: Any = None) -> Any:
+def hand_back(rebuilt: Rebuilt, output: Any = None, inputs: Any = None) -> Any:
     """Write what a forward wrote to rebuilt containers to those that its caller gave.
 
     Returns the forward's output, with the caller's containers in place of rebuilt ones.
+
+    Args:
+        inputs: the forward's arguments, which may hold objects that were not rebuilt, and written to.
     """
     for value, built, contents, attributes in reversed(rebuilt):  # outer ones first, the last rebuilt first
         for name, item in _attributes_of(built).items():
@@ -165,11 +171,11 @@ def hand_back(rebuilt: Rebuilt, output: Any = None) -> Any:
                 _write(value, key, item)
             else:
                 setattr(value, key, item)
-    return _with_originals(output, rebuilt)
+    return _with_originals(output, rebuilt, inputs)
 
 
-def _with_originals(output: Any, rebuilt: Rebuilt) -> Any:
-    """Put given containers in place of rebuilt ones, in those that were given and in the output."""
+def _with_originals(output: Any, rebuilt: Rebuilt, inputs: Any) -> Any:
+    """Put given containers in place of rebuilt ones, in all that was given and in the output."""
     originals = {id(built): container for container, built, *_ in rebuilt}
 
     def restore(value: Any) -> Any:
@@ -193,14 +199,22 @@ def _with_originals(output: Any, rebuilt: Rebuilt) -> Any:
                 if (new := restore(item)) is not item:
                     _write(value, key, new)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            for name, item in _fields_of(value).items():
-                if (new := restore(item)) is not item:
-                    object.__setattr__(value, name, new)
+            restore_attributes(value, _fields_of(value))
         return value
+
+    def restore_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
+        for name, item in list(attributes.items()):
+            if (new := restore(item)) is not item:
+                object.__setattr__(value, name, new)
 
     for container, *_ in rebuilt:
         if id(container) not in originals:
             restore_items(container)
+    if inputs is not None:
+        for value in _reachable(inputs):
+            if not isinstance(value, Tensor) and id(value) not in originals:
+                restore_items(value)
+                restore_attributes(value, getattr(value, "__dict__", {}))
     return restore(output)
 
 
@@ -268,10 +282,7 @@ def _shards(sharded: ShardedTensor) -> list[Tensor]:
 def reachable_grad_tensors(value: Any, *, transformed: bool = False) -> list[Tensor]:
     """List tensors as `grad_tensors` does, and those in attributes of any object but modules; each once."""
     tensors: dict[int, Tensor] = {}
-    seen: set[int] = set()
-    pending = [value]
-    while pending:
-        item = pending.pop()
+    for item in _reachable(value):
         if isinstance(item, Tensor):
             if transformed:
                 item = _compat.below_vmap(item)
@@ -279,12 +290,23 @@ def reachable_grad_tensors(value: Any, *, transformed: bool = False) -> list[Ten
                 for tensor in _shards(item) if isinstance(item, ShardedTensor) else (item,):
                     # Each once, since each is hooked. Held, so that no other tensor gets its id meanwhile.
                     tensors.setdefault(id(tensor), tensor)
+    return list(tensors.values())
+
+
+def _reachable(value: Any) -> Iterator[Any]:
+    """Yield `value` and what its items and attributes lead to, except modules; tensors, and objects once."""
+    seen: set[int] = set()
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Tensor):
+            yield item
         elif id(item) not in seen and not isinstance(item, _OPAQUE):
             # Objects may refer back to themselves.
             seen.add(id(item))
+            yield item
             # Reversed, so that the stack returns them in order of appearance.
             pending.extend(reversed(_parts(item)))
-    return list(tensors.values())
 
 
 _OPAQUE = (*_SCALARS, bytes, type, torch.dtype, torch.device, nn.Module, ModuleType)
