@@ -277,7 +277,8 @@ class Recorder(Storages):
             return
         tensors = tensors_of((args, kwargs, result))
         event = self._compute(func, args, kwargs, result, tensors)
-        self.see(tensors)
+        for tensor in tensors:  # as `see`, which takes anything, and longer
+            self._see(tensor.untyped_storage())
         count = count_of(func, args, self._count_of)
         if count is not None:
             self._counts[id(self.life(result))] = count

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise._compat import EagerDispatchMode, FakeTensor, FastFakeTensorMode
+from shardwise._compat import FakeTensor, FastFakeTensorMode
 from shardwise.errors import ShardwiseError
 from shardwise.planner.cost import tensors_of
 from shardwise.planner.kernels import kernels
@@ -41,7 +41,7 @@ def check(model: Model, setup: Setup) -> Pattern:
 @functools.lru_cache(maxsize=4)
 def _pattern(model: Model, setup: Setup) -> Pattern:
     model = chunked(model) if setup.loss == "chunked" else model
-    with quiet_fakes(), FastFakeTensorMode(allow_non_fake_inputs=True):
+    with quiet_fakes(), _Watch(allow_non_fake_inputs=True) as watch:
         try:
             module, _ = build_module(model, model.layers, setup.param_dtype)
         except ShardwiseError:
@@ -52,9 +52,9 @@ def _pattern(model: Model, setup: Setup) -> Pattern:
         holders = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
         patterns = [_compare("has", [list(_describe_block(block, holders)) for block in blocks])]
         tokens = torch.zeros(setup.micro_batch, setup.length, dtype=torch.int64)
-        watch = _Watch(blocks)
+        watch.follow(blocks)
         try:
-            with no_packed_sequences(), kernels(setup), watch:  # by now the model's code is imported
+            with no_packed_sequences(), kernels(setup):  # by now the model's code is imported
                 loss = model.loss(module, tokens, tokens)
                 patterns.append(_compare("does", watch.inside))
                 watch.in_backward = True
@@ -95,18 +95,20 @@ def _describe_block(block: nn.Module, holders: Counter[int]) -> Iterator[Any]:
         yield name, buffer.shape, buffer.dtype
 
 
-class _Watch(EagerDispatchMode):
-    """Records operators with their shapes, by the block that they are in, or come after.
+class _Watch(FastFakeTensorMode):
+    """Records operators on fake tensors with their shapes, by the block that they are in, or come after.
 
     In backward, a block begins with the gradient of what it returned, and ends where the next one begins.
     """
 
-    def __init__(self, blocks: list[nn.Module]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.order: list[int] = []
-        self.inside, self.after, self.backward = ([list[Any]() for _ in blocks] for _ in range(3))
         self.in_backward = False
         self._current: list[Any] | None = None
+
+    def follow(self, blocks: list[nn.Module]) -> None:
+        self.inside, self.after, self.backward = ([list[Any]() for _ in blocks] for _ in range(3))
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(lambda *_, number=number: self._enter(number), prepend=True)
             block.register_forward_hook(lambda *call, number=number: self._leave(number, call[-1]))
@@ -132,13 +134,17 @@ class _Watch(EagerDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # read twice per operator: avoids another dispatch
-        result = func(*args, **(kwargs or {}))
-        if self._current is not None:
+        current, self._current = self._current, None  # without what torch computes a new result by
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._current = current
+        if current is not None:
             tensors = [tensor for tensor in (*args, result) if isinstance(tensor, torch.Tensor)]
             words = [(tensor.shape, tensor.dtype) for tensor in tensors]
-            self._current.append((func, torch.is_grad_enabled(), words))
+            current.append((func, torch.is_grad_enabled(), words))
             # A recording has `FEW` blocks at least.
-            if len(self._current) > MOST // FEW and self._current is self.inside[self.order[-1]]:
-                names = (str(tensor[0].overloadpacket) for tensor in self._current if tensor != "call")
+            if len(current) > MOST // FEW and current is self.inside[self.order[-1]]:
+                names = (str(tensor[0].overloadpacket) for tensor in current if tensor != "call")
                 refuse_loop(Counter((name, "forward", self.order[-1]) for name in names))
         return result

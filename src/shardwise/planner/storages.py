@@ -102,9 +102,7 @@ class Storages(EagerDispatchMode):
             isinstance(value, Iterable) and not isinstance(value, (str, bytes))
         ):
             for item in value:
-                if type(item) is FakeTensor:  # most, in a plan
-                    self._see(item.untyped_storage())
-                elif item is not None and not isinstance(item, _SCALARS):
+                if item is not None and not isinstance(item, _SCALARS):
                     self.see(item)
 
     def life(self, tensor: Tensor) -> Life:
