@@ -149,6 +149,9 @@ class Run:
         """An iteration that raises, and what a user does then."""
         self.control.raises = step["raises"]
         hook = self.raising_hook(step["raises"])
+        optimized = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
+        others = [param for param in self.params.values() if id(param) not in optimized]  # unfrozen since
+        earlier = [None if param.grad is None else param.grad.clone() for param in others]
         try:
             if not self.alone:
                 self.backward(step | {"micro": 1}, record=False)
@@ -164,6 +167,8 @@ class Run:
         for root in self.roots:
             root.reset_iter_state()
         self.optimizer.zero_grad()
+        for param, gradient in zip(others, earlier, strict=True):
+            param.grad = gradient
 
     def raising_hook(self, raises: Spec) -> RemovableHandle | None:
         """Raises when the gradient of a parameter is there."""
