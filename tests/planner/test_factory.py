@@ -109,6 +109,18 @@ def test_a_setup_knows_the_strategies_that_there_are() -> None:
     assert get_args(Strategy) == tuple(NAMED)
 
 
+def test_the_interleaved_layout_has_fsdp_and_hsdp_by_name() -> None:
+    assert Setup(ranks=4, strategy="fsdp") == Setup(ranks=4)
+    assert Setup(ranks=4, replicas=2, strategy="hsdp") == Setup(ranks=4, replicas=2)
+    for options, said in (
+        ({"strategy": "fsdp", "replicas": 2}, "'fsdp' needs 1 replica, got 2"),
+        ({"strategy": "hsdp"}, "'hsdp' needs more than 1 replica"),
+        ({"strategy": "zero2"}, "'zero2' needs the contiguous layout"),
+    ):
+        with pytest.raises(ShardingError, match=said):
+            Setup(ranks=4, **options)
+
+
 class Shared(Even):
     def __init__(self) -> None:
         super().__init__()

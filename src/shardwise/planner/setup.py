@@ -209,9 +209,10 @@ class Setup:
 
 
 def _check_strategy(setup: Setup) -> None:
+    """Raises ShardingError for a strategy that does not fit; the interleaved layout's own become None."""
     if setup.strategy is None:
         return
-    if setup.layout != "contiguous":
+    if setup.layout != "contiguous" and setup.strategy not in ("fsdp", "hsdp"):
         raise ShardingError(
             f"strategy {setup.strategy!r} needs the contiguous layout: give layout='contiguous'"
         )
@@ -220,6 +221,8 @@ def _check_strategy(setup: Setup) -> None:
         if setup.replicas > 1:
             needs, fix = f"1 replica, got {setup.replicas}", "replicas=1, or hsdp or hierarchical_fsdp"
         raise ShardingError(f"strategy {setup.strategy!r} needs {needs}: give {fix}")
+    if setup.layout != "contiguous":
+        object.__setattr__(setup, "strategy", None)  # the same plan, as all other settings compare
 
 
 def _check_dimensions(setup: Setup) -> None:
