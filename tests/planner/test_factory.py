@@ -127,6 +127,14 @@ class Shared(Even):
         self.blocks = nn.ModuleList([self.blocks[0]] * 2)
 
 
+class Norms(Even):
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.LayerNorm(256)
+        for number, block in enumerate(self.blocks):
+            block.add_module(f"norm{number}", norm)
+
+
 class Nested(Even):
     def __init__(self) -> None:
         super().__init__()
@@ -147,6 +155,9 @@ def test_what_is_no_factory_is_told_what_one_is(tmp_path: Path) -> None:
             shardwise.plan(source, sequence=8)
     with pytest.raises(ShardingError, match=r"'blocks\.0' and 'blocks\.1' are one module"):
         shardwise.plan(Shared, sequence=8)
+    said = r"'blocks\.0' and 'blocks\.1' share the parameter 'norm0\.weight', there 'norm1\.weight', which"
+    with pytest.raises(ShardingError, match=said):
+        shardwise.plan(Norms, sequence=8)
     with pytest.raises(ShardingError, match=r"'blocks\.0' is a ModuleList, .* put its modules into 'blocks'"):
         shardwise.plan(Nested, sequence=8)
     with pytest.raises(ShardingError, match=r"must return its logits, .*one of shape \(\)"):
