@@ -121,6 +121,27 @@ def test_the_interleaved_layout_has_fsdp_and_hsdp_by_name() -> None:
             Setup(ranks=4, **options)
 
 
+class BatchNorms(Even):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(self.norm(x.transpose(1, 2)).transpose(1, 2))
+        return self.head(x)
+
+
+def test_a_batch_norm_that_the_cpu_refuses_is_named() -> None:
+    def build(track: bool = True) -> nn.Module:
+        model = BatchNorms()
+        model.norm = nn.BatchNorm1d(256, track_running_stats=track)
+        return model
+
+    (assumed,) = shardwise.plan(build, ranks=2, sequence=8, device="cpu").assumed
+    assert assumed.startswith("BatchNorm1d computes in bfloat16 with running statistics of another dtype")
+    for options in ({}, {"device": "cpu", "param_dtype": "float32"}):
+        assert not shardwise.plan(build, ranks=2, sequence=8, **options).assumed
+    assert not shardwise.plan(lambda: build(track=False), ranks=2, sequence=8, device="cpu").assumed
+
+
 class Shared(Even):
     def __init__(self) -> None:
         super().__init__()

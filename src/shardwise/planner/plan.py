@@ -43,6 +43,10 @@ _BY_REFERENCE = (
     "Without kernels, which are not installed here, {} ran as transformers' reference code: with them it"
     " takes less memory and time"
 )
+_STATISTICS = (
+    "{} computes in {} with running statistics of another dtype, which torch's CPU operators refuse: on CPU"
+    " ranks its forward raises; give param_dtype='float32'"
+)
 _CONVERTED = "The model makes parameters in {}: they are converted to stored_dtype, {}, before they are cut"
 
 
@@ -233,6 +237,11 @@ def plan_of(
             *(_CONVERTED.format(t, setup.stored_dtype) for t in recording.converted if t != "float32"),
             *([_AS_KERNELS.format(", ".join(recording.as_kernels))] if recording.as_kernels else ()),
             *([_BY_REFERENCE.format(", ".join(recording.by_reference))] if recording.by_reference else ()),
+            *(
+                _STATISTICS.format(name, setup.param_dtype)
+                for name in recording.unlike_statistics
+                if setup.device == "cpu"
+            ),
             *(_ASSUMED.format(name) for name in measure.unknown_operators(recording)),
         ],
         whole=whole,
