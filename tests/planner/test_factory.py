@@ -142,6 +142,18 @@ def test_a_batch_norm_that_the_cpu_refuses_is_named() -> None:
     assert not shardwise.plan(lambda: build(track=False), ranks=2, sequence=8, device="cpu").assumed
 
 
+def test_an_option_that_another_one_needs_is_named_as_the_command_spells_it() -> None:
+    for options in ({"float8": True}, {"nvfp4": True}):
+        with pytest.raises(ShardingError, match=r"give compile=True \(--compile\)"):
+            Setup(**options)
+    with pytest.raises(ShardingError, match=r"give float8=True \(--float8\)"):
+        Setup(float8_scales="row")
+    with pytest.raises(
+        ShardingError, match=r"compile=True \(--compile\) and tensor \(--tensor\) of more than 1"
+    ):
+        Setup(async_tensor=True)
+
+
 class Shared(Even):
     def __init__(self) -> None:
         super().__init__()
