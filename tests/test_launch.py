@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from shardwise import launch
-from shardwise.errors import ShardingError
+from shardwise.errors import RankMismatchError, ShardingError
 
 
 def raised(error: BaseException) -> BaseException:
@@ -51,6 +51,20 @@ def test_a_mistake_is_one_line_with_its_place_from_the_first_rank_that_says_it(s
     assert told.count("\n") == 1
     assert show(0, ShardingError("no layout of that name")) == ""
     assert "another" in show(0, ShardingError("another"))
+
+
+def test_what_ranks_say_alike_but_for_their_numbers_is_printed_once(show: Any) -> None:
+    errors = [
+        RankMismatchError(f"rank {rank}: could not {task}: they differ\nOnly on rank {rank}:\n  a gather")
+        for rank, task in ((0, "gather"), (1, "gather"), (1, "reduce"))
+    ]
+    assert show(0, errors[0]).endswith("could not gather: they differ\nOnly on rank 0:\n  a gather\n")
+    assert show(1, errors[1]) == ""
+    assert show(1, errors[2]).endswith(": rank 1: could not reduce: they differ\n")
+    other = RankMismatchError("rank 0: could not gather: they differ\nOnly on rank 0:\n  a reduction")
+    assert show(0, other).endswith("they differ\nOnly on rank 0:\n  a reduction\n")
+    assert show(0, ShardingError("rank 1: seen from rank 0")).count("rank 1: seen") == 1
+    assert show(1, ShardingError("rank 0: seen from rank 1")).count("rank 0: seen") == 1
 
 
 def test_other_errors_keep_their_traceback_once_and_what_follows_from_them_is_short(show: Any) -> None:

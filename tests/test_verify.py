@@ -456,6 +456,13 @@ def test_a_case_that_does_not_fit_says_what_was_expected(case, message):
         verify(case, ranks=2, steps=1)
 
 
+def test_gradients_of_which_none_is_finite_are_differences_and_not_zeros():
+    result = verify(f"{WRONG}:infinite_loss", ranks=2, steps=1)
+    assert result.first.name == "loss"
+    assert result.first_parameter.kind == "gradient"
+    assert " non-finite values on the ranks and " in result.first_parameter.problem
+
+
 def leave_a_trace(alive, folder: str) -> int:
     rank = int(os.environ["RANK"])
     Path(folder, str(os.getpid())).touch()

@@ -6,8 +6,9 @@
     mistakes (`ShardwiseError`, an impossible mesh or rendezvous)   one line: where, what, remedy
     anything else                                                   its traceback
 
-If several ranks of one machine would print the same text, one does. After the first error, others get one
-line each, as most say only that a peer is gone. SHARDWISE_TRACEBACK=1 shows everything, from every rank.
+If several ranks of one machine would print the same text, but for their own numbers, one does; and of long
+texts that begin differently and go on alike, others print the first line. After the first error, others get
+one line each, as most say only that a peer is gone. SHARDWISE_TRACEBACK=1 shows everything, from every rank.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 import signal
 import sys
 import traceback
@@ -28,7 +30,10 @@ from shardwise.errors import ShardwiseError
 TRACEBACK = "SHARDWISE_TRACEBACK"
 _MARK = "shardwise-said-"
 _NOTE = "shardwise-note-"
+_DETAILS = "shardwise-details-"
+_WHOSE = re.compile(r"\brank \d+( \([^)]*\))?:$", re.MULTILINE)  # as in `Only on rank 1:`
 _SETTING_UP = ("rendezvous.py", "device_mesh.py")  # files of torch.distributed whose errors are mistakes
+_reporting: list[bool] = []  # [True] once `report_errors` was called
 _REMEDIES = {
     "environment variable": "start it with `shardwise run --ranks N SCRIPT` or torchrun, which set it",
     "EADDRINUSE": "choose another --master-port, or use --standalone, which finds a free port",
@@ -79,6 +84,12 @@ def launch(command: Sequence[str], *, ranks: int) -> int:
 def report_errors() -> None:
     """Show this process's uncaught errors as the module docstring describes, from now on."""
     sys.excepthook = _show
+    _reporting[:] = [True]  # torch wraps the hook
+
+
+def prints_errors_once() -> bool:
+    """Return whether an uncaught error of this process is printed by one rank of those that have it."""
+    return bool(_reporting) and not shows_all()
 
 
 def shows_all() -> bool:
@@ -136,11 +147,21 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def say(line: str, *, whole: str = "") -> None:
-    """Print `line` on stderr once per machine, or `whole`, if given and no error was printed before."""
+    """Print `line` on stderr once per machine, or `whole`, if given and no error was printed before.
+
+    Of a `line` of several lines, the first is printed without the others if another rank has said these.
+    """
     text, marks = whole or line, _marks()
     if whole and marks is not None and any(marks.glob(f"{_MARK}*")):
         text = line
-    if _is_first(_MARK, line):
+    own_rank = rf"\brank {os.environ.get('RANK')}( \([^)]*\))?: "
+    first, _, details = line.partition("\n")
+    is_new = _is_first(_MARK, re.sub(own_rank, "", first, count=1))
+    if details and not _is_first(_DETAILS, _WHOSE.sub("", details)):
+        text = first
+    elif details:
+        is_new = True
+    if is_new:
         if marks is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             text = f"rank {os.environ['RANK']}: {text}"
         print(text, file=sys.stderr, flush=True)

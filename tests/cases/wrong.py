@@ -1,4 +1,4 @@
-"""Cases whose sharded side trains something else, each in one place."""
+"""Cases whose sharded side trains something else, each in one place; and one whose loss is no number."""
 
 from __future__ import annotations
 
@@ -47,6 +47,10 @@ def changed_before_the_first_step() -> Case:
         model.shard(module, mesh)
 
     return replace(right(), shard=shard)
+
+
+def infinite_loss() -> Case:
+    return replace(right(), loss=lambda module, batch: float("inf") * right().loss(module, batch))
 
 
 def untied_and_frozen() -> Case:

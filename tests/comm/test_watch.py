@@ -7,19 +7,21 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from ranks import on_ranks
 from shardwise._compat import timeout_of
-from shardwise.comm import watch
+from shardwise.comm import report, watch
 from shardwise.comm.order import Node, event_for
 
 SCRIPT = """
 from contextlib import suppress
 from datetime import timedelta
 
+import pytest
 import torch.distributed as dist
-from shardwise.comm import watch
+from shardwise.comm import report, watch
 
 
 class Order:
@@ -74,3 +76,31 @@ def test_a_rank_that_came_as_far_by_another_way_is_waited_for_in_vain() -> None:
     assert "gather b" in str(watch._mismatch(order, 1, record))
     for agrees in ({"digest": mine.digest.hex()}, {"depth": 2}):
         assert watch._mismatch(order, 1, record | agrees) is None
+
+
+class InVain(SimpleNamespace):
+    __hash__ = object.__hash__
+    post = staticmethod(lambda: None)
+    read = staticmethod(lambda: {1: {"verdict": "ranks disagree"}})
+
+
+def in_vain() -> Any:
+    return InVain(passes=0, latest=None, left=None, raised=False, verdict=None, groups=[])
+
+
+def test_a_verdict_is_logged_at_once_or_if_its_error_would_be_printed_only_once_none_came(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(report.FOLDER, raising=False)
+    for prints, raises, logged in ((False, False, 1), (True, False, 1), (True, True, 0)):
+        monkeypatch.setattr(watch, "prints_errors_once", lambda prints=prints: prints)
+        caplog.clear()
+        thread, order = watch._Watch(), in_vain()
+        thread._judge(order, (0, order.latest))
+        assert order.verdict == "ranks disagree"
+        assert len(caplog.records) == (0 if prints else 1)
+        thread.positions[order], order.raised = (0, order.latest), raises
+        thread.verdict_times[order] = 0.0
+        thread._check_orders()
+        thread._check_orders()
+        assert [record.getMessage() for record in caplog.records] == ["rank ?: ranks disagree"] * logged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp.models import raises_on_every_rank
 from ranks import on_ranks
@@ -103,6 +105,35 @@ def test_outputs_in_objects_and_views_changed_in_place_have_the_right_gradients(
         loss = model(torch.ones(4, 8)).square().mean() + sum(block.penalty for block in model.blocks)
         loss.backward()
     assert_same_gradients(net, reference)
+
+
+class Queued(nn.Linear):
+    def forward(self, hidden: deque[Tensor]) -> deque[Tensor]:
+        return deque([super().forward(hidden[0]).sin()])
+
+
+class Recomputed(nn.Sequential):
+    def forward(self, hidden: Any) -> Any:
+        for block in self:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        return hidden
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(2)
+def test_a_recomputation_that_no_hook_announces_is_laid_to_what_left_forward(layout: str) -> None:
+    net = Recomputed(Queued(8, 8), Queued(8, 8))
+    for block in net:
+        fully_shard(block, layout=layout)
+    fully_shard(net, layout=layout)
+    inputs = deque([torch.ones(4, 8, requires_grad=True)])
+    net(inputs)[0].sum().backward()
+    net.zero_grad()
+    message = raises_on_every_rank(LifecycleError, lambda: net(inputs))
+    assert "an earlier backward recomputed the forward of '0' and did not end there" in message
+    assert "in an object whose attributes cannot be inspected. Return it from forward too" in message
+    net.reset_iter_state()
+    net(inputs)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

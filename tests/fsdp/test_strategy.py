@@ -23,6 +23,7 @@ from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError
+from shardwise.mesh import DataParallelMeshDims
 from shardwise.optim import flat
 from shardwise.sharded_tensor.rows import ShardedRows
 
@@ -267,15 +268,38 @@ def test_a_strategy_of_the_interleaved_layout_is_refused() -> None:
 
 @on_ranks(4)
 def test_a_strategy_for_another_mesh_is_refused() -> None:
-    cases: list[tuple[str, str, Any]] = [
-        ("hsdp", "needs a 2-D", meshes("fsdp")),
-        ("hierarchical_fsdp", "needs a 2-D", meshes("fsdp")),
-        ("zero1", "needs a 1-D", meshes("hsdp")),
-        ("zero3", "strategy must be one of ddp, zero1, zero2, fsdp, hsdp, hierarchical_fsdp", None),
+    contiguous, interleaved, both = ["contiguous"], ["interleaved"], ["contiguous", "interleaved"]
+    names = "strategy must be one of ddp, zero1, zero2, fsdp, hsdp, hierarchical_fsdp"
+    cases: list[tuple[list[str], str, str, Any]] = [
+        (both, "hsdp", "needs a 2-D", meshes("fsdp")),
+        (contiguous, "hierarchical_fsdp", "needs a 2-D", meshes("fsdp")),
+        (contiguous, "zero1", "needs a 1-D", meshes("hsdp")),
+        (both, "fsdp", "needs a 1-D", meshes("hsdp")),
+        (both, "zero3", names, None),
+        (interleaved, "fsdp", "needs a mesh with a shard axis, got replicas only", replicas_only()),
     ]
-    for strategy, expected, mesh in cases:
-        message = raises_on_every_rank(
-            ShardingError,
-            lambda s=strategy, m=mesh: fully_shard(nn.Linear(4, 4), mesh=m, layout="contiguous", strategy=s),
-        )
-        assert expected in message
+    for layouts, strategy, expected, mesh in cases:
+        for layout in layouts:
+            options: Any = mesh if isinstance(mesh, dict) else {"mesh": mesh}
+            options |= {"layout": layout, "strategy": strategy}
+            message = raises_on_every_rank(ShardingError, lambda o=options: fully_shard(nn.Linear(4, 4), **o))
+            assert expected in message
+
+
+def replicas_only() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("copies",))
+    return {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(replicate="copies")}
+
+
+@on_ranks(4)
+def test_the_strategies_that_the_interleaved_layout_has_are_its_defaults() -> None:
+    for strategy in ("fsdp", "hsdp"):
+        trained = []
+        for options in ({}, {"strategy": strategy}):
+            torch.manual_seed(0)
+            net, mesh = Net(), meshes(strategy)
+            for module in (*net.blocks, net):
+                fully_shard(module, mesh=mesh, **options)
+            train(net, torch.optim.SGD(net.parameters(), foreach=True), step=0, micro_batches=1)
+            trained.append([param.full_tensor() for param in net.parameters()])
+        assert all(torch.equal(left, right) for left, right in zip(*trained, strict=True))

@@ -109,10 +109,63 @@ def test_a_setup_knows_the_strategies_that_there_are() -> None:
     assert get_args(Strategy) == tuple(NAMED)
 
 
+def test_the_interleaved_layout_has_fsdp_and_hsdp_by_name() -> None:
+    assert Setup(ranks=4, strategy="fsdp") == Setup(ranks=4)
+    assert Setup(ranks=4, replicas=2, strategy="hsdp") == Setup(ranks=4, replicas=2)
+    for options, said in (
+        ({"strategy": "fsdp", "replicas": 2}, "'fsdp' needs 1 replica, got 2"),
+        ({"strategy": "hsdp"}, "'hsdp' needs more than 1 replica"),
+        ({"strategy": "zero2"}, "'zero2' needs the contiguous layout"),
+    ):
+        with pytest.raises(ShardingError, match=said):
+            Setup(ranks=4, **options)
+
+
+class BatchNorms(Even):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(self.norm(x.transpose(1, 2)).transpose(1, 2))
+        return self.head(x)
+
+
+def test_a_batch_norm_that_the_cpu_refuses_is_named() -> None:
+    def build(track: bool = True) -> nn.Module:
+        model = BatchNorms()
+        model.norm = nn.BatchNorm1d(256, track_running_stats=track)
+        return model
+
+    (assumed,) = shardwise.plan(build, ranks=2, sequence=8, device="cpu").assumed
+    assert assumed.startswith("BatchNorm1d computes in bfloat16 with running statistics of another dtype")
+    for options in ({}, {"device": "cpu", "param_dtype": "float32"}):
+        assert not shardwise.plan(build, ranks=2, sequence=8, **options).assumed
+    assert not shardwise.plan(lambda: build(track=False), ranks=2, sequence=8, device="cpu").assumed
+
+
+def test_an_option_that_another_one_needs_is_named_as_the_command_spells_it() -> None:
+    for options in ({"float8": True}, {"nvfp4": True}):
+        with pytest.raises(ShardingError, match=r"give compile=True \(--compile\)"):
+            Setup(**options)
+    with pytest.raises(ShardingError, match=r"give float8=True \(--float8\)"):
+        Setup(float8_scales="row")
+    with pytest.raises(
+        ShardingError, match=r"compile=True \(--compile\) and tensor \(--tensor\) of more than 1"
+    ):
+        Setup(async_tensor=True)
+
+
 class Shared(Even):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([self.blocks[0]] * 2)
+
+
+class Norms(Even):
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.LayerNorm(256)
+        for number, block in enumerate(self.blocks):
+            block.add_module(f"norm{number}", norm)
 
 
 class Nested(Even):
@@ -135,6 +188,9 @@ def test_what_is_no_factory_is_told_what_one_is(tmp_path: Path) -> None:
             shardwise.plan(source, sequence=8)
     with pytest.raises(ShardingError, match=r"'blocks\.0' and 'blocks\.1' are one module"):
         shardwise.plan(Shared, sequence=8)
+    said = r"'blocks\.0' and 'blocks\.1' share the parameter 'norm0\.weight', there 'norm1\.weight', which"
+    with pytest.raises(ShardingError, match=said):
+        shardwise.plan(Norms, sequence=8)
     with pytest.raises(ShardingError, match=r"'blocks\.0' is a ModuleList, .* put its modules into 'blocks'"):
         shardwise.plan(Nested, sequence=8)
     with pytest.raises(ShardingError, match=r"must return its logits, .*one of shape \(\)"):

@@ -111,7 +111,14 @@ def test_what_is_needed_is_less_than_what_is_reserved_where_the_allocator_can_gi
     assert again.given_back
     assert again.peak_bytes <= again.needed_bytes < made.reserved_bytes
     small = replace(made.hardware, memory_bytes=made.peak_bytes // 2 + made.hardware.context_bytes)
-    assert plan_of(recording, of, setup, small).needed_bytes < 1.03 * again.needed_bytes
+    short = plan_of(recording, of, setup, small)
+    assert short.needed_bytes < 1.03 * again.needed_bytes
+    # What a plan reserves that does not fit is no requirement.
+    assert (again.taken, again.taken_bytes) == ("reserved", again.reserved_bytes)
+    assert (short.taken, short.taken_bytes) == ("needed", short.needed_bytes)
+    assert "  reserved  " in str(again)
+    assert "  needed  " in str(short)
+    assert "reserved" not in str(short)
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])

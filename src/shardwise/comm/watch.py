@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NoReturn
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from shardwise.comm.differences import differences, named
 from shardwise.comm.order import STORE_GONE, TIME_TO_READ, Node, Order, Record, event_for, first_line
 from shardwise.comm.report import FOLDER, check_folder, write_report
 from shardwise.errors import RankMismatchError, ShardwiseError, here
+from shardwise.launch import prints_errors_once
 
 _TICK = 0.25  # seconds
 _ROLL_CALL = 2.5  # seconds in which a living rank says where it is
@@ -327,9 +328,13 @@ def _interrupt(order: Order) -> None:
             group.recv([_PROBE], peer, _PROBE_TAG).wait(_SOON)
 
 
-def _end_if_stuck(order: Order, orders: Sequence[Order]) -> None:
-    """End the process if it has not raised what was found, and reports are enabled."""
-    if FOLDER not in os.environ or any(other.raised or other.left for other in orders):
+def _end_if_stuck(order: Order, orders: Sequence[Order], *, logged: bool) -> None:
+    """Log what was found if nothing has raised it; then end the process, if reports are enabled."""
+    if any(other.raised or other.left for other in orders):
+        return
+    if not logged:
+        _log.error("%s: %s", here(), order.verdict)
+    if FOLDER not in os.environ:
         return
     reason = f"ended by shardwise, with status {STUCK}: it was stuck, and no other rank waits for it any more"
     write_report(order, reason)
@@ -347,6 +352,7 @@ class _Watch(threading.Thread):
         self.positions: WeakKeyDictionary[Order, tuple[int, Node]] = WeakKeyDictionary()
         self.moved: tuple[float, ref[Order]] | None = None  # the last progress: when, and which order
         self.verdict_times: WeakKeyDictionary[Order, float] = WeakKeyDictionary()  # when a verdict was found
+        self.unlogged: WeakSet[Order] = WeakSet()  # whose verdict this rank is about to raise and print
         self.lock = threading.Lock()
         self.ended = threading.Event()
 
@@ -377,7 +383,8 @@ class _Watch(threading.Thread):
                 with suppress(RuntimeError, ValueError, KeyError):
                     self._judge(order, earlier)
             elif time.monotonic() - self.verdict_times.get(order, math.inf) > _RAISE_GRACE_SECONDS:
-                _end_if_stuck(order, [other for other, _ in orders])
+                _end_if_stuck(order, [other for other, _ in orders], logged=order not in self.unlogged)
+                self.unlogged.discard(order)
         order_moved = self.moved[1]() if self.moved else None
         if self.moved and order_moved and time.monotonic() - self.moved[0] > _NEARLY * order_moved.timeout:
             write_report(order_moved, f"stood still for {_NEARLY * order_moved.timeout:g} s")
@@ -400,8 +407,10 @@ class _Watch(threading.Thread):
         order.verdict = verdict
         # From here on the rank has a moment to raise before it counts as stuck.
         self.verdict_times[order] = time.monotonic()
-        # A rank that raised has already said why.
-        if order.left is None:
+        # A rank that raised has already said why; the error of one that is about to is printed.
+        if order.left is None and prints_errors_once():
+            self.unlogged.add(order)
+        elif order.left is None:
             _log.error("%s: %s", here(), verdict)
         order.post()
         write_report(order, "found that it would wait in vain")

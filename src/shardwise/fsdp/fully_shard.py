@@ -30,7 +30,7 @@ from shardwise.fsdp.module_state import state_of
 from shardwise.fsdp.parameter import Owner, ParamPlacement, ShardPlacementFn, ShardPlacementResult
 from shardwise.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from shardwise.fsdp.state import FSDPState
-from shardwise.fsdp.strategy import StrategyName, strategy_for
+from shardwise.fsdp.strategy import StrategyName, checked_strategy, strategy_for
 from shardwise.layout import Owned, RaggedShard
 from shardwise.mesh import (
     DataParallelMeshDims,
@@ -116,8 +116,9 @@ def fully_shard(
         layout: how a group's parameters lie in its buffers. "interleaved" shards each one evenly and
             copies it out of every gather; its results equal FSDP2's bit for bit. "contiguous" gathers
             straight to where parameters are used, with a fraction of the host time and less memory.
-        strategy: contiguous layout only: "ddp", "zero1", "zero2" or "fsdp" on a 1-D mesh, "hsdp" or
-            "hierarchical_fsdp" on a 2-D one; docs/strategies.md lists memory and bytes sent for each.
+        strategy: "ddp", "zero1", "zero2" or "fsdp" on a 1-D mesh, "hsdp" or "hierarchical_fsdp" on a 2-D
+            one; docs/strategies.md lists memory and bytes sent for each. The interleaved layout has "fsdp"
+            and "hsdp" only, which None chooses by the mesh.
         group_small: for a list of modules: put consecutive modules into one group until it gathers at
             least this many bytes; the last group may be smaller. None makes the list one group.
 
@@ -131,11 +132,6 @@ def fully_shard(
     """
     if layout not in LAYOUTS:
         raise ShardingError(f"{here()}: layout must be one of {tuple(LAYOUTS)}, got {layout!r}")
-    if strategy is not None and not LAYOUTS[layout].has_strategies:
-        raise ShardingError(
-            f'{here()}: strategy={strategy!r} needs layout="contiguous"; the {layout} layout is FSDP on 1-D'
-            " meshes and HSDP on 2-D ones"
-        )
     for policy, kind in ((mp_policy, MixedPrecisionPolicy), (offload_policy, OffloadPolicy)):
         if kind not in type(policy).__mro__:
             actual = f"{type(policy).__module__}.{type(policy).__qualname__}"
@@ -145,6 +141,7 @@ def fully_shard(
     modules = _root_modules(module)
     _check_modules(modules)
     info, ignored, runs = mesh_info(mesh, dp_mesh_dims), ignored_params or set(), [modules]
+    strategy = checked_strategy(strategy, info, has_all=LAYOUTS[layout].has_strategies)
     if group_small is not None:
         if isinstance(module, nn.Module):
             raise ShardingError(
@@ -204,7 +201,6 @@ def _shard_together(
     """Shard `modules` together, with one state and the same groups."""
     device = mesh_device(info.mesh)
     _post_forward_mesh(reshard, info)  # refuse a wrong number before anything changes
-    strategy_for(strategy, info)
     managed = _managed_modules(modules)
     entries = _find_params(managed, modules, ignored)
     # Before parameters are wrapped: until it is packed, a wrapped parameter views the whole one.

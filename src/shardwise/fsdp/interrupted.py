@@ -34,14 +34,15 @@ from shardwise.fsdp.schedule import Schedule
 
 def check_entry(state: ModuleState, action: Action) -> None:
     """Raise if an earlier pass left a state from which forward cannot continue."""
-    phase = None
     if action is Action.JOIN and not state.running and not state.is_list:
-        phase = "forward"
-    elif action is Action.RECOMPUTE and not _compat.in_backward():
-        phase = "backward"
-    if phase is not None:
         raise LifecycleError(
-            f"{here()}: an earlier {phase} of '{state.name}' raised; call reset_iter_state() on the root"
+            f"{here()}: an earlier backward recomputed the forward of '{state.name}' and did not end there:"
+            " it raised, or reached the module other than through the outputs of its forward."
+            f" {read_guard.ESCAPED}; reset_iter_state() on the root module drops the gradients"
+        )
+    if action is Action.RECOMPUTE and not _compat.in_backward():
+        raise LifecycleError(
+            f"{here()}: an earlier backward of '{state.name}' raised; call reset_iter_state() on the root"
             " module before the next iteration"
         )
 

@@ -48,6 +48,10 @@ _CHANGED = (
     " backward needs its group's parameters as they were, and the change would be lost when they are freed."
     " Let forward use a changed copy, such as weight.clamp(-1, 1), or change sharded parameters between steps"
 )
+ESCAPED = (
+    "A tensor left that forward in another way, such as an attribute of a module, or in an object whose"
+    " attributes cannot be inspected. Return it from forward too, and use the returned one in the loss"
+)
 
 
 class ReadGuard:
@@ -78,8 +82,6 @@ def explain(error: Exception) -> Exception | None:
         return LifecycleError(f"{here()}: a parameter of {group.title} {_CHANGED}")
     return LifecycleError(
         f"{here()}: backward reached the inside of {group.title} other than through the outputs of its"
-        " forward, while its parameters were not gathered. A tensor left that forward in another way, such as"
-        " an attribute of a module, or in an object whose attributes cannot be inspected. Return it from"
-        " forward too, and use the returned one in the loss. If this is a backward through a backward"
-        " (create_graph=True), sharded modules support first derivatives only"
+        f" forward, while its parameters were not gathered. {ESCAPED}. If this is a backward through a"
+        " backward (create_graph=True), sharded modules support first derivatives only"
     )

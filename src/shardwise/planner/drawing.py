@@ -49,13 +49,13 @@ def categories(plan: Plan) -> list[str]:
 
 def top_bytes(plan: Plan) -> int:
     """Return the top of the memory axis: the device's memory, unless that would flatten the plan's."""
-    total = int(1.1 * max(plan.peak_bytes, plan.reserved_bytes))
+    total = int(1.1 * max(plan.peak_bytes, plan.taken_bytes))
     device = 0 if plan.hardware is None else plan.hardware.usable_bytes
     return int(1.05 * device) if total < 1.05 * device < 2 * total else total
 
 
 def levels(plan: Plan) -> Iterator[tuple[int, str]]:
-    yield plan.reserved_bytes, "reserved"
+    yield plan.taken_bytes, plan.taken
     if plan.hardware is not None and plan.hardware.usable_bytes <= top_bytes(plan):
         yield plan.hardware.usable_bytes, "device"
 
@@ -80,7 +80,7 @@ def colour_of(span: Span) -> str:
 def held(plan: Plan) -> list[tuple[str, int]]:
     """List the parts of the device's memory at the peak, by name."""
     parts = [(name, plan.peak.alive[name]) for name in CATEGORIES if name in plan.peak.alive]
-    parts.append(("reserved, not in use", max(0, plan.reserved_bytes - plan.peak_bytes)))
+    parts.append(("reserved, not in use", max(0, plan.taken_bytes - plan.peak_bytes)))
     if plan.hardware is not None:
         parts.append(("driver", plan.hardware.context_bytes))
         parts.append(("free", max(0, plan.free_bytes)))

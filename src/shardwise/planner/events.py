@@ -104,3 +104,4 @@ class Recording:
     whole_logits: bool = False  # whether each tensor-parallel rank has all logits
     as_kernels: tuple[str, ...] = ()  # functions of transformers that ran as their kernels do
     by_reference: tuple[str, ...] = ()  # functions that ran without kernels that exist elsewhere
+    unlike_statistics: tuple[str, ...] = ()  # kinds of batch norms that keep statistics in another dtype

@@ -351,6 +351,7 @@ def _model_of_lists(
                     f"'{earlier}' and '{place}' are one module, which cannot be sharded as two blocks: plan"
                     " blocks of their own"
                 )
+    _check_shares_nothing(places)
     quoted = " and ".join(f"'{path}'" for path in chosen)
     count, rest = len(places), ", ".join(f"'{name}' ({len(lists[name])})" for name in other_lists)
     assumed = (
@@ -358,6 +359,21 @@ def _model_of_lists(
         f" {rest} are no groups of their own: pass a shardwise.planner.Model that says which are"
     )
     return Model(name, count, build, blocks, lambda _: [], loss, (assumed,) if other_lists else ())
+
+
+def _check_shares_nothing(names: dict[nn.Module, str]) -> None:
+    """Raises ShardingError if blocks, given with their names, have a parameter in common."""
+    owners: dict[nn.Parameter, tuple[str, str]] = {}
+    for block, path in names.items():
+        for name, parameter in block.named_parameters():
+            earlier, first_name = owners.setdefault(parameter, (path, name))
+            if earlier != path:
+                other_name = "" if name == first_name else f", there '{name}'"
+                raise ShardingError(
+                    f"'{earlier}' and '{path}' share the parameter '{first_name}'{other_name}, which cannot"
+                    " be sharded with two blocks: give each its own, or pass a shardwise.planner.Model that"
+                    " says which modules are the blocks"
+                )
 
 
 # The model class for a config that names no architecture: an encoder with its decoder, or a masked language

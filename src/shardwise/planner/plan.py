@@ -43,6 +43,10 @@ _BY_REFERENCE = (
     "Without kernels, which are not installed here, {} ran as transformers' reference code: with them it"
     " takes less memory and time"
 )
+_STATISTICS = (
+    "{} computes in {} with running statistics of another dtype, which torch's CPU operators refuse: on CPU"
+    " ranks its forward raises; give param_dtype='float32'"
+)
 _CONVERTED = "The model makes parameters in {}: they are converted to stored_dtype, {}, before they are cut"
 
 
@@ -61,7 +65,8 @@ class Plan:
     Attributes:
         moments: the most bytes alive in each phase of each block, in order.
         reserved_bytes: the most that a caching allocator holds, from the first step on. If the device has
-            less, the allocator first gives back what it can, which takes time; `given_back` counts this.
+            less, the allocator first gives back what it can, which takes time; `given_back` counts this. If
+            the plan does not fit, it gives back all along, so this can be less than `needed_bytes`.
         needed_bytes: the least device memory with which the allocator could serve the step, losing time by
             giving back; equals `reserved_bytes` without hardware, or if the device has a quarter more.
         sent: the collectives of a rank in a step; `groups` lists them by group of parameters.
@@ -105,6 +110,16 @@ class Plan:
     @property
     def peak_bytes(self) -> int:
         return self.peak.alive_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """The memory that the device has to have: `reserved_bytes`, or `needed_bytes` if it does not fit."""
+        return self.reserved_bytes if self.taken == "reserved" else self.needed_bytes
+
+    @property
+    def taken(self) -> str:
+        """The word for `taken_bytes`: "reserved" or "needed"."""
+        return "reserved" if self.hardware is None or self.fits else "needed"
 
     @property
     def wire_bytes(self) -> int:
@@ -222,6 +237,11 @@ def plan_of(
             *(_CONVERTED.format(t, setup.stored_dtype) for t in recording.converted if t != "float32"),
             *([_AS_KERNELS.format(", ".join(recording.as_kernels))] if recording.as_kernels else ()),
             *([_BY_REFERENCE.format(", ".join(recording.by_reference))] if recording.by_reference else ()),
+            *(
+                _STATISTICS.format(name, setup.param_dtype)
+                for name in recording.unlike_statistics
+                if setup.device == "cpu"
+            ),
             *(_ASSUMED.format(name) for name in measure.unknown_operators(recording)),
         ],
         whole=whole,
@@ -415,8 +435,12 @@ def _lines(plan: Plan) -> Iterator[str]:
     for category in CATEGORIES:
         if category in peak.alive:
             yield f"  {category:<16}{peak.alive[category] / unit:8.2f}"
-    yield f"  {'reserved':<16}{plan.reserved_bytes / unit:8.2f}   by the allocator's model"
-    if plan.given_back:
+    is_needed = plan.taken == "needed"
+    yield (
+        f"  {plan.taken:<16}{plan.taken_bytes / unit:8.2f}   by the allocator's model"
+        f"{', if it gives back what it keeps' * is_needed}"
+    )
+    if plan.given_back and not is_needed:
         yield "  The allocator gives back what it keeps before it asks for more: slower than planned"
     if plan.hardware is not None:
         verdict = "fits, with" if plan.fits else "does not fit: short of"

@@ -179,7 +179,17 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
             segments = compile_segments(segments, recorder.touches, narrow=setup.narrow)
         whole_logits = tensor is not None and setup.loss == "whole" and not cuts(module, setup)[1]
         called = [tuple(sorted(names)) for names in functions]
+        called.append(_unlike_statistics(module, setup))
         return Recording(layers, segments, parameters, in_block, gathered, converted, whole_logits, *called)
+
+
+def _unlike_statistics(module: nn.Module, setup: Setup) -> tuple[str, ...]:
+    """Name the kinds of batch norms whose running statistics have another dtype than computation."""
+    dtype = getattr(torch, setup.param_dtype)
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    norms = [norm for norm in module.modules() if isinstance(norm, kinds)]
+    norms = [norm for norm in norms if norm.running_mean is not None and norm.running_mean.dtype != dtype]
+    return tuple(sorted({type(norm).__name__ for norm in norms if norm.weight is not None}))
 
 
 def _lines(setup: Setup) -> dict[str, DeviceMesh]:

@@ -136,14 +136,16 @@ class Setup:
         if (self.float8 or self.nvfp4) and not self.compile:
             raise ShardingError(
                 "float8 and nvfp4 need compiled blocks, whose kernels compute the scales: give compile=True"
+                " (--compile)"
             )
         if self.float8 and self.nvfp4:
             raise ShardingError("float8 and nvfp4 are both asked for: blocks multiply in one of them")
         if self.float8_scales == "row" and not self.float8:
-            raise ShardingError("float8_scales='row' needs matmuls in float8: give float8=True")
+            raise ShardingError("float8_scales='row' needs matmuls in float8: give float8=True (--float8)")
         if self.async_tensor and not (self.compile and self.tensor > 1):
             raise ShardingError(
-                "async_tensor needs compiled blocks and tensor parallelism: give compile=True and tensor > 1"
+                "async_tensor needs compiled blocks and tensor parallelism: give compile=True (--compile) and"
+                " tensor (--tensor) of more than 1"
             )
         if self.loss == "chunked" and (self.compile_loss or self.loop_holds == "logits"):
             setting = "loop_holds='logits'" if self.loop_holds == "logits" else "compile_loss"
@@ -209,9 +211,10 @@ class Setup:
 
 
 def _check_strategy(setup: Setup) -> None:
+    """Raises ShardingError for a strategy that does not fit; the interleaved layout's own become None."""
     if setup.strategy is None:
         return
-    if setup.layout != "contiguous":
+    if setup.layout != "contiguous" and setup.strategy not in ("fsdp", "hsdp"):
         raise ShardingError(
             f"strategy {setup.strategy!r} needs the contiguous layout: give layout='contiguous'"
         )
@@ -220,6 +223,8 @@ def _check_strategy(setup: Setup) -> None:
         if setup.replicas > 1:
             needs, fix = f"1 replica, got {setup.replicas}", "replicas=1, or hsdp or hierarchical_fsdp"
         raise ShardingError(f"strategy {setup.strategy!r} needs {needs}: give {fix}")
+    if setup.layout != "contiguous":
+        object.__setattr__(setup, "strategy", None)  # the same plan, as all other settings compare
 
 
 def _check_dimensions(setup: Setup) -> None:

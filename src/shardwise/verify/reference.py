@@ -141,7 +141,7 @@ def run_reference(alive: Callable[[], None], plan: Plan) -> Tolerance:
         gradients = {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None}
         tolerance = tolerance or _tolerance(plan, parameters, gradients, batch)
         gradient_scales = _scales(gradients)
-        if step == 0 and not any(gradient_scales.values()):
+        if step == 0 and not any(bool(gradient.any()) for gradient in gradients.values()):  # NaN is not zero
             raise CaseError(
                 f"{plan.spec}: all gradients of the first step are zero in the unsharded run, so any sharded"
                 " run would match it. Return a loss that depends on the parameters"
