@@ -41,6 +41,7 @@ class Schedule:
     latest_output: tuple[weakref.ref[torch.Tensor], list[tuple[State, torch.Stream | None]]] | None = None
     callback_queued: bool = False  # autograd will call the end of this backward
     had_backward: bool = False  # since forward last began
+    goes_again: bool = False  # backward through what an earlier backward may have gone through
     unfinished: bool = False  # a backward has begun since the iteration last ended
     manual: bool = False  # the user ends backward, by `finalize_backward`
     reducing: Any = None  # the handle of `finalize_backward`, until it is waited for

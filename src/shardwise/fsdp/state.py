@@ -326,6 +326,7 @@ class FSDPState(ModuleState):
                 f"{here()}: module '{self.name}' gathers and reduces outside of graphs, but compiled"
                 " autograd accumulates gradients late; set torch._dynamo.config.compiled_autograd = False"
             )
+        schedule.goes_again = schedule.had_backward
         schedule.callback_queued = schedule.had_backward = schedule.unfinished = True
         # One object for orders, which hold it weakly, and autograd, which drops it if backward raises.
         end = root.end_of_backward
@@ -398,7 +399,8 @@ class FSDPState(ModuleState):
             if state.pending_modules:
                 state.pending_modules.clear()
             action, state.training_state = _END_OF_BACKWARD[state.training_state]
-            late = state in unseen or state.stays_gathered  # gradients may have come after the reduction
+            # Gradients may have come after the reduction.
+            late = schedule.goes_again or state in unseen or state.stays_gathered
             if action is _REDUCE or (late and any(p.has_unreduced for g in state.groups for p in g.params)):
                 if schedule.manual:
                     state.leave_to_finalization()
