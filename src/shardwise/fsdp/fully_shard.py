@@ -141,7 +141,8 @@ def fully_shard(
     modules = _root_modules(module)
     _check_modules(modules)
     info, ignored, runs = mesh_info(mesh, dp_mesh_dims), ignored_params or set(), [modules]
-    strategy = checked_strategy(strategy, info, has_all=LAYOUTS[layout].has_strategies)
+    if strategy is not None:
+        strategy = checked_strategy(strategy, info, has_all=LAYOUTS[layout].has_strategies)
     if group_small is not None:
         if isinstance(module, nn.Module):
             raise ShardingError(

@@ -68,9 +68,7 @@ def _usual(replicates: bool, shards: bool) -> Strategy:
     return Strategy(ROWS["ddp"] if replicates else None, ROWS["fsdp"] if shards else None)
 
 
-def checked_strategy(
-    name: StrategyName | None, info: DataParallelMeshInfo, *, has_all: bool
-) -> StrategyName | None:
+def checked_strategy(name: StrategyName, info: DataParallelMeshInfo, *, has_all: bool) -> StrategyName | None:
     """Return `name`, or None if the layout has only the usual strategy of the mesh and `name` is that one.
 
     Args:
@@ -81,13 +79,13 @@ def checked_strategy(
     Raises:
         ShardingError: as `strategy_for`, or for a strategy that the layout does not have.
     """
-    if name in (None, *NAMED) and name not in (None, "fsdp", "hsdp") and not has_all:
+    if name in NAMED and name not in ("fsdp", "hsdp") and not has_all:
         raise ShardingError(
             f'{here()}: strategy={name!r} needs layout="contiguous"; the interleaved layout has fsdp (1-D'
             " meshes) and hsdp (2-D ones) only"
         )
     chosen = strategy_for(name, info)
-    if name is None or has_all:
+    if has_all:
         return name
     if chosen != strategy_for(None, info):
         raise ShardingError(f"{here()}: strategy={name!r} needs a mesh with a shard axis, got replicas only")

@@ -230,7 +230,11 @@ class Run:
         if what in ("eval", "no_grad", "forward"):
             self.look(what, ranks)
         elif what in ("freeze", "train"):
-            list(self.params.values())[int(which) % len(self.params)].requires_grad_(what == "train")
+            name, param = list(self.params.items())[int(which) % len(self.params)]
+            parts = name.split(".")
+            ignored = parts[0] == "blocks" and self.model.blocks[int(parts[1])].spec.get("ignored")
+            if not ignored:  # whose gradients nobody reduces
+                param.requires_grad_(what == "train")
         elif self.alone:
             return
         elif what == "unshard":
