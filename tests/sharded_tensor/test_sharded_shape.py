@@ -230,6 +230,23 @@ def scaled(tensor: Any, index: Any) -> Any:
     return tensor
 
 
+def mapped(part: Any) -> Any:
+    return part.map(lambda shard: shard) if isinstance(part, ShardedTensor) else part
+
+
+def resharded(part: Any) -> Any:
+    return part.reshard(part.sharding_spec()) if isinstance(part, ShardedTensor) else part
+
+
+def doubled(part: Any) -> Any:
+    return part.add_(part[:1])
+
+
+def added(tensor: Any, row: Any) -> Any:
+    tensor[0].add_(row)
+    return tensor.mul_(2)
+
+
 def sibling(base: Any, weight: Any) -> Any:
     part, row = base[:1], base[0]
     part.add_(weight[:1])
@@ -256,9 +273,14 @@ WRITES: list[Callable[[Any, Any, Any], Any]] = [
     lambda b, c, w: after(b, (+b[:1]).mul_(2)),
     lambda b, c, w: after(b, b[:1].contiguous().to(torch.float32).mul_(2)),
     lambda b, c, w: b[:1].clone().mul_(w[:1]),
+    lambda b, c, w: mapped(b[:1]).mul_(2),
+    lambda b, c, w: b[0, 1].clone().zero_() + b[0, 1],
+    lambda b, c, w: after(b, resharded(b[:1]).mul_(2)),
     lambda b, c, w: after(c, c[:1].clone().mul_(w[:1])),
     lambda b, c, w: after(c * 2, torch.cat([c[3:], c[:1]]).mul_(w.sum())),
     lambda b, c, w: torch.cat([c[3:], w[:1]]).mul_(2),
+    lambda b, c, w: doubled(b[:1, :1]),
+    lambda b, c, w: added(c * 1, w[0]),
     lambda b, c, w: scaled(b, slice(1)),
     lambda b, c, w: scaled(b, (0, 1)),
     lambda b, c, w: assigned(b, 0, 5.0),
@@ -315,7 +337,13 @@ def test_a_part_is_written_with_values_whose_backward_needs_every_rank() -> None
 @on_ranks(2)
 def test_a_value_that_backward_needs_is_missed_on_every_rank_once_a_part_of_it_is_written() -> None:
     spec = RaggedShardingSpec(0, [1, 1, 2], ["rank:0", "rank:0", "rank:1"])
-    for change in (lambda v: v[:1].zero_(), lambda v: v[3, 1].zero_(), lambda v: v.detach()[:1].normal_()):
+    changes: list[Callable[[Any], Any]] = [
+        lambda v: v[:1].zero_(),
+        lambda v: v[3, 1].zero_(),
+        lambda v: v.detach()[:1].normal_(),
+        lambda v: v[3:].detach().normal_(),
+    ]
+    for change in changes:
         for quiet in (False, True):
             value = shard_tensor(torch.rand(4, 2), spec, src_rank=None).requires_grad_().exp()
             quietly(value, change) if quiet else change(value)
