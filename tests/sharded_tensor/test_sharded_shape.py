@@ -209,6 +209,148 @@ def test_a_part_without_some_of_a_ranks_shards_is_written_and_differentiated() -
         assert torch.equal(sharded.grad.full_tensor(), plain.grad)  # type: ignore[union-attr]
 
 
+def quietly(part: Any, change: Callable[[Any], object]) -> Any:
+    with torch.no_grad():
+        change(part)
+    return part
+
+
+def after(result: Any, *changes: object) -> Any:
+    """Return `result`, which has been evaluated before the changes."""
+    return result
+
+
+def assigned(tensor: Any, index: Any, value: Any) -> Any:
+    tensor[index] = value
+    return tensor
+
+
+def scaled(tensor: Any, index: Any) -> Any:
+    tensor[index] *= 10
+    return tensor
+
+
+def mapped(part: Any) -> Any:
+    return part.map(lambda shard: shard) if isinstance(part, ShardedTensor) else part
+
+
+def resharded(part: Any) -> Any:
+    return part.reshard(part.sharding_spec()) if isinstance(part, ShardedTensor) else part
+
+
+def doubled(part: Any) -> Any:
+    return part.add_(part[:1])
+
+
+def added(tensor: Any, row: Any) -> Any:
+    tensor[0].add_(row)
+    return tensor.mul_(2)
+
+
+def sibling(base: Any, weight: Any) -> Any:
+    part, row = base[:1], base[0]
+    part.add_(weight[:1])
+    return row
+
+
+# From a result `b` of `w * 1`, a copy `c` of its values, and `w`: what a loss is computed of.
+WRITES: list[Callable[[Any, Any, Any], Any]] = [
+    lambda b, c, w: quietly(b[:1], lambda v: v.mul_(0.5)),
+    lambda b, c, w: quietly(b[0], lambda v: v.zero_()),
+    lambda b, c, w: quietly(b[0, 1], lambda v: v.mul_(0.5)),
+    lambda b, c, w: quietly(b[:1], lambda v: v.copy_(torch.ones(1, 2))),
+    lambda b, c, w: quietly(b[1:3], lambda v: torch.nn.init.constant_(v, 3.0)).add_(1),
+    lambda b, c, w: quietly(b[:1].t(), lambda v: torch._foreach_mul_([v], 2)).mul_(3),
+    lambda b, c, w: after(b[:1], quietly(b, lambda v: v.mul_(0.5))),
+    lambda b, c, w: after(b[:1], b.mul_(2)),
+    lambda b, c, w: after(b[3, 1], b.mul_(2)),
+    lambda b, c, w: after(c[3:], c.mul_(w)),
+    lambda b, c, w: after(c[0, 1], c.mul_(w)),
+    lambda b, c, w: after(c, c[:1].add_(w[:1])),
+    lambda b, c, w: after(c, c[0, 1].add_(w[0, 0])),
+    lambda b, c, w: after(c[3:], c[:1].add_(w[:1])),
+    lambda b, c, w: sibling(c, w),
+    lambda b, c, w: after(b, (+b[:1]).mul_(2)),
+    lambda b, c, w: after(b, b[:1].contiguous().to(torch.float32).mul_(2)),
+    lambda b, c, w: b[:1].clone().mul_(w[:1]),
+    lambda b, c, w: mapped(b[:1]).mul_(2),
+    lambda b, c, w: b[0, 1].clone().zero_() + b[0, 1],
+    lambda b, c, w: after(b, resharded(b[:1]).mul_(2)),
+    lambda b, c, w: after(c, c[:1].clone().mul_(w[:1])),
+    lambda b, c, w: after(c * 2, torch.cat([c[3:], c[:1]]).mul_(w.sum())),
+    lambda b, c, w: torch.cat([c[3:], w[:1]]).mul_(2),
+    lambda b, c, w: doubled(b[:1, :1]),
+    lambda b, c, w: added(c * 1, w[0]),
+    lambda b, c, w: scaled(b, slice(1)),
+    lambda b, c, w: scaled(b, (0, 1)),
+    lambda b, c, w: assigned(b, 0, 5.0),
+    lambda b, c, w: assigned(b, slice(1, 3), torch.ones(2)),
+    lambda b, c, w: assigned(c, 0, w[0]),
+    lambda b, c, w: assigned(b, b > 0.5, 2.0),
+]
+
+
+@pytest.mark.parametrize("owners", ["001", "010", "111"])
+@on_ranks(2)
+def test_writes_to_parts_and_to_their_wholes_are_those_of_the_whole_on_every_rank(owners: str) -> None:
+    whole, spec = torch.rand(4, 2), RaggedShardingSpec(0, [1, 1, 2], [f"rank:{rank}" for rank in owners])
+    for number, write in enumerate(WRITES):
+        for beside in (0, 1):
+            leaves = [whole.clone(), shard_tensor(whole, spec, src_rank=None)]
+            losses: list[Tensor] = []
+            states: list[Any] = []
+            for leaf in leaves:
+                base, copied = leaf.requires_grad_() * 1, leaf.detach().clone()
+                result = write(base, copied, leaf)
+                states.append([(t.requires_grad, t.is_leaf) for t in (result, base, copied)])
+                losses.append((result * 3).sum() + beside * leaf.sum() + (base * copied).sum())
+            assert states[0] == states[1], f"{number} on {owners}"
+            torch.testing.assert_close(*losses, msg=f"loss of {number} on {owners}")
+            for loss in losses:
+                loss.backward()
+            found = leaves[1].grad.full_tensor()  # type: ignore[union-attr]
+            torch.testing.assert_close(found, leaves[0].grad, msg=f"gradient of {number} on {owners}")
+
+
+@on_ranks(2)
+def test_a_part_is_written_with_values_whose_backward_needs_every_rank() -> None:
+    whole, spec = torch.rand(4, 2), RaggedShardingSpec(0, [1, 1, 2], ["rank:0", "rank:0", "rank:1"])
+    there = RaggedShardingSpec(0, [1, 1, 2], ["rank:1", "rank:1", "rank:1"])
+    for row, column in ((slice(1), slice(2)), (0, slice(2)), (0, 1), (3, 1)):
+        leaves = [whole.clone(), shard_tensor(whole, spec, src_rank=None)]
+        factors = [torch.full((2,), 2.0), torch.full((2,), 2.0)]
+        for leaf, factor in zip(leaves, factors, strict=True):
+            factor.requires_grad_()
+            moved: Any = leaf.requires_grad_()
+            if isinstance(leaf, ShardedTensor):
+                moved = leaf.reshard(there).reshard(spec)
+            base = leaf.detach().clone()
+            part = base[row, column]
+            part.add_(moved[row, column])
+            part.mul_(factor[column])
+            assert all(tensor.requires_grad for tensor in (base, part, base[2]))
+            (base.square().sum() + part.sum()).backward()
+        torch.testing.assert_close(leaves[1].grad.full_tensor(), leaves[0].grad)  # type: ignore[union-attr]
+        torch.testing.assert_close(factors[1].grad, factors[0].grad)
+
+
+@on_ranks(2)
+def test_a_value_that_backward_needs_is_missed_on_every_rank_once_a_part_of_it_is_written() -> None:
+    spec = RaggedShardingSpec(0, [1, 1, 2], ["rank:0", "rank:0", "rank:1"])
+    changes: list[Callable[[Any], Any]] = [
+        lambda v: v[:1].zero_(),
+        lambda v: v[3, 1].zero_(),
+        lambda v: v.detach()[:1].normal_(),
+        lambda v: v[3:].detach().normal_(),
+    ]
+    for change in changes:
+        for quiet in (False, True):
+            value = shard_tensor(torch.rand(4, 2), spec, src_rank=None).requires_grad_().exp()
+            quietly(value, change) if quiet else change(value)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                value.sum().backward()
+
+
 @on_ranks(3)
 def test_every_rank_takes_part_in_backward_whatever_shards_its_results_lost() -> None:
     """Rank 0 keeps a shard of the second operand only, rank 2 of the first, rank 1 none."""

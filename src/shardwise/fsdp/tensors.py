@@ -286,10 +286,13 @@ def reachable_grad_tensors(value: Any, *, transformed: bool = False) -> list[Ten
         if isinstance(item, Tensor):
             if transformed:
                 item = _compat.below_vmap(item)
-            if item.requires_grad:
-                for tensor in _shards(item) if isinstance(item, ShardedTensor) else (item,):
-                    # Each once, since each is hooked. Held, so that no other tensor gets its id meanwhile.
-                    tensors.setdefault(id(tensor), tensor)
+            if isinstance(item, ShardedTensor):
+                hooked = [tensor for tensor in item.views or item.tracked if tensor.requires_grad]
+            else:
+                hooked = [item] if item.requires_grad else []
+            for tensor in hooked:
+                # Each once, since each is hooked. Held, so that no other tensor gets its id meanwhile.
+                tensors.setdefault(id(tensor), tensor)
     return list(tensors.values())
 
 

@@ -72,7 +72,8 @@ def tied(tensor: Tensor, ends: Sequence[Tensor]) -> Tensor:
     if not inputs:
         return tensor
     nothing = [end.new_empty(0) for end in inputs]
-    return cast(Tensor, linked(lambda t, *_: t.view_as(t), lambda grad: (grad, *nothing), tensor, *inputs))
+    # Not `view_as`: its strides may differ where a size is 1, and torch refuses to add such a view in place.
+    return cast(Tensor, linked(lambda t, *_: t[...], lambda grad: (grad, *nothing), tensor, *inputs))
 
 
 def nothing_of(*tensors: Tensor) -> Tensor:

@@ -361,11 +361,12 @@ def _make_random(
 @torch.no_grad()
 def fill_shards(sharded: ShardedTensor, fill: Callable[..., object]) -> ShardedTensor:
     """Fill every local shard by `fill(tensor, box=)`, and return the tensor. Local."""
-    for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
+    for tensor, box in zip(sharded.views, sharded.boxes, strict=True):
         fill(tensor, box=box)
     if not sharded.tensors:  # so that a rank without shards raises the errors that the others raise
         zero = (0,) * len(sharded.metadata().size)
         fill(torch.empty(zero, dtype=sharded.anchor.dtype), box=Box(zero, zero))
+    sharded.has_written()
     return sharded
 
 

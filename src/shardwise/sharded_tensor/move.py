@@ -66,7 +66,7 @@ def move_to(
 
     (target, route), agreement = propose(plan_move, group=group, subject=subject)
     if source.cut_as(target):
-        tensors, anchor = [tensor.view_as(tensor) for tensor in sharded.tensors], sharded.anchor.view(-1)
+        tensors, anchor = [tensor.view_as(tensor) for tensor in sharded.views], sharded.anchor.view(-1)
     else:
         like = target.tensor_properties.memory_format
         tensors, anchor = autograd.moved(
@@ -75,7 +75,10 @@ def move_to(
     agreement.confirm()
     places = [shard.placement for shard in target.held_by(dist.get_rank()) if shard.placement]
     tensors = [tensor.to(place.device()) for tensor, place in zip(tensors, places, strict=True)]
-    return sharded.with_tensors(tensors, metadata=target, anchor=anchor.to(device_of(tensors, target)))
+    moved = sharded.with_tensors(tensors, metadata=target, anchor=anchor.to(device_of(tensors, target)))
+    if source.cut_as(target):
+        moved._ends = [end.view_as(end) for end in sharded._ends]
+    return moved
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,7 @@ def _to(sharded: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
     kwargs = {k: v.anchor if isinstance(v, ShardedTensor) else v for k, v in kwargs.items()}
     result = convert(sharded, Tensor.to, *args, **kwargs)
     old, new = sharded.metadata().tensor_properties, result.metadata().tensor_properties
-    is_same = all(map(operator.is_, [*result.tensors, result.anchor], [*sharded.tensors, sharded.anchor]))
+    is_same = all(map(operator.is_, result.tracked, sharded.tracked))
     return sharded if is_same and new.memory_format is old.memory_format else result
 
 
@@ -187,8 +190,9 @@ def convert(
     sharded: ShardedTensor, function: Callable[..., Tensor], *args: Any, **options: Any
 ) -> ShardedTensor:
     """Apply `function` to every shard, for a tensor of the same cut: in other memory, or of another kind."""
-    anchor = function(sharded.anchor, *args, **{k: v for k, v in options.items() if k != "memory_format"})
-    tensors = [function(tensor, *args, **options) for tensor in sharded.tensors]
+    flat_options = {name: value for name, value in options.items() if name != "memory_format"}
+    anchor = function(sharded.anchor, *args, **flat_options)
+    tensors = [function(tensor, *args, **options) for tensor in sharded.views]
     metadata = sharded.metadata()
     if (memory_format := options.get("memory_format")) not in (None, torch.preserve_format):
         metadata = metadata.with_properties(memory_format=memory_format)
@@ -197,4 +201,6 @@ def convert(
     if anchor.device.type != sharded.anchor.device.type:
         # Without an index: each rank knows only its own, and the metadata is equal on all.
         metadata = metadata.placed(lambda place: place.on(anchor.device.type))
-    return sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)
+    result = sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)
+    result._ends = [function(end, *args, **flat_options) for end in sharded._ends]
+    return result

@@ -27,6 +27,7 @@ from shardwise import _compat
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor import failure
+from shardwise.sharded_tensor.autograd import nothing_of, tied
 from shardwise.sharded_tensor.base import ShardedTensorBase
 from shardwise.sharded_tensor.metadata import Shard, ShardedTensorMetadata
 from shardwise.sharded_tensor.refuse import refuse
@@ -42,11 +43,9 @@ class ShardedTensor(ShardedTensorBase):
 
     Attributes:
         process_group: the ranks that hold the tensor and take part in its operations.
-        anchor: an empty tensor that represents a rank without shards in the autograd graph.
     """
 
     process_group: dist.ProcessGroup
-    anchor: Tensor
     # Set by `dcp`: torch.distributed.checkpoint's protocol for tensors that know their parts.
     __create_write_items__: ClassVar[Any]
     __create_chunk_list__: ClassVar[Any]
@@ -55,7 +54,10 @@ class ShardedTensor(ShardedTensorBase):
     _init_from_local_shards: ClassVar[Any]
     _init_from_local_tensor: ClassVar[Any]
     _remote: Any
-    _untied: tuple[Tensor, Sequence[Tensor]] | None = None  # what `tied` made the first shard of
+    _anchor: Tensor
+    # Of a part of another tensor: empty views of this rank's shards of that tensor that the part leaves out.
+    # An operation that writes the part writes them, too, so that autograd knows of it wherever the whole is.
+    _ends: Sequence[Tensor] = ()
     _failures: failure.Failures = {}  # noqa: RUF012 - replaced, never written
 
     @staticmethod
@@ -89,7 +91,8 @@ class ShardedTensor(ShardedTensorBase):
             cls, metadata.size, dtype=properties.dtype, device=anchor.device, requires_grad=False
         )
         sharded._shards, sharded._metadata, sharded._spec = list(shards), metadata, sharding_spec
-        sharded.anchor, sharded.process_group, sharded._remote = anchor, process_group, None
+        sharded._anchor, sharded.process_group, sharded._remote = anchor, process_group, None
+        sharded._ends = ()
         return sharded
 
     # ------------------------------------------------------------ what it is
@@ -104,7 +107,9 @@ class ShardedTensor(ShardedTensorBase):
         if not _compat.is_forward_grad_enabled():
             _refuse_functions()
         failure.raise_here(self._failures)
-        return self._shards
+        if not self._ends:
+            return self._shards
+        return [Shard(tensor, s.metadata) for tensor, s in zip(self.tensors, self._shards, strict=True)]
 
     @between_graphs
     def local_tensor(self) -> Tensor:
@@ -118,12 +123,35 @@ class ShardedTensor(ShardedTensorBase):
                 f"{here()}: local_tensor() needs one local shard, found {len(self._shards)} of"
                 f" {self._name()}; use local_shards()"
             )
-        return self._shards[0].tensor
+        return self.tensors[0]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The local shards' tensors."""
+        """The local shards' tensors, to read.
+
+        Of a part of another tensor, the first is connected in the autograd graph to what the part leaves out.
+        """
+        tensors = self.views
+        if tensors and self._ends and torch.is_grad_enabled():
+            tensors[0] = tied(tensors[0], self._ends)
+        return tensors
+
+    @property
+    def views(self) -> list[Tensor]:
+        """The local shards' tensors, to write or make views of."""
         return [shard.tensor for shard in self._shards]
+
+    @property
+    def anchor(self) -> Tensor:
+        """An empty tensor that represents a rank without shards in the autograd graph."""
+        if self._shards or not self._ends:
+            return self._anchor
+        return self._ends[0] if len(self._ends) == 1 else nothing_of(*self._ends)
+
+    @property
+    def tracked(self) -> list[Tensor]:
+        """All tensors by which autograd knows this rank's part."""
+        return [*self.views, *(self._ends or [self._anchor])]
 
     @property
     def boxes(self) -> list[Box]:
@@ -247,6 +275,15 @@ class ShardedTensor(ShardedTensorBase):
             result._failures = self._failures
         return result
 
+    def has_written(self, stand_in: Tensor | None = None) -> None:
+        """Tell autograd that all ranks have written the tensor: `views`, or `stand_in` without any. Local."""
+        if self._shards and not self._ends:
+            return
+        sources = self.views or ([self._anchor] if stand_in is None else [stand_in])
+        for end in self._ends or [self._anchor]:
+            if end is not stand_in:
+                end.copy_(nothing_of(*sources))
+
     @between_graphs
     def map(self, function: Callable[[Tensor], Tensor]) -> ShardedTensor:
         """Apply an elementwise `function` to every local shard. Local; differentiable."""
@@ -288,6 +325,7 @@ class ShardedTensor(ShardedTensorBase):
             )
         requires_grad = self.requires_grad
         copied = cast(ShardedTensor, self.detach()).map(torch.clone)
+        copied._ends = ()
         copied.requires_grad_(requires_grad)
         memo[id(self)] = copied
         if self.grad is not None:
@@ -307,8 +345,11 @@ class ShardedTensor(ShardedTensorBase):
 def _map_shards(function: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Handle `ShardedTensor.map` as an operation."""
     sharded: ShardedTensor = args[0]
-    tensors = [function(tensor) for tensor in sharded.tensors]
-    return sharded.with_tensors(tensors, anchor=None if tensors else function(sharded.anchor))
+    tensors = [function(tensor) for tensor in sharded.views]
+    result = sharded.with_tensors(tensors, anchor=None if tensors else function(sharded.anchor))
+    if tensors and torch.is_grad_enabled():
+        result._ends = [end.clone() for end in sharded._ends if end.requires_grad]
+    return result
 
 
 def device_of(tensors: Sequence[Tensor], metadata: ShardedTensorMetadata) -> torch.device:
@@ -322,7 +363,7 @@ def device_of(tensors: Sequence[Tensor], metadata: ShardedTensorMetadata) -> tor
 def _refuse_functions() -> None:
     """Raise in a `torch.autograd.Function` that would lose a gradient: autograd does not see the wrapper."""
     for arg in _compat.function_arguments():
-        if isinstance(arg, ShardedTensor) and any(x.requires_grad for x in (arg.anchor, *arg.tensors)):
+        if isinstance(arg, ShardedTensor) and any(tensor.requires_grad for tensor in arg.tracked):
             raise ShardingError(
                 f"{here()}: a torch.autograd.Function would lose the gradient of {arg._name()}, which"
                 " autograd knows by its local shards. Where it treats every element alike use"

@@ -37,11 +37,6 @@ PLAIN.update(getattr(_T, name) for name in _METHODS.split())
 PLAIN.update([torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size])
 
 
-def _leaves(sharded: ShardedTensor) -> list[Tensor]:
-    """List the tensors that autograd tracks."""
-    return [*sharded.tensors, sharded.anchor]
-
-
 def _dense(sharded: ShardedTensor, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
     return all(tensor.is_contiguous(memory_format=memory_format) for tensor in sharded.tensors)
 
@@ -52,9 +47,9 @@ def _pinned(sharded: ShardedTensor, device: Any = None) -> bool:
 
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {
-    _T.requires_grad.__get__: lambda s: any(tensor.requires_grad for tensor in _leaves(s)),
-    _T.is_leaf.__get__: lambda s: all(tensor.is_leaf for tensor in _leaves(s)),
-    _T.grad_fn.__get__: lambda s: next((t.grad_fn for t in _leaves(s) if t.grad_fn is not None), None),
+    _T.requires_grad.__get__: lambda s: any(tensor.requires_grad for tensor in s.tracked),
+    _T.is_leaf.__get__: lambda s: all(tensor.is_leaf for tensor in s.tracked),
+    _T.grad_fn.__get__: lambda s: next((t.grad_fn for t in s.tracked if t.grad_fn is not None), None),
     **dict.fromkeys((_T.data.__get__, _T.detach, torch.detach), lambda s: move.convert(s, torch.detach)),
     _T.is_contiguous: _dense,
     _T.is_pinned: _pinned,
@@ -75,7 +70,7 @@ for _func, _answer in _ANSWERS.items():
 
 @called_as(_T.requires_grad_, _T.requires_grad.__set__)
 def _requires_grad_(sharded: ShardedTensor, requires_grad: bool = True) -> ShardedTensor:
-    for tensor in _leaves(sharded):
+    for tensor in sharded.tracked:
         if tensor.requires_grad != requires_grad:
             tensor.requires_grad_(requires_grad)
     sharded._metadata = sharded.metadata().with_properties(requires_grad=requires_grad)
@@ -84,7 +79,7 @@ def _requires_grad_(sharded: ShardedTensor, requires_grad: bool = True) -> Shard
 
 @rule(_T.retain_grad, takes="input")
 def _retain_grad(func: Any, sharded: ShardedTensor) -> None:
-    for tensor in _leaves(sharded):
+    for tensor in sharded.tracked:
         if tensor.requires_grad:
             tensor.retain_grad()
 
@@ -92,18 +87,20 @@ def _retain_grad(func: Any, sharded: ShardedTensor) -> None:
 @rule(_T.grad.__get__, takes="input")
 def _grad(func: Any, sharded: ShardedTensor) -> ShardedTensor | None:
     """Return the local shards' gradients as a sharded tensor; None if this rank's shards have none."""
-    if not sharded.tensors:
-        return None if sharded.anchor.grad is None else sharded.with_tensors([], anchor=sharded.anchor.grad)
-    if all(tensor.grad is None for tensor in sharded.tensors):
+    tensors = sharded.views
+    if not tensors:
+        grad = next((end.grad for end in sharded.tracked if end.grad is not None), None)
+        return None if grad is None else sharded.with_tensors([], anchor=grad)
+    if all(tensor.grad is None for tensor in tensors):
         return None
-    grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in sharded.tensors]
+    grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in tensors]
     return sharded.with_tensors(grads, anchor=sharded.anchor.detach())
 
 
 @called_as(_T.grad.__set__, _T.grad.__delete__)
 def _set_grad(sharded: ShardedTensor, grad: Any = None) -> None:
     if grad is None:
-        for tensor in _leaves(sharded):
+        for tensor in sharded.tracked:
             tensor.grad = None
         return
     if not isinstance(grad, ShardedTensor) or not grad.metadata().cut_as(sharded.metadata()):
@@ -116,16 +113,19 @@ def _set_grad(sharded: ShardedTensor, grad: Any = None) -> None:
             f"{here()}: the gradient of {sharded._name()} has the dtype {sharded.dtype}, found {grad.dtype};"
             " convert it with to()"
         )
-    for tensor, shard_grad in zip(sharded.tensors, grad.tensors, strict=True):
+    views = sharded.views
+    for tensor, shard_grad in zip(views, grad.views, strict=True):
         tensor.grad = shard_grad
-    sharded.anchor.grad = grad.anchor.detach()
+    for end in sharded.tracked[len(views) :]:
+        end.grad = grad.anchor.detach()
 
 
 @rule(_T.detach_, takes="input")
 def _detach_(func: Any, sharded: ShardedTensor) -> ShardedTensor:
     # Not in place: on some ranks only, shards may be views, which torch cannot detach in place.
     detached = cast(ShardedTensor, sharded.detach())
-    sharded._shards, sharded.anchor, sharded._metadata = detached._shards, detached.anchor, detached._metadata
+    sharded._shards, sharded._metadata = detached._shards, detached._metadata
+    sharded._anchor, sharded._ends = detached._anchor, detached._ends
     return sharded
 
 
@@ -145,8 +145,9 @@ def _set_data(func: Any, sharded: ShardedTensor, value: Any) -> None:
         for shard, new in zip(sharded._shards, value._shards, strict=True):
             shard.tensor.data, shard.metadata = new.tensor, new.metadata
     else:
-        sharded._shards = cast(ShardedTensor, value.detach())._shards
-    sharded.anchor.data = value.anchor
+        sharded._shards, sharded._ends = cast(ShardedTensor, value.detach())._shards, ()
+    for end in (*sharded._ends, sharded._anchor):
+        end.data = value.anchor
     with _compat.plain_attributes():
         sharded.data = value  # the wrapper's own dtype and device
     sharded._metadata, sharded._spec = value.metadata().with_properties(requires_grad=needs_grad), value._spec
@@ -159,7 +160,7 @@ def _keeps_identity(func: Any, args: Args, kwargs: Kwargs) -> bool:
     old, new = args
     if not (isinstance(old, ShardedTensor) and isinstance(new, ShardedTensor)):
         return False
-    return len(old.tensors) == len(new.tensors) and all(map(func, _leaves(old), _leaves(new)))
+    return len(old.tensors) == len(new.tensors) and all(map(func, old.tracked, new.tracked))
 
 
 @rule(_T.clone, torch.clone, takes="input memory_format")

@@ -25,8 +25,8 @@ from torch import Tensor
 from shardwise.errors import ShardingError, here
 from shardwise.sharded_tensor.autograd import all_reduced
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
-from shardwise.sharded_tensor.move import move_to
-from shardwise.sharded_tensor.ops.operands import broadcast, by_name, called_as, parts
+from shardwise.sharded_tensor.move import convert, move_to
+from shardwise.sharded_tensor.ops.operands import broadcast, by_name, called_as, parts, rule
 from shardwise.sharded_tensor.ops.shape import writable
 from shardwise.sharded_tensor.refuse import refuse
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
@@ -79,7 +79,8 @@ def in_place(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
 def write_parts(func: Any, args: Args, kwargs: Kwargs, target: ShardedTensor) -> ShardedTensor:
     """Apply `func`, which writes `target`, one of its arguments, to the parts in each local shard. Local."""
     with writable(target):
-        return refresh(target, run_on_parts(func, args, kwargs, target, target.metadata())[0])
+        result = run_on_parts(func, args, kwargs, target, target.metadata())[0]
+    return refresh(target, result)
 
 
 def check_target(func: Any, target: Any, size: Callable[[], torch.Size]) -> None:
@@ -107,9 +108,8 @@ def result_of(
 
 
 def refresh(target: ShardedTensor, result: Tensor) -> ShardedTensor:
-    """Return `target`, whose first local shard, or its stand-in, has become `result`."""
-    if not target.tensors:
-        target.anchor = result.reshape(-1)[:0] if result.ndim == 0 else result
+    """Return `target`, after its shards have been written; `result` is the first of them, or its stand-in."""
+    target.has_written(None if target._shards else result)
     if target.requires_grad and not target.metadata().tensor_properties.requires_grad:
         target._metadata = target.metadata().with_properties(requires_grad=True)
     return target
@@ -159,6 +159,13 @@ def _where(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if len(args) + len(kwargs) < 3:
         refuse(func, args, kwargs)
     return elementwise(func, args, kwargs)
+
+
+@rule(torch.positive, Tensor.positive, Tensor.__pos__, takes="input")
+@rule(torch.conj_physical, Tensor.conj_physical, takes="input")
+def _positive(func: Any, sharded: ShardedTensor) -> ShardedTensor:
+    """Apply a function that may return its operand itself: who writes the result writes the operand."""
+    return convert(sharded, func)
 
 
 # ---------------------------------------------------------------- one answer for all ranks of the group

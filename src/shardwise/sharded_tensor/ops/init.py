@@ -109,7 +109,9 @@ def _like(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
         refuse(func, args, kwargs)
     if (layout := kwargs.get("layout")) not in (None, torch.strided):
         refuse_case(func.__name__, sharded, reason=f"its shards cannot be {layout}", hint="leave out layout")
-    return convert(sharded, func, *args[1:], **kwargs)
+    result = convert(sharded, func, *args[1:], **kwargs)
+    result._ends = ()
+    return result
 
 
 @handles(torch.rand_like, torch.randn_like)

@@ -86,13 +86,12 @@ def _pick(sharded: ShardedTensor, picks: Sequence[Pick], size: Sequence[int]) ->
 
 @rule(_T.__setitem__, takes="input index value")
 def _setitem(func: Any, sharded: ShardedTensor, index: Any, value: Any) -> None:
-    gradient = sharded.requires_grad or (isinstance(value, Tensor) and value.requires_grad)
-    if torch.is_grad_enabled() and gradient:
+    if torch.is_grad_enabled() and sharded.requires_grad and sharded.is_leaf:
         refuse_case(
             "assignment to an index",
             sharded,
-            reason="it is not differentiable, and the tensor or the value requires grad",
-            hint="assign within torch.no_grad(), or make the result with torch.cat or torch.where",
+            reason="it is not differentiable on a leaf of the autograd graph",
+            hint="assign within torch.no_grad(), or to a clone()",
         )
     is_scalar = not isinstance(value, Tensor) or value.ndim == 0
     if isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == sharded.shape and is_scalar:
@@ -104,8 +103,7 @@ def _setitem(func: Any, sharded: ShardedTensor, index: Any, value: Any) -> None:
         part.copy_(value)
         return
     probe(part).fill_(value)
-    for tensor in part.tensors:
-        tensor.fill_(value)
+    cast(Tensor, part).fill_(value)
 
 
 # ---------------------------------------------------------------- along one dim
@@ -179,8 +177,9 @@ def _join(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     # Where one operand requires grad, so does every shard: also those of others, and on every rank.
     ends = [anchor_of(tensor) for tensor in sharded if tensor.requires_grad]
     pieces = [piece for tensor in sharded for piece in tensor.tensors]
-    local = [tied(p.to(result.dtype, copy=True), [] if p.requires_grad else ends) for p in pieces]
-    anchors = [tensor.anchor.to(result.dtype) for tensor in sharded if not tensor.tensors]
+    tied_pieces = (piece if piece.requires_grad else tied(piece, ends) for piece in pieces)
+    local = [piece.to(result.dtype, copy=True) for piece in tied_pieces]
+    anchors = [tensor.anchor.to(result.dtype, copy=True) for tensor in sharded if not tensor.tensors]
     return assemble(sharded[0], shards, local, size=result.shape, ends=anchors)
 
 

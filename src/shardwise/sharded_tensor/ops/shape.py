@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwise import _compat
 from shardwise.layout import Box
 from shardwise.layout.regroup import expand_box, reshape_boxes
-from shardwise.sharded_tensor.autograd import nothing_of, tied
+from shardwise.sharded_tensor.autograd import nothing_of
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded_tensor.ops.operands import functions, probe
 from shardwise.sharded_tensor.refuse import refuse_case
@@ -74,7 +74,7 @@ def derive(
         if tensor is not None and box is not None:
             tensors.append(make(tensor, number, box))
         elif tensor is not None:
-            ends.append(tensor)
+            ends.append(nothing_of(tensor))
     return assemble(sharded, shards, tensors, size=size, ends=ends)
 
 
@@ -89,9 +89,9 @@ def assemble(
     """Return a tensor of this rank's `tensors`, cut as all ranks' `shards`, over the group of `like`.
 
     Args:
-        beside: other tensors of this rank that the result must be connected to in the autograd graph (shards
-            left out, anchors of operands without shards here). Other ranks' results may depend on earlier
-            collectives, whose backward needs this rank.
+        ends: empty tensors to which the result must be connected in the autograd graph: views of shards left
+            out, or of anchors. Other ranks' results may depend on earlier collectives, whose backward needs
+            this rank. Operations that write the result write them.
     """
     metadata = replace(like.metadata(), shards_metadata=shards, size=torch.Size(size))
     if len(size) != len(like.metadata().size):
@@ -102,36 +102,32 @@ def assemble(
 def _connect(
     like: ShardedTensor, tensors: list[Tensor], metadata: ShardedTensorMetadata, ends: Sequence[Tensor]
 ) -> ShardedTensor:
-    if not tensors:
-        return like.with_tensors([], metadata=metadata, anchor=nothing_of(*ends))
-    result = like.with_tensors([tied(tensors[0], ends), *tensors[1:]], metadata=metadata)
-    if ends:
-        result._untied = tensors[0], ends
+    anchor = None if tensors else nothing_of(*ends)
+    result = like.with_tensors(tensors, metadata=metadata, anchor=anchor)
+    result._ends = ends
     return result
 
 
 def views_of(sharded: ShardedTensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Return this rank's tensors, and others that results are connected to as well in the autograd graph.
-
-    The tensors are views that may be written: autograd refuses to write one that `tied` returned.
-    """
-    if sharded._untied is None:
-        return sharded.tensors, [] if sharded.tensors else [sharded.anchor]
-    first, ends = sharded._untied
-    return [first, *sharded.tensors[1:]], [*ends]
+    """Return this rank's tensors, and the ends of a result that is made of views of them (`assemble`)."""
+    ends = sharded._ends or ([] if sharded._shards else [sharded.anchor])
+    return sharded.views, list(map(nothing_of, ends))
 
 
 @contextmanager
 def writable(*targets: ShardedTensor) -> Iterator[None]:
-    """Hold the views themselves inside, for an operation that writes these tensors."""
-    untied = [(target._shards[0], *target._untied) for target in targets if target._untied is not None]
+    """Let `tensors` be `views` inside, for an operation that writes these tensors."""
+    if torch.is_grad_enabled():
+        # Torch finds the history of a view whose base has changed when asked for it; else it sees a leaf.
+        _ = [tensor.grad_fn for target in targets for tensor in target.tracked]
+    parts = [(target, target._ends) for target in targets if target._ends]
     try:
-        for shard, view, _ in untied:
-            shard.tensor = view
+        for target, _ in parts:
+            target._anchor, target._ends = target.anchor, ()
         yield
     finally:
-        for shard, view, ends in untied:
-            shard.tensor = tied(view, ends)
+        for target, ends in parts:
+            target._ends = ends
 
 
 # ---------------------------------------------------------------- dims in another order
