@@ -16,6 +16,7 @@ from shardwise._compat import FakeTensorMode
 from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.fsdp import FSDPModule
 from shardwise.planner import measure, regular
+from shardwise.planner.collector import collector_paused
 from shardwise.planner.devices import Hardware, check_narrow, check_rate, hardware_of
 from shardwise.planner.events import CATEGORIES, Recording, name_of_place
 from shardwise.planner.late import delay_frees
@@ -205,6 +206,7 @@ def plan(
     return plan_of(recording, model, setup, device, whole=whole)
 
 
+@collector_paused()
 def plan_of(
     recording: Recording, model: Model, setup: Setup, device: Hardware | None, *, whole: str = ""
 ) -> Plan:

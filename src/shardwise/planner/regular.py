@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwise._compat import FakeTensor, FastFakeTensorMode
 from shardwise.errors import ShardwiseError
+from shardwise.planner.collector import collector_paused
 from shardwise.planner.cost import tensors_of
 from shardwise.planner.kernels import kernels
 from shardwise.planner.models import Model, chunked, no_packed_sequences, quiet_fakes
@@ -41,7 +42,7 @@ def check(model: Model, setup: Setup) -> Pattern:
 @functools.lru_cache(maxsize=4)
 def _pattern(model: Model, setup: Setup) -> Pattern:
     model = chunked(model) if setup.loss == "chunked" else model
-    with quiet_fakes(), _Watch(allow_non_fake_inputs=True) as watch:
+    with quiet_fakes(), collector_paused(), _Watch(allow_non_fake_inputs=True) as watch:
         try:
             module, _ = build_module(model, model.layers, setup.param_dtype)
         except ShardwiseError:
