@@ -63,7 +63,7 @@ def broken(part: str) -> Any:
     """What `part` must see, while it is entered."""
     change = mock.patch.object
     return {
-        "fsdp": lambda: change(module, "_hand_back", lambda _, output: output),
+        "fsdp": lambda: change(module, "_hand_back", lambda _, output, *__: output),
         "sharded_tensor": lambda: change(ShardedTensor, "full_tensor", more(ShardedTensor.full_tensor)),
         "compiled": lambda: change(Cut, "staged", more(Cut.staged)),
         "streams": lambda: change(CommStreams, "wait", nothing),

@@ -41,7 +41,7 @@ class Shares(Even):
     ("factory", "told"),
     [
         (ReadsOneValue, r"DataDependentOutputException.*\. A plan needs shapes that follow from shapes, "),
-        (Shares, "sharded over these ranks already"),
+        (Shares, "share the parameter"),
     ],
 )
 def test_what_is_wrong_with_a_model_uncut_too_is_not_laid_to_its_cut(

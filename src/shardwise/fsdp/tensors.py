@@ -62,8 +62,7 @@ def map_tensors(
         elif dataclasses.is_dataclass(value) and torch.compiler.is_dynamo_compiling():
             result = kind(**contents)
         else:
-            # A dataclass is one of transformers, whose fields are its items.
-            result = copy.copy(value) if dataclasses.is_dataclass(value) else _empty_like(value)
+            result = _empty_like(value)
             for key, item in contents.items():
                 _write(result, key, item)
     elif isinstance(value, (list, tuple, set, frozenset)):
@@ -94,7 +93,9 @@ def map_tensors(
 
 def _empty_like(value: Any) -> Any:
     """Return a list or dict of `value`'s class, which may take other arguments, with its attributes."""
-    make, args, *rest = value.__reduce_ex__(4)
+    kind: Any = type(value)
+    is_output = dataclasses.is_dataclass(value)  # of transformers, whose fields are its items
+    make, args, *rest = (kind.__new__, (kind,), vars(value)) if is_output else value.__reduce_ex__(4)
     empty, state = make(*args), rest[0] if rest else None
     for attributes in state if isinstance(state, tuple) else (state,):  # with and without slots
         for name, item in (attributes or {}).items():
