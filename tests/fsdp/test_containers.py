@@ -313,8 +313,8 @@ class Files(nn.Linear):
         states.append(hidden)
         for place in places[:2]:
             place["states"] = states
-        places[2].losses = states
-        out["twice"], out.state, out.mean = 2 * hidden, hidden, hidden.mean()
+        places[2].losses = places[2].extra = states
+        out["twice"], out.state, out.mean, out["states"] = 2 * hidden, hidden, hidden.mean(), states
         return out
 
 
@@ -335,7 +335,8 @@ def test_a_list_that_a_block_files_stays_the_callers_and_outputs_keep_what_is_se
             out = block(out, states, places)
         assert len(states) == 3
         assert all(place["states"] is states for place in places[:2])
-        assert places[2].losses is states
+        assert places[2].losses is places[2].extra is states
+        assert out.states is out["states"] is states
         assert out.state is out["state"]
         assert out.twice is out["twice"]
         losses.append((out.state + out.twice + out.mean).square().sum() + sum(states).sum())

@@ -273,6 +273,9 @@ def test_what_is_frozen_or_unfrozen_between_graphs_costs_the_rest_no_gradient(
         assert missing == [name] * (not trains)
         assert all(map(torch.equal, locals_of(model), locals_of(reference)))
     assert graphs == ([1, 1, 1, 1] if between == "a reset" else [1, 1, 0, 0])
+    model.requires_grad_(False)
+    with pytest.raises(ShardingError, match="no parameter of the model trains"):
+        steps[0](*batch(0))
 
 
 @on_ranks(2)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ranks import on_ranks
 from shardwise.errors import RankMismatchError, ShardingError
 from shardwise.sharded_tensor import (
+    ChunkShardingSpec,
     Shard,
     ShardedTensor,
     ShardedTensorMetadata,
@@ -361,6 +362,20 @@ def test_what_all_ranks_get_wrong_alike_is_said_alike() -> None:
         alive = torch.ones(())
         dist.all_reduce(alive)
         assert alive == RANKS, name
+
+
+@on_ranks(RANKS, timeout=20)
+@pytest.mark.parametrize("write", ["multiplies", "assigns"])
+def test_a_write_to_a_part_that_fails_on_its_rank_is_not_lost(write: str) -> None:
+    spec = ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(RANKS)])
+    whole = shard_tensor(torch.arange(4 * RANKS).view(2 * RANKS, 2), spec)
+    if write == "multiplies":
+        whole[0].mul_(0.5)  # a result that integers cannot hold
+    else:
+        whole[0] //= torch.zeros(2, dtype=torch.long)
+    for each in (whole, whole[:1]):
+        with pytest.raises(RankMismatchError, match=r"rank 0: .*(cast to|Zero)"):
+            each.full_tensor()
 
 
 @on_ranks(RANKS, timeout=20)

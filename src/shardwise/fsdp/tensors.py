@@ -86,7 +86,7 @@ def map_tensors(
     else:
         return value
     if rebuilt is not None and not unchanged and not isinstance(value, (tuple, set, frozenset)):
-        rebuilt.append((value, result, contents, _attributes_of(value)))
+        rebuilt.append((value, result, contents, _attributes_of(result)))
     memo[id(value)] = result
     return result
 
@@ -199,8 +199,11 @@ def _with_originals(output: Any, rebuilt: Rebuilt, inputs: Any) -> Any:
             for key, item in list(enumerate(value) if isinstance(value, list) else value.items()):
                 if (new := restore(item)) is not item:
                     _write(value, key, new)
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
+        if is_dataclass and not isinstance(value, dict):
             restore_attributes(value, _fields_of(value))
+        if is_dataclass or isinstance(value, (list, dict)):
+            restore_attributes(value, _attributes_of(value))
         return value
 
     def restore_attributes(value: Any, attributes: Mapping[str, Any]) -> None:

@@ -206,6 +206,11 @@ class CompiledStep:
         """Return the loss; its gradients are left on the parameters."""
         if self._why_not is None:
             plain = [p for p in self._params if not isinstance(p, ShardedParam) and p.requires_grad]
+            if not (segments or plain):
+                raise ShardingError(
+                    f"{here()}: no parameter of the model trains, so a step has no"
+                    " gradients; unfreeze some, or call the model itself"
+                )
             try:
                 with _compat.tracing_autograd():
                     loss, grads = self._whole(

@@ -110,7 +110,10 @@ def raise_everywhere(group: dist.ProcessGroup) -> NoReturn:
 
 def _mark_failed(result: Any, failures: Failures) -> Any:
     for sharded in sharded_in([result]):
-        sharded._failures = {**sharded._failures, **failures}
+        view: Any = sharded
+        while view is not None:
+            view._failures = {**view._failures, **failures}
+            view = view._whole  # which the operation may have written
     return result
 
 

@@ -58,6 +58,7 @@ class ShardedTensor(ShardedTensorBase):
     # Of a part of another tensor: empty views of this rank's shards of that tensor that the part leaves out.
     # An operation that writes the part writes them, too, so that autograd knows of it wherever the whole is.
     _ends: Sequence[Tensor] = ()
+    _whole: ShardedTensor | None = None  # what this is a view of: who writes the view writes that
     _failures: failure.Failures = {}  # noqa: RUF012 - replaced, never written
 
     @staticmethod

@@ -75,7 +75,9 @@ def derive(
             tensors.append(make(tensor, number, box))
         elif tensor is not None:
             ends.append(nothing_of(tensor))
-    return assemble(sharded, shards, tensors, size=size, ends=ends)
+    result = assemble(sharded, shards, tensors, size=size, ends=ends)
+    result._whole = sharded
+    return result
 
 
 def assemble(
