@@ -76,6 +76,17 @@ def test_other_errors_keep_their_traceback_once_and_what_follows_from_them_is_sh
     assert show(1, KeyboardInterrupt()) == ""
 
 
+class WordlessError(Exception):
+    def __str__(self) -> str:
+        raise KeyError("its text")
+
+
+def test_errors_without_a_text_that_can_be_read_are_shown_too(show: Any) -> None:
+    assert show(0, WordlessError()).endswith("WordlessError: <exception str() failed>\n")
+    assert show(1, WordlessError()) == ""
+    assert show(1, ShardingError("no file \udcff")).endswith("ShardingError: no file \\udcff\n")
+
+
 def test_a_note_is_printed_by_one_rank_and_shortens_no_traceback_after_it(
     show: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -102,15 +102,24 @@ def is_mistake(error: BaseException) -> bool:
     if isinstance(error, ShardwiseError):
         return True
     frames = traceback.extract_tb(error.__traceback__)
-    return "EADDRINUSE" in str(error) or (bool(frames) and Path(frames[-1].filename).name in _SETTING_UP)
+    return "EADDRINUSE" in _text_of(error) or (bool(frames) and Path(frames[-1].filename).name in _SETTING_UP)
 
 
 def one_line(error: BaseException) -> str:
     """Return `train.py:12: ShardingError: what is wrong`, with the user's line that led to the error."""
-    text = str(error).strip() if isinstance(error, ShardwiseError) else str(error).strip().partition("\n")[0]
+    text = _text_of(error)
+    if not isinstance(error, ShardwiseError):
+        text = text.partition("\n")[0]
     text = "; ".join([text, *(remedy for sign, remedy in _REMEDIES.items() if sign in text)])
     kind = type(error).__name__
     return ": ".join(part for part in (place(error), kind, text) if part)
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error).strip()
+    except Exception:  # in `__str__`, which is the user's
+        return "<exception str() failed>"  # as tracebacks say
 
 
 def place(error: BaseException) -> str:
@@ -177,7 +186,7 @@ def _is_first(mark: str, line: str) -> bool:
     """Return whether this rank is the first of its machine to ask; True if ranks cannot know."""
     if (marks := _marks()) is None:
         return True
-    digest = hashlib.sha256(line.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(line.encode(errors="surrogatepass")).hexdigest()[:16]
     try:
         (marks / f"{mark}{digest}").touch(exist_ok=False)
     except FileExistsError:
