@@ -34,6 +34,7 @@ class Schedule:
     forward_root: weakref.ref[State] | None = None  # first to enter forward in this pass; None outside
     order: list[weakref.ref[State]] = field(default_factory=list)  # in which forwards ended, once per call
     order_before: int = 0  # length of `order` when this pass began
+    hooked: bool = False  # an output of this pass is hooked for backward
     pending_release: weakref.ref[State] | None = None  # last to end forward, not released yet
     release_stream: torch.Stream | None = None  # the current stream when it ended
     # The latest module's output, if that is one tensor, and the states whose backward the hook on it ends

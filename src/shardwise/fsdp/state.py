@@ -28,7 +28,13 @@ from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.optimizer_watch import look_for_compiler
 from shardwise.fsdp.reduction import check_grad_dtypes
 from shardwise.fsdp.schedule import Schedule
-from shardwise.fsdp.tensors import grad_tensors, reachable_grad_tensors, to_device, with_grad_tensors
+from shardwise.fsdp.tensors import (
+    grad_tensors,
+    holds_tensor,
+    reachable_grad_tensors,
+    to_device,
+    with_grad_tensors,
+)
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
 # As globals: an enum's attributes are slow to look up.
@@ -118,7 +124,7 @@ class FSDPState(ModuleState):
             self.announce_pass(schedule)
         schedule.forward_root = self.myself
         # Earlier forwards may still wait for their backward: one that raises forgets only its own part.
-        schedule.order_before = len(schedule.order)
+        schedule.order_before, schedule.hooked = len(schedule.order), False
         self.lift_guards()
         # Before the first gather, which reads what the optimizer's step writes.
         schedule.begin_forward()
@@ -229,7 +235,8 @@ class FSDPState(ModuleState):
         Nothing is kept if the root reshards, since the user then wants the memory between forward and
         backward, or if forward ran without gradients, since no backward follows. Without gradients the root's
         parameters are freed too, unless the user chose to keep them: clipping and loading, which may come
-        next, need the sharded ones.
+        next, need the sharded ones. A module that turns gradients off inside its forward returns tensors of
+        which none needs one; one that returns no tensor may keep what backward begins with.
         """
         schedule.forward_root = schedule.latest_output = None
         # Lists with a module that did not run in this pass: nothing else would release them.
@@ -239,10 +246,13 @@ class FSDPState(ModuleState):
                 state.pending_modules.clear()
                 state.training_state = _IDLE
                 output = state.cast_output(state._leave(schedule, output))
-        if not is_grad_enabled() and self.reshard_is_automatic:
-            for group in self.groups:
-                group.reshard()
-        if not is_grad_enabled() or any(group.post_forward_mesh is not None for group in self.groups):
+        trains = is_grad_enabled() and (schedule.hooked or not holds_tensor(output))
+        if not trains:
+            del schedule.order[schedule.order_before :]
+            if self.reshard_is_automatic:
+                for group in self.groups:
+                    group.reshard()
+        if not trains or any(group.post_forward_mesh is not None for group in self.groups):
             schedule.release_pending()
         # No gather of this forward follows to reuse the latest freed memory: free it before the loss.
         if schedule.streams is not None:
@@ -260,6 +270,7 @@ class FSDPState(ModuleState):
         plain = plain and output.requires_grad
         schedule.latest_output = None
         tensors = (output,) if plain else reachable_grad_tensors(output, transformed=schedule.transformed)
+        schedule.hooked = schedule.hooked or bool(tensors)
         for tensor in tensors:
             readers: list[tuple[FSDPState, torch.Stream | None]] = []
             _compat.hook_gradient(tensor, partial(self.pre_backward, readers))

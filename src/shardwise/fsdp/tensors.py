@@ -283,6 +283,11 @@ def _shards(sharded: ShardedTensor) -> list[Tensor]:
     return [tensor for tensor in sharded.tensors or [sharded.anchor] if tensor.requires_grad]
 
 
+def holds_tensor(value: Any) -> bool:
+    """Return whether a tensor is in `value`, or in attributes of any object in it but modules."""
+    return any(isinstance(item, Tensor) for item in _reachable(value))
+
+
 def reachable_grad_tensors(value: Any, *, transformed: bool = False) -> list[Tensor]:
     """List tensors as `grad_tensors` does, and those in attributes of any object but modules; each once."""
     tensors: dict[int, Tensor] = {}

@@ -1,0 +1,86 @@
+"""Modules that turn gradients off themselves end forward with everything sharded, as under `no_grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ranks import on_ranks
+from shardwise import fully_shard, register_fsdp_forward_method
+from shardwise.fsdp.module_state import state_of
+
+WIDTH = 4
+
+
+class Net(nn.Module):
+    """Samples without gradients, by a method, or in `forward` when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.samples: Callable[[], Any] = nullcontext
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        with self.samples():
+            return {"out": self.second(torch.tanh(self.first(x))) * self.scale}
+
+    @torch.no_grad()
+    def generate(self, x: Tensor) -> Tensor:
+        return self(x)["out"]
+
+
+def sharded(layout: str, *, root_alone: bool) -> Any:
+    net = Net()
+    for layer in () if root_alone else (net.first, net.second):
+        fully_shard(layer, layout=layout)
+    fully_shard(net, layout=layout)
+    register_fsdp_forward_method(net, "generate")
+    return net
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("root_alone", [False, True])
+@pytest.mark.parametrize("how", ["a method", "no_grad", "inference_mode"])
+def test_what_follows_finds_the_parameters_and_gradients(how: str, root_alone: bool, layout: str) -> None:
+    net, x = sharded(layout, root_alone=root_alone), torch.ones(2, WIDTH)
+    names = list(dict(net.named_parameters()))
+    params = list(net.parameters())
+    for _ in range(2):
+        net(x)["out"].sum().backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in params])
+    if how == "a method":
+        net.generate(x)
+    else:
+        net.samples = getattr(torch, how)
+        assert not net(x)["out"].requires_grad
+        net.samples = nullcontext
+    assert list(dict(net.named_parameters())) == names
+    assert all(a is b for a, b in zip(params, net.parameters(), strict=True))
+    norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+    assert torch.equal(norm, expected)
+    state = state_of(net)
+    assert state is not None
+    assert state.schedule.order == []
+    torch.optim.SGD(params, lr=1.0).step()
+    net(x)["out"].sum().backward()
+
+
+@on_ranks(2)
+def test_a_loss_that_a_root_keeps_to_itself_still_trains() -> None:
+    class Keeps(Net):
+        def forward(self, x: Tensor) -> None:  # type: ignore[override]
+            self.loss = super().forward(x)["out"].sum()
+
+    net: Any = Keeps()
+    fully_shard(net)
+    net(torch.ones(2, WIDTH))
+    net.loss.backward()
+    assert all(p.grad is not None for p in net.parameters())
