@@ -35,7 +35,7 @@ from shardwise import (
 from shardwise.checkpoint import load, save
 from shardwise.comm import DefaultAllGather
 from shardwise.comm.kinds import GATHER
-from shardwise.errors import ShardingError
+from shardwise.errors import RankMismatchError, ShardingError
 from shardwise.graph.nodes import collectives
 from shardwise.graph.step import CompiledStep
 from shardwise.optim import flat
@@ -304,6 +304,38 @@ def test_what_is_frozen_on_modules_that_evaluation_left_gathered_costs_the_rest_
     model.unshard()
     with pytest.raises(ShardingError, match="this SGD would train nothing of this FSDPNet"):
         compile_step(model, cross_entropy, sgd(reference))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("odd", "layout", "says"),
+    [
+        ("freezes", "interleaved", "Only on rank 0:\n  trained: head.bias"),
+        ("freezes", "contiguous", "Only on rank 0:\n  trained: head.bias"),
+        ("evaluates", "contiguous", "run the forward of Net"),
+        ("raises", "interleaved", "rank 1 will not come to run a compiled step"),
+    ],
+)
+def test_a_rank_that_takes_another_step_is_an_error_on_every_rank(odd: str, layout: Any, says: str) -> None:
+    mine, raises = dist.get_rank() == 1, False
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if raises:
+            raise ValueError("no loss")
+        return cross_entropy(model, x, y)
+
+    model = sharded(Net(), layout=layout)
+    step = compile_step(model, loss_fn, sgd(model), backend="eager")
+    for number in range(2):
+        step(*batch(number))
+    model.head.bias.requires_grad_(not (mine and odd == "freezes"))
+    raises = mine and odd == "raises"
+    evaluates = mine and odd == "evaluates"
+    with (
+        pytest.raises(ShardingError if raises else RankMismatchError, match="no loss" if raises else says),
+        torch.set_grad_enabled(not evaluates),
+    ):
+        model(batch(2)[0]) if evaluates else step(*batch(2))
 
 
 @on_ranks(2)

@@ -257,14 +257,13 @@ class ParamGroup(ABC):
                 order.groups.add(self.settings.reduce_scatter_group)
         return self.orders
 
-    def announce_gather(self) -> None:
-        """Announce an all-gather before it starts; see `comm.order`."""
-        if self.gather_event is None:
-            sizes = ", ".join([f"{s.unsharded_numel} {s.gather_dtype}" for s in self.layout.segments])
-            trained = [f"trained: {p.name}" for p in self.params if p.sharded.requires_grad]
-            lines = f"gather '{self.name or 'the root'}'", f"{sizes} from {self.ranks} ranks", *trained
-            self.gather_event = event_for("\n".join(lines))
-        self.announce(self.gather_event)
+    def describe_gather(self) -> str:
+        """Return an all-gather in words, with the parameters that train."""
+        sizes = ", ".join([f"{s.unsharded_numel} {s.gather_dtype}" for s in self.layout.segments])
+        trained = [f"trained: {p.name}" for p in self.params if p.sharded.requires_grad]
+        return "\n".join(
+            [f"gather '{self.name or 'the root'}'", f"{sizes} from {self.ranks} ranks", *trained]
+        )
 
     def announce(self, event: Event) -> None:
         for order in self.orders:
@@ -375,7 +374,8 @@ class ParamGroup(ABC):
                 self.check_params()
                 break
         if self.orders and self.gathers:
-            self.announce_gather()
+            self.gather_event = self.gather_event or event_for(self.describe_gather())
+            self.announce(self.gather_event)
         if streams is not None:
             self._make_room(streams)  # also before the first allocation
         if not self._has_unsharded:

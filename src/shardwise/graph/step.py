@@ -18,7 +18,8 @@ from __future__ import annotations
 import gc
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -30,9 +31,12 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shardwise import _compat
+from shardwise.comm.order import Event, Order, event_for, first_line
+from shardwise.comm.watch import explained
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import trace_plan
 from shardwise.fsdp.fast import copy_code
+from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.module_state import ModuleState, states_in
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.traced import Segment
@@ -141,12 +145,15 @@ class CompiledStep:
     _why_not: str | None = None  # there is no one graph
     _params: list[ShardedParam | nn.Parameter] = field(default_factory=list)
     _states: list[ModuleState] | None = None
+    _compared: list[Any] = field(default_factory=list)  # what the groups' graphs read when ranks compared it
+    _events: dict[Order, Event] = field(default_factory=dict)  # announce a step
 
     def __call__(self, *batch: Any, **named: Any) -> Tensor:
         """Run one step and return the loss, detached.
 
         Raises:
             ShardingError: one graph is impossible and `fullgraph` is set; or gradients are not synchronised.
+            RankMismatchError: ranks train different parameters, or one of them makes no such step.
         """
         if self._states is None:
             self._states = states_in(self._model.modules())
@@ -154,7 +161,7 @@ class CompiledStep:
         segments = self._prepared(self._states)
         self._zero(segments)
         traced = _compat.graphs_traced()
-        with torch.enable_grad():
+        with self._announced(), torch.enable_grad():
             loss = self._backward(segments, batch, named)
         if _compat.graphs_traced() != traced:
             gc.collect()  # tracers leave cycles that hold the model and the batch
@@ -177,6 +184,7 @@ class CompiledStep:
             # Before tracing, which would make them anew: the leaves of segments are arguments.
             if state.schedule is None or any(map(trace_plan.needs_segments, state.groups)):
                 trace_plan.prepare(state)
+        self._describe_to_peers(groups)
         segments: list[Segment] = []
         for group in groups:
             group.abandon_gather()  # one that evaluation started is out of date after this step
@@ -192,6 +200,35 @@ class CompiledStep:
             else:
                 segments.extend(group.traced or [])
         return [segment for segment in segments if segment.route.requires_grad]
+
+    def _describe_to_peers(self, groups: Sequence[ParamGroup]) -> None:
+        """Describe the step, if other parameters train than in the last one; see `comm.order`."""
+        traced = [group.traced for group in groups]
+        if traced != self._compared:
+            self._compared, lines = traced, dict[Order, list[str]]()
+            for group in groups:
+                for order in group.orders:
+                    lines.setdefault(order, [f"run a compiled step of {type(self._model).__name__}"])
+                    lines[order].append(group.describe_gather())
+            self._events = {order: event_for("\n".join(words)) for order, words in lines.items()}
+
+    @contextmanager
+    def _announced(self) -> Iterator[None]:
+        """Announce the graph, whose collectives are not announced one by one, and explain its failure."""
+        for order, event in self._events.items():
+            order.begin_pass(event)
+            order.advance(event)
+        try:
+            yield
+        except Exception as error:
+            orders, cause = list(self._events), error
+            if isinstance(error, RuntimeError):
+                cause = explained(error, orders, "run a compiled step")
+            for order in orders:
+                order.withdraw(f"raised {type(cause).__name__} in a compiled step: {first_line(str(cause))}")
+            if cause is not error:
+                raise cause from error
+            raise
 
     def _zero(self, segments: list[Segment]) -> None:
         self._optimizer.zero_grad()
