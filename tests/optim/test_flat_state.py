@@ -146,6 +146,7 @@ def test_only_what_trains_gets_state_when_gathered_modules_were_frozen() -> None
     frozen = [name for name, param in net.named_parameters() if type(param) is nn.Parameter][:1]
     dict(net.named_parameters())[frozen[0]].requires_grad_(False)
     optimizer.allocate_state()
+    net.reshard()
     held = dict(net.named_parameters())
     assert set(optimizer.state_dict()["state"]) == {
         name for name, param in held.items() if param.to_local().numel() and name not in frozen

@@ -41,9 +41,9 @@ def optimizer_state(
         CheckpointError: one of several optimizers can only load a state of its own parameters; or, on all
             stages, stages have different numbers of parameter groups.
     """
-    for fsdp_state in states_in(model.modules()):
-        for group in fsdp_state.groups:  # an evaluation may have left it gathered; optimizers do not know that
-            group.reshard()
+    for sharded in states_in(model.modules()):
+        for group in sharded.groups:
+            group.reshard()  # an evaluation may have left it gathered, where optimizers know no parameter
     state = _joint_state(model, optimizer)
     if stages is not None:
         _name_all(state["param_groups"], stages)

@@ -275,6 +275,17 @@ def test_what_is_frozen_or_unfrozen_on_gathered_modules_is_followed_or_named(lay
     assert all(param.grad is not None for param in model.parameters())
 
 
+@on_ranks(4)
+def test_gradients_of_graphs_are_on_registered_parameters_where_evaluation_left_smaller_shards() -> None:
+    model, words = fully_shard(Mlp(), layout="contiguous", reshard_after_forward=2), batch(0, 4, 5)
+    sharded = list(model.parameters())
+    model.eval()(words)
+    assert all(now is not then for now, then in zip(model.parameters(), sharded, strict=True))
+    loss_of(torch.compile(model.train(), backend="aot_eager"), words).backward()
+    assert all(now is then for now, then in zip(model.parameters(), sharded, strict=True))
+    assert all(param.grad is not None for param in sharded)
+
+
 @on_ranks(2)
 def test_settings_are_followed_without_compiling_again_where_they_are_what_they_were() -> None:
     model = by_block(Transformer(depth=1), layout="interleaved")
