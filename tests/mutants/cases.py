@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from fsdp.test_simulated_streams import released_on_a_stream_of_its_own
 from fuzz.campaign import REGRESSIONS, draw_cases
 from fuzz.streams_part.train import Block, Case, Planned, Run
 from mutants import side_streams
@@ -457,6 +458,10 @@ WRITTEN: dict[str, AnyCase] = {
     "a group in two collectives, gathered by hand": ROWS
     | {"frozen": "part", "amid": ["forward", 0, 1, "wait"]},
     "a frozen first block in smaller shards": ROWS | {"frozen": "first", "reshard": 2},
+    "optimizers in backward, twice through one forward": {"optimizer": "in_backward", "again": True},
+    "a module on a stream of its own, then cut over two ranks": Program(
+        released_on_a_stream_of_its_own, ranks=4
+    ),
     "one shard and two replicas": {"mesh": "two", "ranks": 2, "micro": 3, "sync": "all_reduce"},
     "a first forward that follows an event": Own(
         ROWS | CAST | {"strategy": "hierarchical_fsdp", "mesh": "two"},

@@ -35,7 +35,7 @@ CALLS = {
     "wait": {
         "wait", "wait_event", "wait_stream", "wait_tensor", "wait_for", "synchronize", "wait_for_gather",
         "wait_for_unshard", "wait_for_reductions", "wait_for_offload", "follow_computation", "begin_forward",
-        "finish_gather", "make_room_for_reduction",
+        "finish_gather", "follow_steps", "make_room_for_reduction",
     },
     "event": {"record_event", "record"},
     "keep-alive": {"track_reductions", "record_stream"},
@@ -45,7 +45,7 @@ CALLS = {
 }  # fmt: skip
 STREAMS = {"stream", "copy_in", "all_gather", "reduce_scatter", "all_reduce", "where"}
 KEEPS = {
-    "_freed", "copy_out_pending", "user_gathers", "offload_events", "reduce_inputs", "reduce_shards",
+    "_freed", "copy_out_pending", "offload_events", "reduce_inputs", "reduce_shards",
     "reduced", "smaller_ready",
 }  # fmt: skip
 _NAMES = re.compile(rf"\b({'|'.join(set().union(*CALLS.values()))})\(|with .*stream|{'|'.join(KEEPS)}")
@@ -166,8 +166,7 @@ class _Finder(ast.NodeTransformer):
         return self._stores(node, node.target)
 
     def _stores(self, node: Any, into: ast.expr | None) -> ast.AST:
-        kept = into is not None and _name(into) in KEEPS
-        if kept and (isinstance(into, ast.Attribute) or _name(into) == "user_gathers"):
+        if isinstance(into, ast.Attribute) and _name(into) in KEEPS:
             asks = self._asks("keep-alive", node, ast.unparse(node))
             self.generic_visit(node)
             return ast.If(ast.UnaryOp(ast.Not(), asks), [node], [])

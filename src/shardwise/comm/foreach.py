@@ -43,6 +43,7 @@ class AllGatherResult:
     inputs: Sequence[Tensor]
     event: torch.Event | None  # accelerator: recorded after the gather
     work: dist.Work | None  # async_op: wait for it
+    stream: torch.Stream | None = None  # has the memory of `output`, if another one writes it
 
 
 def gather_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
@@ -119,7 +120,7 @@ def foreach_all_gather(
     with side.all_gather:
         comm(output_tensor=output, input_tensor=shard, group=group, async_op=False)
         # Directly after this gather: the copy-out waits for no later one.
-        return AllGatherResult(output, inputs, record_event(side.all_gather), None)
+        return AllGatherResult(output, inputs, record_event(side.all_gather), None, side.copy_in)
 
 
 def copy_in(inputs: Sequence[Tensor], *, out: Tensor) -> None:

@@ -492,6 +492,8 @@ class ParamGroup(ABC):
         """Wait for a gather that nobody will use and drop it."""
         if self.gather is not None:
             wait_for_gather(self.gather, self.device)  # which writes until then
+            if self.gather.stream is not None and self.gather.event is not None:
+                self.gather.stream.wait_event(self.gather.event)  # its next memory may be this
             self.gather = None
             if self.form is not _UNSHARDED:
                 self._free_unsharded()  # contiguous gathers into it

@@ -24,9 +24,10 @@ from shardwise import _compat
 from shardwise.comm.foreach import wait_for_gather
 from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import finalization, read_guard
+from shardwise.fsdp.fast import process
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.lifecycle import Action, TrainingState
-from shardwise.fsdp.module_state import ModuleState, user_gathers
+from shardwise.fsdp.module_state import ModuleState
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import pins
 from shardwise.fsdp.schedule import Schedule
@@ -141,14 +142,18 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
         def trained() -> set[int]:
             return {_memory(p) for options in optimizer.param_groups for p in options["params"]}
 
-        for group in filter(None, (ref() for ref in user_gathers)):
-            if group.gather is not None:
-                # It reads the shards that the step is about to change.
-                wait_for_gather(group.gather, group.device)
-            if pins(group.offload, group.device):  # the optimizer runs on the host
-                torch.accelerator.synchronize(group.device)
-        user_gathers.clear()
         # Every model of the process, since all optimizers share this hook.
+        hosts = set()
+        for state in states():
+            for group in state.groups:
+                # Begun by the user, or for a module that did not run. It reads what the step changes.
+                if group.gather is not None and any(map(updates, group.params)):
+                    wait_for_gather(group.gather, group.device)
+                was_read = group.offload.on_host and group.gathered_at == process.steps
+                if was_read and pins(group.offload, group.device) and any(map(updates, group.params)):
+                    hosts.add(group.device)
+        for device in hosts:
+            torch.accelerator.synchronize(device)  # copies that the host did not wait for
         for state in states():
             schedule = state.schedule
             if not state.is_root or schedule is None:

@@ -93,7 +93,6 @@ class FSDPModule(ModuleSettings):
             group.abandon_gather()
             group.reshard()
         if state.schedule is not None and state.schedule.streams is not None:
-            state.schedule.follow_computation()  # which waited for a gather that was dropped
             state.schedule.free_gathered()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

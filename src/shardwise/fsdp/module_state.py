@@ -23,7 +23,7 @@ from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import guard
 from shardwise.fsdp.group import Form, ParamGroup
 from shardwise.fsdp.lifecycle import TrainingState
-from shardwise.fsdp.policy import MixedPrecisionPolicy, pins
+from shardwise.fsdp.policy import MixedPrecisionPolicy
 from shardwise.fsdp.reduction import GradReducer
 from shardwise.fsdp.schedule import Schedule
 from shardwise.fsdp.tensors import Rebuilt, cast
@@ -32,7 +32,6 @@ _LOG = logging.getLogger("shardwise")
 _KEY = "_shardwise_state"
 _UNSHARDED = Form.UNSHARDED
 _alive: weakref.WeakSet[ModuleState] = weakref.WeakSet()
-user_gathers: list[weakref.ref[ParamGroup]] = []  # begun since the last optimizer step; they read shards
 
 
 def live_states() -> list[ModuleState]:
@@ -337,9 +336,6 @@ class ModuleState:
             if self.training_state is TrainingState.IDLE:
                 group.drop_stale()
             group.unshard(async_op=async_op)  # on the user's stream, after what the user did there
-            # The optimizer may step before anyone waits, and would change shards that are still read.
-            if async_op or pins(group.offload, group.device):
-                user_gathers.append(weakref.ref(group))
 
     def wait_for_unshard(self) -> None:
         for group in self.groups:

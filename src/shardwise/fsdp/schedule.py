@@ -68,6 +68,8 @@ class Schedule:
             return
         stream = self.release_stream
         if stream is not None and stream != current_stream(self.device):
+            # Smaller shards may get memory of `stream` that is still read here.
+            stream.wait_stream(current_stream(self.device))
             with stream:  # it reads what was gathered, and is not ordered with what runs next
                 pending.release()
             for group in pending.groups:  # smaller shards are cut there, from the current stream's memory
@@ -94,11 +96,15 @@ class Schedule:
             # Some are refreshed, or gathered asynchronously, on this stream.
             if not all(g.gathers and not g.settings.unshard_async_op for g in self._groups()):
                 wait_for(event, current_stream(self.device))
-        # Reductions for which the end of backward did not wait; their hooks may be optimizers.
+        self.follow_steps(computation=event is None)
+
+    def follow_steps(self, *, computation: bool = True) -> None:
+        """Make gathers start after the steps of optimizers in hooks of gradients, and after computation."""
+        # Reductions for which the end of backward did not wait.
         pending = self.reduced and any(p.has_grad_hooks for group in self._groups() for p in group.params)
         for reduced in self.reduced.values() if pending else ():
             current_stream(self.device).wait_event(reduced)
-        if event is None or pending:
+        if computation or pending:
             self.follow_computation()
 
     def follow_computation(self) -> None:

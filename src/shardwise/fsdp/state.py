@@ -327,6 +327,8 @@ class FSDPState(ModuleState):
                 " autograd accumulates gradients late; set torch._dynamo.config.compiled_autograd = False"
             )
         schedule.goes_again = schedule.had_backward
+        if schedule.goes_again:  # no forward has come since
+            schedule.follow_steps()
         schedule.callback_queued = schedule.had_backward = schedule.unfinished = True
         # One object for orders, which hold it weakly, and autograd, which drops it if backward raises.
         end = root.end_of_backward

@@ -66,8 +66,7 @@ class Net(nn.Module):
         if case.get("tied"):
             self.first.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
             self.blocks[0].tied = self.first.weight  # registered twice under other modules
-
-        self.skips = case.get("skips", False)
+        self.skips = False
 
     def freeze(self, frozen: bool = True) -> None:
         """Freeze what comes first, which then has no backward."""
@@ -323,12 +322,14 @@ class Run:
             if handle is not None:
                 handle.wait()
         assert isinstance(loss, Tensor)
-        loss.backward()
+        for again in (True, False) if case.get("again") else (False,):
+            loss.backward(retain_graph=again)
 
     def step(self, number: int) -> None:
         case = self.case
         if case.get("frozen") == "in turns":
             self.net.freeze(number % 2 == 1)
+        self.net.skips = case.get("skips") in (True, "in turns" if number % 2 == 0 else True)
         before = case.get("before")
         if before in ("unshard", "unshard_async"):
             for module in list(self.each())[:2]:
@@ -377,7 +378,10 @@ class Run:
                 for p in self.model.parameters()
                 if p.grad is not None
             ]
-        if case.get("after"):  # gathered for nothing, as the optimizer steps
+        if case.get("after") == "eval":
+            with torch.no_grad():
+                self.forward()
+        elif case.get("after"):  # gathered for nothing, as the optimizer steps
             for module in list(self.each())[-2:]:
                 module.unshard(async_op=case["after"] == "unshard_async")
         event = self.update()
