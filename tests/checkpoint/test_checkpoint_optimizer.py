@@ -230,6 +230,25 @@ def test_runs_resume_where_parameters_are_frozen_empty_or_without_a_gradient_so_
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_the_state_is_that_of_what_trains_where_evaluation_left_modules_gathered(
+    layout: Any, steps: int
+) -> None:
+    model = fully_shard(nn.Linear(4, 2), layout=layout, reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.bias.requires_grad_(False)
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    model.eval()(torch.ones(2, 4))
+    model.bias.requires_grad_(steps == 0)
+    model.weight.requires_grad_(steps == 1)
+    state = optimizer_state(model, optimizer)["state"]
+    assert list(state) == (["weight"] if steps else ["bias"])
+
+
+@on_ranks(2)
 def test_what_a_saved_run_trained_is_frozen_after_loading(tmp_path: Path) -> None:
     def built(*, frozen: bool = False) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
         torch.manual_seed(0)

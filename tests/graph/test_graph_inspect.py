@@ -415,6 +415,13 @@ def test_inspection_leaves_a_model_its_compiled_form_and_its_gradients_as_they_w
         report = inspect_graph(model, words=WORDS, scale=scale)
     assert [graph.kind for graph in report.graphs] == ["forward"]
 
+    grads = [parameter.grad for parameter in parameters]
+    values = bits(grads)
+    model.unshard()  # as an evaluation may leave it
+    inspect_graph(model, WORDS, scale)
+    assert all(parameter.grad is grad for parameter, grad in zip(parameters, grads, strict=True))
+    assert all(torch.equal(now, value) for now, value in zip(bits(grads), values, strict=True))
+
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch.compile has no isolate_recompiles")
 def test_graphs_of_earlier_inspections_do_not_count() -> None:

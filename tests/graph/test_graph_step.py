@@ -279,6 +279,34 @@ def test_what_is_frozen_or_unfrozen_between_graphs_costs_the_rest_no_gradient(
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("made", ["before", "after"])
+def test_what_is_frozen_on_modules_that_evaluation_left_gathered_costs_the_rest_no_gradient(
+    layout: Any, made: str
+) -> None:
+    torch.compiler.reset()
+    model, reference = (sharded(Net(), layout=layout, reshard_after_forward=False) for _ in range(2))
+    optimizer, other = sgd(model), sgd(reference)
+    step = compile_step(model, cross_entropy, optimizer, backend="eager") if made == "before" else None
+    head_and_block = ["blocks.0.up.bias", "head.weight"]
+    for number, frozen in enumerate((head_and_block, [], ["blocks.0.up.bias"], head_and_block)):
+        for each in (model, reference):
+            each.eval()(batch(number)[0])
+            each.train()
+            for name, param in each.named_parameters():
+                assert type(param) is nn.Parameter  # gathered
+                param.requires_grad_(name not in frozen)
+        step = step or compile_step(model, cross_entropy, optimizer, backend="eager")
+        step(*batch(number))
+        eager_step(reference, other, number=number)
+        assert [name for name, param in model.named_parameters() if param.grad is None] == frozen
+        assert all(map(torch.equal, locals_of(model), locals_of(reference)))
+    model.unshard()
+    with pytest.raises(ShardingError, match="this SGD would train nothing of this FSDPNet"):
+        compile_step(model, cross_entropy, sgd(reference))
+
+
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("odd", "layout", "says"),
     [

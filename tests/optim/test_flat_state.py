@@ -136,3 +136,18 @@ def test_checkpoints_load_at_other_world_sizes(ranks: Any, tmp_path: Path, befor
         loaded = whole_state(list(by_rank))
         assert set(loaded) == set(saved)
         assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+
+
+@on_ranks(2)
+def test_only_what_trains_gets_state_when_gathered_modules_were_frozen() -> None:
+    net = model()
+    optimizer = flat(torch.optim.AdamW, net, lr=1.0)
+    net.unshard()
+    frozen = [name for name, param in net.named_parameters() if type(param) is nn.Parameter][:1]
+    dict(net.named_parameters())[frozen[0]].requires_grad_(False)
+    optimizer.allocate_state()
+    net.reshard()
+    held = dict(net.named_parameters())
+    assert set(optimizer.state_dict()["state"]) == {
+        name for name, param in held.items() if param.to_local().numel() and name not in frozen
+    }

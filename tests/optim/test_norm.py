@@ -454,16 +454,19 @@ def test_clipping_holds_after_several_backwards_and_a_replaced_gradient() -> Non
     torch.testing.assert_close([whole_of(g) for g in grads(model)], grads(reference), **TIGHT)
 
 
-@on_ranks(2)
+@on_ranks(4)
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
-def test_clipping_after_an_evaluation_is_that_of_one_process(layout: str) -> None:
+@pytest.mark.parametrize("stays", [False, 2])
+def test_clipping_after_an_evaluation_is_that_of_one_process(layout: str, stays: bool | int) -> None:
     reference, model = backward(build()), build()
     for block in model:
-        fully_shard(block, layout=layout)
+        fully_shard(block, layout=layout, reshard_after_forward=stays)
     sharded_params, x = list(model.parameters()), torch.ones(1, 6, dtype=torch.float64)
     backward(model)
-    with torch.no_grad():
-        model(x)  # after which parameters stay gathered
+    model(x)  # after which parameters stay gathered, or cut over 2 ranks
+    assert not {*map(id, sharded_params)} & {*map(id, model.parameters())}
+    with pytest.raises(ShardingError, match="a step of this SGD would train nothing"):
+        torch.optim.SGD(model.parameters()).step()
     theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
     torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1), theirs, **TIGHT)
     torch.testing.assert_close([whole_of(p.grad) for p in sharded_params], grads(reference), **TIGHT)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm.agree import together
 from shardwise.errors import CheckpointError, here
+from shardwise.fsdp.module_state import states_in
 from shardwise.optim.by_name import undo_step
 
 
@@ -40,6 +41,9 @@ def optimizer_state(
         CheckpointError: one of several optimizers can only load a state of its own parameters; or, on all
             stages, stages have different numbers of parameter groups.
     """
+    for sharded in states_in(model.modules()):
+        for group in sharded.groups:
+            group.reshard()  # an evaluation may have left it gathered, where optimizers know no parameter
     state = _joint_state(model, optimizer)
     if stages is not None:
         _name_all(state["param_groups"], stages)

@@ -1,12 +1,12 @@
 """Watches what optimizers do to sharded models, through torch's global step hooks.
 
     before a step   an optimizer built before `fully_shard` holds the whole parameters that sharding
-                    replaced; one built between forward and backward may hold gathered parameters.
-                    Their steps would train nothing, so they raise
+                    replaced; one built between forward and backward may hold gathered parameters,
+                    or pieces of a smaller mesh. Their steps would train nothing, so they raise
     after a step    gathered parameters are out of date: modules compare the count of steps with the
                     count when they gathered
 
-Replaced and gathered parameters are held weakly. An optimizer is checked once after each change of the
+All of these are held weakly. An optimizer is checked once after each change of the
 models. Parameters without rows on this rank skip steps, as `fast.py` describes.
 """
 
@@ -32,6 +32,10 @@ _GATHERED = (
     "are whole only while gathered; build the optimizer before the first forward, or when the model has"
     " been resharded"
 )
+_SMALLER = (
+    "are cut over a smaller mesh only between forward and backward; build the optimizer before the first"
+    " forward, or when the model has been resharded"
+)
 
 
 class Forms(Protocol):
@@ -44,6 +48,8 @@ class Forms(Protocol):
 
 # Parameters that no optimizer should hold, by identity, with their names.
 _replaced, _gathered = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+# Those made anew in each forward: names, and weak references to the sharded parameters.
+_smaller = WeakIdKeyDictionary()
 _owners: weakref.WeakValueDictionary[int, Forms] = weakref.WeakValueDictionary()  # by gathered form
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # `_changes` at the check
 _changes = 0
@@ -80,10 +86,18 @@ def watch_gathered(param: Forms, whole: nn.Parameter) -> None:
     _owners[id(whole)] = param
 
 
+def watch_smaller(param: Forms, piece: nn.Parameter) -> None:
+    """Remember a piece over a smaller mesh. No optimizer is checked again for it: forwards make many."""
+    _smaller[piece] = param.name, weakref.ref(param)
+
+
 def sharded_form(param: Tensor) -> Tensor:
-    """Return the sharded form of a gathered parameter, which has its gradient; else `param` itself."""
+    """Return the sharded form of a parameter in another form, which has its gradient; else `param` itself."""
     owner = _owners.get(id(param))
-    return owner.sharded if owner is not None and owner.unsharded is param else param
+    if owner is not None and owner.unsharded is param:
+        return owner.sharded
+    owner = _smaller[param][1]() if param in _smaller else None
+    return param if owner is None else owner.sharded
 
 
 def was_replaced(param: Tensor) -> bool:
@@ -132,8 +146,10 @@ def keep_gradients(params: Iterable[Tensor]) -> None:
 def _check(optimizer: Optimizer) -> None:
     _checked[optimizer] = _changes
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    for watched, reason in ((_replaced, _REPLACED), (_gathered, _GATHERED)):
+    for watched, reason in ((_replaced, _REPLACED), (_gathered, _GATHERED), (_smaller, _SMALLER)):
         wrong = [watched[param] for param in params if param in watched]
+        if watched is _smaller:
+            wrong = [name for name, _ in wrong]
         if wrong:
             # Each of its steps raises, not only the first.
             del _checked[optimizer]

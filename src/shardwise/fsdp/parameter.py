@@ -151,6 +151,7 @@ class ShardedParam(ABC):
     def register_smaller(self, piece: nn.Parameter) -> None:
         """Register this rank's piece over a smaller mesh."""
         self.smaller = weakref.ref(piece)
+        optimizer_watch.watch_smaller(self, piece)
         self.register(piece)  # only modules keep it, and only until the next gather
 
     @abstractmethod

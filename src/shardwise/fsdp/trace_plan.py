@@ -40,8 +40,9 @@ _LOG = logging.getLogger("shardwise")
 _OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg"}
 
 
-# Segments in which nothing trained when their graphs were traced, with their parameters.
-_frozen: weakref.WeakKeyDictionary[Segment, tuple[ShardedParam, ...]] = weakref.WeakKeyDictionary()
+# Segments in which nothing trained when their graphs were traced, with their groups and parameters.
+_Frozen = tuple[weakref.ref[ParamGroup], Sequence[ShardedParam]]
+_frozen: weakref.WeakKeyDictionary[Segment, _Frozen] = weakref.WeakKeyDictionary()
 
 
 class _Unfrozen:
@@ -60,7 +61,7 @@ def prepare(state: ModuleState) -> None:
         if isinstance(group.traced, list):
             for segment, params in zip(group.traced, group.members, strict=True):
                 if segment.assign is None:
-                    _frozen[segment] = tuple(params)
+                    _frozen[segment] = weakref.ref(group), params
     for live in live_states():
         with suppress(ValueError):  # the process group of a model no longer in use was destroyed
             _prepare(live)
@@ -82,7 +83,11 @@ def _prepare(state: ModuleState) -> None:
 
 
 def needs_segments(group: ParamGroup) -> bool:
-    """Return whether the group has no segments, or other parameters train than when they were made."""
+    """Return whether the group has no segments, or other parameters train than when they were made.
+
+    Settles first which ones do: the user may have set it on gathered parameters.
+    """
+    _settle(group)
     return group.traced is None or (
         isinstance(group.traced, list)
         and any(
@@ -90,6 +95,11 @@ def needs_segments(group: ParamGroup) -> bool:
             for segment, params in zip(group.traced, group.members, strict=True)
         )
     )
+
+
+def _settle(group: ParamGroup) -> None:
+    # Without a layout's check of memory, which models that are half-way converted do not pass.
+    ParamGroup.follow_changes(group)
 
 
 def refresh(state: ModuleState) -> None:
@@ -179,13 +189,13 @@ def _assign(
     # The reduction included it.
     alive.earlier = None
     interrupted.check_eager_gradients(owner)
-    if owner.is_unsharded:  # by an earlier eager forward, whose backward never came
-        # Its whole parameters would hide the sharded ones, which get gradients here.
-        owner.reshard()
+    # An earlier eager forward, whose backward never came, may have left other forms registered. They would
+    # hide the sharded ones, which get gradients here, and what the user set on them.
+    owner.reshard()
     trains = zip(params, alive.cut.trains, strict=True)
     changed = [param.name for param, trained in trains if param.sharded.requires_grad != trained]
     if _Unfrozen.looked_at != process.steps:  # once a step: no gradient comes for these
-        changed += [p.name for members in _frozen.values() for p in members if p.sharded.requires_grad]
+        changed += _unfrozen()
     if changed:
         raise LifecycleError(
             f"{here()}: requires_grad of {changed} changed after compilation; call torch.compiler.reset()"
@@ -197,6 +207,16 @@ def _assign(
     except RuntimeError:
         check_grad_dtypes(owner)
         raise
+
+
+def _unfrozen() -> list[str]:
+    """List the parameters that train, though nothing in their segment did when its graph was traced."""
+    names: list[str] = []
+    for ref, params in list(_frozen.values()):
+        if (group := ref()) is not None:
+            _settle(group)
+            names += [param.name for param in params if param.sharded.requires_grad]
+    return names
 
 
 @_compat.runs_eagerly

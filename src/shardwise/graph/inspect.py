@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule
 from shardwise.errors import ShardingError
 from shardwise.fsdp import FSDPModule
 from shardwise.fsdp.fast import copy_code
+from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.module_state import states_in
 from shardwise.fsdp.tensors import grad_tensors, map_tensors
 from shardwise.graph.measure import graph_report
@@ -91,7 +92,9 @@ def _cut_off(tensor: Tensor) -> Tensor:
 @contextmanager
 def _left_as_found(model: nn.Module) -> Iterator[None]:
     """Restore gradients, buffers and random number generators on exit; clear gradients on entry."""
-    grads = [(param, param.grad) for param in model.parameters()]
+    # Where evaluation left parameters gathered, they hide the sharded ones, which get gradients.
+    params = [*model.parameters(), *(param.sharded for group in _groups(model) for param in group.params)]
+    grads = [(param, param.grad) for param in params]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     earlier = {id(segment): segment.earlier for segment in _segments(model)}
     devices = dict.fromkeys(param.device for param in model.parameters() if param.device.type != "cpu")
@@ -115,5 +118,9 @@ def _left_as_found(model: nn.Module) -> Iterator[None]:
 
 def _segments(model: nn.Module) -> list[Any]:
     """Return the segments that compiled sharded modules have; none before the first compilation."""
-    groups = [group for state in states_in(model.modules()) for group in state.groups]
+    groups = _groups(model)
     return [segment for group in groups if isinstance(group.traced, list) for segment in group.traced]
+
+
+def _groups(model: nn.Module) -> list[ParamGroup]:
+    return [group for state in states_in(model.modules()) for group in state.groups]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,6 +105,8 @@ def _check(model: nn.Module, optimizer: Optimizer) -> None:
             f"{here()}: expected an optimizer whose step takes no closure, found {type(optimizer).__name__}"
         )
     ids = {id(param) for param in model.parameters()}
+    # Where evaluation left them gathered, they hide the sharded ones, which optimizers hold.
+    ids |= {id(param) for param in _sharded(_params(model, states_in(model.modules())))}
     trained = [param for group in optimizer.param_groups for param in group["params"]]
     if (
         trained
@@ -164,7 +166,7 @@ class CompiledStep:
         if _compat.graphs_traced() != traced:
             gc.collect()  # tracers leave cycles that hold the model and the batch
         if self._max_norm is not None:
-            self.grad_norm = clip_grad_norm_(self._sharded(), self._max_norm)
+            self.grad_norm = clip_grad_norm_(_sharded(self._params), self._max_norm)
         self._optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
@@ -233,11 +235,8 @@ class CompiledStep:
         for segment in segments:
             segment.earlier = None
         with _compat.plain_attributes():
-            for param in self._sharded():
+            for param in _sharded(self._params):
                 param.grad = None
-
-    def _sharded(self) -> list[nn.Parameter]:
-        return [param.sharded if isinstance(param, ShardedParam) else param for param in self._params]
 
     def _backward(self, segments: list[Segment], batch: Any, named: Any) -> Tensor:
         """Return the loss; its gradients are left on the parameters."""
@@ -334,6 +333,10 @@ def _params(model: nn.Module, states: list[ModuleState]) -> list[ShardedParam | 
             if managed is not None:
                 params.setdefault(id(managed), managed)
     return list(params.values())
+
+
+def _sharded(params: Iterable[ShardedParam | nn.Parameter]) -> list[nn.Parameter]:
+    return [param.sharded if isinstance(param, ShardedParam) else param for param in params]
 
 
 @torch.no_grad()

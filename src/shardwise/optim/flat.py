@@ -371,6 +371,7 @@ class FlatOptimizer(Optimizer):
         The values are those with which the first step begins (`step` is 0); parameters do not change.
         """
         for tensor, run in list(self._runs.items()):
+            run.group.reshard()  # which follows what the user froze on gathered parameters
             trained = [member.sharded.requires_grad for member in run.members]
             if any(trained) and not all(trained):
                 self._split(tensor, run.cut(trained))

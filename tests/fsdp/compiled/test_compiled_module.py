@@ -249,6 +249,44 @@ def test_a_block_unfrozen_after_compilation_raises_and_trains_after_a_reset() ->
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_what_is_frozen_or_unfrozen_on_gathered_modules_is_followed_or_named(layout: str) -> None:
+    def gathered() -> nn.Module:
+        model.eval()(words)  # uncompiled, and no backward comes
+        assert all(type(param) is nn.Parameter for param in model.parameters())
+        return model.train()
+
+    model, words = by_block(Transformer(depth=1), layout=layout, reshard_after_forward=False), batch(0, 4, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    made = torch.compile(model, backend="aot_eager", fullgraph=True)
+    gathered().blocks[0].requires_grad_(False)
+    loss_of(made, words).backward()
+    model.blocks[0].reshard()
+    assert {name for name, param in model.named_parameters() if param.grad is None} == {
+        name for name, _ in model.named_parameters() if name.startswith("blocks.")
+    }
+    optimizer.step()
+    gathered().blocks[0].requires_grad_(True)
+    with pytest.raises(LifecycleError, match=r"blocks.0.*changed after compilation"):
+        loss_of(made, words).backward()
+    torch.compiler.reset()
+    model.reset_iter_state()
+    loss_of(made, words).backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@on_ranks(4)
+def test_gradients_of_graphs_are_on_registered_parameters_where_evaluation_left_smaller_shards() -> None:
+    model, words = fully_shard(Mlp(), layout="contiguous", reshard_after_forward=2), batch(0, 4, 5)
+    sharded = list(model.parameters())
+    model.eval()(words)
+    assert all(now is not then for now, then in zip(model.parameters(), sharded, strict=True))
+    loss_of(torch.compile(model.train(), backend="aot_eager"), words).backward()
+    assert all(now is then for now, then in zip(model.parameters(), sharded, strict=True))
+    assert all(param.grad is not None for param in sharded)
+
+
+@on_ranks(2)
 def test_settings_are_followed_without_compiling_again_where_they_are_what_they_were() -> None:
     model = by_block(Transformer(depth=1), layout="interleaved")
     made = torch.compile(model, backend="eager", fullgraph=True)
