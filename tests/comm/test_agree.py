@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ranks import on_ranks
 from shardwise.comm import agree as module
-from shardwise.comm.agree import agree, fingerprint, gather_text, together
+from shardwise.comm.agree import Agreement, agree, fingerprint, gather_text, together
 from shardwise.comm.count import CommCounter
 from shardwise.comm.differences import by_ranks, differences
 from shardwise.errors import CheckpointError, RankMismatchError, ShardingError
@@ -48,6 +48,19 @@ def test_a_fingerprint_is_63_bits_and_depends_on_every_character() -> None:
     assert len(prints) == 5
     assert all(0 <= p < 2**63 for p in prints)
     assert fingerprint("shardwise") == 8104194976848289986  # a constant: equal in every process
+
+
+@on_ranks(2, 3, timeout=20)
+def test_an_error_amid_an_agreement_leaves_no_word_for_the_next() -> None:
+    rank, _, group = world()
+    for other in (False, True):
+        error = RankMismatchError if other else KeyError
+        with (
+            pytest.raises(error),
+            Agreement(OTHER if other and rank == 1 else SAME, group=group, subject="the boxes of w"),
+        ):
+            raise KeyError
+        agree("the next", group=group, subject="what comes next")
 
 
 # ---------------------------------------------------------------- words for what differs

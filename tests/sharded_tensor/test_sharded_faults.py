@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from covers import boxes_on, counted, cut, rows
-from torch import Tensor
+from torch import Tensor, nn
 
 from ranks import on_ranks
 from shardwise.errors import RankMismatchError, ShardingError
@@ -376,6 +378,65 @@ def test_a_write_to_a_part_that_fails_on_its_rank_is_not_lost(write: str) -> Non
     for each in (whole, whole[:1]):
         with pytest.raises(RankMismatchError, match=r"rank 0: .*(cast to|Zero)"):
             each.full_tensor()
+
+
+def same_memory(tensor: ShardedTensor) -> ShardedTensor:
+    return init_from_local_shards(tensor.local_shards(), *tensor.shape)
+
+
+VIEWS: list[Callable[[Any], Any]] = [
+    lambda x: x,
+    lambda x: x[:],
+    lambda x: x.data,
+    lambda x: x.detach(),
+    lambda x: nn.Parameter(x, requires_grad=False),
+    lambda x: x.t(),
+    lambda x: x.T,
+    lambda x: x.mT,
+    lambda x: x.permute(1, 0),
+    lambda x: x.movedim(0, 1),
+    lambda x: x.swapaxes(0, 1),
+    lambda x: x.data.t().detach().unsqueeze(0)[0],
+    lambda x: x.reshard(x.sharding_spec()),
+    same_memory,
+]
+
+
+@on_ranks(2, timeout=60)
+def test_a_write_that_fails_is_known_to_whatever_shares_the_memory() -> None:
+    for spec in (rows(0, 1), rows(0, 1, 0, 1), rows(1), rows(0, 1, dim=1)):
+        for view in VIEWS:
+            for part in (False, True):
+                whole = cut(torch.arange(8).view(4, 2), spec)
+                other = cut(torch.arange(8).view(4, 2), spec)
+                beside = [see(whole) for see in (torch.detach, torch.t, lambda x: x[:2], lambda x: x.data[0])]
+                written = view(whole)
+                written = written[0] if part else written
+                if sum(map(bool, written.metadata().boxes_by_rank((0, 1)))) > 1:  # both ranks hold some
+                    with pytest.raises(RuntimeError, match="cast to"):
+                        written.mul_(0.5)
+                    assert torch.equal(whole.full_tensor(), torch.arange(8).view(4, 2))
+                    continue
+                written *= 0.5
+                for each in (written, whole, whole.t(), *beside, whole.clone(), whole.to(torch.float64)):
+                    with pytest.raises(RankMismatchError, match=r"(?s)disagree.*cast to|cast to.*disagree"):
+                        each.full_tensor()
+                assert torch.equal(other.full_tensor(), torch.arange(8).view(4, 2))
+                whole.data = other
+                assert torch.equal(whole.full_tensor(), torch.arange(8).view(4, 2))
+
+
+@on_ranks(2)
+def test_a_failure_keeps_nothing_alive() -> None:
+    whole = cut(torch.arange(8).view(4, 2), rows(0, 1))
+    memory = [weakref.ref(shard.tensor) for shard in whole.local_shards()]
+    whole[0].mul_(0.5)
+    whole.data = cut(torch.arange(8).view(4, 2), rows(0, 1))
+    whole[0].mul_(0.5)
+    del whole
+    gc.collect()
+    assert memory
+    assert not any(tensor() is not None for tensor in memory)
 
 
 @on_ranks(RANKS, timeout=20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -349,6 +350,30 @@ def test_a_value_that_backward_needs_is_missed_on_every_rank_once_a_part_of_it_i
             quietly(value, change) if quiet else change(value)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 value.sum().backward()
+
+
+@on_ranks(2, timeout=30)
+@pytest.mark.parametrize("owners", ["0101", "01", "0011", "0111", "1"])
+def test_a_part_that_backward_needs_is_missed_on_every_rank_once_it_is_written(owners: str) -> None:
+    spec = ChunkShardingSpec(0, [f"rank:{rank}" for rank in owners])
+    changes: list[Callable[[Any], Any]] = [
+        lambda y: after(y, y[1].exp_(), y.__setitem__(1, 2.0)),
+        lambda y: after(y, y[1:2].sigmoid_(), y[1, 1].fill_(2.0)),
+        lambda y: after(y[1].square(), y.__setitem__(1, 2.0)),
+        lambda y: after(y[2:4] * y[2:4], y[3].zero_()),
+        lambda y: after(y[1].exp(), y.detach()[5].normal_()),
+        lambda y: y[3].exp_(),
+    ]
+    for number, change in enumerate(changes):
+        found = []
+        for leaf in (torch.ones(6, 4), shard_tensor(torch.ones(6, 4), spec, src_rank=None)):
+            loss = (change(leaf.requires_grad_() * 1.5) * 2).sum()
+            try:
+                loss.backward()
+                found.append("")
+            except RuntimeError as error:
+                found.append(re.findall(r"modified (?:by an )?inplace", str(error))[0][:8])
+        assert found[0] == found[1], f"{number} on {owners}"
 
 
 @on_ranks(3)

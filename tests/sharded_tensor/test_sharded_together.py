@@ -48,6 +48,32 @@ def test_drawing_a_seed_advances_every_ranks_generator_alike() -> None:
     assert equal_everywhere(torch.rand(4))
 
 
+@on_ranks(2, timeout=20)
+@pytest.mark.parametrize("owners", [[0, 1], [0, 1, 0, 1], [1]])
+def test_an_error_that_every_rank_raises_amid_an_agreement_leaves_them_in_step(owners: list[int]) -> None:
+    leaf = cut(counted((4, 3)), rows(*owners), requires_grad=True)
+    reads: list[Callable[[Any], object]] = [
+        lambda part: part.full_tensor(),
+        lambda part: part.reshard(rows(0, 1)),
+        lambda part: part.sum(),
+    ]
+    for read in reads:
+        value = leaf * 2
+        with torch.no_grad():
+            part: Any = value[0]
+            part += 1
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="A view was created in no_grad mode"):
+                read(part)
+            assert value.detach().sum() == 2 * counted((4, 3)).sum() + 3
+        wanted = 2 * counted((4, 3))[0] + 1
+        assert torch.equal(part.detach().full_tensor(), wanted)
+        gathered = part.gather(1)
+        assert gathered is None if dist.get_rank() == 0 else torch.equal(gathered, wanted)
+        with torch.no_grad():
+            assert torch.equal(part.full_tensor(), wanted)
+
+
 @on_ranks(2)
 def test_after_cat_every_rank_has_a_gradient_of_every_tensor() -> None:
     one = cut(counted((2, 3)), rows(0), requires_grad=True)

@@ -101,6 +101,9 @@ class Agreement:
     cannot match messages of another meaning, so agreeing costs no round of its own. Over gloo, up to 32 ranks
     send each other their words directly; otherwise words are exchanged in one all-gather.
 
+    The end of a `with` statement confirms, also after an error: a word that nobody waited for would be taken
+    for that of the next agreement.
+
     Attributes:
         tag: for point-to-point messages over gloo; equal on ranks that mean the same, and else different.
     """
@@ -114,6 +117,7 @@ class Agreement:
         self.tag = _AGREED_TAGS + (next(operation_counter(group)) % 256 << 20) + self._fingerprint % (1 << 20)
         self._words: dict[int, tuple[dist.Work | None, Tensor]] = {}
         self._sends: list[dist.Work] = []
+        self._is_open = True
         if group.size() == 1 or _compat.is_fake(torch.empty(0)):
             return
         self._device = device or device_of(group)
@@ -136,6 +140,13 @@ class Agreement:
             words = _all_gather(self._word, group)
             self._words = {peer: (None, words[peer]) for peer in range(ranks) if peer != rank}
 
+    def __enter__(self) -> Agreement:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        if self._is_open and (kind is None or issubclass(kind, Exception)):
+            self.confirm()
+
     def confirm(self) -> None:
         """Wait for everyone's word.
 
@@ -148,6 +159,7 @@ class Agreement:
 
     def differing(self) -> dict[int, str]:
         """Return every rank's description if any two differ, else nothing; equal on every rank."""
+        self._is_open = False
         with explaining(self._group, f"agree about {self._subject}"):
             words = {peer: self._word_of(peer) for peer in self._words}
             # A peer whose word came may not have posted its receive yet; until then gloo reads this word.

@@ -9,6 +9,9 @@ with them:
     more = half * 2                  and passes it on
     more.sum()                       every rank raises, naming rank 1 and its error
 
+The memory of the shards is what has failed, so views, parts, `detach()` and `.data` have, too, whenever they
+were made; the tensors that share it need not know each other.
+
 Stand-ins are the operation's results for ones. If the operation fails for ones too, values are not the cause:
 all ranks with elements fail, at once if these are all ranks. A rank reports its failure in one more element
 of an all-reduce on the CPU (kernels of accelerators do not raise), and in the text that precedes other moves.
@@ -17,6 +20,7 @@ Reading the shards of such a result raises too. In a group of one rank, errors r
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
@@ -24,6 +28,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise import _compat
 from shardwise.comm.agree import together
@@ -35,14 +40,14 @@ from shardwise.sharded_tensor.registry import Args, Handler, Kwargs
 
 Failures = dict[str, Exception]  # of this rank, by their texts
 
-any_failed = False  # whether anything has failed in this process
+_of_memory: dict[StorageWeakRef, Failures] = {}  # where values are stand-ins
 current: Failures = {}  # failures of the current operation's operands
 
 
 def run(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `handler(func, args, kwargs)`, or make stand-ins if it fails for this rank's values."""
     try:
-        return _propagate_failures(handler, func, args, kwargs) if any_failed else handler(func, args, kwargs)
+        return _propagate_failures(handler, func, args, kwargs) if _of_memory else handler(func, args, kwargs)
     except (ShardwiseError, _compat.StopRecomputation):
         raise
     except Exception as error:
@@ -53,19 +58,21 @@ def _propagate_failures(handler: Handler, func: Any, args: Args, kwargs: Kwargs)
     """Run `handler(func, args, kwargs)`, and pass errors of its operands on to its results."""
     global current
     operands = sharded_in([*args, *kwargs.values()])
-    failures = {text: error for operand in operands for text, error in operand._failures.items()}
+    failures = {text: error for operand in operands for text, error in failures_in(operand).items()}
     if not failures:
         return handler(func, args, kwargs)
     outer, current = current, {**current, **failures}
     try:
-        return _mark_failed(handler(func, args, kwargs), failures)
+        result = handler(func, args, kwargs)
+        for sharded in sharded_in([result]):
+            mark_failed(sharded, failures)
+        return result
     finally:
         current = outer
 
 
 def _stand_in(error: Exception, handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make a result for an operation that failed with `error` for this rank's values, or raise `error`."""
-    global any_failed
     operands = list(sharded_in([*args, *kwargs.values()]))
     group = operands[0].process_group
     if is_outside(group) or group.size() == 1:
@@ -79,16 +86,34 @@ def _stand_in(error: Exception, handler: Handler, func: Any, args: Args, kwargs:
     tensors = list(sharded_in([result]))
     if not tensors:
         raise error
+    text = f"{here()}: {getattr(func, '__name__', func)}: {type(error).__name__}: {error}".rstrip()
+    # As text: frames would keep tensors alive as long as these failures.
+    error.add_note("".join(traceback.format_exception(error)))
+    error.__cause__ = error.__context__ = error.__traceback__ = None
     for tensor in tensors:
         tensor.process_group = group
-    any_failed = True
-    text = f"{here()}: {getattr(func, '__name__', func)}: {type(error).__name__}: {error}".rstrip()
-    return _mark_failed(result, {text: error})
+        mark_failed(tensor, {text: error})
+    return result
+
+
+def mark_failed(sharded: Any, failures: Failures) -> None:
+    """Keep this rank's errors in the values of `sharded` for all tensors that share its memory."""
+    for memory in [memory for memory in _of_memory if memory.expired()]:
+        del _of_memory[memory]
+    for tensor in sharded.views or sharded.tracked if failures else ():
+        memory = StorageWeakRef(tensor.untyped_storage())
+        _of_memory[memory] = {**_of_memory.get(memory, {}), **failures}
+
+
+def failures_in(sharded: Any) -> Failures:
+    """Return this rank's errors in the values of `sharded`, or of what it is a part of."""
+    memories = (StorageWeakRef(t.untyped_storage()) for t in (sharded.tracked if _of_memory else ()))
+    return {text: error for memory in memories for text, error in _of_memory.get(memory, {}).items()}
 
 
 def failures_of(sharded: Any) -> Failures:
     """Return this rank's errors in the values of `sharded`, or in the current operation."""
-    return {**current, **sharded._failures} if any_failed else {}
+    return {**current, **failures_in(sharded)}
 
 
 def with_failures(text: str, sharded: Any) -> str:
@@ -106,15 +131,6 @@ def raise_everywhere(group: dist.ProcessGroup) -> NoReturn:
     """Raise on every rank of `group`; all must know that one of them has failed. Collective."""
     together("an operation on sharded tensors", lambda: raise_here(current), group=group, kind=ShardingError)
     raise AssertionError("no rank of the group has failed")
-
-
-def _mark_failed(result: Any, failures: Failures) -> Any:
-    for sharded in sharded_in([result]):
-        view: Any = sharded
-        while view is not None:
-            view._failures = {**view._failures, **failures}
-            view = view._whole  # which the operation may have written
-    return result
 
 
 def _try(twin: Callable[[Tensor], Tensor], handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:

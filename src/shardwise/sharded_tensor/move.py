@@ -65,14 +65,14 @@ def move_to(
         return (target, route), text
 
     (target, route), agreement = propose(plan_move, group=group, subject=subject)
-    if source.cut_as(target):
-        tensors, anchor = [tensor.view_as(tensor) for tensor in sharded.views], sharded.anchor.view(-1)
-    else:
-        like = target.tensor_properties.memory_format
-        tensors, anchor = autograd.moved(
-            sharded.tensors, route, group=group, anchor=sharded.anchor, like=like, agreement=agreement
-        )
-    agreement.confirm()
+    with agreement:
+        if source.cut_as(target):
+            tensors, anchor = [tensor.view_as(tensor) for tensor in sharded.views], sharded.anchor.view(-1)
+        else:
+            like = target.tensor_properties.memory_format
+            tensors, anchor = autograd.moved(
+                sharded.tensors, route, group=group, anchor=sharded.anchor, like=like, agreement=agreement
+            )
     places = [shard.placement for shard in target.held_by(dist.get_rank()) if shard.placement]
     tensors = [tensor.to(place.device()) for tensor, place in zip(tensors, places, strict=True)]
     moved = sharded.with_tensors(tensors, metadata=target, anchor=anchor.to(device_of(tensors, target)))
@@ -122,11 +122,11 @@ def _full_tensor(sharded: ShardedTensor) -> Tensor:
     ranks = dist.get_process_group_ranks(group)
     plan, route = _plan(_Cut(describe(source), source), None, tuple(ranks), rank)
     text = failure.with_failures(plan, sharded)
-    agreement = Agreement(text, group=group, subject="the tensor to make whole")
-    boxes, anchor = source.boxes_by_rank(ranks), sharded.anchor
-    (whole,), _ = autograd.moved(
-        sharded.tensors, route, group=group, anchor=anchor, agreement=agreement, to_all=boxes
-    )
+    with Agreement(text, group=group, subject="the tensor to make whole") as agreement:
+        boxes, anchor = source.boxes_by_rank(ranks), sharded.anchor
+        (whole,), _ = autograd.moved(
+            sharded.tensors, route, group=group, anchor=anchor, agreement=agreement, to_all=boxes
+        )
     return whole
 
 
@@ -191,14 +191,14 @@ def convert(
 ) -> ShardedTensor:
     """Apply `function` to every shard, for a tensor of the same cut: in other memory, or of another kind."""
     flat_options = {name: value for name, value in options.items() if name != "memory_format"}
-    anchor = function(sharded.anchor, *args, **flat_options)
+    anchor = function(sharded.end, *args, **flat_options)
     tensors = [function(tensor, *args, **options) for tensor in sharded.views]
     metadata = sharded.metadata()
     if (memory_format := options.get("memory_format")) not in (None, torch.preserve_format):
         metadata = metadata.with_properties(memory_format=memory_format)
     if options.get("pin_memory"):
         metadata = metadata.with_properties(pin_memory=True)
-    if anchor.device.type != sharded.anchor.device.type:
+    if anchor.device.type != sharded.device.type:
         # Without an index: each rank knows only its own, and the metadata is equal on all.
         metadata = metadata.placed(lambda place: place.on(anchor.device.type))
     result = sharded.with_tensors(tensors, metadata=metadata, anchor=anchor)

@@ -58,8 +58,6 @@ class ShardedTensor(ShardedTensorBase):
     # Of a part of another tensor: empty views of this rank's shards of that tensor that the part leaves out.
     # An operation that writes the part writes them, too, so that autograd knows of it wherever the whole is.
     _ends: Sequence[Tensor] = ()
-    _whole: ShardedTensor | None = None  # what this is a view of: who writes the view writes that
-    _failures: failure.Failures = {}  # noqa: RUF012 - replaced, never written
 
     @staticmethod
     @declared
@@ -107,7 +105,7 @@ class ShardedTensor(ShardedTensorBase):
         """
         if not _compat.is_forward_grad_enabled():
             _refuse_functions()
-        failure.raise_here(self._failures)
+        failure.raise_here(failure.failures_in(self))
         if not self._ends:
             return self._shards
         return [Shard(tensor, s.metadata) for tensor, s in zip(self.tensors, self._shards, strict=True)]
@@ -144,10 +142,17 @@ class ShardedTensor(ShardedTensorBase):
 
     @property
     def anchor(self) -> Tensor:
-        """An empty tensor that represents a rank without shards in the autograd graph."""
+        """An empty tensor that represents a rank without shards in the autograd graph, to read."""
+        if self._shards or len(self._ends) < 2 or not torch.is_grad_enabled():
+            return self.end
+        return tied(self.end, self._ends)
+
+    @property
+    def end(self) -> Tensor:
+        """An empty tensor for a rank without shards, to write; of a part a view, so torch sees its base."""
         if self._shards or not self._ends:
             return self._anchor
-        return self._ends[0] if len(self._ends) == 1 else nothing_of(*self._ends)
+        return max(self._ends, key=lambda end: end.requires_grad)
 
     @property
     def tracked(self) -> list[Tensor]:
@@ -272,9 +277,14 @@ class ShardedTensor(ShardedTensorBase):
         result = ShardedTensor.wrap(
             shards, metadata, process_group=self.process_group, sharding_spec=spec, anchor=anchor
         )
-        if self._failures:
-            result._failures = self._failures
+        failure.mark_failed(result, failure.failures_in(self))
         return result
+
+    def ask_history(self) -> None:
+        """Raise torch's error for a view without a history, before any rank communicates. Local."""
+        if torch.is_grad_enabled():
+            # Torch finds the history of a view whose base has changed when asked for it; else it sees a leaf.
+            _ = [tensor.grad_fn for tensor in self.tracked]
 
     def has_written(self, stand_in: Tensor | None = None) -> None:
         """Tell autograd that all ranks have written the tensor: `views`, or `stand_in` without any. Local."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import itemgetter
 from typing import Any, NoReturn, cast
@@ -131,19 +132,19 @@ def _fold(
 
     On the CPU ranks compare what they reduce: unequal collectives would hang or give garbage.
     """
+    sharded.ask_history()
     size = sharded.metadata().size
     result = start.expand([1 if d in dims else length for d, length in enumerate(size)]).clone()
-    agreement = None
+    agreement: AbstractContextManager[object] = nullcontext()
     if sharded.anchor.is_cpu and result.numel():
         text = f"{subject} along dims {list(dims)} of a tensor of size {tuple(size)}, {sharded.dtype}"
         agreement = Agreement(text, group=sharded.process_group, subject="what to reduce")
-    for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
-        if tensor.numel():
-            extents = enumerate(zip(box.offsets, box.ends, strict=True))
-            place = tuple(slice(0, 1) if d in dims else slice(*extent) for d, extent in extents)
-            result[place] = join(result[place], tensor)
-    if agreement is not None:
-        agreement.confirm()
+    with agreement:
+        for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
+            if tensor.numel():
+                extents = enumerate(zip(box.offsets, box.ends, strict=True))
+                place = tuple(slice(0, 1) if d in dims else slice(*extent) for d, extent in extents)
+                result[place] = join(result[place], tensor)
     return result
 
 

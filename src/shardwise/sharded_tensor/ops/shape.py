@@ -75,9 +75,7 @@ def derive(
             tensors.append(make(tensor, number, box))
         elif tensor is not None:
             ends.append(nothing_of(tensor))
-    result = assemble(sharded, shards, tensors, size=size, ends=ends)
-    result._whole = sharded
-    return result
+    return assemble(sharded, shards, tensors, size=size, ends=ends)
 
 
 def assemble(
@@ -119,13 +117,12 @@ def views_of(sharded: ShardedTensor) -> tuple[list[Tensor], list[Tensor]]:
 @contextmanager
 def writable(*targets: ShardedTensor) -> Iterator[None]:
     """Let `tensors` be `views` inside, for an operation that writes these tensors."""
-    if torch.is_grad_enabled():
-        # Torch finds the history of a view whose base has changed when asked for it; else it sees a leaf.
-        _ = [tensor.grad_fn for target in targets for tensor in target.tracked]
+    for target in targets:
+        target.ask_history()
     parts = [(target, target._ends) for target in targets if target._ends]
     try:
         for target, _ in parts:
-            target._anchor, target._ends = target.anchor, ()
+            target._anchor, target._ends = target.end, ()
         yield
     finally:
         for target, ends in parts:
