@@ -1,6 +1,7 @@
 """Bad input raises on every rank, before any collective can hang, and names what, where and the fix."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ranks import on_ranks
 from shardwise import (
     DataParallelMeshDims,
     LifecycleError,
+    MixedPrecisionPolicy,
     RankMismatchError,
     ShardingError,
     fully_shard,
@@ -343,5 +345,13 @@ def test_setters_refuse_what_they_cannot_use() -> None:
         raises_on_every_rank(ShardingError, lambda: net.set_modules_to_forward_prefetch([nn.Linear(1, 1)])),
         "Linear",
     )
-    net.set_gradient_divide_factor(-1.0)
-    mentions(raises_on_every_rank(ShardingError, lambda: step(net)), "positive", "-1.0")
+    mentions(
+        raises_on_every_rank(ShardingError, lambda: net.set_reduce_scatter_max_input_buffers("x")), "'x'"
+    )
+    for factor in (-1.0, float("nan"), "x"):
+        message = raises_on_every_rank(ShardingError, lambda: net.set_gradient_divide_factor(factor))  # noqa: B023
+        mentions(message, "positive", repr(factor))
+    policy: Any = MixedPrecisionPolicy(param_dtype="bfloat16")  # type: ignore[arg-type]
+    message = raises_on_every_rank(ShardingError, lambda: fully_shard(nn.Linear(2, 2), mp_policy=policy))
+    mentions(message, "param_dtype", "'bfloat16'")
+    assert net.unshard(None) is None

@@ -58,8 +58,9 @@ def sharding_summary() -> str:
     """Return one line with the number of modules that this process sharded in each layout."""
     if not sharded_modules:
         return (
-            "shardwise: WARNING: nothing was sharded: the script never called fully_shard, neither torch's,"
-            " which shardwise replaces, nor shardwise's; did it train with DDP, or on one device?"
+            "shardwise: WARNING: nothing was sharded: the script never called shardwise's fully_shard, nor"
+            " torch's by a public name, which shardwise replaces (private modules such as"
+            " torch.distributed.fsdp._fully_shard keep torch's); did it train with DDP, or on one device?"
         )
     counts = ", ".join(f"{count} {layout}" for layout, count in sorted(sharded_modules.items()))
     return f"shardwise: modules sharded: {counts}"

@@ -138,6 +138,9 @@ def fully_shard(
             raise ShardingError(
                 f"{here()}: expected a shardwise.{kind.__name__}, found a {actual}. Import it from shardwise"
             )
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        if not isinstance(dtype := getattr(mp_policy, name), torch.dtype | None):
+            raise ShardingError(f"{here()}: {name} must be a torch.dtype or None, got {dtype!r}")
     modules = _root_modules(module)
     _check_modules(modules)
     info, ignored, runs = mesh_info(mesh, dp_mesh_dims), ignored_params or set(), [modules]

@@ -78,7 +78,7 @@ class FSDPModule(ModuleSettings):
             async_op: return a handle at once; forward also waits for the gather.
         """
         state = self._shardwise_state
-        state.unshard(async_op=async_op)
+        state.unshard(async_op=bool(async_op))
         handle = UnshardHandle(state)
         if async_op:
             return handle

@@ -194,6 +194,8 @@ class ModuleSettings(nn.Module):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by `factor` instead of the number of data-parallel ranks."""
+        if isinstance(factor, str) or not factor > 0:
+            raise ShardingError(f"{here()}: the gradient divide factor must be positive, got {factor!r}")
         self._set(False, divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -206,8 +208,10 @@ class ModuleSettings(nn.Module):
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set how many reduce-scatter inputs may be in flight on an accelerator (1 by default)."""
-        if max_input_buffers < 1:
-            raise ShardingError(f"{here()}: max_input_buffers must be at least 1, got {max_input_buffers}")
+        if not isinstance(max_input_buffers, int) or max_input_buffers < 1:
+            raise ShardingError(
+                f"{here()}: max_input_buffers must be a number from 1 on, got {max_input_buffers!r}"
+            )
         self._set(recurse, max_input_buffers=max_input_buffers)
         for state in self._states(recurse):
             if state.schedule is not None:

@@ -9,6 +9,7 @@ that torch gives it. Weights need values: `materialize` before `save`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.export import ExportedProgram
 
 from shardwise import _compat
+from shardwise.comm.auto import over_gloo
 from shardwise.errors import ShardingError, here
 from shardwise.files.manifest import digest, write_manifest
 from shardwise.tensor_parallel import package
@@ -59,6 +61,9 @@ def load_compiled(
 ) -> Callable[..., Any]:
     """Load this rank's function from a folder that `compile_package` completed; call it as the model. Local.
 
+    Over gloo it warns: torch's compiled functions hold Python's lock, for which gloo's threads may wait, so a
+    program with several collectives hangs at random. Sizes of inputs are not checked.
+
     Args:
         folder: the folder. It holds machine code: load it only from people whom you would let run code.
         rank: of the process within its group; by default that of `group`.
@@ -79,6 +84,12 @@ def load_compiled(
         raise ShardingError(
             f"{here()}: {place} was compiled for a default group, whose name is {name!r}, but this group is"
             f" {group.group_name!r}; use the default group, or `load` the program and torch.compile it"
+        )
+    if over_gloo(group):
+        warnings.warn(
+            f"{here()}: compiled programs with several collectives may hang over gloo, whose threads wait for"
+            " the lock that torch's compiled functions hold; on CPU run `load(folder).module()` instead",
+            stacklevel=2,
         )
     return _compat.aoti_load(str(package.file_in(place, manifest, f"rank-{rank}.aot.pt2")))
 
