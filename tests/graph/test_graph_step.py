@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import operator
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -313,29 +314,30 @@ def test_what_is_frozen_on_modules_that_evaluation_left_gathered_costs_the_rest_
         ("freezes", "interleaved", "Only on rank 0:\n  trained: head.bias"),
         ("freezes", "contiguous", "Only on rank 0:\n  trained: head.bias"),
         ("evaluates", "contiguous", "run the forward of Net"),
-        ("raises", "interleaved", "rank 1 will not come to run a compiled step"),
     ],
 )
 def test_a_rank_that_takes_another_step_is_an_error_on_every_rank(odd: str, layout: Any, says: str) -> None:
-    mine, raises = dist.get_rank() == 1, False
-
-    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        if raises:
-            raise ValueError("no loss")
-        return cross_entropy(model, x, y)
-
+    mine = dist.get_rank() == 1
     model = sharded(Net(), layout=layout)
-    step = compile_step(model, loss_fn, sgd(model), backend="eager")
+    step = compile_step(model, cross_entropy, sgd(model), backend="eager")
     for number in range(2):
         step(*batch(number))
     model.head.bias.requires_grad_(not (mine and odd == "freezes"))
-    raises = mine and odd == "raises"
     evaluates = mine and odd == "evaluates"
-    with (
-        pytest.raises(ShardingError if raises else RankMismatchError, match="no loss" if raises else says),
-        torch.set_grad_enabled(not evaluates),
-    ):
+    with pytest.raises(RankMismatchError, match=says), torch.set_grad_enabled(not evaluates):
         model(batch(2)[0]) if evaluates else step(*batch(2))
+
+
+@on_ranks(2)
+def test_steps_that_raise_on_all_ranks_may_be_followed_by_others_though_one_is_late() -> None:
+    def raising(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        time.sleep(0.5 * dist.get_rank())  # longer than ranks wait until they look for each other
+        raise ValueError("no loss")
+
+    first, second = linear(), sharded(Net(blocks=1))
+    with pytest.raises(ValueError, match="no loss"):
+        compile_step(first, raising, sgd(first), backend="eager", fullgraph=False)(*batch(0))
+    compile_step(second, cross_entropy, sgd(second), backend="eager")(*batch(0))
 
 
 @on_ranks(2)

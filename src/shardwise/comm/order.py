@@ -174,11 +174,6 @@ class Order:
         with suppress(RuntimeError):  # the store may be gone already, with the rank that holds it
             self.post()
 
-    def withdraw(self, reason: str) -> None:
-        """Leave before the collectives that the latest event announced: others may wait in them."""
-        self.latest = self.latest.parent or self.latest
-        self.leave(reason)
-
     def stay(self) -> None:
         """Continue this rank's pass after all, since its error was caught."""
         self.left = None

@@ -225,7 +225,7 @@ class CompiledStep:
             if isinstance(error, RuntimeError):
                 cause = explained(error, orders, "run a compiled step")
             for order in orders:
-                order.withdraw(f"raised {type(cause).__name__} in a compiled step: {first_line(str(cause))}")
+                order.leave(f"raised {type(cause).__name__} in a compiled step: {first_line(str(cause))}")
             if cause is not error:
                 raise cause from error
             raise
