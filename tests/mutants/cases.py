@@ -40,6 +40,7 @@ from shardwise.fsdp.module_state import state_of
 from shardwise.layout import Box
 from shardwise.layout.messages import Message
 from shardwise.optim.tied import _swap as swap
+from shardwise.sharded_tensor.dtensor import from_dtensor
 from shardwise.tensor_parallel import operators
 from shardwise.verify.streams import DEVICE
 
@@ -406,6 +407,12 @@ def on_two_ranks(function: Callable[[int], Tensors]) -> Tensors:
             other.join()
 
 
+def redistribution_in_progress() -> Tensors:
+    rows = distribute_tensor(torch.randn(4, 4, device=DEVICE), init_device_mesh(DEVICE, (2,)), [Shard(0)])
+    whole = rows.redistribute(placements=[Replicate()], async_op=True)
+    return [tensor * 2 for tensor in from_dtensor(whole).tensors]
+
+
 ROWS = {"layout": "contiguous"}
 CAST = {"mp": {"param": "bfloat16", "reduce": "bfloat16"}}
 AHEAD = {"prefetch": "forward"}
@@ -458,10 +465,11 @@ WRITTEN: dict[str, AnyCase] = {
     "a group in two collectives, gathered by hand": ROWS
     | {"frozen": "part", "amid": ["forward", 0, 1, "wait"]},
     "a frozen first block in smaller shards": ROWS | {"frozen": "first", "reshard": 2},
-    "optimizers in backward, twice through one forward": {"optimizer": "in_backward", "again": True},
-    "a module on a stream of its own, then cut over two ranks": Program(
-        released_on_a_stream_of_its_own, ranks=4
-    ),
+    "kept memory, contiguous": ROWS | {"blocks": 2, "set": {"set_keep_unsharded_storage": True}},
+    "hooks of a gather that the user waits for": {"ranks": 1, "extension": True}
+    | {"amid": ["forward", 2, 2, "wait"]},
+    "a redistribution in progress": Program(redistribution_in_progress),
+    "a stream of its own, then two ranks": Program(released_on_a_stream_of_its_own, ranks=4),
     "one shard and two replicas": {"mesh": "two", "ranks": 2, "micro": 3, "sync": "all_reduce"},
     "a first forward that follows an event": Own(
         ROWS | CAST | {"strategy": "hierarchical_fsdp", "mesh": "two"},
