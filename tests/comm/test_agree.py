@@ -196,3 +196,23 @@ def test_a_groups_texts_travel_on_a_device_that_it_serves() -> None:
     fake = dist.new_group([0], backend="fake")
     for group in (dist.group.WORLD, fake, dist.new_group([0], backend="cpu:gloo")):
         assert module.device_of(group) == torch.device("cpu")
+
+
+@on_ranks(2)
+def test_what_was_sent_before_a_difference_was_found_is_taken_for_nothing_later() -> None:
+    group, rank, sends = dist.group.WORLD, dist.get_rank(), []
+    assert group is not None
+    for number in range(300):  # tags repeat
+        agreement = Agreement("send" if rank == 0 or number else "nothing", group=group, subject="a number")
+        wire = torch.full((1,), number if rank == 0 else -1)
+        if rank == 0:
+            sends.append((wire, group.send([wire], 1, agreement.tag)))
+        elif number:
+            group.recv([wire], 0, agreement.tag).wait()
+            assert wire.item() == number
+        if number:
+            agreement.confirm()
+            continue
+        with pytest.raises(RankMismatchError, match="ranks disagree about a number"):
+            agreement.confirm()
+    dist.barrier()

@@ -21,6 +21,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -94,6 +95,9 @@ def agree(
         raise _mismatch(subject, "\n".join(reports), advice)
 
 
+_differences: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # found so far
+
+
 class Agreement:
     """A comparison of what ranks are about to do, in 8 bytes per rank.
 
@@ -112,8 +116,9 @@ class Agreement:
         self, description: str, *, group: dist.ProcessGroup, subject: str, device: torch.device | None = None
     ) -> None:
         """Send this rank's word. Arguments are those of `agree`."""
-        self._description, self._group, self._fingerprint = description, group, fingerprint(description)
-        self._subject = subject
+        self._description, self._group, self._subject = description, group, subject
+        # Messages posted before a difference was found match no later ones, whose tags repeat.
+        self._fingerprint = fingerprint(f"{_differences.get(group, '')}{description}")
         self.tag = _AGREED_TAGS + (next(operation_counter(group)) % 256 << 20) + self._fingerprint % (1 << 20)
         self._words: dict[int, tuple[dist.Work | None, Tensor]] = {}
         self._sends: list[dist.Work] = []
@@ -169,6 +174,7 @@ class Agreement:
         if all(word == self._fingerprint for word in words.values()):
             return {}
         # All ranks have the same words, so all come here or none.
+        _differences[self._group] = _differences.get(self._group, 0) + 1
         texts = gather_text(self._description, group=self._group, device=self._device)
         return dict(zip(dist.get_process_group_ranks(self._group), texts, strict=True))
 
