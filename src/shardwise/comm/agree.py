@@ -95,7 +95,8 @@ def agree(
         raise _mismatch(subject, "\n".join(reports), advice)
 
 
-_differences: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # found so far
+_differences: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()  # a mark each time
+_have_differed: list[bool] = []  # [True] once any ranks have: it costs no call to ask
 
 
 class Agreement:
@@ -118,7 +119,8 @@ class Agreement:
         """Send this rank's word. Arguments are those of `agree`."""
         self._description, self._group, self._subject = description, group, subject
         # Messages posted before a difference was found match no later ones, whose tags repeat.
-        self._fingerprint = fingerprint(f"{_differences.get(group, '')}{description}")
+        found = _differences.get(group, "") if _have_differed else ""
+        self._fingerprint = fingerprint(f"{found}{description}" if found else description)
         self.tag = _AGREED_TAGS + (next(operation_counter(group)) % 256 << 20) + self._fingerprint % (1 << 20)
         self._words: dict[int, tuple[dist.Work | None, Tensor]] = {}
         self._sends: list[dist.Work] = []
@@ -174,7 +176,8 @@ class Agreement:
         if all(word == self._fingerprint for word in words.values()):
             return {}
         # All ranks have the same words, so all come here or none.
-        _differences[self._group] = _differences.get(self._group, 0) + 1
+        _differences[self._group] = _differences.get(self._group, "") + "'"
+        _have_differed[:] = [True]
         texts = gather_text(self._description, group=self._group, device=self._device)
         return dict(zip(dist.get_process_group_ranks(self._group), texts, strict=True))
 

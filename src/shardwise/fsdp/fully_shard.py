@@ -138,8 +138,9 @@ def fully_shard(
             raise ShardingError(
                 f"{here()}: expected a shardwise.{kind.__name__}, found a {actual}. Import it from shardwise"
             )
-    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-        if not isinstance(dtype := getattr(mp_policy, name), torch.dtype | None):
+    dtypes = mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype
+    for name, dtype in zip(("param_dtype", "reduce_dtype", "output_dtype"), dtypes, strict=True):
+        if dtype is not None and dtype.__class__ is not torch.dtype:
             raise ShardingError(f"{here()}: {name} must be a torch.dtype or None, got {dtype!r}")
     modules = _root_modules(module)
     _check_modules(modules)
