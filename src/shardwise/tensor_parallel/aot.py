@@ -85,13 +85,14 @@ def load_compiled(
             f"{here()}: {place} was compiled for a default group, whose name is {name!r}, but this group is"
             f" {group.group_name!r}; use the default group, or `load` the program and torch.compile it"
         )
+    path = str(package.file_in(place, manifest, f"rank-{rank}.aot.pt2"))
     if over_gloo(group):
         warnings.warn(
             f"{here()}: compiled programs with several collectives may hang over gloo, whose threads wait for"
             " the lock that torch's compiled functions hold; on CPU run `load(folder).module()` instead",
             stacklevel=2,
         )
-    return _compat.aoti_load(str(package.file_in(place, manifest, f"rank-{rank}.aot.pt2")))
+    return _compat.aoti_load(path)
 
 
 def _for_inference(program: ExportedProgram) -> ExportedProgram:
