@@ -104,13 +104,15 @@ def evaluated_before_the_step(**options: Any) -> None:
 def steps_in_backward(backwards: Callable[[Any], None]) -> Callable[..., None]:
     def program(**options: Any) -> None:
         model = sharded(Layers().to(DEVICE), **options)
+        hooks = []
         for param in model.parameters():
             optimizer = torch.optim.SGD([param], lr=0.1)
-            param.register_post_accumulate_grad_hook(
-                lambda _, optimizer=optimizer: (optimizer.step(), optimizer.zero_grad())
-            )
+            hook = lambda _, optimizer=optimizer: (optimizer.step(), optimizer.zero_grad())  # noqa: E731
+            hooks.append(param.register_post_accumulate_grad_hook(hook))
         for _ in range(2):
             backwards(model)
+        for hook in hooks:
+            hook.remove()  # else it keeps the model, which later tests would count
 
     return program
 

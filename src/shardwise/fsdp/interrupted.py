@@ -152,9 +152,6 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
                 was_read = group.offload.on_host and group.gathered_at == process.steps
                 if was_read and pins(group.offload, group.device) and any(map(updates, group.params)):
                     hosts.add(group.device)
-        for device in hosts:
-            torch.accelerator.synchronize(device)  # copies that the host did not wait for
-        for state in states():
             schedule = state.schedule
             if not state.is_root or schedule is None:
                 continue
@@ -163,6 +160,8 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
                     finalization.check_finished(schedule, "the optimizer's step")
             elif not schedule.had_backward:
                 _check_all_is_reduced(state, updates)
+        for device in hosts:
+            torch.accelerator.synchronize(device)  # copies that the host did not wait for
 
     # Once for all models of the process: a second hook would check each step again.
     _compat.explain_backward_errors(explain_error)

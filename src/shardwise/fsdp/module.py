@@ -92,7 +92,7 @@ class FSDPModule(ModuleSettings):
             # A gather may still write into the memory that is freed next.
             group.abandon_gather()
             group.reshard()
-        if state.schedule is not None and state.schedule.streams is not None:
+        if state.schedule is not None:
             state.schedule.free_gathered()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
