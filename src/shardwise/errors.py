@@ -46,11 +46,11 @@ def from_extra(extra: str, module: str, *, feature: str) -> Any:
 
 
 def here() -> str:
-    """Return the calling process as `rank R`, for messages; `rank ?` before initialisation."""
+    """Return the calling process as `rank R`, for messages; `this process` before initialisation."""
     import torch.distributed as dist  # the command reports errors without importing it
 
     known = dist.is_available() and dist.is_initialized()
-    return f"rank {placed(dist.get_rank())}" if known else "rank ?"
+    return f"rank {placed(dist.get_rank())}" if known else "this process"
 
 
 def name_places(places: Callable[[int], str]) -> None:

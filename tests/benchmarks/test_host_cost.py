@@ -92,9 +92,11 @@ def test_a_block_of_12_parameters_makes_so_many_calls_more(
     from shardwise import _compat
     from shardwise.fsdp.fast import process
     from shardwise.planner.noop_group import noop_world
+    from shardwise.sharded_tensor.rows import ShardedRows
 
-    monkeypatch.setattr(process, "compiler", False)  # earlier tests may have compiled
+    monkeypatch.setattr(process, "compiler", False)  # earlier tests may have compiled,
     monkeypatch.setattr(_compat, "compiler_in_use", lambda: False)
+    monkeypatch.setattr(ShardedRows, "any_hooked", False)  # or hooked parameters
 
     made = {}
     with noop_world(8) as mesh:

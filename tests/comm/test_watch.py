@@ -103,4 +103,4 @@ def test_a_verdict_is_logged_at_once_or_if_its_error_would_be_printed_only_once_
         thread.verdict_times[order] = 0.0
         thread._check_orders()
         thread._check_orders()
-        assert [record.getMessage() for record in caplog.records] == ["rank ?: ranks disagree"] * logged
+        assert [record.getMessage() for record in caplog.records] == ["this process: ranks disagree"] * logged
