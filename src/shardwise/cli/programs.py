@@ -36,7 +36,7 @@ def export(
     ] = "auto",
     device: Annotated[str, typer.Option(help="Device type that will run the program.")] = "cpu",
     strict: Annotated[bool, typer.Option(help="Raise for operations that have no sharding rule.")] = False,
-    overwrite: Annotated[bool, typer.Option(help="Replace an existing folder.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing folder of programs.")] = False,
     aot: Annotated[bool, typer.Option(help="Also compile each program with AOTInductor.")] = False,
 ) -> None:
     """Cut an exported program over ranks; one folder holds one program per rank."""

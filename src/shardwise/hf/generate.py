@@ -139,15 +139,24 @@ def generate_command(
 
 def _read_prompt(folder: str | Path, ids: str, text: str | None) -> tuple[Any, Tensor, Any]:
     """Read a folder's config, a prompt [1, length], and for a text the tokenizer. Download nothing."""
-    transformers, tokenizer = library(), None
+    transformers, tokenizer, source = library(), None, "config"
+    if (text is None) == (not ids):
+        raise ShardingError("give one prompt, as --ids or as --text")
+    if not Path(folder).is_dir():  # transformers would take it for the name of a model on the hub
+        raise ShardingError(f"{folder}: no such folder; expected one with a transformers config")
     try:
         tokens = list(map(int, ids.split()))
+    except ValueError as error:
+        raise ShardingError(f"--ids takes token ids separated by spaces, found {ids!r}") from error
+    try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         if text is not None:
+            source = "tokenizer"
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
             tokens = tokenizer(text)["input_ids"]
     except (OSError, ValueError) as error:
-        raise ShardingError(f"no config in {folder}, no tokenizer there, or no token ids: {error}") from error
+        first = str(error).strip().partition("\n")[0]
+        raise ShardingError(f"cannot read the {source} in {folder}: {first}") from error
     end = config.get_text_config().vocab_size
     if not tokens or not 0 <= min(tokens) <= max(tokens) < end:
         raise ShardingError(f"the prompt has the tokens {tokens}; expected at least one, from 0 to {end - 1}")

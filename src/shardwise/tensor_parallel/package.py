@@ -22,7 +22,9 @@ import json
 import os
 import secrets
 import shutil
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +65,11 @@ def save(
             collective over `group` (the default group if None), whose ranks must share a file system.
         folder: to write to; its parents are created.
         group: only if each rank passes its own program.
-        overwrite: replace an existing folder.
+        overwrite: replace an existing folder of programs.
 
     Raises:
-        ShardingError: programs that are not all parts of one, in order; a folder that exists.
+        ShardingError: programs that are not all parts of one, in order; a folder that exists, or that cannot
+            be written.
     """
     place = Path(folder)
     single = isinstance(programs, ExportedProgram)
@@ -86,14 +89,18 @@ def save(
     def run_on_all(action: Callable[[], Any]) -> list[Any]:
         """Return the action's result on each rank that saves."""
         if group is None:
-            return [action()]
+            try:
+                return [action()]
+            except OSError as error:
+                raise ShardingError(f"cannot write {place}: {error}") from error
         return together(f"tensor_parallel.save to {place}", action, group=group, kind=ShardingError)
 
     def check() -> list[dict[str, Any]]:
-        if place.exists() and not overwrite:
-            raise ShardingError(
-                f"{place} already exists; choose another folder, or pass overwrite=True (--overwrite)"
-            )
+        if place.exists() and not (overwrite and _is_replaceable(place)):
+            reason, hint = "already exists", ", or pass overwrite=True (--overwrite)"
+            if overwrite:
+                reason, hint = "is not a folder of programs, so it is not replaced", ""
+            raise ShardingError(f"{place} {reason}; choose another folder{hint}")
         return [{key: record[key] for key in ("rank", *_SHARED)} for record in records]
 
     _check_parts([record for part in run_on_all(check) for record in part])
@@ -229,6 +236,13 @@ def _temporary_path(place: Path) -> Path:
     return place.with_name(f".{place.name}.{secrets.token_hex(6)}")
 
 
+def _is_replaceable(place: Path) -> bool:
+    """Return whether a path is an empty folder, or one that `save` wrote."""
+    with suppress(OSError, CheckpointError):
+        return not any(place.iterdir()) or bool(manifest_of(place))
+    return False
+
+
 def _write(programs: list[ExportedProgram], folder: Path) -> dict[str, Any]:
     """Save programs, and return the digests of their files by name."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -324,6 +338,13 @@ def _load_program(path: Path) -> ExportedProgram:
     if not path.is_file():
         raise ShardingError(f"{path}: no such file; expected one from torch.export.save")
     try:
+        with zipfile.ZipFile(path) as archive:
+            written_by_export = any(name.endswith("/archive_format") for name in archive.namelist())
+    except zipfile.BadZipFile:
+        written_by_export = False
+    if not written_by_export:  # torch would log its errors before it raises
+        raise ShardingError(f"{path} is damaged, or not an exported program; expected torch.export.save's")
+    try:
         return torch.export.load(path)
     except Exception as error:
         raise ShardingError(f"cannot read {path} as an exported program: {error}") from error
@@ -399,9 +420,15 @@ def _bits_equal(a: Tensor, b: Tensor) -> bool:
 def merge_command(folder: str | Path, out: str | Path, *, strip: str = "", overwrite: bool = False) -> str:
     """Write the whole state dict to a safetensors file, with the prefix `strip` removed from names. Local."""
     place = Path(out)
-    if place.is_dir() or (place.exists() and not overwrite):
+    if place.is_dir():
+        raise CheckpointError(f"{out} is a folder; choose a file to write")
+    if place.exists() and not overwrite:
         raise CheckpointError(f"{out} already exists; choose another file, or pass --overwrite")
-    tensors = {name.removeprefix(strip): x for name, x in merge(folder).items()}
+    merged = merge(folder)
+    if strip and not any(name.startswith(strip) for name in merged):
+        names = ", ".join([*merged][:3])
+        raise CheckpointError(f"--strip: no name begins with {strip!r}; the first ones are {names}")
+    tensors = {name.removeprefix(strip): x for name, x in merged.items()}
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
