@@ -94,7 +94,7 @@ def on_streams(recorder: Recorder) -> list[Any]:
 
     patches = [mock.patch(f"{user}.current_stream", current) for user in USERS]
     patches.append(mock.patch.object(CommStreams, "create", return_value=streams))
-    patches.append(mock.patch.object(process, "computing", None))  # put back when they end
+    patches.append(mock.patch.object(process, "computing", set()))  # put back when they end
     return patches
 
 

@@ -43,7 +43,7 @@ class AllGatherResult:
     inputs: Sequence[Tensor]
     event: torch.Event | None  # accelerator: recorded after the gather
     work: dist.Work | None  # async_op: wait for it
-    stream: torch.Stream | None = None  # has the memory of `output`, if another one writes it
+    stream: torch.Stream | None = None  # has the memory of `output`, if others write or read it
 
 
 def gather_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
@@ -160,6 +160,13 @@ def wait_for_gather(result: AllGatherResult, device: torch.device) -> None:
         current_stream(device).wait_event(result.event)
     if result.work is not None:
         result.work.wait()
+
+
+def on_current_stream(result: AllGatherResult, device: torch.device) -> AllGatherResult:
+    """Return a gather that was issued to the current stream, with what other streams must wait for."""
+    stream = current_stream(device)
+    event = record_event(stream) if result.work is None else None
+    return replace(result, event=event, stream=stream)
 
 
 def current_stream(device: torch.device) -> torch.Stream:

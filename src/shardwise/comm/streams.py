@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+WITHOUT_STREAMS = ("cpu", "meta")  # types of devices
+
 
 @dataclass(frozen=True)
 class CommStreams:
@@ -33,7 +35,7 @@ class CommStreams:
     @staticmethod
     def create(device: torch.device) -> CommStreams | None:
         """Return new streams on `device`; None on devices without streams."""
-        if device.type in ("cpu", "meta"):
+        if device.type in WITHOUT_STREAMS:
             return None
 
         # If both are ready, communication runs first: the next module's computation waits for it.

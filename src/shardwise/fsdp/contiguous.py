@@ -24,7 +24,7 @@ from torch import Tensor
 from shardwise.comm import AllGather, AllGatherResult, CommStreams
 from shardwise.comm.foreach import current_stream
 from shardwise.comm.order import event_for
-from shardwise.comm.streams import record_event
+from shardwise.comm.streams import WITHOUT_STREAMS, record_event
 from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp.fast import allocates_plain, process
 from shardwise.fsdp.group import DONE, Buffer, Form, ParamGroup
@@ -236,6 +236,8 @@ class ContiguousGroup(ParamGroup):
             if buffer.storage is not None and not self.holds_memory:
                 # Allocated on the stream that writes it, to which it is also given back.
                 buffer.storage.resize_(buffer.full.nbytes)
+                if self.device.type not in WITHOUT_STREAMS:
+                    self.owner = current_stream(self.device)
             if self.smaller_shards:
                 source = self.smaller_shards[index]
             elif buffer.casts:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import FunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -42,8 +42,7 @@ class _Process:
     """Values that groups and parameters read in every step; as attributes, they cost no call."""
 
     steps = 0  # of optimizers in this process since the first `fully_shard`
-    # An accelerator, and its stream that waited for reductions at the latest end of backward.
-    computing: tuple[torch.device, torch.Stream] | None = None
+    computing: ClassVar[set[torch.Stream]] = set()  # accelerators: streams that have gradients' memory
     # Whether a function is compiled; if so, each gradient begins its own storage. A tracer cannot take a
     # DTensor whose wrapper has another storage offset than its local tensor, and torch cannot copy one where
     # both have the same nonzero offset.

@@ -15,6 +15,7 @@ from shardwise import _compat
 from shardwise.errors import LifecycleError, here
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.schedule import Schedule
+from shardwise.mesh import DDPMeshInfo
 
 State = Any  # an `FSDPState`, which imports this file
 
@@ -122,7 +123,7 @@ def _check(state: State, schedule: Schedule) -> None:
     if _compat.in_backward():
         raise LifecycleError(f"{here()}: finalize_backward() was called inside a backward")
     for group, reducer in state.all_groups:
-        if reducer.partials or (group.replicates and not group.settings.all_reduce_grads):
+        if reducer.partials or (isinstance(group.info, DDPMeshInfo) and not group.settings.all_reduce_grads):
             raise LifecycleError(
                 f"{here()}: finalize_backward() does not add gradients of {group.title} over replicas"
                 " later; call set_requires_all_reduce(True) before backward"

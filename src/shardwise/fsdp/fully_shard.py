@@ -28,7 +28,7 @@ from shardwise.fsdp.layouts import LAYOUTS, Layout, LayoutName
 from shardwise.fsdp.module import FSDPModule, become_sharded
 from shardwise.fsdp.module_state import state_of
 from shardwise.fsdp.parameter import Owner, ParamPlacement, ShardPlacementFn, ShardPlacementResult
-from shardwise.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from shardwise.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, pins
 from shardwise.fsdp.state import FSDPState
 from shardwise.fsdp.strategy import StrategyName, checked_strategy, strategy_for
 from shardwise.layout import Owned, RaggedShard
@@ -464,15 +464,20 @@ def _reshard_for_state_dict(group: ParamGroup, managed: list[nn.Module]) -> None
     for module in managed:
         if id(_compat.parameters_of(module)) in owned:
             # Loading with `assign=True` leaves tensors outside the shard buffer, which no gather would send.
-            _compat.hook_state_dicts(module, ref, before=ref.reshard, after_loading=ref.pack)
+            _compat.hook_state_dicts(module, ref, before=ref.yield_shards, after_loading=ref.pack)
 
 
 class _WeakGroup(weakref.ref[ParamGroup]):
     __slots__ = ()
 
-    def reshard(self, *unused: Any) -> None:
-        if (alive := self()) is not None:
-            alive.reshard()
+    def yield_shards(self, *unused: Any) -> None:
+        """End all that reads shards, before the user writes them."""
+        if (group := self()) is None:
+            return
+        group.abandon_gather()
+        group.reshard()
+        if group.offload.on_host and pins(group.offload, group.device):
+            torch.accelerator.synchronize(group.device)  # the host waits for no copy to the device
 
     def pack(self, *unused: Any) -> None:
         if (alive := self()) is not None:

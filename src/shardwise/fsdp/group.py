@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from shardwise import _compat
 from shardwise.comm import AllGatherResult, CommStreams
 from shardwise.comm.auto import transport
-from shardwise.comm.foreach import current_stream, wait_for_gather
+from shardwise.comm.foreach import current_stream, on_current_stream, wait_for_gather
 from shardwise.comm.order import Event, Order, event_for
-from shardwise.comm.streams import record_event
+from shardwise.comm.streams import WITHOUT_STREAMS, record_event
 from shardwise.comm.watch import order_of
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.fast import process
@@ -36,14 +36,12 @@ from shardwise.fsdp.policy import GroupSettings, MixedPrecisionPolicy, OffloadPo
 from shardwise.fsdp.read_guard import ReadGuard
 from shardwise.fsdp.strategy import Strategy
 from shardwise.layout import Gathered, GroupLayout
-from shardwise.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
+from shardwise.mesh import DataParallelMeshInfo, FSDPMeshInfo
 from shardwise.sharded_tensor.rows import ShardedRows
 
 if TYPE_CHECKING:
     from shardwise.fsdp.traced import Cut
     from shardwise.fsdp.traced import Segment as TracedSegment
-
-ACCELERATOR_ALIGN_BYTES = 16
 
 
 class Form(Enum):
@@ -86,6 +84,8 @@ class ParamGroup(ABC):
     read_guard: ReadGuard | None = None  # made with the unsharded memory, if that is ever freed
     smaller_shards: Sequence[Tensor] = ()  # POST_FORWARD: pieces over the smaller mesh, by segment
     smaller_ready: torch.Event | None = None  # recorded after `smaller_shards` were written
+    stepped: Sequence[torch.Event] = ()  # after optimizers in hooks of gradients have changed the shards
+    owner: torch.Stream | None = None  # has the unsharded memory, or the all-gather stream
     orders: Sequence[Order] = ()  # of the process groups it communicates over, from its first forward
     traced: list[TracedSegment] | str | None = None  # what a compiler reads of it, or why it cannot
     gather_event: Event | None = None  # the gather in words; None, as `layout_words`, after a change
@@ -178,7 +178,7 @@ class ParamGroup(ABC):
 
     @property
     def align_bytes(self) -> int:
-        return 1 if self.device.type == "cpu" else ACCELERATOR_ALIGN_BYTES
+        return 1 if self.device.type == "cpu" else 16
 
     @property
     def shard_bytes(self) -> int:
@@ -268,16 +268,6 @@ class ParamGroup(ABC):
     def announce(self, event: Event) -> None:
         for order in self.orders:
             order.advance(event)
-
-    @property
-    def replicates(self) -> bool:
-        return isinstance(self.info, DDPMeshInfo)
-
-    def set_reshard_after_forward(self, reshard: bool) -> None:
-        if self.gathers and isinstance(self.info, FSDPMeshInfo):
-            if self.form is Form.POST_FORWARD:  # else a gather would take its pieces for the full mesh's
-                self.reshard()
-            self.post_forward_mesh = self.info if reshard else None
 
     # Shard buffers
 
@@ -384,9 +374,16 @@ class ParamGroup(ABC):
                 if buffer.storage is not None:
                     buffer.storage.resize_(0)  # the gather allocates it where it writes
         self.gathered_at = process.steps  # steps that the shards it reads include
-        if streams is not None and self.form is Form.POST_FORWARD and self.smaller_ready is not None:
+        for event in self.stepped:
+            current_stream(self.device).wait_event(event)  # refreshes and asynchronous gathers run there
+            if streams is not None:
+                streams.wait(event)
+        self.stepped = ()
+        if streams is not None and self.smaller_shards and self.smaller_ready is not None:
             streams.wait(self.smaller_ready)
         self.gather = self._start_gather(async_op, streams)
+        if self.gather.event is None and self.device.type not in WITHOUT_STREAMS:
+            self.gather = on_current_stream(self.gather, self.device)
 
     def wait_for_unshard(self) -> AllGatherResult | None:
         """Finish a gather and register the unsharded parameters.
@@ -462,6 +459,8 @@ class ParamGroup(ABC):
             storages = [buffer.storage for buffer in self.buffers if buffer.storage is not None]
             self.streams.free_later(self.buffers, storages, current_stream(self.device))  # still read there
             return
+        if self.owner is not None and self.owner != (current := current_stream(self.device)):
+            self.owner.wait_stream(current)  # to which it goes back
         # At once on CPU and if interleaved: it is computation's memory, reused in computation's order.
         for buffer in self.buffers:
             if buffer.storage is not None:
@@ -482,7 +481,8 @@ class ParamGroup(ABC):
         """Register this rank's pieces over a smaller mesh, after forward. Local."""
         if self.form is _UNSHARDED:
             self.follow_changes()
-            self.smaller_shards = self._smaller(mesh)
+            with torch.inference_mode(False):  # users change `requires_grad` of these later
+                self.smaller_shards = self._smaller(mesh)
             if streams is not None:
                 self.smaller_ready = record_event(current_stream(self.device))  # on which they are written
             self._free_unsharded()
@@ -492,8 +492,8 @@ class ParamGroup(ABC):
         """Wait for a gather that nobody will use and drop it."""
         if self.gather is not None:
             wait_for_gather(self.gather, self.device)  # which writes until then
-            if self.gather.stream is not None and self.gather.event is not None:
-                self.gather.stream.wait_event(self.gather.event)  # its next memory may be this
+            if self.gather.stream is not None:
+                self.gather.stream.wait_stream(current_stream(self.device))  # its next memory may be this
             self.gather = None
             if self.form is not _UNSHARDED:
                 self._free_unsharded()  # contiguous gathers into it

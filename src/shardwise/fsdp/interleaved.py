@@ -18,6 +18,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from shardwise import _compat
 from shardwise.comm import AllGatherResult, CommStreams, foreach_all_gather, foreach_all_gather_copy_out
+from shardwise.comm.foreach import current_stream
+from shardwise.comm.streams import WITHOUT_STREAMS
 from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp.extension import ExtendedParam, is_gathered_separately
 from shardwise.fsdp.group import Form, ParamGroup
@@ -205,6 +207,8 @@ class InterleavedGroup(ParamGroup):
             for buffer in self.buffers:
                 # The same storage: unsharded parameters and the plan's targets are views of it.
                 buffer.storage.resize_(buffer.full.nbytes)
+            if self.device.type not in WITHOUT_STREAMS:
+                self.owner = current_stream(self.device)
         self._copy_out(result, plan)
         if self.extended:
             for extended in self.extended.values():

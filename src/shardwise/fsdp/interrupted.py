@@ -24,7 +24,6 @@ from shardwise import _compat
 from shardwise.comm.foreach import wait_for_gather
 from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import finalization, read_guard
-from shardwise.fsdp.fast import process
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.lifecycle import Action, TrainingState
 from shardwise.fsdp.module_state import ModuleState
@@ -149,8 +148,8 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
                 # Begun by the user, or for a module that did not run. It reads what the step changes.
                 if group.gather is not None and any(map(updates, group.params)):
                     wait_for_gather(group.gather, group.device)
-                was_read = group.offload.on_host and group.gathered_at == process.steps
-                if was_read and pins(group.offload, group.device) and any(map(updates, group.params)):
+                pinned = group.offload.on_host and pins(group.offload, group.device)
+                if pinned and any(map(updates, group.params)):
                     hosts.add(group.device)
             schedule = state.schedule
             if not state.is_root or schedule is None:

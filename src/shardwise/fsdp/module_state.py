@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwise import _compat
 from shardwise.comm import CommStreams
+from shardwise.comm.foreach import current_stream
 from shardwise.comm.order import event_for
 from shardwise.comm.watch import raise_explained
 from shardwise.errors import LifecycleError, ShardingError, here
@@ -318,7 +319,7 @@ class ModuleState:
         if state.schedule is not schedule:
             # That root's forward, which makes its gathers follow the optimizer's step, has not begun.
             schedule = state.schedule
-            schedule.follow_computation()
+            schedule.follow_optimizer()
         if schedule.streams is not None:  # gathers begin a module earlier: keep no freed memory for them
             schedule.free_gathered()
         for group in state.groups:
@@ -342,3 +343,5 @@ class ModuleState:
             result = group.wait_for_unshard()
             if result is not None and self.schedule is not None:
                 self.schedule.finish_gather(result, forward=False)
+            elif result is not None and result.stream is not None:
+                result.stream.wait_stream(current_stream(self.device))  # which has copied it out

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import _compat
 from shardwise.comm.foreach import current_stream
+from shardwise.comm.streams import WITHOUT_STREAMS
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import fast
 from shardwise.fsdp.fast import process
@@ -108,7 +109,7 @@ def was_replaced(param: Tensor) -> bool:
 @_compat.runs_eagerly
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     look_for_compiler(optimizer)
-    if process.computing is not None:
+    if process.computing:
         keep_gradients(param for group in optimizer.param_groups for param in group["params"])
     compiled = _compat.in_compiled_call()
     if compiled:
@@ -127,17 +128,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def keep_gradients(params: Iterable[Tensor]) -> None:
     """Keep the memory of freed gradients from being reused before this stream has read it in a step.
 
-    It belongs to computation's stream, which need not wait for that step (`set_post_optim_event`).
+    It belongs to the streams of backward, which need not wait for that step (`set_post_optim_event`).
     """
-    if process.computing is None:
-        return
-    device, computing = process.computing
     grads = [param.grad for param in params if param.grad is not None]
-    if not grads or grads[0].device != device:
+    if not process.computing or not grads or grads[0].device.type in WITHOUT_STREAMS:
         return
-    stream = current_stream(device)
-    # On backward's own stream, the next user of this memory runs after the step anyway.
-    if stream != computing:
+    stream = current_stream(grads[0].device)
+    # On backward's only stream, the next user of this memory runs after the step anyway.
+    if process.computing != {stream}:
         for grad in grads:
             # When a gradient is freed, the allocator waits for this stream's work up to then.
             _compat.local_of(grad).record_stream(stream)

@@ -51,15 +51,23 @@ class Schedule:
     # A gather whose buffer the copy-out may still read, kept until the next copy-out, so that the next
     # gather can run meanwhile.
     copy_out_pending: tuple[AllGatherResult, torch.Event] | None = None
-    reduce_inputs: list[Input] = field(default_factory=list)  # in flight, some with the shard
+    # In flight, some with the shard; each with the stream that has its memory.
+    reduce_inputs: list[tuple[Input, torch.Stream]] = field(default_factory=list)
     max_reduce_inputs: int = 1
     # Reduced shards that a stream may still use, though another one allocated them.
     reduce_shards: list[torch.Tensor] = field(default_factory=list)
     reduced: dict[torch.Stream, torch.Event] = field(default_factory=dict)  # the end of its latest reduction
+    reducing_from: set[torch.Stream] = field(default_factory=set)  # streams whose memory reductions use
     orders: list[Order] = field(default_factory=list)  # of all groups' process groups, each once
     pass_events: list[Event] = field(default_factory=list)  # announces a pass, one per order
     profiled: bool = False  # passes are recorded in profiles
     transformed: bool = False  # passes have run within transforms of torch.func, and may again
+
+    def __del__(self) -> None:
+        # A model may be deleted while reductions run, which use the memory of these streams.
+        for stream in self.reducing_from:
+            for event in self.reduced.values():
+                stream.wait_event(event)
 
     def release_pending(self, *, unless: State | None = None) -> None:
         """Release the state whose release was deferred, unless it runs next, on the same stream."""
@@ -85,33 +93,19 @@ class Schedule:
 
     # Accelerator streams only
 
-    def begin_forward(self) -> None:
+    def follow_optimizer(self) -> None:
         """Make gathers start only after the previous optimizer step."""
         if self.streams is None:
             return
-        # Used once: the event of one step does not cover the next.
-        event, self.post_optim_event = self.post_optim_event, None
-        if event is not None:
-            wait_for(event, self.streams.copy_in)
-            wait_for(event, self.streams.all_gather)
-            # Some are refreshed, or gathered asynchronously, on this stream.
-            if not all(g.gathers and not g.settings.unshard_async_op for g in self._groups()):
-                wait_for(event, current_stream(self.device))
-        self.follow_steps(computation=event is None)
-
-    def follow_steps(self, *, computation: bool = True) -> None:
-        """Make gathers start after the steps of optimizers in hooks of gradients, and after computation."""
-        # Reductions for which the end of backward did not wait.
-        pending = self.reduced and any(p.has_grad_hooks for group in self._groups() for p in group.params)
-        for reduced in self.reduced.values() if pending else ():
-            current_stream(self.device).wait_event(reduced)
-        if computation or pending:
-            self.follow_computation()
-
-    def follow_computation(self) -> None:
-        """Make gathers start only after all work on the current stream so far."""
-        if self.streams is not None:
+        event = self.post_optim_event
+        if event is None:
             self.streams.wait(record_event(current_stream(self.device)))
+            return
+        wait_for(event, self.streams.copy_in)
+        wait_for(event, self.streams.all_gather)
+        # Some are refreshed, or gathered asynchronously, on this stream.
+        if not all(g.gathers and not g.settings.unshard_async_op for g in self._groups()):
+            wait_for(event, current_stream(self.device))
 
     def finish_gather(self, result: AllGatherResult, *, forward: bool) -> None:
         """Keep a gather's buffer from being reused before it was copied out."""
@@ -119,6 +113,8 @@ class Schedule:
             return
         # Directly after the copy-out, before the module's computation is issued to the same stream.
         copied_out = record_event(current_stream(self.device))
+        if result.stream is not None and result.stream is not self.streams.copy_in:
+            result.stream.wait_event(copied_out)  # the user's, to which the buffer goes back
         if forward and result.work is None:
             # Two buffers: the next gather may fill one while the other is copied out.
             self.end_copy_out()
@@ -141,15 +137,17 @@ class Schedule:
     def make_room_for_reduction(self) -> None:
         """Wait for the oldest reduce-scatter inputs until one more may be in flight."""
         while len(self.reduce_inputs) >= self.max_reduce_inputs:
-            _, event = self.reduce_inputs.pop(0)
-            # The input is computation's memory, so computation waits: reuse comes after the last read.
-            current_stream(self.device).wait_event(event)
+            (_, event), stream = self.reduce_inputs.pop(0)
+            stream.wait_event(event)  # it has the input's memory: reuse comes after the last read
 
     def track_reductions(self, results: list[ReduceResult]) -> None:
         """Keep the buffers of running reductions from being reused."""
         assert self.streams is not None
+        stream = current_stream(self.device)
+        self.reducing_from.add(stream)
+        process.computing.add(stream)  # gradients are its memory: steps on others keep them
         for result in results:
-            self.reduce_inputs += result.inputs
+            self.reduce_inputs += [(used, stream) for used in result.inputs]
             # Computation's memory: a shard that stays, or one that is the input (a shard axis of one rank).
             of_computation = any(tensor is result.staged for used, _ in result.inputs for tensor in used)
             if of_computation or result.stream is not self.streams.reduce_scatter:
@@ -161,14 +159,16 @@ class Schedule:
                 self.reduced[result.stream] = record_event(result.stream)
 
     def wait_for_reductions(self) -> None:
-        """Make the current stream wait for every reduction, and free their buffers."""
+        """Make the current stream wait for every reduction, and free their buffers.
+
+        The streams whose memory they use wait, too.
+        """
         if self.streams is None:
             return
-        stream = current_stream(self.device)
-        for event in self.reduced.values():
-            stream.wait_event(event)
-        # Gradients are memory of this stream: a step on another one must keep them (`keep_gradients`).
-        process.computing = (self.device, stream)
+        for stream in {current_stream(self.device), *self.reducing_from}:
+            for event in self.reduced.values():
+                stream.wait_event(event)
+        self.reducing_from.clear()
         self.reduced.clear()
         self.reduce_inputs.clear()  # reductions have read them
         self.reduce_shards.clear()

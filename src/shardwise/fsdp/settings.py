@@ -24,10 +24,10 @@ from shardwise.comm.streams import as_torch_stream
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import finalization, trace_plan
 from shardwise.fsdp.finalization import GradientReductionHandle
-from shardwise.fsdp.group import ParamGroup
+from shardwise.fsdp.group import Form, ParamGroup
 from shardwise.fsdp.module_state import ModuleState, states_in
 from shardwise.fsdp.state import FSDPState
-from shardwise.mesh import FSDPMeshInfo
+from shardwise.mesh import DDPMeshInfo, FSDPMeshInfo
 
 
 class ModuleSettings(nn.Module):
@@ -130,7 +130,10 @@ class ModuleSettings(nn.Module):
             # The user has chosen, so the root is no longer an exception.
             state.reshard_is_automatic = False
             for group in state.groups:
-                group.set_reshard_after_forward(reshard_after_forward)
+                if group.gathers and isinstance(group.info, FSDPMeshInfo):
+                    if group.form is Form.POST_FORWARD:  # a gather would take its pieces for the full mesh's
+                        group.reshard()
+                    group.post_forward_mesh = group.info if reshard_after_forward else None
         self._forget_plans(recurse)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -183,7 +186,7 @@ class ModuleSettings(nn.Module):
             hook: runs after the reduce-scatter, and after HSDP's all-reduce if there is one.
             stream: the stream on which it runs; only without HSDP.
         """
-        if stream is not None and any(group.replicates for group in self._groups()):
+        if stream is not None and any(isinstance(group.info, DDPMeshInfo) for group in self._groups()):
             raise ShardingError(
                 f"{here()}: stream= is for modules without HSDP: with HSDP the hook runs on the stream of the"
                 " all-reduce; leave stream out"

@@ -127,7 +127,8 @@ class FSDPState(ModuleState):
         schedule.order_before, schedule.hooked = len(schedule.order), False
         self.lift_guards()
         # Before the first gather, which reads what the optimizer's step writes.
-        schedule.begin_forward()
+        schedule.follow_optimizer()
+        schedule.post_optim_event = None  # the event of one step does not cover the next
         if schedule.profiled is not _compat.profiler_runs():
             schedule.profiled = not schedule.profiled
             (ranges.begin if schedule.profiled else ranges.end)((self, *self.below))
@@ -299,13 +300,11 @@ class FSDPState(ModuleState):
         """
         # Free before gathering: the module that took this output ends before this one gathers.
         for state, ran_on in readers:
-            if ran_on is None or ran_on == (current := current_stream(self.device)):
+            if ran_on is None:
                 state.post_backward()
-                continue
-            # The current stream, on which the output was made, has waited only for its gradient.
-            current.wait_stream(ran_on)
-            state.post_backward()
-            ran_on.wait_stream(current)  # which reads memory that goes back to `ran_on`
+            else:  # it made the gradients, for which the stream of its input need not wait
+                with ran_on:
+                    state.post_backward()
         schedule = self.schedule
         assert schedule is not None
         action, self.training_state = _PRE_BACKWARD[self.training_state]
@@ -339,7 +338,8 @@ class FSDPState(ModuleState):
             )
         schedule.goes_again = schedule.had_backward
         if schedule.goes_again:  # no forward has come since
-            schedule.follow_steps()
+            schedule.follow_optimizer()
+            schedule.post_optim_event = None
         schedule.callback_queued = schedule.had_backward = schedule.unfinished = True
         # One object for orders, which hold it weakly, and autograd, which drops it if backward raises.
         end = root.end_of_backward
@@ -398,6 +398,8 @@ class FSDPState(ModuleState):
                 raise_explained(error, group.orders, f"reduce '{group.name}'")
             if schedule.streams is not None:
                 schedule.track_reductions(results)
+                if any(param.has_grad_hooks for param in group.params):
+                    group.stepped = tuple(schedule.reduced.values())
 
     @_compat.runs_eagerly
     def end_of_backward(self) -> None:

@@ -35,6 +35,7 @@ from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.reduction import GradReducer, check_grad_dtypes
 from shardwise.fsdp.traced import Collectives, Segment, reduced_numel
 from shardwise.layout import Gathered
+from shardwise.mesh import DDPMeshInfo
 
 _LOG = logging.getLogger("shardwise")
 _OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg"}
@@ -125,7 +126,8 @@ def _refusal(group: ParamGroup, reducer: GradReducer) -> str | None:
         return "set_all_reduce_hook"
     if group.offload.on_host and group.device.type != "cpu":
         return "CPU offloading"
-    if settings.reduce_grads and not settings.all_reduce_grads and group.replicates:
+    replicates = isinstance(group.info, DDPMeshInfo)
+    if settings.reduce_grads and not settings.all_reduce_grads and replicates:
         return "set_requires_all_reduce(False)"
     if any(param.chosen_grad_dtype for param in group.params):
         return "parameters with a grad_dtype"
