@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,10 +19,8 @@ from mutants.side_streams import (
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.reduction import GradReducer
 from shardwise.fsdp.schedule import Schedule
-from shardwise.fsdp.state import FSDPState
 from shardwise.planner.noop_group import noop_world
 from shardwise.verify.streams import simulated
-from shardwise.verify.streams.streams import Stream
 
 LAYOUTS = ["interleaved", "contiguous"]
 
@@ -53,13 +49,7 @@ def test_without_the_stream_that_it_ran_on_its_memory_is_given_back_too_early() 
 def test_gradients_are_reduced_after_the_stream_that_finishes_them(program: Any, layout: str) -> None:
     """The hook that reduces them runs where the input was made, and that waited for its gradient alone."""
     assert findings(partial(program, layout=layout)) == []
-    wait = Stream.wait_stream
-
-    def wait_elsewhere(stream: Stream, other: Stream) -> None:
-        if sys._getframe(1).f_code is not inspect.unwrap(FSDPState.pre_backward).__code__:
-            wait(stream, other)
-
-    with mock.patch.object(Stream, "wait_stream", wait_elsewhere):
+    with mock.patch("shardwise.fsdp.state.current_stream", return_value=None):
         assert findings(partial(program, layout=layout))
 
 

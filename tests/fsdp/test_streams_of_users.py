@@ -63,19 +63,21 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) ->
         optimizer.zero_grad()
 
 
-def branches(**options: Any) -> None:
+def branches(**options: Any) -> list[Tensor]:
     model = sharded(Branches().to(DEVICE), **options)
     train(model, sgd(model))
+    return list(model.parameters())
 
 
-def branches_that_prefetch_each_other(**options: Any) -> None:
+def branches_that_prefetch_each_other(**options: Any) -> list[Tensor]:
     model = sharded(Branches().to(DEVICE), **options)
     model.set_reduce_scatter_max_input_buffers(9)
     model.layers[0].set_modules_to_forward_prefetch([model.layers[1], model.layers[3]])
     train(model, sgd(model))
+    return list(model.parameters())
 
 
-def one_layer_on_its_stream(**options: Any) -> None:
+def one_layer_on_its_stream(**options: Any) -> list[Tensor]:
     """The layer is gathered on the main stream, which then goes on."""
     model = sharded(Layers(apart=True).to(DEVICE), **options)
     optimizer = sgd(model)
@@ -90,9 +92,10 @@ def one_layer_on_its_stream(**options: Any) -> None:
     for _ in range(2):
         model.layers[2].unshard(async_op=True)
         train(model, optimizer, steps=1)
+    return list(model.parameters())
 
 
-def finalized_on_a_stream(**options: Any) -> None:
+def finalized_on_a_stream(**options: Any) -> list[Tensor]:
     model, side = sharded(Layers().to(DEVICE), **options), other()
     optimizer = sgd(model)
     model.set_manual_backward_finalization(True)
@@ -105,31 +108,34 @@ def finalized_on_a_stream(**options: Any) -> None:
             optimizer.step()
         model.set_post_optim_event(side.record_event())
         optimizer.zero_grad()
+    return list(model.parameters())
 
 
-def backward_on_a_stream(*, step_there: bool) -> Callable[..., None]:
-    def program(**options: Any) -> None:
-        model, side = sharded(Layers().to(DEVICE), **options), other()
-        optimizer = sgd(model)
-        for _ in range(2):
-            loss = loss_of(model)
-            side.wait_stream(current())
-            with side:
-                loss.backward()
-                if step_there:
-                    optimizer.step()
-                    model.set_post_optim_event(side.record_event())
-            del loss
-            use_memory()
-            if not step_there:
-                current().wait_stream(side)
+def backward_on_a_stream(*, step_there: bool = False, **options: Any) -> list[Tensor]:
+    model, side = sharded(Layers().to(DEVICE), **options), other()
+    optimizer = sgd(model)
+    for _ in range(2):
+        loss = loss_of(model)
+        side.wait_stream(current())
+        with side:
+            loss.backward()
+            if step_there:
                 optimizer.step()
-            optimizer.zero_grad()
+                model.set_post_optim_event(side.record_event())
+        del loss
+        use_memory()
+        if not step_there:
+            current().wait_stream(side)
+            optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters())
 
-    return program
+
+def backward_and_step_on_a_stream(**options: Any) -> list[Tensor]:
+    return backward_on_a_stream(step_there=True, **options)
 
 
-def two_models_on_streams(**options: Any) -> None:
+def two_models_on_streams(**options: Any) -> list[Tensor]:
     first, second = (sharded(Layers().to(DEVICE), **options) for _ in range(2))
     left, right = other(), other()
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
@@ -146,9 +152,10 @@ def two_models_on_streams(**options: Any) -> None:
         for model in (first, second):
             model.set_post_optim_event(right.record_event())
         optimizer.zero_grad()
+    return [*first.parameters(), *second.parameters()]
 
 
-def gathered_on_a_stream(**options: Any) -> None:
+def gathered_on_a_stream(**options: Any) -> list[Tensor]:
     model, ahead = sharded(Layers().to(DEVICE), **options), other()
     optimizer = sgd(model)
     loss_of(model).backward()
@@ -162,9 +169,10 @@ def gathered_on_a_stream(**options: Any) -> None:
         current().wait_stream(ahead)
         optimizer.step()
         optimizer.zero_grad()
+    return list(model.parameters())
 
 
-def gathered_on_a_stream_for_nothing(**options: Any) -> None:
+def gathered_on_a_stream_for_nothing(**options: Any) -> list[Tensor]:
     model, ahead = sharded(Layers().to(DEVICE), **options), other()
     optimizer = sgd(model)
     train(model, optimizer, steps=1)
@@ -173,9 +181,10 @@ def gathered_on_a_stream_for_nothing(**options: Any) -> None:
     with ahead:
         model.layers[0].unshard(async_op=True)
     optimizer.step()
+    return list(model.parameters())
 
 
-def steps_beside_a_second_backward(**options: Any) -> None:
+def steps_beside_a_second_backward(**options: Any) -> list[Tensor]:
     model, side = sharded(Layers().to(DEVICE), **options), other()
     optimizer = sgd(model)
     loss = loss_of(model)
@@ -188,9 +197,10 @@ def steps_beside_a_second_backward(**options: Any) -> None:
     loss.backward()
     current().wait_stream(side)
     optimizer.step()
+    return list(model.parameters())
 
 
-def prefetched_by_another_model(**options: Any) -> None:
+def prefetched_by_another_model(**options: Any) -> list[Tensor]:
     first, second = (sharded(Layers().to(DEVICE), **options) for _ in range(2))
     side, optimizers = other(), (sgd(first), sgd(second))
     second(first(batch())).mean().backward()
@@ -204,9 +214,10 @@ def prefetched_by_another_model(**options: Any) -> None:
             model.set_post_optim_event(side.record_event())
         for optimizer in optimizers:
             optimizer.zero_grad()
+    return [*first.parameters(), *second.parameters()]
 
 
-def prefetched_beside_steps_in_hooks(**options: Any) -> None:
+def prefetched_beside_steps_in_hooks(**options: Any) -> list[Tensor]:
     first, second = (sharded(Layers().to(DEVICE), **options) for _ in range(2))
     hooks = steps_in_hooks(second)
     second(first(batch())).mean().backward()
@@ -216,9 +227,10 @@ def prefetched_beside_steps_in_hooks(**options: Any) -> None:
         second(first(batch())).mean().backward()
     for hook in hooks:
         hook.remove()
+    return [*first.parameters(), *second.parameters()]
 
 
-def gathered_after_steps_in_hooks(**options: Any) -> None:
+def gathered_after_steps_in_hooks(**options: Any) -> list[Tensor]:
     model = sharded(Layers().to(DEVICE), **options)
     hooks = steps_in_hooks(model)
     loss_of(model).backward()
@@ -229,9 +241,10 @@ def gathered_after_steps_in_hooks(**options: Any) -> None:
     loss_of(model).backward()
     for hook in hooks:
         hook.remove()
+    return list(model.parameters())
 
 
-def used_twice_with_steps_in_hooks(**options: Any) -> None:
+def used_twice_with_steps_in_hooks(**options: Any) -> list[Tensor]:
     model = sharded(Layers().to(DEVICE), **options)
     hooks = steps_in_hooks(model)
     model.forward = lambda x: model.layers[1](model.layers[1](model.layers[0](x)))
@@ -241,9 +254,10 @@ def used_twice_with_steps_in_hooks(**options: Any) -> None:
             loss_of(model).backward()
     for hook in hooks:
         hook.remove()
+    return list(model.parameters())
 
 
-def prefetched_after_its_step_in_a_hook(**options: Any) -> None:
+def prefetched_after_its_step_in_a_hook(**options: Any) -> list[Tensor]:
     model = sharded(Layers().to(DEVICE), **options)
     hooks = steps_in_hooks(model)
     model.layers[0].set_modules_to_backward_prefetch([model.layers[2]])
@@ -251,9 +265,10 @@ def prefetched_after_its_step_in_a_hook(**options: Any) -> None:
         loss_of(model).backward()
     for hook in hooks:
         hook.remove()
+    return list(model.parameters())
 
 
-def offloaded_with_another_step_between(**options: Any) -> None:
+def offloaded_with_another_step_between(**options: Any) -> list[Tensor]:
     model = sharded(Layers().to(DEVICE), offload_policy=CPUOffloadPolicy(), **options)
     own = nn.Parameter(torch.randn(3))
     own.grad = torch.ones(3)
@@ -264,18 +279,20 @@ def offloaded_with_another_step_between(**options: Any) -> None:
             model(batch())
         for optimizer in optimizers:
             optimizer.step()
+    return list(model.parameters())
 
 
-def offloaded_and_loaded(**options: Any) -> None:
+def offloaded_and_loaded(**options: Any) -> list[Tensor]:
     model = sharded(Layers().to(DEVICE), offload_policy=CPUOffloadPolicy(), **options)
     loss_of(model).backward()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
         model(batch())
     model.load_state_dict(state)
+    return list(model.parameters())
 
 
-def prefetched_and_loaded(**options: Any) -> None:
+def prefetched_and_loaded(**options: Any) -> list[Tensor]:
     model = sharded(Layers().to(DEVICE), **options)
     loss_of(model).backward()
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -286,24 +303,26 @@ def prefetched_and_loaded(**options: Any) -> None:
     model.skipped = ()
     model.load_state_dict(state)
     loss_of(model).backward()
+    return list(model.parameters())
 
 
-def deleted_while_it_reduces(**options: Any) -> None:
+def deleted_while_it_reduces(**options: Any) -> list[Tensor]:
     model = sharded(Layers().to(DEVICE), **options)
     loss_of(model).backward()
     model.set_is_last_backward(False)
     loss_of(model).backward()
     del model
     use_memory()
+    return []
 
 
-PROGRAMS = [
+PROGRAMS: list[Callable[..., list[Tensor]]] = [
     branches,
     branches_that_prefetch_each_other,
     one_layer_on_its_stream,
     finalized_on_a_stream,
-    pytest.param(backward_on_a_stream(step_there=False), id="backward on a stream"),
-    pytest.param(backward_on_a_stream(step_there=True), id="backward and step on a stream"),
+    backward_on_a_stream,
+    backward_and_step_on_a_stream,
     two_models_on_streams,
     gathered_on_a_stream,
     gathered_on_a_stream_for_nothing,
@@ -331,7 +350,7 @@ STRATEGIES = [
 
 @pytest.mark.parametrize(("layout", "strategy", "ranks"), STRATEGIES)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_nothing_races(program: Callable[..., None], layout: Any, strategy: Any, ranks: int) -> None:
+def test_nothing_races(program: Callable[..., list[Tensor]], layout: Any, strategy: Any, ranks: int) -> None:
     options: dict[str, Any] = {"layout": layout} | ({"strategy": strategy} if strategy else {})
     for dtype in (None, torch.bfloat16):
         with simulated() as found, noop_world(ranks):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
+from fsdp import test_streams_of_users as streams_of_users
 from shardwise import CPUOffloadPolicy, fully_shard
 from shardwise.verify.streams import DEVICE
 
@@ -161,4 +162,21 @@ PROGRAMS: dict[str, tuple[Callable[[], list[Tensor]], int]] = {
     "a stream entered inside": (partial(stream_entered_inside, layout="interleaved"), 2),
     "smaller shards cut on a stream of its own": (partial(gathered_ahead, layout="contiguous"), 4),
     "offloaded gradients that the host looks at": (partial(offloaded_and_unused, layout="contiguous"), 2),
+    **{
+        program.__name__.replace("_", " "): (partial(program, layout="interleaved"), 2)
+        for program in streams_of_users.PROGRAMS
+    },
+    **{
+        f"{program.__name__.replace('_', ' ')}, {strategy}, {ranks} ranks": (
+            partial(program, layout="contiguous", strategy=strategy),
+            ranks,
+        )
+        for program, strategy, ranks in [
+            (streams_of_users.branches, "fsdp", 2),
+            (streams_of_users.branches_that_prefetch_each_other, "zero1", 2),
+            (streams_of_users.gathered_on_a_stream, "fsdp", 2),
+            (streams_of_users.gathered_on_a_stream_for_nothing, "fsdp", 1),
+            (streams_of_users.used_twice_with_steps_in_hooks, "zero1", 2),
+        ]
+    },
 }

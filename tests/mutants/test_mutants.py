@@ -17,7 +17,11 @@ EXAMPLES = [
     ("wait", "reduce_scatter: streams.reduce_scatter.wait_stream(current_stream(plan.device))", "raced"),
     ("event", "Schedule.track_reductions: record_event(result.stream)", "raced"),
     ("context", "finish_reduction: stream", "raced"),
-    ("keep-alive", "Schedule.track_reductions: self.reduce_inputs += result.inputs", "raced"),
+    (
+        "keep-alive",
+        "Schedule.track_reductions: self.reduce_inputs += [(used, stream) for used in result.inputs]",
+        "raced",
+    ),
     ("giving back", "ParamGroup.drop_stale: self.abandon_gather()", "other numbers"),
     ("giving back", "FSDPState._end_pass: schedule.end_copy_out()", "held memory"),
 ]

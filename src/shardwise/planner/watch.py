@@ -163,7 +163,7 @@ def hearing(recorder: Recorder, streams: bool) -> Iterator[dict[str, Stream]]:
             stack.enter_context(mock.patch.object(CommStreams, "create", create))
             current: Any = lambda device=None: stand_ins[recorder.streams[-1]]  # noqa: E731
             stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", current))
-            stack.enter_context(mock.patch.object(process, "computing", None))  # put back when this ends
+            stack.enter_context(mock.patch.object(process, "computing", set()))  # put back when this ends
             stack.enter_context(mock.patch.dict(adamw8bit.ELEMENTS_AT_ONCE))
             del adamw8bit.ELEMENTS_AT_ONCE["cpu"]
             stack.enter_context(mock.patch.object(norm, "PART", 1 << 62))  # in parts on CPUs alone
