@@ -7,7 +7,7 @@ The bytes of each tensor count once; a view costs nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,20 +70,3 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
         return int(conv_flop_count(x, weight, gradient, transposed=args[7])) * int(sum(args[10][:2]))
     formula = flop_registry.get(func.overloadpacket)
     return int(formula(*args, **kwargs, out_val=result)) if formula else 0
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """List the tensors in nested lists, tuples and dicts, in order."""
-    tensors: list[Tensor] = []
-    _collect((value,), tensors)
-    return tensors
-
-
-def _collect(items: Iterable[Any], tensors: list[Tensor]) -> None:
-    for item in items:
-        if isinstance(item, Tensor):
-            tensors.append(item)
-        elif isinstance(item, (list, tuple)):
-            _collect(item, tensors)
-        elif isinstance(item, dict):
-            _collect(item.values(), tensors)

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from shardwise import _compat
 from shardwise._compat import FakeTensor, resolve_process_group
-from shardwise.comm.count import Collective, collectives
+from shardwise.comm.count import Collective, collectives, tensors_in
 from shardwise.comm.kinds import NAMESPACES, WAIT
 from shardwise.errors import ShardingError
 from shardwise.planner.compiled import Touch, Touches
-from shardwise.planner.cost import cost_of, tensors_of
+from shardwise.planner.cost import cost_of
 from shardwise.planner.events import (
     ACTIVATIONS,
     COMPUTATION,
@@ -263,7 +263,7 @@ class Recorder(Storages):
             return args[0]
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.record_streams and mark is not None:
-            self._last_uses |= {id(self.life(tensor)): mark for tensor in tensors_of((args, result))}
+            self._last_uses |= {id(self.life(tensor)): mark for tensor in tensors_in((args, result))}
         return result
 
     def record_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -275,7 +275,7 @@ class Recorder(Storages):
         if self._outside_blocks:
             self._record_by_layer(func, args, kwargs, result)
             return
-        tensors = tensors_of((args, kwargs, result))
+        tensors = list(tensors_in((args, kwargs, result)))
         event = self._compute(func, args, kwargs, result, tensors)
         for tensor in tensors:  # as `see`, which takes anything, and longer
             self._see(tensor.untyped_storage())
@@ -313,7 +313,7 @@ class Recorder(Storages):
         reads, writes = (
             [
                 (memory, min(tensor.nbytes, memory.nbytes))
-                for tensor in tensors_of(value)
+                for tensor in tensors_in(value)
                 if (memory := self.memory_of(tensor)) is not None
             ]
             for value in (inputs, outputs)
@@ -326,7 +326,7 @@ class Recorder(Storages):
         """Record an operator on many blocks' tensors at once as one event for each block."""
         lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)]
         event: Compute | None = None
-        tensors = tensors_of((args, kwargs, result))
+        tensors = list(tensors_in((args, kwargs, result)))
         if not lists:
             inputs = [tensor for tensor in args if isinstance(tensor, Tensor) and not self._is_new(tensor)]
             self.owner = self.owner_of(inputs)
