@@ -85,8 +85,7 @@ def unroll(
                 layer += len(window)
             if layer not in by_layer or len(by_layer[layer].events) != len(segment.events):
                 raise NotRegular(f"{segment.place}: something else with {large.layers} blocks")
-            pairs = zip(segment.events, by_layer[layer].events, strict=True)
-            growths[id(segment)] = [_growth(event, grown) for event, grown in pairs]
+            growths[id(segment)] = list(map(_growth, segment.events, by_layer[layer].events))
     unrolled = _unroll_loops(small, loops, growths, large, window, large.layers)
     for words, expected in zip(_words(unrolled), _words(large), strict=False):
         if words != expected:
@@ -164,31 +163,16 @@ def extrapolate(small: Recording, large: Recording, times: int) -> Recording:
     Raises:
         NotRegular: the two have different events.
     """
-    copies: dict[int, tuple[Any, Any]] = {}  # memory and marks by those of `small`: the new ones, `large`'s
-    segments = []
-    for segment, larger in zip(small.segments, large.segments, strict=False):
-        if segment.place != larger.place or len(segment.events) != len(larger.events):
-            raise NotRegular(f"{segment.place}: something else")
-        segments.append(Segment(segment.place))
-        for event, other in zip(segment.events, larger.events, strict=True):
-            new: Any = event
-            if type(event) is not type(other):
-                raise NotRegular(f"{segment.place}: {event} is {other}")
-            if isinstance(event, (Allocate, Record)):
-                old: Any = event[0]
-                fresh: Any = replace(old)
-                copies[id(old)] = (fresh, other[0])
-                new = type(event)(fresh, *event[1:])
-            elif isinstance(event, (Free, Wait)):
-                if any(copies[id(a)][1] is not b for a, b in zip(event, other, strict=True) if _is_born(a)):
-                    raise NotRegular(f"{segment.place}: frees or waits for something else")
-                values: list[Any] = [copies[id(item)][0] if _is_born(item) else item for item in event]
-                new = type(event)(*values)
-            growth = _growth(event, other)
-            segments[-1].events.append(_grow(new, growth, times) if growth else new)
-    if len(small.segments) != len(large.segments):
-        raise NotRegular(f"{len(small.segments)} segments are {len(large.segments)}")
-    return replace(small, segments=segments)
+    if [segment.place for segment in small.segments] != [segment.place for segment in large.segments]:
+        raise NotRegular("other segments with other sizes")
+    for words, expected in zip(_words(small, sizes=False), _words(large, sizes=False), strict=False):
+        if words != expected:
+            raise NotRegular("other things happen with other sizes")
+    pairs = zip(small.segments, large.segments, strict=True)
+    growths = {id(segment): list(map(_growth, segment.events, other.events)) for segment, other in pairs}
+    copier = _Copier(range(0), times, _births([[segment] for segment in small.segments]), growths)
+    copies = [copier.copy(segment, i, segment.place.layer) for i, segment in enumerate(small.segments)]
+    return replace(small, segments=copies)
 
 
 def _unroll_loops(
@@ -291,16 +275,16 @@ def _is_born(value: Any) -> bool:
     return isinstance(value, (Memory, Mark))
 
 
-def _words(recording: Recording) -> Iterator[Any]:
-    """Yield a recording in words that are equal for equal recordings: memory and marks by number."""
+def _words(recording: Recording, *, sizes: bool = True) -> Iterator[Any]:
+    """Yield a recording in words, memory and marks by number: equal for equal recordings, or but for `sizes`."""
     numbers: dict[int, int] = {}
     for segment in recording.segments:
         for event in segment.events:
             if isinstance(event, (Allocate, Record)):
                 numbers[id(event[0])] = len(numbers)
-            values = (numbers[id(value)] if _is_born(value) else value for value in event)
+            values = (numbers[id(value)] if _is_born(value) else sizes and value for value in event)
             words: list[Any] = [segment.place, type(event).__name__, *values]
-            if isinstance(event, Allocate):
+            if sizes and isinstance(event, Allocate):
                 words += [event.memory.nbytes, event.memory.category, event.memory.stream]
             yield words
     yield "the end"
