@@ -276,7 +276,7 @@ def _is_born(value: Any) -> bool:
 
 
 def _words(recording: Recording, *, sizes: bool = True) -> Iterator[Any]:
-    """Yield a recording in words, memory and marks by number: equal for equal recordings, or but for `sizes`."""
+    """Yield a recording in words that are equal for equal recordings: memory and marks by number."""
     numbers: dict[int, int] = {}
     for segment in recording.segments:
         for event in segment.events:

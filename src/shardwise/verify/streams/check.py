@@ -92,8 +92,14 @@ class Findings:
             self.findings.append(Finding(earlier, later, self.name_of(block, address), reused))
 
     def name_of(self, block: Block, address: int) -> str:
-        """Describe the tensor at an address of a block, else the block's allocation."""
-        return name_at(address, self.models) or block.origin
+        """Describe the parameter, gradient or group buffer at this address, else the block's allocation."""
+        for words, tensor in _named_tensors(self.models):
+            local = _compat.local_of(tensor)
+            if isinstance(local, SimTensor):
+                low, high = span(local)
+                if low <= address < high:
+                    return words
+        return block.origin
 
 
 @contextmanager
@@ -320,21 +326,6 @@ def _module() -> types.ModuleType:
     module.device = _on_device
     module.Stream, module.Event = OwnStream, OwnEvent
     return cast(types.ModuleType, module)
-
-
-def name_at(address: int, models: list[nn.Module]) -> str:
-    """Return the name of the parameter, gradient or group buffer at `address`, or "" if there is none.
-
-    Args:
-        models: models whose parameters are reported by name.
-    """
-    for words, tensor in _named_tensors(models):
-        local = _compat.local_of(tensor)
-        if isinstance(local, SimTensor):
-            low, high = span(local)
-            if low <= address < high:
-                return words
-    return ""
 
 
 def _named_tensors(models: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:

@@ -101,9 +101,9 @@ class _Works(dist.Work):
 
 @dataclass(frozen=True)
 class _Part:
-    """A collective of a batch: how and on which tensors to run it, and what it reads and writes."""
+    """A collective, alone or of a batch: how and on which tensors to run it, what it reads and writes."""
 
-    rerun: Callable[..., Any]
+    run: Callable[..., Any]
     inputs: tuple[Any, dict[str, Any]]
     operation: Operation
     read: Sequence[Tensor]
@@ -145,8 +145,7 @@ class Collectives:
     def method(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a process group's method."""
 
-        def rerun(group: dist.ProcessGroup, inputs: Any, outcome: Any) -> Any:
-            args, kwargs = inputs
+        def run(group: dist.ProcessGroup, args: Any, kwargs: Any) -> Any:
             work = original(group, *args, **kwargs)
             if isinstance(group, NoopGroup):
                 _as_equal_ranks(name, args, group.size())
@@ -154,26 +153,21 @@ class Collectives:
 
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             tensors = list(tensors_in((args, kwargs)))
-            late = self.simulation.late
             if name == "barrier":  # NCCL's barrier blocks the host until the current stream reaches it
                 self.simulation.timeline.current().synchronize()
             if not any(isinstance(tensor, SimTensor) for tensor in tensors):
-                if late is not None:
-                    late.host_blocks()
-                return rerun(group, (args, kwargs), None)
+                if self.simulation.late is not None:
+                    self.simulation.late.host_blocks()
+                return run(group, args, kwargs)
             batch = self._batches.get(group.group_name)
             asynchronous = asks_async(args, kwargs) or name in ("send", "recv") or batch is not None
             touched = _accesses(name, args, tensors)
             operation = self.issue(name, group, *touched, asynchronous=asynchronous)
+            part = _Part(run, (args, kwargs), operation, *touched)
             if batch is not None:
-                batch.append(_Part(rerun, (args, kwargs), operation, *touched))
+                batch.append(part)
                 return None
-            work = rerun(group, (args, kwargs), None)
-            if asynchronous:
-                work = _Works([work])
-            if late is not None:
-                late.peers.wait(work)
-                late.collective(operation, group, rerun, (args, kwargs), *touched)
+            work = self._run(group, [part])
             if not asynchronous:
                 return work
             work.wait()  # the simulation decides what runs when
@@ -188,19 +182,21 @@ class Collectives:
     def end_coalescing(self, group: dist.ProcessGroup) -> dist.Work:
         """Run the collectives of a batch, and return work that waits for them."""
         parts = self._batches.pop(group.group_name)
+        self._run(group, parts).wait()
+        tensors = [t for part in parts for t in (*part.read, *part.written)]
+        return _Work(self, self.line_of(group), tensors)
 
-        def rerun_all(group: dist.ProcessGroup, inputs: Any, outcome: Any) -> dist.Work:
-            return _Works([part.rerun(group, args, None) for part, args in zip(parts, inputs, strict=True)])
+    def _run(self, group: dist.ProcessGroup, parts: list[_Part]) -> dist.Work:
+        def run(group: dist.ProcessGroup, inputs: Any, outcome: Any) -> dist.Work:
+            return _Works([part.run(group, *of_part) for part, of_part in zip(parts, inputs, strict=True)])
 
         inputs = [part.inputs for part in parts]
-        work, late = rerun_all(group, inputs, None), self.simulation.late
+        work, late = run(group, inputs, None), self.simulation.late
         if late is not None and parts:
             late.peers.wait(work)
             touched = ([t for part in parts for t in getattr(part, name)] for name in ("read", "written"))
-            late.collective(parts[-1].operation, group, rerun_all, inputs, *touched)
-        work.wait()
-        tensors = [t for part in parts for t in (*part.read, *part.written)]
-        return _Work(self, self.line_of(group), tensors)
+            late.collective(parts[-1].operation, group, run, inputs, *touched)
+        return work
 
     def issue(
         self,

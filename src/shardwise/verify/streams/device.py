@@ -118,7 +118,7 @@ class Simulation:
         self.timeline.record_stream = self.record_stream
         self.memory, self.host = Memory(report), Memory(report)
         self.late: Any = None
-        self.functional: Callable[[Any, Any, dict[str, Any]], Any] = self._no_collectives
+        self.functional: Callable[[Any, Any, dict[str, Any]], Any]  # of `collectives`
         self.refused: ShardwiseError | None = None
         self.looks_away = False  # while shapes are computed
         self._thread = threading.get_ident()
@@ -141,9 +141,6 @@ class Simulation:
             f"{func} was called on the simulated device in another thread, but the simulation follows only"
             " the thread that started it. Call it there"
         )
-
-    def _no_collectives(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        raise self.refuse(f"{func} is a collective, which this simulation does not follow")
 
     # Memory
 
@@ -223,9 +220,6 @@ class Simulation:
     def _is_on_host(self, tensor: Tensor) -> bool:
         return not isinstance(tensor, SimTensor) and self.memory.at(span(tensor)[0]) is None
 
-    def _is_pageable(self, tensor: Tensor) -> bool:
-        return self._is_on_host(tensor) and not self.is_pinned(tensor)
-
     def _host_memory(self, tensor: Tensor) -> None:
         """Track the host's use of this memory from now on."""
         storage = tensor.untyped_storage()
@@ -284,7 +278,8 @@ class Simulation:
             self._pinned.update(t.untyped_storage() for t in created)
         blocking = not kwargs.get("non_blocking", False) and not (len(args) > 2 and args[2] is True)
         # A copy to pageable memory is complete when it returns.
-        blocking |= any(self._is_pageable(t) for t in (*writes, *(created if leaves else ())))
+        targets = (*writes, *(created if leaves else ()))
+        blocking |= any(self._is_on_host(t) and not self.is_pinned(t) for t in targets)
         if numbers:
             self._host_uses(op.name, numbers, [])
         copies = leaves or any(

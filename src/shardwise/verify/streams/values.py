@@ -269,7 +269,7 @@ class Late:
                     _forget_values(twin(t))
         inputs = {id(t): twin(t) for t in reads if t.numel()}
         begin = _begin(list(inputs.values()), [twin(t) for key, t in changed.items() if key not in inputs])
-        uses = [shadow for t in twin.tensors if t.numel() and (shadow := self._shadow_of(t))]
+        uses = [shadow for t in twin if t.numel() and (shadow := self._shadow_of(t))]
         overwritten = [shadow for t in changed.values() if (shadow := self._shadow_of(t))]
         self._wait_for_turn(operation, run, uses, overwritten, begin=begin)
 
@@ -434,18 +434,16 @@ def _once(tensor: Tensor) -> Tensor:
     return tensor.as_strided(sizes, tensor.stride(), tensor.storage_offset())
 
 
-class _Memo:
-    """Cache of the twins of an operation's tensors."""
+class _Memo(dict[Tensor, Tensor]):
+    """The twins of an operation's tensors; each is made when it is first asked for."""
 
-    def __init__(self, twin: Callable[[Tensor], Tensor]) -> None:
-        self._make, self._twins = twin, dict[int, Tensor]()
-        self.tensors: list[Tensor] = []
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        self.make = make
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._twins:
-            self._twins[id(tensor)] = self._make(tensor)
-            self.tensors.append(tensor)
-        return self._twins[id(tensor)]
+        if tensor not in self:
+            self[tensor] = self.make(tensor)
+        return self[tensor]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
