@@ -271,7 +271,13 @@ class Recorder(Storages):
         if not self.in_library:
             self.operators[self.place[:2]] += 1
             if self.operators[self.place[:2]] > MOST:
-                self._refuse()
+                names = (
+                    (event.name, segment.place.phase, segment.place.layer)
+                    for segment in self.segments
+                    for event in segment.events
+                    if isinstance(event, Compute)
+                )
+                refuse_loop(Counter(names))
         if self._outside_blocks:
             self._record_by_layer(func, args, kwargs, result)
             return
@@ -284,15 +290,6 @@ class Recorder(Storages):
             self._counts[id(self.life(result))] = count
         if event is not None:
             self._touch(event, (args, kwargs), result)
-
-    def _refuse(self) -> NoReturn:
-        counts = Counter(
-            (event.name, segment.place.phase, segment.place.layer)
-            for segment in self.segments
-            for event in segment.events
-            if isinstance(event, Compute)
-        )
-        refuse_loop(counts)
 
     def _count_of(self, tensor: Tensor) -> Count | None:
         return self._counts.get(id(self.life(tensor))) if self._counts else None

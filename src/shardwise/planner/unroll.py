@@ -76,7 +76,10 @@ def unroll(
     if len(loops) != len(larger):
         raise NotRegular(f"{len(loops)} loops with {small.layers} blocks, {len(larger)} with {large.layers}")
     growths: dict[int, list[Any]] = {}
-    window = _window(small, large, leading)
+    # Middle blocks of `small`, which `large` has once more; the one before them does the same.
+    period = large.layers - small.layers
+    begin = max((small.layers - period) // 2, leading + 1 if leading else 0)
+    window = range(begin, begin + period)
     for loop, large_loop in zip(loops, larger, strict=True):
         by_layer = {segment.place.layer: segment for segment in large_loop}
         for segment in loop:
@@ -102,13 +105,6 @@ def unroll(
         growths |= {id(other): growths[id(segment)] for segment, other in segments}
         return _unroll_loops(variant, list(_loops(variant)), growths, large, window, layers)
     return unrolled if layers == large.layers else _unroll_loops(small, loops, growths, large, window, layers)
-
-
-def _window(small: Recording, large: Recording, leading: int) -> range:
-    """Return middle blocks of `small`, which `large` has once more; the one before them does the same."""
-    period = large.layers - small.layers
-    begin = max((small.layers - period) // 2, leading + 1 if leading else 0)
-    return range(begin, begin + period)
 
 
 def _loops(recording: Recording) -> Iterator[list[Segment]]:
@@ -189,7 +185,9 @@ def _unroll_loops(
     segments = []
     for number, loop in enumerate(loops):
         if len(loop) == 1:
-            segments.append(copier.copy_single(loop[0], number))
+            layer = loop[0].place.layer
+            layer = None if layer is None else layer + copier.shift(layer)
+            segments.append(copier.copy(loop[0], number, layer))
             continue
         ordered = sorted(loop, key=lambda segment: segment.place.layer or 0)
         copies = list(zip(ordered[: window.stop], range(window.stop), strict=True))
@@ -224,11 +222,7 @@ class _Copier:
         self.added = times * len(window)
         self.copies: dict[Birth, Any] = {}
 
-    def copy_single(self, segment: Segment, number: int) -> Segment:
-        layer = segment.place.layer
-        return self.copy(segment, number, None if layer is None else layer + self._shift(layer))
-
-    def _shift(self, layer: int) -> int:
+    def shift(self, layer: int) -> int:
         """Return the shift of a block as seen from around the blocks: the first stay, the last move."""
         return self.added if layer >= self.window.stop else 0
 
@@ -238,7 +232,7 @@ class _Copier:
             return value
         loop, layer, kind, nth = self.births[id(value)]
         if layer is not None:
-            layer += self._shift(layer) if offset is None else offset
+            layer += self.shift(layer) if offset is None else offset
         if (loop, layer, kind, nth) not in self.copies:
             raise NotRegular(f"{segment.place}: something is used before it is made")
         return self.copies[loop, layer, kind, nth]
@@ -262,7 +256,7 @@ class _Copier:
                 values: list[Any] = [self._copy_value(value, offset, segment) for value in event]
                 events.append(type(event)(*values))
             elif isinstance(event, Send) and isinstance(event.group, int):
-                shift = self._shift(event.group) if offset is None else offset
+                shift = self.shift(event.group) if offset is None else offset
                 events.append(event._replace(group=event.group + shift))
             else:
                 events.append(event)

@@ -101,22 +101,14 @@ def run_ranks(
 
 
 def _start(job: _Job, label: str) -> _Child:
-    context = _context()
+    # Forked from a server that has imported torch, which takes seconds, once for all, and started no threads.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "shardwise", "shardwise.verify"])
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_main, args=(job, sender), daemon=True)  # type: ignore[attr-defined]
+    process = context.Process(target=_main, args=(job, sender), daemon=True)
     process.start()
     sender.close()
     return _Child(job, label, process, receiver)
-
-
-def _context() -> mp.context.BaseContext:
-    """Return the context of processes forked from a server that has imported torch and started no threads.
-
-    The import takes seconds, and so happens once instead of once per rank.
-    """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "shardwise", "shardwise.verify"])
-    return context
 
 
 def _main(job: _Job, pipe: Connection) -> None:

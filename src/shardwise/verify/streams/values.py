@@ -101,9 +101,6 @@ class _Shadow:
     waiting: list[_Job] = field(default_factory=list)
     is_new_on_host: bool = False
 
-    def forget(self) -> None:
-        _forget(self.memory)
-
     def may_be_given_out(self) -> bool:
         """Return whether every stream passed to `record_stream` is done with this memory."""
         return not any(job.operation.line in self.block.guarded for job in self.waiting)
@@ -133,7 +130,7 @@ class Late:
         freed = self._freed[block.owner] = [s for s in self._freed.get(block.owner, ()) if s.waiting]
         block.shadow = _Shadow(block, torch.UntypedStorage(storage.nbytes()), weakref.ref(storage))
         block.shadow.predecessors = list(freed)
-        block.shadow.forget()
+        _forget(block.shadow.memory)
 
     def record_free(self, block: Block) -> None:
         """Record that a block was freed."""
@@ -365,13 +362,13 @@ class Late:
                 shadow.predecessors = [freed for freed in shadow.predecessors if freed.waiting]
                 for freed in shadow.predecessors:
                     if freed.may_be_given_out():
-                        freed.forget()
+                        _forget(freed.memory)
                         if shadow not in freed.successors:
                             freed.successors.append(shadow)
             action()
             for shadow in job.writes:
                 for later in shadow.successors:
-                    later.forget()
+                    _forget(later.memory)
 
     # Comparing
 
