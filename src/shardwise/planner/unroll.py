@@ -89,7 +89,7 @@ def unroll(
             if layer not in by_layer or len(by_layer[layer].events) != len(segment.events):
                 raise NotRegular(f"{segment.place}: something else with {large.layers} blocks")
             growths[id(segment)] = list(map(_growth, segment.events, by_layer[layer].events))
-    unrolled = _unroll_loops(small, loops, growths, large, window, large.layers)
+    unrolled = _unroll_loops(small, growths, large, window, large.layers)
     for words, expected in zip(_words(unrolled), _words(large), strict=False):
         if words != expected:
             place = (words if expected == "the end" else expected)[0]
@@ -103,8 +103,8 @@ def unroll(
             raise NotRegular("other things happen with other sizes")
         segments = zip(small.segments, variant.segments, strict=True)
         growths |= {id(other): growths[id(segment)] for segment, other in segments}
-        return _unroll_loops(variant, list(_loops(variant)), growths, large, window, layers)
-    return unrolled if layers == large.layers else _unroll_loops(small, loops, growths, large, window, layers)
+        return _unroll_loops(variant, growths, large, window, layers)
+    return unrolled if layers == large.layers else _unroll_loops(small, growths, large, window, layers)
 
 
 def _loops(recording: Recording) -> Iterator[list[Segment]]:
@@ -172,13 +172,9 @@ def extrapolate(small: Recording, large: Recording, times: int) -> Recording:
 
 
 def _unroll_loops(
-    small: Recording,
-    loops: list[list[Segment]],
-    growths: dict[int, list[Any]],
-    large: Recording,
-    window: range,
-    layers: int,
+    small: Recording, growths: dict[int, list[Any]], large: Recording, window: range, layers: int
 ) -> Recording:
+    loops = list(_loops(small))
     times, rest = divmod(layers - small.layers, len(window))
     assert not rest, (small.layers, large.layers, layers)
     copier = _Copier(window, times, _births(loops), growths)

@@ -26,6 +26,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.verify.streams import operators
 from shardwise.verify.streams.clocks import Line, Operation
 from shardwise.verify.streams.memory import Block, Extent, Memory, Report
+from shardwise.verify.streams.operators import Touched
 from shardwise.verify.streams.streams import Stream, Timeline, place_in_code
 
 NAME = "lazy"  # a device type of torch that is otherwise unused here: `_compat.register_device`
@@ -281,7 +282,7 @@ class Simulation:
         targets = (*writes, *(created if leaves else ()))
         blocking |= any(self._is_on_host(t) and not self.is_pinned(t) for t in targets)
         if numbers:
-            self._host_uses(op.name, numbers, [])
+            self._host_uses(op.name, (numbers, []))
         copies = leaves or any(
             not isinstance(t, SimTensor) and (t.ndim or op.crosses) for t in (*reads, *writes)
         )
@@ -292,11 +293,7 @@ class Simulation:
         operation = None
         if not op.only_allocates:
             operation = self.timeline.issue(stream.line, op.name)
-            for tensors, does_write in ((reads, False), ([*writes, *created], True)):
-                for tensor in tensors:
-                    self.touch(
-                        tensor, operation, stream.line, writes=does_write, copies=copies and not blocking
-                    )
+            self.touch((reads, [*writes, *created]), operation, stream.line, copies=copies and not blocking)
         outcome = op.wrap_result(args, kwargs, result, (lambda t: t) if leaves else on_device)
         if self.late is not None and operation is not None:
             self.late.operator(operation, func, args, kwargs, outcome, rng_state)
@@ -314,20 +311,19 @@ class Simulation:
                     f" others on {NAME}:0. Move them to one device"
                 )
 
-    def touch(
-        self, tensor: Tensor, operation: Operation, line: Line, *, writes: bool, copies: bool = False
-    ) -> None:
-        """Record that an operation of `line` reads or writes a tensor; `copies`: while the host continues."""
-        extent = extent_of(tensor)
-        on_host = self._is_on_host(tensor)
-        if on_host:
-            if not copies or not self.is_pinned(tensor):
-                return  # the host waits for the copy, or copies what it reads before it continues
-            self._host_memory(tensor)
-        elif extent.low < extent.high and self.memory.at(extent.low) is None:
-            self._adopt(tensor.untyped_storage())
-        memory = self.host if on_host else self.memory
-        memory.access(extent, operation, line.clock, writes=writes)
+    def touch(self, touched: Touched, operation: Operation, line: Line, *, copies: bool = False) -> None:
+        """Record that an operation of `line` reads and writes; `copies`: while the host continues."""
+        for tensor, writes in _each(touched):
+            extent = extent_of(tensor)
+            on_host = self._is_on_host(tensor)
+            if on_host:
+                if not copies or not self.is_pinned(tensor):
+                    continue  # the host waits for the copy, or copies what it reads before it continues
+                self._host_memory(tensor)
+            elif extent.low < extent.high and self.memory.at(extent.low) is None:
+                self._adopt(tensor.untyped_storage())
+            memory = self.host if on_host else self.memory
+            memory.access(extent, operation, line.clock, writes=writes)
 
     def on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a host operator, and track memory that copies read or write."""
@@ -335,25 +331,24 @@ class Simulation:
         if pins:
             kwargs = kwargs | {"pin_memory": False}
         op = operators.of(func)
-        reads, writes = op.accesses(args, kwargs)
+        touched = op.accesses(args, kwargs)
         if self.late is not None:
-            self.late.host_reads(reads, op.name)
+            self.late.host_reads(touched[0], op.name)
         result = func(*args, **kwargs)
         if self.late is not None:
-            self.late.record_host_write(writes)
+            self.late.record_host_write(touched[1])
         if pins:
             self._pinned.add(result.untyped_storage())
         if not op.only_views and not op.reshapes:
-            self._host_uses(op.name, reads, writes)
+            self._host_uses(op.name, touched)
         return result
 
-    def _host_uses(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+    def _host_uses(self, name: str, touched: Touched) -> None:
         operation, host = None, self.timeline.host
-        for tensors, does_write in ((reads, False), (writes, True)):
-            for tensor in tensors:
-                if self.host.at(span(tensor)[0]) is not None:
-                    operation = operation or self.timeline.issue(host, name)
-                    self.host.access(extent_of(tensor), operation, host.clock, writes=does_write)
+        for tensor, writes in _each(touched):
+            if self.host.at(span(tensor)[0]) is not None:
+                operation = operation or self.timeline.issue(host, name)
+                self.host.access(extent_of(tensor), operation, host.clock, writes=writes)
 
     def wrap_read(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a tensor method that reads host memory without an operator, or exposes it to such reads."""
@@ -366,10 +361,10 @@ class Simulation:
             ):
                 if self.late is not None:
                     self.late.host_reads([tensor], name)
-                self._host_uses(name, [tensor], [])
+                self._host_uses(name, ([tensor], []))
             if name == "__reduce_ex__" and isinstance(tensor, SimTensor):  # which copies it to the host
                 line = self.timeline.current().line
-                self.touch(tensor, self.timeline.issue(line, "save"), line, writes=False)
+                self.touch(([tensor], []), self.timeline.issue(line, "save"), line)
                 self.timeline.host_waits(dict(line.clock))
             return original(tensor, *args, **kwargs)
 
@@ -408,6 +403,12 @@ class _Mode(TorchDispatchMode):
         if simulated:
             return self.simulation.run(func, args, kwargs)
         return func(*args, **kwargs) if other_thread else self.simulation.on_host(func, args, kwargs)
+
+
+def _each(touched: Touched) -> Iterator[tuple[Tensor, bool]]:
+    """Yield each tensor, and whether it is written."""
+    for tensors, writes in zip(touched, (False, True), strict=True):
+        yield from ((tensor, writes) for tensor in tensors)
 
 
 def bare_of(tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,6 +13,8 @@ from torch import Tensor
 from shardwise._compat import FakeTensor
 from shardwise.comm.count import on_tensors, tensors_in
 from shardwise.comm.kinds import NAMESPACES
+
+Touched = tuple[Sequence[Tensor], Sequence[Tensor]]  # the tensors that an operation reads, and writes
 
 _ALLOCATE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted")
 # These read only the shape, dtype and device of their first argument.
@@ -65,18 +67,17 @@ class Operator:
     communicates: bool
     crosses: bool
 
-    def accesses(self, args: Any, kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors that are read, and those that are written."""
+    def accesses(self, args: Any, kwargs: dict[str, Any]) -> Touched:
         if self.only_allocates or self.only_views:
             return [], []
         writes = self.writes
         if (positions := _STATISTICS.get(self.name)) is not None:
             mean, variance, flag = positions
             writes += (mean, variance) if flag is None or args[flag] else ()
-        tensors = tuple(
+        reads, written = (
             [t for at in places for t in _tensors_at(at, args, kwargs)] for places in (self.reads, writes)
         )
-        return tensors[0], tensors[1]
+        return reads, written
 
     def waits(self, args: Any, kwargs: dict[str, Any]) -> bool:
         """Return whether the host waits for the operator's result."""

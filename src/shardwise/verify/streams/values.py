@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -161,13 +161,7 @@ class Late:
     # Deferring
 
     def operator(
-        self,
-        operation: Operation,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        outcome: Any,
-        random_state: Tensor | None,
+        self, operation: Operation, func: Any, args: Any, kwargs: Any, outcome: Any, rng_state: Tensor | None
     ) -> None:
         """Defer, in the second world, an operator that has run in the first."""
         op = operators.of(func)
@@ -178,12 +172,12 @@ class Late:
         twin_args, twin_kwargs = on_tensors(args, twin), on_tensors(kwargs, twin)
 
         def rerun() -> Any:
-            with torch.random.fork_rng((), enabled=random_state is not None):
-                if random_state is not None:
-                    torch.set_rng_state(random_state)
+            with torch.random.fork_rng((), enabled=rng_state is not None):
+                if rng_state is not None:
+                    torch.set_rng_state(rng_state)
                 return func(*twin_args, **twin_kwargs)
 
-        self._defer(operation, rerun, twin, reads, writes, outcome)
+        self._defer(operation, rerun, twin, (reads, writes), outcome)
 
     def collective(
         self,
@@ -191,8 +185,7 @@ class Late:
         group: dist.ProcessGroup,
         rerun: Callable[..., Any],
         inputs: Any,
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
+        touched: operators.Touched,
         outcome: Any = None,
     ) -> None:
         """Defer a collective that ran in the first world; `rerun(group, inputs, outcome)` repeats it."""
@@ -201,7 +194,7 @@ class Late:
         line = self.simulation.timeline.lines[operation.line]
         name, clock = self.peers.name(group, line.key), dict(line.clock)
 
-        sent = [(twin(t), _bytes(t)) for t in reads if t.numel()] if isinstance(group, NoopGroup) else []
+        sent = [(twin(t), _bytes(t)) for t in touched[0] if t.numel()] if isinstance(group, NoopGroup) else []
 
         def run() -> None:
             self.peers.deferred.pop(name)
@@ -212,7 +205,7 @@ class Late:
             self.peers.wait(rerun(twin_group, twins, results), name)
 
         self.peers.deferred[name] = lambda: self.run_until(clock)
-        self._defer(operation, run, twin, reads, writes, outcome)
+        self._defer(operation, run, twin, touched, outcome)
 
     def record_move(
         self, operation: Operation, old_block: Block, block: Block, storage: torch.UntypedStorage, nbytes: int
@@ -227,38 +220,33 @@ class Late:
         )
 
     def _defer(
-        self,
-        operation: Operation,
-        rerun: Callable[[], Any],
-        twin: _Memo,
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-        outcome: Any,
+        self, op: Operation, rerun: Callable[[], Any], twin: _Memo, touched: operators.Touched, outcome: Any
     ) -> None:
+        reads, writes = touched
         returned = [twin(t) for t in tensors_in(outcome)]
         value = outcome if isinstance(outcome, (bool, int, float, complex)) else None
         changed = {id(t): t for t in (*writes, *tensors_in(outcome)) if t.numel()}
         expected = [(twin(t), self._shadow_of(t) is None, _bytes(t)) for t in changed.values()]
 
         def run() -> None:
-            place = f"in {operation}"
+            place = f"in {op}"
             try:
                 result = rerun()
             except (RuntimeError, IndexError) as error:
-                self._report("an argument", f"{place}, which fails: {error}", operation)
+                self._report("an argument", f"{place}, which fails: {error}", op)
                 return
             for target, source in zip(returned, tensors_in(result), strict=False):
                 if target.shape != source.shape:
-                    self._report("a shape", f"{place}: {tuple(source.shape)}", operation)
+                    self._report("a shape", f"{place}: {tuple(source.shape)}", op)
                 elif target.data_ptr() != source.data_ptr():
                     target.copy_(source)
             if value is not None and result != value and value == value:
-                self._report("a value read by the host", f"{place}: {result} instead of {value}", operation)
+                self._report("a value read by the host", f"{place}: {result} instead of {value}", op)
             for current, read_by_host, original in expected:
                 if not torch.equal(_bytes(current), original):
-                    self._first = self._first or operation
+                    self._first = self._first or op
                     if read_by_host:
-                        self._report("a value read by the host", place, operation)
+                        self._report("a value read by the host", place, op)
 
         for t in changed.values():
             if (shadow := self._shadow_of(t)) is not None and shadow.is_new_on_host:
@@ -268,7 +256,7 @@ class Late:
         begin = _begin(list(inputs.values()), [twin(t) for key, t in changed.items() if key not in inputs])
         uses = [shadow for t in twin if t.numel() and (shadow := self._shadow_of(t))]
         overwritten = [shadow for t in changed.values() if (shadow := self._shadow_of(t))]
-        self._wait_for_turn(operation, run, uses, overwritten, begin=begin)
+        self._wait_for_turn(op, run, uses, overwritten, begin=begin)
 
     def _wait_for_turn(
         self,
@@ -281,15 +269,8 @@ class Late:
     ) -> None:
         clock = dict(self.simulation.timeline.lines[operation.line].clock)
         self._threads.add(threading.get_ident())
-        job = _Job(
-            operation,
-            clock,
-            next(self._numbers),
-            begin,
-            run,
-            list(dict.fromkeys(uses)),
-            list(dict.fromkeys(writes)),
-        )
+        used, written = (list(dict.fromkeys(shadows)) for shadows in (uses, writes))
+        job = _Job(operation, clock, next(self._numbers), begin, run, used, written)
         self._waiting.setdefault(operation.line, deque()).append(job)
         for shadow in job.uses:
             shadow.is_new_on_host = False
