@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -194,16 +194,10 @@ class Recorder(Storages):
             else:
                 self.write(Allocate(memory))
 
-    def _watch_resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        watched = super()._watch_resize(resize)
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = watched(storage, size)
-            if size == 0:
-                self._freed.add(id(self._alive[id(storage)][1]))
-            return result
-
-        return resize_
+    def note_resize(self, storage: torch.UntypedStorage) -> None:
+        super().note_resize(storage)
+        if not storage.nbytes():
+            self._freed.add(id(self._alive[id(storage)][1]))
 
     def memory_of(self, tensor: Tensor) -> Memory | None:
         local = _compat.local_of(tensor)

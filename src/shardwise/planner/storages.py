@@ -57,8 +57,14 @@ class Storages(EagerDispatchMode):
         self._highest = 0
 
     def __enter__(self) -> Self:
-        self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._watch_resize(self._resize)  # type: ignore[method-assign]
+        resize = self._resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self.note_resize(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -66,13 +72,9 @@ class Storages(EagerDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
-    def _watch_resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            self._see(storage)
-            return result
-
-        return resize_
+    def note_resize(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage was resized."""
+        self._see(storage)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
