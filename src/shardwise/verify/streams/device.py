@@ -249,18 +249,16 @@ class Simulation:
                 args[0], on_device(func(*on_tensors(args, bare_of), **on_tensors(kwargs, bare_of)))
             )
             return args[0]
+        return self._compute(op, func, args, kwargs)
+
+    def _compute(self, op: operators.Operator, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         device = kwargs.get("device")
         leaves = device is not None and torch.device(device).type != NAME
         # During a copy to the host, `to` pins the host memory.
-        pins = bool(leaves and (kwargs.get("pin_memory") or kwargs.get("non_blocking")))
+        pins = leaves and (kwargs.get("pin_memory") or kwargs.get("non_blocking"))
         kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
         if device is not None and not leaves:
             kwargs["device"] = torch.device("cpu")
-        return self._compute(op, func, args, kwargs, leaves=leaves, pins=pins)
-
-    def _compute(
-        self, op: operators.Operator, func: Any, args: Any, kwargs: Any, *, leaves: bool, pins: bool
-    ) -> Any:
         bare_args, bare_kwargs = on_tensors(args, bare_of), on_tensors(kwargs, bare_of)
         draws = self.late is not None and torch.Tag.nondeterministic_seeded in func.tags
         rng_state = torch.get_rng_state() if draws else None

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._compat import FakeTensor
 from shardwise.comm.count import on_tensors, tensors_in
 from shardwise.comm.kinds import NAMESPACES
 
@@ -157,7 +156,5 @@ def of(func: Any) -> Operator:
 
 @cache
 def runs_its_own(kind: type) -> bool:
-    """Return whether a tensor class wraps others and computes with them, or has no memory."""
-    return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__ or issubclass(
-        kind, FakeTensor
-    )
+    """Return whether a tensor class wraps others and computes with them, or has no memory, as fakes."""
+    return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
