@@ -31,20 +31,15 @@ from shardwise.planner.measure import last_step
 
 @dataclass(frozen=True)
 class Span:
-    """The work of a stream for one block in one phase; seconds from the step's beginning.
-
-    Attributes:
-        busy: seconds in which the stream does not wait.
-        host: seconds in which the host issues the work.
-    """
+    """The work of a stream for one block in one phase; seconds from the step's beginning."""
 
     stream: str
     phase: str
     layer: int | None
     begin: float
     end: float
-    busy: float
-    host: float = 0.0
+    busy: float  # seconds in which the stream does not wait
+    host: float = 0.0  # seconds in which the host issues the work
 
 
 @dataclass(frozen=True)

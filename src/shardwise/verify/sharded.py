@@ -24,8 +24,7 @@ from .case import apply_shard, load_case, local_batch
 from .compare import START, Difference, Kind, Tolerance, compare_losses, compare_tensors, merge_ranks
 from .reference import Parameters, Plan, parameters_by_name, read_step, take_batch, take_gradients
 
-ABSENT, EMPTY, PRESENT = 0, 1, 2  # no such parameter; parameter without this tensor; with it
-DESCRIBED = {ABSENT: "no such parameter", EMPTY: "none", PRESENT: "present"}
+ABSENT, EMPTY, PRESENT = "no such parameter", "none", "present"  # a parameter, or its tensor of a kind
 
 
 def run_sharded(alive: Callable[[], None], plan: Plan, tolerance: Tolerance) -> list[Difference]:
@@ -107,24 +106,23 @@ def _mean_over_ranks(loss: torch.Tensor | None) -> float:
     return float(total[0] / total[1])
 
 
-def _on_its_stages(states: list[int], stages: list[int]) -> dict[int, int]:
+def _on_its_stages(states: list[str], stages: list[int]) -> dict[int, str]:
     """Return states by rank, for the stages that have the parameter, or for all if none has it."""
     having = {stage for stage, state in zip(stages, states, strict=True) if state != ABSENT} or set(stages)
     return {rank: state for rank, state in enumerate(states) if stages[rank] in having}
 
 
-def _presence_problem(by_rank: dict[int, int], reference: int) -> str:
+def _presence_problem(by_rank: dict[int, str], reference: str) -> str:
     """Describe how a tensor's states by rank differ from the reference's; "" if they do not."""
     distinct = sorted(set(by_rank.values()))
     if distinct == [reference]:
         return ""
     if len(distinct) == 1:
-        return f"{DESCRIBED[distinct[0]]} on the ranks, {DESCRIBED[reference]} in the reference"
+        return f"{distinct[0]} on the ranks, {reference} in the reference"
     states = [
-        f"{DESCRIBED[state]} on {named_ranks([rank for rank, s in by_rank.items() if s == state])}"
-        for state in distinct
+        f"{state} on {named_ranks([rank for rank, s in by_rank.items() if s == state])}" for state in distinct
     ]
-    return f"{'; '.join(states)}; {DESCRIBED[reference]} in the reference"
+    return f"{'; '.join(states)}; {reference} in the reference"
 
 
 def _name_problems(

@@ -46,25 +46,17 @@ _CROSSES = ("copy_", "_foreach_copy_", "_to_copy", "_pin_memory", "set_", *_INDE
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """One operator overload.
-
-    Attributes:
-        returns: for each result, the argument that it is (a position or a keyword), or None.
-        only_views: whether it touches no memory.
-        only_allocates: whether its result has no values yet.
-        reshapes: whether it changes its first argument's shape or memory, but no values.
-        crosses: whether it takes both host and device tensors.
-    """
+    """One operator overload; arguments by position or keyword."""
 
     name: str
     reads: tuple[int | str, ...]
     writes: tuple[int | str, ...]
-    returns: tuple[int | str | None, ...]
-    only_views: bool
-    only_allocates: bool
-    reshapes: bool
+    returns: tuple[int | str | None, ...]  # for each result, the argument that it is, or None
+    only_views: bool  # touches no memory
+    only_allocates: bool  # its result has no values yet
+    reshapes: bool  # changes its first argument's shape or memory, but no values
     communicates: bool
-    crosses: bool
+    crosses: bool  # takes both host and device tensors
 
     def accesses(self, args: Any, kwargs: dict[str, Any]) -> Touched:
         if self.only_allocates or self.only_views:

@@ -50,17 +50,11 @@ _NO_VALUE = 255  # in every byte: NaN in each floating dtype
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that differs in this order.
+    """A value that differs in this order."""
 
-    Attributes:
-        what: a block of memory, or a value.
-        seen: where it was found.
-        first: the first operation that computed a different value.
-    """
-
-    what: str
-    seen: str
-    first: Operation | None
+    what: str  # a block of memory, or a value
+    seen: str  # where it was found
+    first: Operation | None  # that computed a different value
 
     def __str__(self) -> str:
         begins = f"; the first operation whose numbers differ is {self.first}" if self.first else ""
@@ -84,22 +78,16 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Shadow:
-    """A block's contents in the second world.
-
-    Attributes:
-        predecessors: freed shadows on which operations were still to run when this one was allocated.
-        successors: shadows that were allocated later and are in use.
-        waiting: operations that are still to run on it.
-        is_new_on_host: whether its contents before the operation being deferred are unknown.
-    """
+    """A block's contents in the second world."""
 
     block: Block
     memory: torch.UntypedStorage
     real: weakref.ref[torch.UntypedStorage]  # its memory in the first world
+    # Freed shadows on which operations were still to run when this one was allocated.
     predecessors: list[_Shadow] = field(default_factory=list)
-    successors: list[_Shadow] = field(default_factory=list)
-    waiting: list[_Job] = field(default_factory=list)
-    is_new_on_host: bool = False
+    successors: list[_Shadow] = field(default_factory=list)  # allocated later and in use
+    waiting: list[_Job] = field(default_factory=list)  # operations that are still to run on it
+    is_new_on_host: bool = False  # whether its contents before the operation being deferred are unknown
 
     def may_be_given_out(self) -> bool:
         """Return whether every stream passed to `record_stream` is done with this memory."""
