@@ -252,7 +252,6 @@ class Recorder(Storages):
                 self._touch(event, args, ())
         self._follow_recomputation()
         if func is _COPY:  # only values are new
-            self.now += 1
             self.record_operator(func, args, kwargs or {}, args[0])
             return args[0]
         result = super().__torch_dispatch__(func, types, args, kwargs)

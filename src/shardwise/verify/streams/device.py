@@ -105,22 +105,15 @@ def extent_of(tensor: Tensor) -> Extent:
 
 
 class Simulation:
-    """The simulated device, operator by operator.
-
-    Attributes:
-        memory: memory of the device; `host` is the CPU memory that copies read or write.
-        late: receives every operation, to run it again in another order (`values.Late`).
-        refused: the first error for something that cannot be followed, as code may catch it or a thread may
-            lose it.
-    """
+    """The simulated device, operator by operator."""
 
     def __init__(self, report: Report) -> None:
         self.timeline = Timeline()
         self.timeline.record_stream = self.record_stream
-        self.memory, self.host = Memory(report), Memory(report)
-        self.late: Any = None
+        self.memory, self.host = Memory(report), Memory(report)  # the latter: what copies read or write
+        self.late: Any = None  # `values.Late`, which runs every operation again in another order
         self.functional: Callable[[Any, Any, dict[str, Any]], Any]  # of `collectives`
-        self.refused: ShardwiseError | None = None
+        self.refused: ShardwiseError | None = None  # the first error, which code or a thread may lose
         self.looks_away = False  # while shapes are computed
         self._thread = threading.get_ident()
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block | None]] = {}
@@ -145,13 +138,10 @@ class Simulation:
 
     # Memory
 
-    def block_of(self, tensor: Tensor) -> Block | None:
-        return self.memory.at(span(tensor)[0])
-
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         """Delay reuse of a tensor's freed memory until `stream` has run what was issued before the free."""
         local = _compat.local_of(tensor)
-        if isinstance(local, SimTensor) and (block := self.block_of(local)) is not None:
+        if isinstance(local, SimTensor) and (block := self.memory.at(span(local)[0])) is not None:
             block.guarded.add(stream.line.number)
 
     def record_allocation(self, storage: torch.UntypedStorage, origin: str, *, blank: bool = False) -> None:
