@@ -29,14 +29,13 @@ def cost_of(
 ) -> tuple[int, int, str] | None:
     """Return FLOPs, bytes and the dtype of computation; None for an operator that touches no memory.
 
-    Args:
-        tensors: those of the arguments and the result.
+    `tensors` are those of the arguments and the result.
     """
     name = _name_of(func)
     if name is None or not tensors:
         return None
     nbytes = sum(map(_nbytes, {id(tensor): tensor for tensor in tensors}.values()))
-    return _flops(func, name, args, kwargs, result), nbytes, _dtype_name(tensors[0].dtype)
+    return _flops(func, name, args, kwargs, result), nbytes, dtype_name(tensors[0].dtype)
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -52,7 +51,7 @@ def _name_of(func: Any) -> str | None:
 
 
 @functools.cache
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -23,7 +23,7 @@ from shardwise.comm.count import Collective, collectives, tensors_in
 from shardwise.comm.kinds import NAMESPACES, WAIT
 from shardwise.errors import ShardingError
 from shardwise.planner.compiled import Touch, Touches
-from shardwise.planner.cost import cost_of
+from shardwise.planner.cost import cost_of, dtype_name
 from shardwise.planner.events import (
     ACTIVATIONS,
     COMPUTATION,
@@ -335,8 +335,9 @@ class Recorder(Storages):
                     self.by_layer(self.owner)
                 out = results[i] if len(results) == len(lists[0]) else None
                 nbytes = sum(tensor.nbytes for tensor in row) + (first if out is None else out).nbytes
-                dtype = str(first.dtype).removeprefix("torch.")
-                event = Compute(str(func.overloadpacket), 0, nbytes, dtype, self.streams[-1])
+                event = Compute(
+                    str(func.overloadpacket), 0, nbytes, dtype_name(first.dtype), self.streams[-1]
+                )
                 self.write(event)
                 self.see((row, out))
             self.see(tensors)
