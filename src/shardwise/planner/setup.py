@@ -348,7 +348,7 @@ def _convert(kind: Any, value: Any) -> Any:
         return origin(_convert(arguments[0], item) for item in value)
     if origin is dict and isinstance(value, dict):
         return {key: _convert(arguments[1], item) for key, item in value.items()}
-    if not is_dataclass(kind):
+    if not (isinstance(kind, type) and is_dataclass(kind)):
         return value
     if not isinstance(value, dict):
         raise ShardingError(f"{kind.__name__} is read from a JSON object of its fields, got {value!r}")

@@ -64,7 +64,7 @@ class Storages(EagerDispatchMode):
             self.note_resize(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
