@@ -113,7 +113,7 @@ def record(shape: Shape, *, sequence: int) -> Timeline:
         finally:
             torch.set_default_dtype(torch.float32)
     with fake, Storages() as storages:
-        storages.see(model.parameters())
+        storages.see(list(model.parameters()))
         tokens = torch.zeros(1, sequence, dtype=torch.int64)
         modules = list(model.units())
         units = [Unit(sum(p.numel() for p in module.parameters())) for module in modules]

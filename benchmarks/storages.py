@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from shardwise.comm.count import tensors_in
 from shardwise.planner.storages import Storages
 
 
@@ -16,8 +17,8 @@ class Allocated(Storages):
     """
 
     def see(self, value: Any) -> None:
-        if not isinstance(value, FakeTensor):  # by which DTensors find shapes
-            super().see(value)
+        # By fakes, DTensors find shapes.
+        super().see([tensor for tensor in tensors_in(value) if not isinstance(tensor, FakeTensor)])
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         if id(storage) in self._alive or self._is_own(storage):

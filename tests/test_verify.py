@@ -24,7 +24,7 @@ from shardwise.verify.compare import (
     derived_tolerance,
     first_beyond,
     fixed_tolerance,
-    floored_scale,
+    floored_scales,
     merge_ranks,
     optimizer_slack,
     scale_of,
@@ -112,8 +112,8 @@ def test_slack_widens_only_the_elements_it_names():
 
 def test_a_gradient_that_cancels_is_measured_against_the_largest_of_its_step():
     cancelled = torch.full((4,), 1e-9)
-    assert floored_scale(cancelled, overall=2.0) == 2.0 * SCALE_FLOOR
-    assert floored_scale(torch.tensor([-3.0]), overall=2.0) == 3.0
+    scales = floored_scales({"cancelled": cancelled, "other": torch.tensor([-3.0])})
+    assert scales == {"cancelled": 3.0 * SCALE_FLOOR, "other": 3.0}
 
 
 def test_the_scale_leaves_out_what_is_not_finite():

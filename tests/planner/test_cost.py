@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from shardwise._compat import EagerDispatchMode
-from shardwise.planner.cost import cost_of, tensors_of
+from shardwise.comm.count import tensors_in
+from shardwise.planner.cost import cost_of
 
 
 def flops_of(func, args, kwargs, result) -> int:
-    cost = cost_of(func, args, kwargs, result, tensors_of((args, kwargs, result)))
+    cost = cost_of(func, args, kwargs, result, list(tensors_in((args, kwargs, result))))
     return cost[0] if cost else 0
 
 

@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from shardwise._compat import all_gather_single
 from shardwise.comm.kinds import sent_bytes
 from shardwise.errors import ShardingError
+from shardwise.planner.cost import dtype_name
 from shardwise.planner.devices import Hardware
 
 
@@ -63,7 +64,7 @@ def calibrate(*, like: Hardware | None = None, sizes: Sizes | None = None, name:
         dtypes = [torch.float32, torch.bfloat16, torch.float16][: 2 if device.type == "cpu" else 3]
         rates = {dtype: _matmuls(device, dtype, sizes) for dtype in dtypes}
         rate, best, half = rates[main]
-        peak = (like.peak_flops[_name(main)] if like else None) or best
+        peak = (like.peak_flops[dtype_name(main)] if like else None) or best
         efficiency = rate / peak
         copied, summed = _memory(device, sizes)
         bandwidth = like.memory_bytes_per_s if like else max(copied, summed)
@@ -71,7 +72,7 @@ def calibrate(*, like: Hardware | None = None, sizes: Sizes | None = None, name:
             name=name or _device_name(device),
             source=_source(like),
             memory_bytes=_memory_bytes(device),
-            peak_flops={_name(dtype): rate[0] / efficiency for dtype, rate in rates.items()},
+            peak_flops={dtype_name(dtype): rate[0] / efficiency for dtype, rate in rates.items()},
             memory_bytes_per_s=bandwidth,
             devices_per_host=_local_ranks(),
             host_link_bytes_per_s=like.host_link_bytes_per_s if like else bandwidth,
@@ -262,7 +263,3 @@ def _source(like: Hardware | None) -> str:
     origin = "as fast as memory" if like is None else f"of {like.name}"
     text += f"; not measured: {' and '.join(missing)}, taken to be {origin}" if missing else ""
     return text + (f"; peaks of {like.name}" if like else "; peaks are the best that was measured")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

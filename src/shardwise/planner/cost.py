@@ -7,7 +7,7 @@ The bytes of each tensor count once; a view costs nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,14 +29,13 @@ def cost_of(
 ) -> tuple[int, int, str] | None:
     """Return FLOPs, bytes and the dtype of computation; None for an operator that touches no memory.
 
-    Args:
-        tensors: those of the arguments and the result.
+    `tensors` are those of the arguments and the result.
     """
     name = _name_of(func)
     if name is None or not tensors:
         return None
     nbytes = sum(map(_nbytes, {id(tensor): tensor for tensor in tensors}.values()))
-    return _flops(func, name, args, kwargs, result), nbytes, _dtype_name(tensors[0].dtype)
+    return _flops(func, name, args, kwargs, result), nbytes, dtype_name(tensors[0].dtype)
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -52,7 +51,7 @@ def _name_of(func: Any) -> str | None:
 
 
 @functools.cache
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -70,20 +69,3 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
         return int(conv_flop_count(x, weight, gradient, transposed=args[7])) * int(sum(args[10][:2]))
     formula = flop_registry.get(func.overloadpacket)
     return int(formula(*args, **kwargs, out_val=result)) if formula else 0
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """List the tensors in nested lists, tuples and dicts, in order."""
-    tensors: list[Tensor] = []
-    _collect((value,), tensors)
-    return tensors
-
-
-def _collect(items: Iterable[Any], tensors: list[Tensor]) -> None:
-    for item in items:
-        if isinstance(item, Tensor):
-            tensors.append(item)
-        elif isinstance(item, (list, tuple)):
-            _collect(item, tensors)
-        elif isinstance(item, dict):
-            _collect(item.values(), tensors)

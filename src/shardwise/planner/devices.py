@@ -18,19 +18,7 @@ _MAY_BE_ZERO = ("latency_s", "_half", "_half_flops", "host_seconds", "context_by
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device and its connections; rates are those of one device, in one direction.
-
-    Attributes:
-        matmul_efficiency: fraction of the peak that a large matmul reaches.
-        matmul_half_flops: operations of a matmul that reaches half of that.
-        attention_efficiency: fraction of the peak that attention over long sequences reaches, with all
-            operations counted: up to 2 if a causal kernel skips half of them.
-        attention_half: operations per byte of an attention that reaches half of that: half its length.
-        bandwidth_efficiency: fraction of the memory bandwidth that an elementwise operator reaches.
-        host_seconds: host time to issue one operator.
-        host_link_bytes_per_s: rate between devices of one host, as collectives reach it.
-        network_bytes_per_s: rate of a host's connection to others, divided by its devices, likewise.
-    """
+    """A device and its connections; rates are those of one device, in one direction."""
 
     name: str
     source: str
@@ -38,17 +26,18 @@ class Hardware:
     peak_flops: dict[str, float]
     memory_bytes_per_s: float
     devices_per_host: int
-    host_link_bytes_per_s: float
-    network_bytes_per_s: float
+    host_link_bytes_per_s: float  # between devices of one host, as collectives reach it
+    network_bytes_per_s: float  # of a host's connection to others, divided by its devices, likewise
     host_latency_s: float
     network_latency_s: float
-    matmul_efficiency: float
-    matmul_half_flops: float
+    matmul_efficiency: float  # fraction of the peak that a large matmul reaches
+    matmul_half_flops: float  # operations of a matmul that reaches half of that
+    # Of attention over long sequences, all operations counted: up to 2 if a causal kernel skips half of them.
     attention_efficiency: float
-    bandwidth_efficiency: float
-    host_seconds: float
+    bandwidth_efficiency: float  # fraction of the memory bandwidth that an elementwise operator reaches
+    host_seconds: float  # host time to issue one operator
     context_bytes: int  # of the driver and of communicators, outside the allocator
-    attention_half: float = 0.0
+    attention_half: float = 0.0  # operations per byte of an attention that reaches half: half its length
 
     @property
     def usable_bytes(self) -> int:

@@ -100,8 +100,5 @@ class Recording:
     parameters: int
     block_parameters: int  # of the middle one
     gathered_parameters: tuple[int, ...]  # of each block, on a rank: with tensor parallelism, its part
-    converted: tuple[str, ...] = ()  # dtypes in which the model makes parameters, but which are not stored
     whole_logits: bool = False  # whether each tensor-parallel rank has all logits
-    as_kernels: tuple[str, ...] = ()  # functions of transformers that ran as their kernels do
-    by_reference: tuple[str, ...] = ()  # functions that ran without kernels that exist elsewhere
-    unlike_statistics: tuple[str, ...] = ()  # kinds of batch norms that keep statistics in another dtype
+    assumed: tuple[str, ...] = ()  # assumptions about how the model runs, for display

@@ -26,21 +26,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Search:
-    """The result of a search.
+    """The result of a search."""
 
-    Attributes:
-        points: fastest first; then points of other precisions that beat them.
-        settings: the number of settings compared.
-        planned: the number planned from recordings; others were estimated to be worse.
-        recordings: the number of recordings made.
-        code: Python that builds the chosen setting.
-    """
-
-    points: list[Point]
-    settings: int
-    planned: int
-    recordings: int
-    code: str
+    points: list[Point]  # fastest first; then points of other precisions that beat them
+    settings: int  # the number of settings compared
+    planned: int  # the number planned from recordings; others were estimated to be worse
+    recordings: int  # the number of recordings made
+    code: str  # Python that builds the chosen setting
 
     @property
     def chosen(self) -> Plan:

@@ -43,24 +43,16 @@ class Sent:
 
 @dataclass(frozen=True)
 class GroupSent:
-    """The bytes that each of some equal groups of parameters sends in a step.
+    """The bytes that each of some equal groups of parameters sends in a step."""
 
-    Attributes:
-        name: "blocks 0 to 30", or a module's name.
-        groups: the number of groups.
-        gathered_bytes: size of one gather's full buffer; 0 if the group is never gathered.
-        shard_bytes: size of one rank's part of it.
-        padding: fraction of the buffer that is padding; None if it is not known.
-    """
-
-    name: str
-    groups: int
-    gathered_bytes: int
-    shard_bytes: int
+    name: str  # "blocks 0 to 30", or a module's name
+    groups: int  # the number of groups
+    gathered_bytes: int  # of one gather's full buffer; 0 if the group is never gathered
+    shard_bytes: int  # of one rank's part of it
     gathers: int
     reductions: int
     wire_bytes: int
-    padding: float | None
+    padding: float | None  # fraction of the buffer that is padding; None if it is not known
 
 
 def groups(recording: Recording, accumulation: int) -> list[GroupSent]:

@@ -318,9 +318,7 @@ def _model_of_lists(
 ) -> Model:
     """Return the model whose blocks are the longest `ModuleList` of each tower; a single one is cut short.
 
-    Args:
-        module: the whole module; `towers` are modules in it.
-        make: makes it with at least a given number of blocks.
+    `towers` are modules in `module`, which `make` makes with at least a given number of blocks.
     """
     names = {path: name for name, path in module.named_modules()}
     lists = block_lists(module)

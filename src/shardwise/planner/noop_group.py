@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -123,13 +124,9 @@ def listening(
 
         return tell
 
-    for name, operator in COLLECTIVES.items():
-        setattr(NoopGroup, name, announcing(operator))
-    try:
+    methods: dict[str, Any] = {name: announcing(operator) for name, operator in COLLECTIVES.items()}
+    with mock.patch.multiple(NoopGroup, **methods):
         yield
-    finally:
-        for name in COLLECTIVES:
-            setattr(NoopGroup, name, _finish_at_once)
 
 
 @contextmanager

@@ -229,19 +229,13 @@ def fill_pipeline(recording: Recording, micro_batches: int) -> Recording:
 
 @dataclass(frozen=True)
 class StageFigures:
-    """Memory and messages of a rank of a pipeline.
-
-    Attributes:
-        micro_batches: the most for which it keeps backward's inputs at a time.
-        activations_bytes: bytes kept for them; before torch 2.15, including all receive buffers.
-        sent_bytes: bytes sent to the previous and next rank in a step.
-    """
+    """Memory and messages of a rank of a pipeline."""
 
     rank: int
     blocks: int
-    micro_batches: int
-    activations_bytes: int
-    sent_bytes: int
+    micro_batches: int  # the most for which it keeps backward's inputs at a time
+    activations_bytes: int  # kept for them; before torch 2.15, including all receive buffers
+    sent_bytes: int  # to the previous and next rank in a step
 
 
 def figures(recordings: list[Recording], model: Model, setup: Setup) -> list[StageFigures]:

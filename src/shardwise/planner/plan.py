@@ -36,19 +36,6 @@ _UNITS = {"GiB": GIB, "MiB": 2**20, "KiB": 2**10}
 _ASSUMED = "{} has no formula of its operations: none are counted, and it takes the time of its bytes"
 
 _NEEDS = "A plan needs shapes that follow from shapes, and a registered fake kernel for each operator"
-_AS_KERNELS = (
-    "{} are planned as the kernels of mamba-ssm, causal-conv1d and flash-linear-attention, which"
-    " transformers calls where they are installed: without them it takes much more memory and time"
-)
-_BY_REFERENCE = (
-    "Without kernels, which are not installed here, {} ran as transformers' reference code: with them it"
-    " takes less memory and time"
-)
-_STATISTICS = (
-    "{} computes in {} with running statistics of another dtype, which torch's CPU operators refuse: on CPU"
-    " ranks its forward raises; give param_dtype='float32'"
-)
-_CONVERTED = "The model makes parameters in {}: they are converted to stored_dtype, {}, before they are cut"
 
 
 class NotRun(ShardingError):  # noqa: N818
@@ -236,14 +223,7 @@ def plan_of(
         computed_flops=computed_flops,
         assumed=[
             *model.assumed,
-            *(_CONVERTED.format(t, setup.stored_dtype) for t in recording.converted if t != "float32"),
-            *([_AS_KERNELS.format(", ".join(recording.as_kernels))] if recording.as_kernels else ()),
-            *([_BY_REFERENCE.format(", ".join(recording.by_reference))] if recording.by_reference else ()),
-            *(
-                _STATISTICS.format(name, setup.param_dtype)
-                for name in recording.unlike_statistics
-                if setup.device == "cpu"
-            ),
+            *recording.assumed,
             *(_ASSUMED.format(name) for name in measure.unknown_operators(recording)),
         ],
         whole=whole,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -178,18 +178,39 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         if recorder.touches is not None:
             segments = compile_segments(segments, recorder.touches, narrow=setup.narrow)
         whole_logits = tensor is not None and setup.loss == "whole" and not cuts(module, setup)[1]
-        called = [tuple(sorted(names)) for names in functions]
-        called.append(_unlike_statistics(module, setup))
-        return Recording(layers, segments, parameters, in_block, gathered, converted, whole_logits, *called)
+        assumed = tuple(_assumptions(module, setup, converted, *functions))
+        return Recording(layers, segments, parameters, in_block, gathered, whole_logits, assumed)
 
 
-def _unlike_statistics(module: nn.Module, setup: Setup) -> tuple[str, ...]:
-    """Name the kinds of batch norms whose running statistics have another dtype than computation."""
-    dtype = getattr(torch, setup.param_dtype)
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    norms = [norm for norm in module.modules() if isinstance(norm, kinds)]
+def _assumptions(
+    module: nn.Module, setup: Setup, converted: Iterable[str], as_kernels: set[str], by_reference: set[str]
+) -> Iterator[str]:
+    """Yield what was assumed of dtypes, and of functions that ran as their kernels do, or without any."""
+    for name in converted:
+        if name != "float32":
+            yield (
+                f"The model makes parameters in {name}: they are converted to stored_dtype,"
+                f" {setup.stored_dtype}, before they are cut"
+            )
+    if as_kernels:
+        yield (
+            f"{', '.join(sorted(as_kernels))} are planned as the kernels of mamba-ssm, causal-conv1d and"
+            " flash-linear-attention, which transformers calls where they are installed: without them it"
+            " takes much more memory and time"
+        )
+    if by_reference:
+        yield (
+            f"Without kernels, which are not installed here, {', '.join(sorted(by_reference))} ran as"
+            " transformers' reference code: with them it takes less memory and time"
+        )
+    kinds, dtype = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), getattr(torch, setup.param_dtype)
+    norms = [norm for norm in module.modules() if isinstance(norm, kinds) and norm.weight is not None]
     norms = [norm for norm in norms if norm.running_mean is not None and norm.running_mean.dtype != dtype]
-    return tuple(sorted({type(norm).__name__ for norm in norms if norm.weight is not None}))
+    for name in sorted({type(norm).__name__ for norm in norms}) if setup.device == "cpu" else ():
+        yield (
+            f"{name} computes in {setup.param_dtype} with running statistics of another dtype, which torch's"
+            " CPU operators refuse: on CPU ranks its forward raises; give param_dtype='float32'"
+        )
 
 
 def _lines(setup: Setup) -> dict[str, DeviceMesh]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from shardwise import _compat
 from shardwise._compat import FakeTensor, resolve_process_group
-from shardwise.comm.count import Collective, collectives
+from shardwise.comm.count import Collective, collectives, tensors_in
 from shardwise.comm.kinds import NAMESPACES, WAIT
 from shardwise.errors import ShardingError
 from shardwise.planner.compiled import Touch, Touches
-from shardwise.planner.cost import cost_of, tensors_of
+from shardwise.planner.cost import cost_of, dtype_name
 from shardwise.planner.events import (
     ACTIVATIONS,
     COMPUTATION,
@@ -194,16 +194,10 @@ class Recorder(Storages):
             else:
                 self.write(Allocate(memory))
 
-    def _watch_resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        watched = super()._watch_resize(resize)
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = watched(storage, size)
-            if size == 0:
-                self._freed.add(id(self._alive[id(storage)][1]))
-            return result
-
-        return resize_
+    def note_resize(self, storage: torch.UntypedStorage) -> None:
+        super().note_resize(storage)
+        if not storage.nbytes():
+            self._freed.add(id(self._alive[id(storage)][1]))
 
     def memory_of(self, tensor: Tensor) -> Memory | None:
         local = _compat.local_of(tensor)
@@ -258,12 +252,11 @@ class Recorder(Storages):
                 self._touch(event, args, ())
         self._follow_recomputation()
         if func is _COPY:  # only values are new
-            self.now += 1
             self.record_operator(func, args, kwargs or {}, args[0])
             return args[0]
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.record_streams and mark is not None:
-            self._last_uses |= {id(self.life(tensor)): mark for tensor in tensors_of((args, result))}
+            self._last_uses |= {id(self.life(tensor)): mark for tensor in tensors_in((args, result))}
         return result
 
     def record_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -271,11 +264,17 @@ class Recorder(Storages):
         if not self.in_library:
             self.operators[self.place[:2]] += 1
             if self.operators[self.place[:2]] > MOST:
-                self._refuse()
+                names = (
+                    (event.name, segment.place.phase, segment.place.layer)
+                    for segment in self.segments
+                    for event in segment.events
+                    if isinstance(event, Compute)
+                )
+                refuse_loop(Counter(names))
         if self._outside_blocks:
             self._record_by_layer(func, args, kwargs, result)
             return
-        tensors = tensors_of((args, kwargs, result))
+        tensors = list(tensors_in((args, kwargs, result)))
         event = self._compute(func, args, kwargs, result, tensors)
         for tensor in tensors:  # as `see`, which takes anything, and longer
             self._see(tensor.untyped_storage())
@@ -284,15 +283,6 @@ class Recorder(Storages):
             self._counts[id(self.life(result))] = count
         if event is not None:
             self._touch(event, (args, kwargs), result)
-
-    def _refuse(self) -> NoReturn:
-        counts = Counter(
-            (event.name, segment.place.phase, segment.place.layer)
-            for segment in self.segments
-            for event in segment.events
-            if isinstance(event, Compute)
-        )
-        refuse_loop(counts)
 
     def _count_of(self, tensor: Tensor) -> Count | None:
         return self._counts.get(id(self.life(tensor))) if self._counts else None
@@ -313,7 +303,7 @@ class Recorder(Storages):
         reads, writes = (
             [
                 (memory, min(tensor.nbytes, memory.nbytes))
-                for tensor in tensors_of(value)
+                for tensor in tensors_in(value)
                 if (memory := self.memory_of(tensor)) is not None
             ]
             for value in (inputs, outputs)
@@ -326,7 +316,7 @@ class Recorder(Storages):
         """Record an operator on many blocks' tensors at once as one event for each block."""
         lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)]
         event: Compute | None = None
-        tensors = tensors_of((args, kwargs, result))
+        tensors = list(tensors_in((args, kwargs, result)))
         if not lists:
             inputs = [tensor for tensor in args if isinstance(tensor, Tensor) and not self._is_new(tensor)]
             self.owner = self.owner_of(inputs)
@@ -345,8 +335,9 @@ class Recorder(Storages):
                     self.by_layer(self.owner)
                 out = results[i] if len(results) == len(lists[0]) else None
                 nbytes = sum(tensor.nbytes for tensor in row) + (first if out is None else out).nbytes
-                dtype = str(first.dtype).removeprefix("torch.")
-                event = Compute(str(func.overloadpacket), 0, nbytes, dtype, self.streams[-1])
+                event = Compute(
+                    str(func.overloadpacket), 0, nbytes, dtype_name(first.dtype), self.streams[-1]
+                )
                 self.write(event)
                 self.see((row, out))
             self.see(tensors)

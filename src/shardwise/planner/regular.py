@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from shardwise._compat import FakeTensor, FastFakeTensorMode
+from shardwise.comm.count import tensors_in
 from shardwise.errors import ShardwiseError
 from shardwise.planner.collector import collector_paused
-from shardwise.planner.cost import tensors_of
 from shardwise.planner.kernels import kernels
 from shardwise.planner.models import Model, chunked, no_packed_sequences, quiet_fakes
 from shardwise.planner.recorder import MOST, refuse_loop
@@ -125,7 +125,7 @@ class _Watch(FastFakeTensorMode):
         if self.in_backward:
             return
         self._current = self.after[number]
-        for tensor in tensors_of(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: self._enter_backward(number))
 

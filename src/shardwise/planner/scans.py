@@ -59,23 +59,14 @@ _projections = _operator("projections")  # as the matmuls inside a kernel's func
 
 @dataclass
 class _Work:
-    """Memory and operations of a kernel, in forward and in backward.
-
-    Attributes:
-        result: what it returns.
-        saved: what it saves for backward: inputs, `result` itself, others that it makes.
-        forward: what is alive until forward ends.
-        backward: what is alive until backward ends, beside gradients.
-        flops: of the kernel's forward; its backward has five matmuls for two, as attention's.
-        projections: FLOPs of linear layers within it; their backward has two matmuls for one.
-    """
+    """Memory and operations of a kernel, in forward and in backward."""
 
     result: _New
-    saved: list[Tensor | _New | None]
-    forward: list[_New] = field(default_factory=list)
-    backward: list[_New] = field(default_factory=list)
-    flops: int = 0
-    projections: int = 0
+    saved: list[Tensor | _New | None]  # for backward: inputs, `result` itself, others that it makes
+    forward: list[_New] = field(default_factory=list)  # alive until forward ends
+    backward: list[_New] = field(default_factory=list)  # alive until backward ends, beside gradients
+    flops: int = 0  # of the kernel's forward; its backward has five matmuls for two, as attention's
+    projections: int = 0  # FLOPs of linear layers within it; their backward has two matmuls for one
 
 
 class _Kernel(torch.autograd.Function):

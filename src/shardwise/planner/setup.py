@@ -340,20 +340,16 @@ def from_json(kind: type[T], text: str) -> T:
 
 def _convert(kind: Any, value: Any) -> Any:
     """Convert `value`, read from JSON, to the type that `kind` annotates."""
-    arguments = typing.get_args(kind)
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
         kind = next((argument for argument in arguments if is_dataclass(argument)), None)
         return value if kind is None or value is None else _convert(kind, value)
-    if isinstance(kind, type) and is_dataclass(kind):
-        return _dataclass(kind, value)
-    if typing.get_origin(kind) in (list, tuple) and isinstance(value, list):
-        return typing.get_origin(kind)(_convert(arguments[0], item) for item in value)
-    if typing.get_origin(kind) is dict and isinstance(value, dict):
+    if origin in (list, tuple) and isinstance(value, list):
+        return origin(_convert(arguments[0], item) for item in value)
+    if origin is dict and isinstance(value, dict):
         return {key: _convert(arguments[1], item) for key, item in value.items()}
-    return value
-
-
-def _dataclass(kind: Any, value: Any) -> Any:
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        return value
     if not isinstance(value, dict):
         raise ShardingError(f"{kind.__name__} is read from a JSON object of its fields, got {value!r}")
     _check_names(kind, value)

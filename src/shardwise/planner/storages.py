@@ -1,7 +1,7 @@
 """The exact number of bytes of live tensor memory at every moment of a program.
 
     with Storages() as storages:
-        storages.see(model.parameters())    # what was there before
+        storages.see(list(model.parameters()))  # what was there before
         with storages.peak("forward"):
             loss = model(batch)
     storages.peaks["forward"]
@@ -16,7 +16,7 @@ Under `FakeTensorMode` sizes are real and memory is not, so any machine can meas
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from shardwise._compat import EagerDispatchMode, FakeTensor
-
-_SCALARS = (int, float, str, torch.dtype, torch.device)
+from shardwise.comm.count import tensors_in
 
 
 @cache
@@ -58,8 +57,14 @@ class Storages(EagerDispatchMode):
         self._highest = 0
 
     def __enter__(self) -> Self:
-        self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._watch_resize(self._resize)  # type: ignore[method-assign]
+        resize = self._resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self.note_resize(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -67,13 +72,9 @@ class Storages(EagerDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
-    def _watch_resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            self._see(storage)
-            return result
-
-        return resize_
+    def note_resize(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage was resized."""
+        self._see(storage)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
@@ -90,20 +91,10 @@ class Storages(EagerDispatchMode):
         self.see((args, kwargs, result))
 
     def see(self, value: Any) -> None:
-        """Track every tensor in `value`, nested in any container, and its storage's size."""
-        if isinstance(value, Tensor):
-            if not runs_its_own_ops(type(value)):  # such a tensor has no memory, only those that it wraps
-                self._see(value.untyped_storage())
-        elif isinstance(value, torch.UntypedStorage):  # also iterable, byte by byte
-            self._see(value)
-        elif isinstance(value, dict):
-            self.see(tuple(value.values()))
-        elif isinstance(value, (list, tuple)) or (
-            isinstance(value, Iterable) and not isinstance(value, (str, bytes))
-        ):
-            for item in value:
-                if item is not None and not isinstance(item, _SCALARS):
-                    self.see(item)
+        """Track every tensor in nested lists, tuples and dicts, and its storage's size."""
+        for tensor in tensors_in(value):
+            if not runs_its_own_ops(type(tensor)):  # such a tensor has no memory, only those that it wraps
+                self._see(tensor.untyped_storage())
 
     def life(self, tensor: Tensor) -> Life:
         """Return the history of a live tensor's storage."""

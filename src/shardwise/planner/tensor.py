@@ -99,7 +99,23 @@ def with_positions(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]
 
 def sizes_of(module: nn.Module, name: str) -> dict[str, int]:
     """Return the sizes that a degree of tensor parallelism must divide, by description."""
-    return dict(_sizes(module, styles_of(module, name)))
+    words = styles_of(module, name)
+    config: Any = getattr(module, "config", None) or getattr(module, "shape", None)
+    sizes: dict[str, int] = {}
+    for label, names in {
+        "heads": ("num_attention_heads", "heads"),
+        "heads of keys": ("num_key_value_heads", "kv_heads"),
+    }.items():
+        for size in [size for name in names if isinstance(size := getattr(config, name, None), int)][:1]:
+            sizes[label] = size
+    for path, child in module.named_modules():
+        word = next((word for pattern, word in words.items() if _fits(path, pattern)), "")
+        if isinstance(child, nn.Linear) and word not in ("colwise_gather_output", "head_of_sequence", ROWS):
+            if "colwise" in word:
+                sizes[f"outputs of {path}"] = child.out_features
+            elif "rowwise" in word:
+                sizes[f"inputs of {path}"] = child.in_features
+    return sizes
 
 
 def plan_of(module: nn.Module) -> dict[str, str]:
@@ -219,21 +235,3 @@ def ties(module: nn.Module) -> Iterator[tuple[str, str]]:
 def _fits(name: str, pattern: str) -> bool:
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatch, parts, patterns))
-
-
-def _sizes(module: nn.Module, words: dict[str, str]) -> Iterator[tuple[str, int]]:
-    """Yield descriptions and values of the sizes that the ranks must divide."""
-    config: Any = getattr(module, "config", None) or getattr(module, "shape", None)
-    for label, names in {
-        "heads": ("num_attention_heads", "heads"),
-        "heads of keys": ("num_key_value_heads", "kv_heads"),
-    }.items():
-        sizes = [getattr(config, key) for key in names if isinstance(getattr(config, key, None), int)]
-        yield from ((label, size) for size in sizes[:1])
-    for name, child in module.named_modules():
-        word = next((word for pattern, word in words.items() if _fits(name, pattern)), "")
-        if isinstance(child, nn.Linear) and word not in ("colwise_gather_output", "head_of_sequence", ROWS):
-            if "colwise" in word:
-                yield f"outputs of {name}", child.out_features
-            elif "rowwise" in word:
-                yield f"inputs of {name}", child.in_features

@@ -31,20 +31,15 @@ from shardwise.planner.measure import last_step
 
 @dataclass(frozen=True)
 class Span:
-    """The work of a stream for one block in one phase; seconds from the step's beginning.
-
-    Attributes:
-        busy: seconds in which the stream does not wait.
-        host: seconds in which the host issues the work.
-    """
+    """The work of a stream for one block in one phase; seconds from the step's beginning."""
 
     stream: str
     phase: str
     layer: int | None
     begin: float
     end: float
-    busy: float
-    host: float = 0.0
+    busy: float  # seconds in which the stream does not wait
+    host: float = 0.0  # seconds in which the host issues the work
 
 
 @dataclass(frozen=True)
@@ -75,11 +70,7 @@ class _Pieces:
         self.gathered: float | None = None  # when the first piece was gathered
 
     def end_of_collective(self, call: Collective, begin: float, takes: float, *, whole: bool) -> float:
-        """Return when this collective ends; `begin` is when all its inputs are ready.
-
-        Args:
-            whole: not in pieces, as outside the blocks, since only blocks are compiled.
-        """
+        """Return when this collective ends, whose inputs are ready at `begin`; `whole`: not in pieces."""
         self.gathered = None
         if self.count == 1 or whole:
             return begin + takes
@@ -115,7 +106,8 @@ def time_of(recording: Recording, hardware: Hardware, accumulation: int, *, piec
                 computation += takes
             end = begin + takes
             if event.stream == TENSOR_PARALLEL and isinstance(event, Send):
-                end = tensor.end_of_collective(event.collective, begin, takes, whole=place.layer is None)
+                whole = place.layer is None  # only blocks are compiled
+                end = tensor.end_of_collective(event.collective, begin, takes, whole=whole)
             elif event.stream == COMPUTATION and isinstance(event, Compute) and event.flops:
                 end = tensor.end_of_matmul(begin, takes)
             clocks[event.stream] = end

@@ -76,7 +76,10 @@ def unroll(
     if len(loops) != len(larger):
         raise NotRegular(f"{len(loops)} loops with {small.layers} blocks, {len(larger)} with {large.layers}")
     growths: dict[int, list[Any]] = {}
-    window = _window(small, large, leading)
+    # Middle blocks of `small`, which `large` has once more; the one before them does the same.
+    period = large.layers - small.layers
+    begin = max((small.layers - period) // 2, leading + 1 if leading else 0)
+    window = range(begin, begin + period)
     for loop, large_loop in zip(loops, larger, strict=True):
         by_layer = {segment.place.layer: segment for segment in large_loop}
         for segment in loop:
@@ -85,9 +88,8 @@ def unroll(
                 layer += len(window)
             if layer not in by_layer or len(by_layer[layer].events) != len(segment.events):
                 raise NotRegular(f"{segment.place}: something else with {large.layers} blocks")
-            pairs = zip(segment.events, by_layer[layer].events, strict=True)
-            growths[id(segment)] = [_growth(event, grown) for event, grown in pairs]
-    unrolled = _unroll_loops(small, loops, growths, large, window, large.layers)
+            growths[id(segment)] = list(map(_growth, segment.events, by_layer[layer].events))
+    unrolled = _unroll_loops(small, growths, large, window, large.layers)
     for words, expected in zip(_words(unrolled), _words(large), strict=False):
         if words != expected:
             place = (words if expected == "the end" else expected)[0]
@@ -101,15 +103,8 @@ def unroll(
             raise NotRegular("other things happen with other sizes")
         segments = zip(small.segments, variant.segments, strict=True)
         growths |= {id(other): growths[id(segment)] for segment, other in segments}
-        return _unroll_loops(variant, list(_loops(variant)), growths, large, window, layers)
-    return unrolled if layers == large.layers else _unroll_loops(small, loops, growths, large, window, layers)
-
-
-def _window(small: Recording, large: Recording, leading: int) -> range:
-    """Return middle blocks of `small`, which `large` has once more; the one before them does the same."""
-    period = large.layers - small.layers
-    begin = max((small.layers - period) // 2, leading + 1 if leading else 0)
-    return range(begin, begin + period)
+        return _unroll_loops(variant, growths, large, window, layers)
+    return unrolled if layers == large.layers else _unroll_loops(small, growths, large, window, layers)
 
 
 def _loops(recording: Recording) -> Iterator[list[Segment]]:
@@ -164,48 +159,31 @@ def extrapolate(small: Recording, large: Recording, times: int) -> Recording:
     Raises:
         NotRegular: the two have different events.
     """
-    copies: dict[int, tuple[Any, Any]] = {}  # memory and marks by those of `small`: the new ones, `large`'s
-    segments = []
-    for segment, larger in zip(small.segments, large.segments, strict=False):
-        if segment.place != larger.place or len(segment.events) != len(larger.events):
-            raise NotRegular(f"{segment.place}: something else")
-        segments.append(Segment(segment.place))
-        for event, other in zip(segment.events, larger.events, strict=True):
-            new: Any = event
-            if type(event) is not type(other):
-                raise NotRegular(f"{segment.place}: {event} is {other}")
-            if isinstance(event, (Allocate, Record)):
-                old: Any = event[0]
-                fresh: Any = replace(old)
-                copies[id(old)] = (fresh, other[0])
-                new = type(event)(fresh, *event[1:])
-            elif isinstance(event, (Free, Wait)):
-                if any(copies[id(a)][1] is not b for a, b in zip(event, other, strict=True) if _is_born(a)):
-                    raise NotRegular(f"{segment.place}: frees or waits for something else")
-                values: list[Any] = [copies[id(item)][0] if _is_born(item) else item for item in event]
-                new = type(event)(*values)
-            growth = _growth(event, other)
-            segments[-1].events.append(_grow(new, growth, times) if growth else new)
-    if len(small.segments) != len(large.segments):
-        raise NotRegular(f"{len(small.segments)} segments are {len(large.segments)}")
-    return replace(small, segments=segments)
+    if [segment.place for segment in small.segments] != [segment.place for segment in large.segments]:
+        raise NotRegular("other segments with other sizes")
+    for words, expected in zip(_words(small, sizes=False), _words(large, sizes=False), strict=False):
+        if words != expected:
+            raise NotRegular("other things happen with other sizes")
+    pairs = zip(small.segments, large.segments, strict=True)
+    growths = {id(segment): list(map(_growth, segment.events, other.events)) for segment, other in pairs}
+    copier = _Copier(range(0), times, _births([[segment] for segment in small.segments]), growths)
+    copies = [copier.copy(segment, i, segment.place.layer) for i, segment in enumerate(small.segments)]
+    return replace(small, segments=copies)
 
 
 def _unroll_loops(
-    small: Recording,
-    loops: list[list[Segment]],
-    growths: dict[int, list[Any]],
-    large: Recording,
-    window: range,
-    layers: int,
+    small: Recording, growths: dict[int, list[Any]], large: Recording, window: range, layers: int
 ) -> Recording:
+    loops = list(_loops(small))
     times, rest = divmod(layers - small.layers, len(window))
     assert not rest, (small.layers, large.layers, layers)
     copier = _Copier(window, times, _births(loops), growths)
     segments = []
     for number, loop in enumerate(loops):
         if len(loop) == 1:
-            segments.append(copier.copy_single(loop[0], number))
+            layer = loop[0].place.layer
+            layer = None if layer is None else layer + copier.shift(layer)
+            segments.append(copier.copy(loop[0], number, layer))
             continue
         ordered = sorted(loop, key=lambda segment: segment.place.layer or 0)
         copies = list(zip(ordered[: window.stop], range(window.stop), strict=True))
@@ -240,11 +218,7 @@ class _Copier:
         self.added = times * len(window)
         self.copies: dict[Birth, Any] = {}
 
-    def copy_single(self, segment: Segment, number: int) -> Segment:
-        layer = segment.place.layer
-        return self.copy(segment, number, None if layer is None else layer + self._shift(layer))
-
-    def _shift(self, layer: int) -> int:
+    def shift(self, layer: int) -> int:
         """Return the shift of a block as seen from around the blocks: the first stay, the last move."""
         return self.added if layer >= self.window.stop else 0
 
@@ -254,7 +228,7 @@ class _Copier:
             return value
         loop, layer, kind, nth = self.births[id(value)]
         if layer is not None:
-            layer += self._shift(layer) if offset is None else offset
+            layer += self.shift(layer) if offset is None else offset
         if (loop, layer, kind, nth) not in self.copies:
             raise NotRegular(f"{segment.place}: something is used before it is made")
         return self.copies[loop, layer, kind, nth]
@@ -278,7 +252,7 @@ class _Copier:
                 values: list[Any] = [self._copy_value(value, offset, segment) for value in event]
                 events.append(type(event)(*values))
             elif isinstance(event, Send) and isinstance(event.group, int):
-                shift = self._shift(event.group) if offset is None else offset
+                shift = self.shift(event.group) if offset is None else offset
                 events.append(event._replace(group=event.group + shift))
             else:
                 events.append(event)
@@ -291,16 +265,16 @@ def _is_born(value: Any) -> bool:
     return isinstance(value, (Memory, Mark))
 
 
-def _words(recording: Recording) -> Iterator[Any]:
+def _words(recording: Recording, *, sizes: bool = True) -> Iterator[Any]:
     """Yield a recording in words that are equal for equal recordings: memory and marks by number."""
     numbers: dict[int, int] = {}
     for segment in recording.segments:
         for event in segment.events:
             if isinstance(event, (Allocate, Record)):
                 numbers[id(event[0])] = len(numbers)
-            values = (numbers[id(value)] if _is_born(value) else value for value in event)
+            values = (numbers[id(value)] if _is_born(value) else sizes and value for value in event)
             words: list[Any] = [segment.place, type(event).__name__, *values]
-            if isinstance(event, Allocate):
+            if sizes and isinstance(event, Allocate):
                 words += [event.memory.nbytes, event.memory.category, event.memory.stream]
             yield words
     yield "the end"

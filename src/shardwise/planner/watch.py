@@ -27,10 +27,9 @@ Method = Callable[..., Any]
 
 @contextmanager
 def watching(recorder: Recorder, streams: bool) -> Iterator[None]:
-    """Tell `recorder` where the library is, for every state and group of the process, during the block.
+    """Tell `recorder` where the library is, for every state and group of the process.
 
-    Args:
-        streams: give the library streams, as an accelerator has them.
+    With `streams`, the library has streams as on an accelerator.
     """
     watcher = _Watcher(recorder)
     with ExitStack() as stack:

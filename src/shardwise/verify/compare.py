@@ -107,9 +107,11 @@ def scale_of(tensor: torch.Tensor) -> float:
     return max((float(magnitudes.max()) for magnitudes in finite), default=0.0)
 
 
-def floored_scale(tensor: torch.Tensor, *, overall: float) -> float:
-    """Return the scale for differences of `tensor`; `overall` is the largest scale of its kind."""
-    return max(scale_of(tensor), SCALE_FLOOR * overall)
+def floored_scales(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Return the scales for differences of all tensors of a kind, by name."""
+    scales = {name: scale_of(tensor) for name, tensor in tensors.items()}
+    floor = SCALE_FLOOR * max(scales.values(), default=0.0)
+    return {name: max(scale, floor) for name, scale in scales.items()}
 
 
 def compare_tensors(

@@ -49,26 +49,11 @@ class RankError(ShardwiseError):
         self.traceback = traceback
 
 
-@dataclass(frozen=True)
-class _Job:
-    """The function that one process runs, and the log for its output."""
-
-    target: Callable[..., Any]
-    args: tuple[Any, ...]
-    rank: int
-    world_size: int
-    timeout: float
-    folder: Path
-
-    @property
-    def log(self) -> Path:
-        return self.folder / f"log{self.rank}"
-
-
 @dataclass
 class _Child:
-    job: _Job
+    rank: int
     label: str  # its name in messages
+    log: Path  # its output
     process: BaseProcess
     pipe: Connection
     done: bool = False
@@ -88,11 +73,19 @@ def run_ranks(
     `RankError` if a process fails; no process outlives the call.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as folder:
+        # Forked from a server that has imported torch, which takes seconds, and started no threads.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "shardwise", "shardwise.verify"])
         children: list[_Child] = []
         try:
             for rank in range(world_size):
-                job = _Job(target, args, rank, world_size, timeout, Path(folder))
-                children.append(_start(job, f"{name} {rank}" if world_size > 1 else name))
+                label, log = f"{name} {rank}" if world_size > 1 else name, Path(folder, f"log{rank}")
+                receiver, sender = context.Pipe(duplex=False)
+                job = (sender, log, rank, world_size, timeout, target, args)
+                process = context.Process(target=_main, args=job, daemon=True)
+                process.start()
+                sender.close()
+                children.append(_Child(rank, label, log, process, receiver))
             _listen(children, timeout)
             _raise_failure(children)
             return [child.value for child in children]
@@ -100,49 +93,30 @@ def run_ranks(
             _end(children)
 
 
-def _start(job: _Job, label: str) -> _Child:
-    context = _context()
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_main, args=(job, sender), daemon=True)  # type: ignore[attr-defined]
-    process.start()
-    sender.close()
-    return _Child(job, label, process, receiver)
-
-
-def _context() -> mp.context.BaseContext:
-    """Return the context of processes forked from a server that has imported torch and started no threads.
-
-    The import takes seconds, and so happens once instead of once per rank.
-    """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "shardwise", "shardwise.verify"])
-    return context
-
-
-def _main(job: _Job, pipe: Connection) -> None:
+def _main(
+    pipe: Connection, log: Path, rank: int, ranks: int, timeout: float, target: Callable[..., Any], args: Any
+) -> None:
     """Run one rank, from setup to its report."""
-    _write_output_to(job.log)
-    rank, world_size = str(job.rank), str(job.world_size)
-    os.environ.update(OMP_NUM_THREADS="1", RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=rank)
+    _write_output_to(log)
+    os.environ.update(OMP_NUM_THREADS="1", RANK=f"{rank}", WORLD_SIZE=f"{ranks}", LOCAL_RANK=f"{rank}")
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works even if the host name does not resolve
     torch.set_num_threads(1)
 
     def alive() -> None:
-        faulthandler.dump_traceback_later(HANGS * job.timeout, file=sys.stderr)
+        faulthandler.dump_traceback_later(HANGS * timeout, file=sys.stderr)
         pipe.send(("alive",))
 
     try:
         alive()
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{job.folder}/rendezvous",
-            rank=job.rank,
-            world_size=job.world_size,
-            timeout=timedelta(seconds=job.timeout + 60.0),  # the parent notices a hang first
+            init_method=f"file://{log.parent}/rendezvous",
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=timeout + 60.0),  # the parent notices a hang first
         )
-        value = job.target(alive, *job.args)
-        pipe.send(("done", value))
+        pipe.send(("done", target(alive, *args)))
         pipe.close()
         dist.barrier()  # no process closes its connections while another still uses them
         dist.destroy_process_group()
@@ -215,17 +189,17 @@ def _death(exitcode: int | None) -> str:
 
 def _record_hang(children: list[_Child], timeout: float) -> None:
     """Mark the first process still running as failed, with the stacks of all."""
-    stacks = "\n".join(f"{child.label}:\n{_tail(child.job.log)}" for child in children)
+    stacks = "\n".join(f"{child.label}:\n{_tail(child.log)}" for child in children)
     waiting = ", ".join(child.label for child in children)
     message = f"no process made progress for {timeout:g} s; still running: {waiting}"
     children[0].failure = (time.monotonic(), message, stacks)
 
 
 def _raise_failure(children: list[_Child]) -> None:
-    if failed := [(*child.failure, child.job) for child in children if child.failure is not None]:
-        _, message, trace, job = min(failed, key=itemgetter(0))
-        output = "" if trace is None else trace or _tail(job.log)
-        raise RankError(message, rank=job.rank, traceback=output)
+    if failed := [(*child.failure, child) for child in children if child.failure is not None]:
+        _, message, trace, child = min(failed, key=itemgetter(0))
+        output = "" if trace is None else trace or _tail(child.log)
+        raise RankError(message, rank=child.rank, traceback=output)
 
 
 def _tail(log: Path) -> str:

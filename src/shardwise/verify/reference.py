@@ -25,9 +25,8 @@ from .compare import (
     coarsest,
     derived_tolerance,
     fixed_tolerance,
-    floored_scale,
+    floored_scales,
     optimizer_slack,
-    scale_of,
 )
 
 Parameters = dict[str, nn.Parameter]
@@ -128,7 +127,7 @@ def run_reference(alive: Callable[[], None], plan: Plan) -> Tolerance:
     optimizer = case.optimizer(module)
     before = _copies(parameters)
     slack = {name: torch.zeros_like(value) for name, value in before.items()}
-    start = {"parameters": before, "parameter_scales": _scales(before), "tied": tied}
+    start = {"parameters": before, "parameter_scales": floored_scales(before), "tied": tied}
     torch.save(start, file_of(plan.folder, START))
     tolerance: Tolerance | None = None
     for step in range(plan.steps):
@@ -140,7 +139,7 @@ def run_reference(alive: Callable[[], None], plan: Plan) -> Tolerance:
         torch.autograd.backward(loss)
         gradients = {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None}
         tolerance = tolerance or _tolerance(plan, parameters, gradients, batch)
-        gradient_scales = _scales(gradients)
+        gradient_scales = floored_scales(gradients)
         if step == 0 and not any(bool(gradient.any()) for gradient in gradients.values()):  # NaN is not zero
             raise CaseError(
                 f"{plan.spec}: all gradients of the first step are zero in the unsharded run, so any sharded"
@@ -157,7 +156,7 @@ def run_reference(alive: Callable[[], None], plan: Plan) -> Tolerance:
             "gradients": saved,
             "gradient_scales": gradient_scales,
             "parameters": after,
-            "parameter_scales": _scales(after),
+            "parameter_scales": floored_scales(after),
             "slack": slack,
         }
         torch.save(record, file_of(plan.folder, step))
@@ -178,8 +177,3 @@ def _tolerance(
 
 def _copies(parameters: Parameters) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in parameters.items()}
-
-
-def _scales(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
-    overall = max((scale_of(tensor) for tensor in tensors.values()), default=0.0)
-    return {name: floored_scale(tensor, overall=overall) for name, tensor in tensors.items()}

@@ -56,18 +56,16 @@ class VerifyResult:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; numbers that are not finite become the strings "inf" and "nan"."""
         first, parameter = self.first, self.first_parameter
+        as_they_are = ("ranks", "replicas", "steps", "seed", "layout", "mesh", "alone")
         return {
             "verdict": "within tolerance" if self.ok else "beyond tolerance",
             "case": self.spec,
-            **{name: getattr(self, name) for name in _AS_THEY_ARE},
+            **{name: getattr(self, name) for name in as_they_are},
             "tolerance": asdict(self.tolerance),
             "first": _plain(first) if first else None,
             "first_parameter": _plain(parameter) if parameter else None,
             "differences": [_plain(difference) for difference in self.differences],
         }
-
-
-_AS_THEY_ARE = ("ranks", "replicas", "steps", "seed", "layout", "mesh", "alone")  # in `to_dict`
 
 
 class _Result(Protocol):

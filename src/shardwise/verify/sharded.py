@@ -9,7 +9,7 @@ compares; tensors that are not sharded are compared on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -24,8 +24,7 @@ from .case import apply_shard, load_case, local_batch
 from .compare import START, Difference, Kind, Tolerance, compare_losses, compare_tensors, merge_ranks
 from .reference import Parameters, Plan, parameters_by_name, read_step, take_batch, take_gradients
 
-ABSENT, EMPTY, PRESENT = 0, 1, 2  # no such parameter; parameter without this tensor; with it
-DESCRIBED = {ABSENT: "no such parameter", EMPTY: "none", PRESENT: "present"}
+ABSENT, EMPTY, PRESENT = "no such parameter", "none", "present"  # a parameter, or its tensor of a kind
 
 
 def run_sharded(alive: Callable[[], None], plan: Plan, tolerance: Tolerance) -> list[Difference]:
@@ -44,7 +43,39 @@ def run_sharded(alive: Callable[[], None], plan: Plan, tolerance: Tolerance) -> 
     compares = all(mesh.get_local_rank(name) == 0 for name in shards)
     places = map(Dimensions(plan.mesh or "dp1").place, range(plan.ranks))
     stages = [place.get("pp", 0) for place in places]
-    compare = _Comparison(parameters, tied, stages, tolerance, compares)
+
+    @torch.no_grad()
+    def compare(kind: Kind, step: int, expected: dict[str, Any]) -> list[Difference]:
+        """Compare all tensors of one kind. Collective; every rank passes the same `kind` and `step`."""
+        start_names = list(expected["parameters"])
+        values, scales = expected[f"{kind}s"], expected[f"{kind}_scales"]
+        slack = expected.get("slack", {}) if kind == "parameter" else {}
+        tensors: dict[str, Any] = {n: p if kind == "parameter" else p.grad for n, p in parameters.items()}
+        local_states = [
+            ABSENT if name not in tensors else EMPTY if tensors[name] is None else PRESENT
+            for name in start_names
+        ]
+        by_rank = together(f"comparing the {kind}s", lambda: local_states)
+        differences: list[Difference] = []
+        for name, *states in zip(start_names, *by_rank, strict=True):
+            reference = PRESENT if name in values else EMPTY
+            states_by_rank = _on_its_stages(states, stages)
+            if problem := _presence_problem(states_by_rank, reference):
+                differences.append(Difference(kind, step, name, problem=problem))
+                continue
+            if reference == EMPTY or name not in tensors:
+                continue
+            is_sharded = hasattr(tensors[name], "full_tensor")
+            full = tensors[name].full_tensor() if is_sharded else tensors[name]
+            if compares or not is_sharded:
+                at = Difference(kind, step, name, rank=dist.get_rank())
+                scale, allowed, extra = scales[name], tolerance.at(step), slack.get(name)
+                diff = compare_tensors(full, values[name], at, scale=scale, tolerance=allowed, slack=extra)
+                differences.append(diff)
+        if step == START:
+            differences += _name_problems(parameters, tied, start_names, expected["tied"])
+        return _gather_differences(differences)
+
     differences = compare("parameter", START, start)
     index, shares = share_of_batch(mesh) if plan.mesh else (dist.get_rank(), plan.ranks)
     for step in range(plan.steps):
@@ -75,76 +106,23 @@ def _mean_over_ranks(loss: torch.Tensor | None) -> float:
     return float(total[0] / total[1])
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    """Compares this rank's tensors of one kind with the reference's.
-
-    Attributes:
-        tied: by other name, the first name of a tied parameter.
-        stages: of all ranks.
-        compares: whether sharded tensors are compared on this rank.
-    """
-
-    parameters: Parameters
-    tied: dict[str, str]
-    stages: list[int]
-    tolerance: Tolerance
-    compares: bool
-
-    @torch.no_grad()
-    def __call__(self, kind: Kind, step: int, expected: dict[str, Any]) -> list[Difference]:
-        """Compare all tensors of one kind. Collective; every rank passes the same `kind` and `step`."""
-        start_names = list(expected["parameters"])
-        values, scales = expected[f"{kind}s"], expected[f"{kind}_scales"]
-        slack = expected.get("slack", {}) if kind == "parameter" else {}
-        local_states = [self._state(kind, name) for name in start_names]
-        by_rank = together(f"comparing the {kind}s", lambda: local_states)
-        differences: list[Difference] = []
-        for name, *states in zip(start_names, *by_rank, strict=True):
-            reference = PRESENT if name in values else EMPTY
-            states_by_rank = _on_its_stages(states, self.stages)
-            if problem := _presence_problem(states_by_rank, reference):
-                differences.append(Difference(kind, step, name, problem=problem))
-                continue
-            if reference == EMPTY or name not in self.parameters:
-                continue
-            parameter = self.parameters[name]
-            source: Any = parameter if kind == "parameter" else parameter.grad
-            is_sharded = hasattr(source, "full_tensor")
-            full = source.full_tensor() if is_sharded else source
-            if self.compares or not is_sharded:
-                at = Difference(kind, step, name, rank=dist.get_rank())
-                scale, tolerance, extra = scales[name], self.tolerance.at(step), slack.get(name)
-                diff = compare_tensors(full, values[name], at, scale=scale, tolerance=tolerance, slack=extra)
-                differences.append(diff)
-        if step == START:
-            differences += _name_problems(self.parameters, self.tied, start_names, expected["tied"])
-        return _gather_differences(differences)
-
-    def _state(self, kind: Kind, name: str) -> int:
-        if name not in self.parameters:
-            return ABSENT
-        return PRESENT if kind == "parameter" or self.parameters[name].grad is not None else EMPTY
-
-
-def _on_its_stages(states: list[int], stages: list[int]) -> dict[int, int]:
+def _on_its_stages(states: list[str], stages: list[int]) -> dict[int, str]:
     """Return states by rank, for the stages that have the parameter, or for all if none has it."""
     having = {stage for stage, state in zip(stages, states, strict=True) if state != ABSENT} or set(stages)
     return {rank: state for rank, state in enumerate(states) if stages[rank] in having}
 
 
-def _presence_problem(by_rank: dict[int, int], reference: int) -> str:
+def _presence_problem(by_rank: dict[int, str], reference: str) -> str:
     """Describe how a tensor's states by rank differ from the reference's; "" if they do not."""
     distinct = sorted(set(by_rank.values()))
     if distinct == [reference]:
         return ""
     if len(distinct) == 1:
-        return f"{DESCRIBED[distinct[0]]} on the ranks, {DESCRIBED[reference]} in the reference"
+        return f"{distinct[0]} on the ranks, {reference} in the reference"
     states = [
-        f"{DESCRIBED[state]} on {named_ranks([rank for rank, s in by_rank.items() if s == state])}"
-        for state in distinct
+        f"{state} on {named_ranks([rank for rank, s in by_rank.items() if s == state])}" for state in distinct
     ]
-    return f"{'; '.join(states)}; {DESCRIBED[reference]} in the reference"
+    return f"{'; '.join(states)}; {reference} in the reference"
 
 
 def _name_problems(

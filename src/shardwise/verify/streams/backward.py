@@ -37,13 +37,7 @@ S = TypeVar("S", bound=Stream)
 
 
 class Backward(Generic[S]):
-    """One call of the engine.
-
-    Attributes:
-        caller: stream that was current at the call.
-        parent: node that made the call, if any.
-        stream: stream of the running node.
-    """
+    """One call of the engine."""
 
     def __init__(
         self,
@@ -53,8 +47,8 @@ class Backward(Generic[S]):
         stream_of: Callable[[int], S],
         record_stream: Callable[[Tensor, S], None],
     ) -> None:
-        self.caller = self.stream = caller
-        self.parent = _compat.autograd_node()
+        self.caller = self.stream = caller  # streams: current at the call, and of the running node
+        self.parent = _compat.autograd_node()  # that made the call, if any
         self._stream_of_number, self._record_stream = stream_of, record_stream
         self._roots, self._requested = {id(node) for node in roots}, list(requested)
         self._began: Clock = dict(caller.line.clock)

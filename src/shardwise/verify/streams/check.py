@@ -38,17 +38,12 @@ _SECONDS = 0.5  # for threads at the end, to reach an operation that is refused
 
 @dataclass(frozen=True)
 class Finding:
-    """Two unordered operations on the same memory, at least one of them a write.
-
-    Attributes:
-        what: the memory: a parameter, a gradient, a group's buffer, or the place where it was allocated.
-        again: whether the memory was freed after `earlier` and allocated again before `later`.
-    """
+    """Two unordered operations on the same memory, at least one of them a write."""
 
     earlier: Operation
     later: Operation
-    what: str
-    again: bool
+    what: str  # a parameter, a gradient, a group's buffer, or the place where the memory was allocated
+    again: bool  # whether the memory was freed after `earlier` and allocated again before `later`
 
     def __str__(self) -> str:
         first, second = self.earlier, self.later
@@ -65,18 +60,12 @@ class Finding:
 
 @dataclass
 class Findings:
-    """The races and differences that a simulation found.
-
-    Attributes:
-        findings: races, each pair of places once.
-        differences: numbers that another order of operations changes, if `order` was given.
-        models: models whose parameters are reported by name, in addition to sharded modules.
-    """
+    """The races and differences that a simulation found."""
 
     simulation: Simulation = field(init=False)
-    findings: list[Finding] = field(default_factory=list)
-    differences: list[Difference] = field(default_factory=list)
-    models: list[nn.Module] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)  # races, each pair of places once
+    differences: list[Difference] = field(default_factory=list)  # in numbers, by another order, if given
+    models: list[nn.Module] = field(default_factory=list)  # named in findings, beside sharded modules
     _known: set[tuple[str, str, str, str, bool]] = field(default_factory=set)
 
     @property
@@ -92,8 +81,14 @@ class Findings:
             self.findings.append(Finding(earlier, later, self.name_of(block, address), reused))
 
     def name_of(self, block: Block, address: int) -> str:
-        """Describe the tensor at an address of a block, else the block's allocation."""
-        return name_at(address, self.models) or block.origin
+        """Describe the parameter, gradient or group buffer at this address, else the block's allocation."""
+        for words, tensor in _named_tensors(self.models):
+            local = _compat.local_of(tensor)
+            if isinstance(local, SimTensor):
+                low, high = span(local)
+                if low <= address < high:
+                    return words
+        return block.origin
 
 
 @contextmanager
@@ -320,21 +315,6 @@ def _module() -> types.ModuleType:
     module.device = _on_device
     module.Stream, module.Event = OwnStream, OwnEvent
     return cast(types.ModuleType, module)
-
-
-def name_at(address: int, models: list[nn.Module]) -> str:
-    """Return the name of the parameter, gradient or group buffer at `address`, or "" if there is none.
-
-    Args:
-        models: models whose parameters are reported by name.
-    """
-    for words, tensor in _named_tensors(models):
-        local = _compat.local_of(tensor)
-        if isinstance(local, SimTensor):
-            low, high = span(local)
-            if low <= address < high:
-                return words
-    return ""
 
 
 def _named_tensors(models: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:

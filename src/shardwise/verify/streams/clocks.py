@@ -56,15 +56,11 @@ def latest(operations: Iterable[Operation]) -> dict[int, Operation]:
 
 @dataclass(eq=False)
 class Line:
-    """Clock of a stream, of a process group's asynchronous collectives, or of the host.
-
-    Attributes:
-        key: the line's name on all ranks, even if some ranks make lines that others do not.
-    """
+    """Clock of a stream, of a process group's asynchronous collectives, or of the host."""
 
     number: int
     name: str
-    key: str = ""
+    key: str = ""  # its name on all ranks, even if some ranks make lines that others do not
     clock: Clock = field(default_factory=dict)
     last: Operation | None = None
 

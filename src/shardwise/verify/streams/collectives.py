@@ -26,6 +26,7 @@ from shardwise.comm.kinds import NATIVE, WAIT
 from shardwise.planner.noop_group import COLLECTIVES, NoopGroup
 from shardwise.verify.streams.clocks import Clock, Line, Operation, merge
 from shardwise.verify.streams.device import NAME, SimTensor, Simulation, bare_of, memory_of, on_device
+from shardwise.verify.streams.operators import Touched
 from shardwise.verify.streams.streams import Stream
 
 # These methods write the first argument and read the second; all others read and write every tensor.
@@ -101,13 +102,12 @@ class _Works(dist.Work):
 
 @dataclass(frozen=True)
 class _Part:
-    """A collective of a batch: how and on which tensors to run it, and what it reads and writes."""
+    """A collective, alone or of a batch: how and on which tensors to run it, what it reads and writes."""
 
-    rerun: Callable[..., Any]
+    run: Callable[..., Any]
     inputs: tuple[Any, dict[str, Any]]
     operation: Operation
-    read: Sequence[Tensor]
-    written: Sequence[Tensor]
+    touched: Touched
 
 
 class _Backend:
@@ -145,8 +145,7 @@ class Collectives:
     def method(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a process group's method."""
 
-        def rerun(group: dist.ProcessGroup, inputs: Any, outcome: Any) -> Any:
-            args, kwargs = inputs
+        def run(group: dist.ProcessGroup, args: Any, kwargs: Any) -> Any:
             work = original(group, *args, **kwargs)
             if isinstance(group, NoopGroup):
                 _as_equal_ranks(name, args, group.size())
@@ -154,26 +153,21 @@ class Collectives:
 
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             tensors = list(tensors_in((args, kwargs)))
-            late = self.simulation.late
             if name == "barrier":  # NCCL's barrier blocks the host until the current stream reaches it
                 self.simulation.timeline.current().synchronize()
             if not any(isinstance(tensor, SimTensor) for tensor in tensors):
-                if late is not None:
-                    late.host_blocks()
-                return rerun(group, (args, kwargs), None)
+                if self.simulation.late is not None:
+                    self.simulation.late.host_blocks()
+                return run(group, args, kwargs)
             batch = self._batches.get(group.group_name)
             asynchronous = asks_async(args, kwargs) or name in ("send", "recv") or batch is not None
             touched = _accesses(name, args, tensors)
-            operation = self.issue(name, group, *touched, asynchronous=asynchronous)
+            operation = self.issue(name, group, touched, asynchronous=asynchronous)
+            part = _Part(run, (args, kwargs), operation, touched)
             if batch is not None:
-                batch.append(_Part(rerun, (args, kwargs), operation, *touched))
+                batch.append(part)
                 return None
-            work = rerun(group, (args, kwargs), None)
-            if asynchronous:
-                work = _Works([work])
-            if late is not None:
-                late.peers.wait(work)
-                late.collective(operation, group, rerun, (args, kwargs), *touched)
+            work = self._run(group, [part])
             if not asynchronous:
                 return work
             work.wait()  # the simulation decides what runs when
@@ -188,38 +182,32 @@ class Collectives:
     def end_coalescing(self, group: dist.ProcessGroup) -> dist.Work:
         """Run the collectives of a batch, and return work that waits for them."""
         parts = self._batches.pop(group.group_name)
-
-        def rerun_all(group: dist.ProcessGroup, inputs: Any, outcome: Any) -> dist.Work:
-            return _Works([part.rerun(group, args, None) for part, args in zip(parts, inputs, strict=True)])
-
-        inputs = [part.inputs for part in parts]
-        work, late = rerun_all(group, inputs, None), self.simulation.late
-        if late is not None and parts:
-            late.peers.wait(work)
-            touched = ([t for part in parts for t in getattr(part, name)] for name in ("read", "written"))
-            late.collective(parts[-1].operation, group, rerun_all, inputs, *touched)
-        work.wait()
-        tensors = [t for part in parts for t in (*part.read, *part.written)]
+        self._run(group, parts).wait()
+        tensors = list(tensors_in([part.touched for part in parts]))
         return _Work(self, self.line_of(group), tensors)
 
+    def _run(self, group: dist.ProcessGroup, parts: list[_Part]) -> dist.Work:
+        def run(group: dist.ProcessGroup, inputs: Any, outcome: Any) -> dist.Work:
+            return _Works([part.run(group, *of_part) for part, of_part in zip(parts, inputs, strict=True)])
+
+        inputs = [part.inputs for part in parts]
+        work, late = run(group, inputs, None), self.simulation.late
+        if late is not None and parts:
+            late.peers.wait(work)
+            read, written = (list(tensors_in([part.touched[i] for part in parts])) for i in (0, 1))
+            late.collective(parts[-1].operation, group, run, inputs, (read, written))
+        return work
+
     def issue(
-        self,
-        name: str,
-        group: dist.ProcessGroup,
-        read: Sequence[Tensor],
-        written: Sequence[Tensor],
-        *,
-        asynchronous: bool,
+        self, name: str, group: dist.ProcessGroup, touched: Touched, *, asynchronous: bool
     ) -> Operation:
         """Report a collective, with its reads and writes, to the simulation."""
         simulation, stream = self.simulation, self.simulation.timeline.current()
         line = self.line_of(group) if asynchronous else stream.line
         merge(line.clock, stream.line.clock)
         operation = simulation.timeline.issue(line, name)
-        for tensors, writes in ((read, False), (written, True)):
-            for tensor in tensors:
-                if isinstance(tensor, SimTensor):
-                    simulation.touch(tensor, operation, line, writes=writes)
+        read, written = ([t for t in tensors if isinstance(t, SimTensor)] for tensors in touched)
+        simulation.touch((read, written), operation, line)
         return operation
 
     def functional(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -247,7 +235,7 @@ class Collectives:
                 _fill(name, bare_of(out), memory_of(source), group.size())
         in_place = name.partition(".")[0].endswith(("_", "_out"))
         written = tensors if in_place else [on_device(t) for t in created]
-        operation = self.issue(name, group, tensors, written, asynchronous=True)
+        operation = self.issue(name, group, (tensors, written), asynchronous=True)
         if simulation.late is not None:
             real = not isinstance(group, NoopGroup)
             if real:
@@ -255,9 +243,7 @@ class Collectives:
             for tensor in tensors_in(result):
                 wait_for_collective(tensor)
             rerun = partial(_rerun_functional, func)
-            simulation.late.collective(
-                operation, group, rerun, (args, kwargs), tensors, written, outcome=written
-            )
+            simulation.late.collective(operation, group, rerun, (args, kwargs), (tensors, written), written)
             if real:
                 simulation.late.run_all()  # nor while the repeated collective waits
         for tensor in created or tensors:
@@ -272,7 +258,7 @@ def asks_async(args: Any, kwargs: dict[str, Any]) -> bool:
     return bool(options and options[0].asyncOp) or kwargs.get("async_op") is True
 
 
-def _accesses(name: str, args: Any, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+def _accesses(name: str, args: Any, tensors: Sequence[Tensor]) -> Touched:
     """Return the tensors that a process group's method reads, and those that it writes."""
     if name in ("send", "recv"):
         return (tensors, []) if name == "send" else ([], tensors)

@@ -26,6 +26,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.verify.streams import operators
 from shardwise.verify.streams.clocks import Line, Operation
 from shardwise.verify.streams.memory import Block, Extent, Memory, Report
+from shardwise.verify.streams.operators import Touched
 from shardwise.verify.streams.streams import Stream, Timeline, place_in_code
 
 NAME = "lazy"  # a device type of torch that is otherwise unused here: `_compat.register_device`
@@ -104,22 +105,15 @@ def extent_of(tensor: Tensor) -> Extent:
 
 
 class Simulation:
-    """The simulated device, operator by operator.
-
-    Attributes:
-        memory: memory of the device; `host` is the CPU memory that copies read or write.
-        late: receives every operation, to run it again in another order (`values.Late`).
-        refused: the first error for something that cannot be followed, as code may catch it or a thread may
-            lose it.
-    """
+    """The simulated device, operator by operator."""
 
     def __init__(self, report: Report) -> None:
         self.timeline = Timeline()
         self.timeline.record_stream = self.record_stream
-        self.memory, self.host = Memory(report), Memory(report)
-        self.late: Any = None
-        self.functional: Callable[[Any, Any, dict[str, Any]], Any] = self._no_collectives
-        self.refused: ShardwiseError | None = None
+        self.memory, self.host = Memory(report), Memory(report)  # the latter: what copies read or write
+        self.late: Any = None  # `values.Late`, which runs every operation again in another order
+        self.functional: Callable[[Any, Any, dict[str, Any]], Any]  # of `collectives`
+        self.refused: ShardwiseError | None = None  # the first error, which code or a thread may lose
         self.looks_away = False  # while shapes are computed
         self._thread = threading.get_ident()
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block | None]] = {}
@@ -142,18 +136,12 @@ class Simulation:
             " the thread that started it. Call it there"
         )
 
-    def _no_collectives(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        raise self.refuse(f"{func} is a collective, which this simulation does not follow")
-
     # Memory
-
-    def block_of(self, tensor: Tensor) -> Block | None:
-        return self.memory.at(span(tensor)[0])
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         """Delay reuse of a tensor's freed memory until `stream` has run what was issued before the free."""
         local = _compat.local_of(tensor)
-        if isinstance(local, SimTensor) and (block := self.block_of(local)) is not None:
+        if isinstance(local, SimTensor) and (block := self.memory.at(span(local)[0])) is not None:
             block.guarded.add(stream.line.number)
 
     def record_allocation(self, storage: torch.UntypedStorage, origin: str, *, blank: bool = False) -> None:
@@ -223,9 +211,6 @@ class Simulation:
     def _is_on_host(self, tensor: Tensor) -> bool:
         return not isinstance(tensor, SimTensor) and self.memory.at(span(tensor)[0]) is None
 
-    def _is_pageable(self, tensor: Tensor) -> bool:
-        return self._is_on_host(tensor) and not self.is_pinned(tensor)
-
     def _host_memory(self, tensor: Tensor) -> None:
         """Track the host's use of this memory from now on."""
         storage = tensor.untyped_storage()
@@ -254,18 +239,16 @@ class Simulation:
                 args[0], on_device(func(*on_tensors(args, bare_of), **on_tensors(kwargs, bare_of)))
             )
             return args[0]
+        return self._compute(op, func, args, kwargs)
+
+    def _compute(self, op: operators.Operator, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         device = kwargs.get("device")
         leaves = device is not None and torch.device(device).type != NAME
         # During a copy to the host, `to` pins the host memory.
-        pins = bool(leaves and (kwargs.get("pin_memory") or kwargs.get("non_blocking")))
+        pins = leaves and (kwargs.get("pin_memory") or kwargs.get("non_blocking"))
         kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
         if device is not None and not leaves:
             kwargs["device"] = torch.device("cpu")
-        return self._compute(op, func, args, kwargs, leaves=leaves, pins=pins)
-
-    def _compute(
-        self, op: operators.Operator, func: Any, args: Any, kwargs: Any, *, leaves: bool, pins: bool
-    ) -> Any:
         bare_args, bare_kwargs = on_tensors(args, bare_of), on_tensors(kwargs, bare_of)
         draws = self.late is not None and torch.Tag.nondeterministic_seeded in func.tags
         rng_state = torch.get_rng_state() if draws else None
@@ -284,9 +267,10 @@ class Simulation:
             self._pinned.update(t.untyped_storage() for t in created)
         blocking = not kwargs.get("non_blocking", False) and not (len(args) > 2 and args[2] is True)
         # A copy to pageable memory is complete when it returns.
-        blocking |= any(self._is_pageable(t) for t in (*writes, *(created if leaves else ())))
+        targets = (*writes, *(created if leaves else ()))
+        blocking |= any(self._is_on_host(t) and not self.is_pinned(t) for t in targets)
         if numbers:
-            self._host_uses(op.name, numbers, [])
+            self._host_uses(op.name, (numbers, []))
         copies = leaves or any(
             not isinstance(t, SimTensor) and (t.ndim or op.crosses) for t in (*reads, *writes)
         )
@@ -297,11 +281,7 @@ class Simulation:
         operation = None
         if not op.only_allocates:
             operation = self.timeline.issue(stream.line, op.name)
-            for tensors, does_write in ((reads, False), ([*writes, *created], True)):
-                for tensor in tensors:
-                    self.touch(
-                        tensor, operation, stream.line, writes=does_write, copies=copies and not blocking
-                    )
+            self.touch((reads, [*writes, *created]), operation, stream.line, copies=copies and not blocking)
         outcome = op.wrap_result(args, kwargs, result, (lambda t: t) if leaves else on_device)
         if self.late is not None and operation is not None:
             self.late.operator(operation, func, args, kwargs, outcome, rng_state)
@@ -319,20 +299,19 @@ class Simulation:
                     f" others on {NAME}:0. Move them to one device"
                 )
 
-    def touch(
-        self, tensor: Tensor, operation: Operation, line: Line, *, writes: bool, copies: bool = False
-    ) -> None:
-        """Record that an operation of `line` reads or writes a tensor; `copies`: while the host continues."""
-        extent = extent_of(tensor)
-        on_host = self._is_on_host(tensor)
-        if on_host:
-            if not copies or not self.is_pinned(tensor):
-                return  # the host waits for the copy, or copies what it reads before it continues
-            self._host_memory(tensor)
-        elif extent.low < extent.high and self.memory.at(extent.low) is None:
-            self._adopt(tensor.untyped_storage())
-        memory = self.host if on_host else self.memory
-        memory.access(extent, operation, line.clock, writes=writes)
+    def touch(self, touched: Touched, operation: Operation, line: Line, *, copies: bool = False) -> None:
+        """Record that an operation of `line` reads and writes; `copies`: while the host continues."""
+        for tensor, writes in _each(touched):
+            extent = extent_of(tensor)
+            on_host = self._is_on_host(tensor)
+            if on_host:
+                if not copies or not self.is_pinned(tensor):
+                    continue  # the host waits for the copy, or copies what it reads before it continues
+                self._host_memory(tensor)
+            elif extent.low < extent.high and self.memory.at(extent.low) is None:
+                self._adopt(tensor.untyped_storage())
+            memory = self.host if on_host else self.memory
+            memory.access(extent, operation, line.clock, writes=writes)
 
     def on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a host operator, and track memory that copies read or write."""
@@ -340,25 +319,24 @@ class Simulation:
         if pins:
             kwargs = kwargs | {"pin_memory": False}
         op = operators.of(func)
-        reads, writes = op.accesses(args, kwargs)
+        touched = op.accesses(args, kwargs)
         if self.late is not None:
-            self.late.host_reads(reads, op.name)
+            self.late.host_reads(touched[0], op.name)
         result = func(*args, **kwargs)
         if self.late is not None:
-            self.late.record_host_write(writes)
+            self.late.record_host_write(touched[1])
         if pins:
             self._pinned.add(result.untyped_storage())
         if not op.only_views and not op.reshapes:
-            self._host_uses(op.name, reads, writes)
+            self._host_uses(op.name, touched)
         return result
 
-    def _host_uses(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+    def _host_uses(self, name: str, touched: Touched) -> None:
         operation, host = None, self.timeline.host
-        for tensors, does_write in ((reads, False), (writes, True)):
-            for tensor in tensors:
-                if self.host.at(span(tensor)[0]) is not None:
-                    operation = operation or self.timeline.issue(host, name)
-                    self.host.access(extent_of(tensor), operation, host.clock, writes=does_write)
+        for tensor, writes in _each(touched):
+            if self.host.at(span(tensor)[0]) is not None:
+                operation = operation or self.timeline.issue(host, name)
+                self.host.access(extent_of(tensor), operation, host.clock, writes=writes)
 
     def wrap_read(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a tensor method that reads host memory without an operator, or exposes it to such reads."""
@@ -371,10 +349,10 @@ class Simulation:
             ):
                 if self.late is not None:
                     self.late.host_reads([tensor], name)
-                self._host_uses(name, [tensor], [])
+                self._host_uses(name, ([tensor], []))
             if name == "__reduce_ex__" and isinstance(tensor, SimTensor):  # which copies it to the host
                 line = self.timeline.current().line
-                self.touch(tensor, self.timeline.issue(line, "save"), line, writes=False)
+                self.touch(([tensor], []), self.timeline.issue(line, "save"), line)
                 self.timeline.host_waits(dict(line.clock))
             return original(tensor, *args, **kwargs)
 
@@ -413,6 +391,12 @@ class _Mode(TorchDispatchMode):
         if simulated:
             return self.simulation.run(func, args, kwargs)
         return func(*args, **kwargs) if other_thread else self.simulation.on_host(func, args, kwargs)
+
+
+def _each(touched: Touched) -> Iterator[tuple[Tensor, bool]]:
+    """Yield each tensor, and whether it is written."""
+    for tensors, writes in zip(touched, (False, True), strict=True):
+        yield from ((tensor, writes) for tensor in tensors)
 
 
 def bare_of(tensor: Tensor) -> Tensor:

@@ -26,17 +26,12 @@ _LOW = attrgetter("low")
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The bytes of a tensor: those from `low` to `high`, or some of them.
-
-    Attributes:
-        steps: sizes and strides in bytes, if the tensor skips bytes between its first and its last.
-        itemsize: bytes per element.
-    """
+    """The bytes of a tensor: those from `low` to `high`, or some of them."""
 
     low: int
     high: int
-    steps: tuple[tuple[int, int], ...] = ()
-    itemsize: int = 1
+    steps: tuple[tuple[int, int], ...] = ()  # sizes and strides in bytes, if it skips bytes in between
+    itemsize: int = 1  # bytes per element
 
     def overlaps(self, other: Extent) -> bool:
         """Return whether the two have any byte in common; exact."""
@@ -73,18 +68,13 @@ class Access:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """An allocation, from when it is made until it is freed.
-
-    Attributes:
-        owner: line on which it was allocated, and to which it returns.
-        needs: last operation of each line on memory that may have been here before.
-        origin: shape and place of the allocation, in words.
-    """
+    """An allocation, from when it is made until it is freed."""
 
     low: int
     high: int
-    owner: int
-    origin: str
+    owner: int  # line on which it was allocated, and to which it returns
+    origin: str  # its shape and place, in words
+    # The last operation of each line on memory that may have been here before.
     needs: dict[int, Operation] = field(default_factory=dict)
     accesses: list[Access] = field(default_factory=list)
     guarded: set[int] = field(default_factory=set)  # lines passed to `record_stream`

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._compat import FakeTensor
 from shardwise.comm.count import on_tensors, tensors_in
 from shardwise.comm.kinds import NAMESPACES
+
+Touched = tuple[Sequence[Tensor], Sequence[Tensor]]  # the tensors that an operation reads, and writes
 
 _ALLOCATE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted")
 # These read only the shape, dtype and device of their first argument.
@@ -45,38 +46,29 @@ _CROSSES = ("copy_", "_foreach_copy_", "_to_copy", "_pin_memory", "set_", *_INDE
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """One operator overload.
-
-    Attributes:
-        returns: for each result, the argument that it is (a position or a keyword), or None.
-        only_views: whether it touches no memory.
-        only_allocates: whether its result has no values yet.
-        reshapes: whether it changes its first argument's shape or memory, but no values.
-        crosses: whether it takes both host and device tensors.
-    """
+    """One operator overload; arguments by position or keyword."""
 
     name: str
     reads: tuple[int | str, ...]
     writes: tuple[int | str, ...]
-    returns: tuple[int | str | None, ...]
-    only_views: bool
-    only_allocates: bool
-    reshapes: bool
+    returns: tuple[int | str | None, ...]  # for each result, the argument that it is, or None
+    only_views: bool  # touches no memory
+    only_allocates: bool  # its result has no values yet
+    reshapes: bool  # changes its first argument's shape or memory, but no values
     communicates: bool
-    crosses: bool
+    crosses: bool  # takes both host and device tensors
 
-    def accesses(self, args: Any, kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors that are read, and those that are written."""
+    def accesses(self, args: Any, kwargs: dict[str, Any]) -> Touched:
         if self.only_allocates or self.only_views:
             return [], []
         writes = self.writes
         if (positions := _STATISTICS.get(self.name)) is not None:
             mean, variance, flag = positions
             writes += (mean, variance) if flag is None or args[flag] else ()
-        tensors = tuple(
+        reads, written = (
             [t for at in places for t in _tensors_at(at, args, kwargs)] for places in (self.reads, writes)
         )
-        return tensors[0], tensors[1]
+        return reads, written
 
     def waits(self, args: Any, kwargs: dict[str, Any]) -> bool:
         """Return whether the host waits for the operator's result."""
@@ -156,7 +148,5 @@ def of(func: Any) -> Operator:
 
 @cache
 def runs_its_own(kind: type) -> bool:
-    """Return whether a tensor class wraps others and computes with them, or has no memory."""
-    return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__ or issubclass(
-        kind, FakeTensor
-    )
+    """Return whether a tensor class wraps others and computes with them, or has no memory, as fakes."""
+    return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__

@@ -12,19 +12,13 @@ _STALLS = 0.05  # share of the operations that stall, if a seed chooses them
 
 @dataclass(frozen=True)
 class Order:
-    """The operations that run as soon as they can. All others run when something that must run needs them.
+    """The operations that run as soon as they can. All others run when something that must run needs them."""
 
-    Attributes:
-        early: lines (streams by number) whose operations run as soon as they can.
-        others: whether those of all other lines do, instead of `early`.
-        stalled: (line, tick) of operations that run late, with all that follows them; all others run early.
-        seed: chooses the lines or the stalled operations, and the order among needed operations.
-    """
-
-    early: frozenset[int] = frozenset()
-    others: bool = False
+    early: frozenset[int] = frozenset()  # lines (streams by number) whose operations run as soon as they can
+    others: bool = False  # whether those of all other lines do, instead of `early`
+    # (line, tick) of operations that run late, with all that follows them; all others run early.
     stalled: frozenset[tuple[int, int]] = frozenset()
-    seed: int | None = None
+    seed: int | None = None  # chooses lines or stalled operations, and the order among needed operations
 
     @staticmethod
     def at_once() -> Order:

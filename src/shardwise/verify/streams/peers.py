@@ -28,14 +28,10 @@ _twins = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Future[dist.Proc
 
 
 class Peers:
-    """The other ranks of one simulation.
-
-    Attributes:
-        deferred: functions that run the deferred collectives, by their names on all ranks.
-    """
+    """The other ranks of one simulation."""
 
     def __init__(self) -> None:
-        self.deferred: dict[str, Callable[[], None]] = {}
+        self.deferred: dict[str, Callable[[], None]] = {}  # run deferred collectives, by names on all ranks
         self._counts = Counter[str]()
         self._waiters = ThreadPoolExecutor(_WAITERS)
         self._run = 0

@@ -113,9 +113,7 @@ class Stream:
             self.go_after(event)
 
     def wait_stream(self, stream: Stream) -> None:
-        event = Event()
-        event.record(stream)
-        self.go_after(event)
+        self.go_after(stream.record_event(Event()))
 
     def go_after(self, event: Event) -> None:
         """Make operations issued from now on run after the event."""

@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -50,17 +50,11 @@ _NO_VALUE = 255  # in every byte: NaN in each floating dtype
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that differs in this order.
+    """A value that differs in this order."""
 
-    Attributes:
-        what: a block of memory, or a value.
-        seen: where it was found.
-        first: the first operation that computed a different value.
-    """
-
-    what: str
-    seen: str
-    first: Operation | None
+    what: str  # a block of memory, or a value
+    seen: str  # where it was found
+    first: Operation | None  # that computed a different value
 
     def __str__(self) -> str:
         begins = f"; the first operation whose numbers differ is {self.first}" if self.first else ""
@@ -84,25 +78,16 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Shadow:
-    """A block's contents in the second world.
-
-    Attributes:
-        predecessors: freed shadows on which operations were still to run when this one was allocated.
-        successors: shadows that were allocated later and are in use.
-        waiting: operations that are still to run on it.
-        is_new_on_host: whether its contents before the operation being deferred are unknown.
-    """
+    """A block's contents in the second world."""
 
     block: Block
     memory: torch.UntypedStorage
     real: weakref.ref[torch.UntypedStorage]  # its memory in the first world
+    # Freed shadows on which operations were still to run when this one was allocated.
     predecessors: list[_Shadow] = field(default_factory=list)
-    successors: list[_Shadow] = field(default_factory=list)
-    waiting: list[_Job] = field(default_factory=list)
-    is_new_on_host: bool = False
-
-    def forget(self) -> None:
-        _forget(self.memory)
+    successors: list[_Shadow] = field(default_factory=list)  # allocated later and in use
+    waiting: list[_Job] = field(default_factory=list)  # operations that are still to run on it
+    is_new_on_host: bool = False  # whether its contents before the operation being deferred are unknown
 
     def may_be_given_out(self) -> bool:
         """Return whether every stream passed to `record_stream` is done with this memory."""
@@ -133,7 +118,7 @@ class Late:
         freed = self._freed[block.owner] = [s for s in self._freed.get(block.owner, ()) if s.waiting]
         block.shadow = _Shadow(block, torch.UntypedStorage(storage.nbytes()), weakref.ref(storage))
         block.shadow.predecessors = list(freed)
-        block.shadow.forget()
+        _forget(block.shadow.memory)
 
     def record_free(self, block: Block) -> None:
         """Record that a block was freed."""
@@ -164,13 +149,7 @@ class Late:
     # Deferring
 
     def operator(
-        self,
-        operation: Operation,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        outcome: Any,
-        random_state: Tensor | None,
+        self, operation: Operation, func: Any, args: Any, kwargs: Any, outcome: Any, rng_state: Tensor | None
     ) -> None:
         """Defer, in the second world, an operator that has run in the first."""
         op = operators.of(func)
@@ -181,12 +160,12 @@ class Late:
         twin_args, twin_kwargs = on_tensors(args, twin), on_tensors(kwargs, twin)
 
         def rerun() -> Any:
-            with torch.random.fork_rng((), enabled=random_state is not None):
-                if random_state is not None:
-                    torch.set_rng_state(random_state)
+            with torch.random.fork_rng((), enabled=rng_state is not None):
+                if rng_state is not None:
+                    torch.set_rng_state(rng_state)
                 return func(*twin_args, **twin_kwargs)
 
-        self._defer(operation, rerun, twin, reads, writes, outcome)
+        self._defer(operation, rerun, twin, (reads, writes), outcome)
 
     def collective(
         self,
@@ -194,8 +173,7 @@ class Late:
         group: dist.ProcessGroup,
         rerun: Callable[..., Any],
         inputs: Any,
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
+        touched: operators.Touched,
         outcome: Any = None,
     ) -> None:
         """Defer a collective that ran in the first world; `rerun(group, inputs, outcome)` repeats it."""
@@ -204,7 +182,7 @@ class Late:
         line = self.simulation.timeline.lines[operation.line]
         name, clock = self.peers.name(group, line.key), dict(line.clock)
 
-        sent = [(twin(t), _bytes(t)) for t in reads if t.numel()] if isinstance(group, NoopGroup) else []
+        sent = [(twin(t), _bytes(t)) for t in touched[0] if t.numel()] if isinstance(group, NoopGroup) else []
 
         def run() -> None:
             self.peers.deferred.pop(name)
@@ -215,7 +193,7 @@ class Late:
             self.peers.wait(rerun(twin_group, twins, results), name)
 
         self.peers.deferred[name] = lambda: self.run_until(clock)
-        self._defer(operation, run, twin, reads, writes, outcome)
+        self._defer(operation, run, twin, touched, outcome)
 
     def record_move(
         self, operation: Operation, old_block: Block, block: Block, storage: torch.UntypedStorage, nbytes: int
@@ -230,38 +208,33 @@ class Late:
         )
 
     def _defer(
-        self,
-        operation: Operation,
-        rerun: Callable[[], Any],
-        twin: _Memo,
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-        outcome: Any,
+        self, op: Operation, rerun: Callable[[], Any], twin: _Memo, touched: operators.Touched, outcome: Any
     ) -> None:
+        reads, writes = touched
         returned = [twin(t) for t in tensors_in(outcome)]
         value = outcome if isinstance(outcome, (bool, int, float, complex)) else None
         changed = {id(t): t for t in (*writes, *tensors_in(outcome)) if t.numel()}
         expected = [(twin(t), self._shadow_of(t) is None, _bytes(t)) for t in changed.values()]
 
         def run() -> None:
-            place = f"in {operation}"
+            place = f"in {op}"
             try:
                 result = rerun()
             except (RuntimeError, IndexError) as error:
-                self._report("an argument", f"{place}, which fails: {error}", operation)
+                self._report("an argument", f"{place}, which fails: {error}", op)
                 return
             for target, source in zip(returned, tensors_in(result), strict=False):
                 if target.shape != source.shape:
-                    self._report("a shape", f"{place}: {tuple(source.shape)}", operation)
+                    self._report("a shape", f"{place}: {tuple(source.shape)}", op)
                 elif target.data_ptr() != source.data_ptr():
                     target.copy_(source)
             if value is not None and result != value and value == value:
-                self._report("a value read by the host", f"{place}: {result} instead of {value}", operation)
+                self._report("a value read by the host", f"{place}: {result} instead of {value}", op)
             for current, read_by_host, original in expected:
                 if not torch.equal(_bytes(current), original):
-                    self._first = self._first or operation
+                    self._first = self._first or op
                     if read_by_host:
-                        self._report("a value read by the host", place, operation)
+                        self._report("a value read by the host", place, op)
 
         for t in changed.values():
             if (shadow := self._shadow_of(t)) is not None and shadow.is_new_on_host:
@@ -269,9 +242,9 @@ class Late:
                     _forget_values(twin(t))
         inputs = {id(t): twin(t) for t in reads if t.numel()}
         begin = _begin(list(inputs.values()), [twin(t) for key, t in changed.items() if key not in inputs])
-        uses = [shadow for t in twin.tensors if t.numel() and (shadow := self._shadow_of(t))]
+        uses = [shadow for t in twin if t.numel() and (shadow := self._shadow_of(t))]
         overwritten = [shadow for t in changed.values() if (shadow := self._shadow_of(t))]
-        self._wait_for_turn(operation, run, uses, overwritten, begin=begin)
+        self._wait_for_turn(op, run, uses, overwritten, begin=begin)
 
     def _wait_for_turn(
         self,
@@ -284,15 +257,8 @@ class Late:
     ) -> None:
         clock = dict(self.simulation.timeline.lines[operation.line].clock)
         self._threads.add(threading.get_ident())
-        job = _Job(
-            operation,
-            clock,
-            next(self._numbers),
-            begin,
-            run,
-            list(dict.fromkeys(uses)),
-            list(dict.fromkeys(writes)),
-        )
+        used, written = (list(dict.fromkeys(shadows)) for shadows in (uses, writes))
+        job = _Job(operation, clock, next(self._numbers), begin, run, used, written)
         self._waiting.setdefault(operation.line, deque()).append(job)
         for shadow in job.uses:
             shadow.is_new_on_host = False
@@ -365,13 +331,13 @@ class Late:
                 shadow.predecessors = [freed for freed in shadow.predecessors if freed.waiting]
                 for freed in shadow.predecessors:
                     if freed.may_be_given_out():
-                        freed.forget()
+                        _forget(freed.memory)
                         if shadow not in freed.successors:
                             freed.successors.append(shadow)
             action()
             for shadow in job.writes:
                 for later in shadow.successors:
-                    later.forget()
+                    _forget(later.memory)
 
     # Comparing
 
@@ -434,18 +400,16 @@ def _once(tensor: Tensor) -> Tensor:
     return tensor.as_strided(sizes, tensor.stride(), tensor.storage_offset())
 
 
-class _Memo:
-    """Cache of the twins of an operation's tensors."""
+class _Memo(dict[Tensor, Tensor]):
+    """The twins of an operation's tensors; each is made when it is first asked for."""
 
-    def __init__(self, twin: Callable[[Tensor], Tensor]) -> None:
-        self._make, self._twins = twin, dict[int, Tensor]()
-        self.tensors: list[Tensor] = []
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        self.make = make
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._twins:
-            self._twins[id(tensor)] = self._make(tensor)
-            self.tensors.append(tensor)
-        return self._twins[id(tensor)]
+        if tensor not in self:
+            self[tensor] = self.make(tensor)
+        return self[tensor]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
