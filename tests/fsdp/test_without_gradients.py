@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ranks import on_ranks
-from shardwise import fully_shard, register_fsdp_forward_method
+from shardwise import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from shardwise.fsdp.module_state import state_of
 
 WIDTH = 4
@@ -84,3 +84,28 @@ def test_a_loss_that_a_root_keeps_to_itself_still_trains() -> None:
     net(torch.ones(2, WIDTH))
     net.loss.backward()
     assert all(p.grad is not None for p in net.parameters())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("how", ["prefetched", "unsharded"])
+@on_ranks(2)
+def test_values_loaded_while_a_gather_is_under_way_are_used(layout: str, how: str, dtype: Any) -> None:
+    model: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer, layout=layout, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    fully_shard(model, layout=layout, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    x = torch.ones(2, 4)
+    model(x).mean().backward()
+    zeros = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    if how == "unsharded":
+        model[2].unshard(async_op=True)
+    else:
+        model[1].set_modules_to_forward_prefetch([model[2]])
+        model.forward = lambda x: model[1](model[0](x))
+        with torch.no_grad():
+            model(x)
+        model.forward = lambda x: model[2](model[1](model[0](x)))
+    model.load_state_dict(zeros)
+    with torch.no_grad():
+        assert not model(x).any()
