@@ -32,7 +32,6 @@ from shardwise.tensor_parallel.nodes import args_of, name_of, nbytes, op_of, sev
 from shardwise.tensor_parallel.partition import Parameter, Partition, Value
 from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Placement, Split, hint, local_shape
 from shardwise.tensor_parallel.program import Whole, build_node, output, outputs, resolve_style
-from shardwise.tensor_parallel.state import fake_mode_of
 
 STYLES = ("replicate", "column", "row")  # the first is a parameter's default
 _LIMIT = 256  # combinations of states of an operation's inputs
@@ -187,7 +186,7 @@ class _Exploration:
 
     def __init__(self, whole: Whole, ranks: int, groups: Sequence[Group]) -> None:
         self.ranks, self.parameters = ranks, whole.parameters
-        self.fake_mode = fake_mode_of(whole.program)
+        self.fake_mode = whole.fake_mode
         self.states: dict[fx.Node, _States] = {
             node: {state: _Local(node.meta["val"]) for state in by_style}
             for group in groups
@@ -268,8 +267,7 @@ class _Exploration:
             for target, value in local.copies.items():
                 p._copies[x, target] = _placeholder(p, value)
             if x in self.parameters:
-                name = self.parameters[x].name
-                p.parameters[x] = Parameter(name, x, state.style, state.placement)
+                p.parameters[x] = Parameter(self.parameters[x].name, state.style, state.placement)
         return p
 
     def _use(

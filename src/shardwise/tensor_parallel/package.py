@@ -41,7 +41,8 @@ from shardwise.tensor_parallel.auto import choose
 from shardwise.tensor_parallel.explain import explain
 from shardwise.tensor_parallel.materialize import missing_weights
 from shardwise.tensor_parallel.placement import Placement, Split
-from shardwise.tensor_parallel.state import RECORD, placement_from_json, record_of
+from shardwise.tensor_parallel.program import RECORD
+from shardwise.tensor_parallel.state import placement_from_json, record_of
 from shardwise.tensor_parallel.transform import tensor_parallel_transformation
 
 FORMAT = "shardwise.tensor_parallel 2"

@@ -64,7 +64,6 @@ class Parameter:
     """
 
     name: str
-    node: fx.Node
     style: str | None = None
     placement: Placement | None = None
 
@@ -226,7 +225,7 @@ class Partition:
         parameter = self.parameters.get(node)
         if parameter is not None and parameter.placement is None:  # cut as its first use needs it
             uncut = isinstance(placement, Partial) or parameter.style is None
-            self.hold(parameter, REPLICATE if uncut else placement)
+            self.hold(node, REPLICATE if uncut else placement)
         value = self.values[node]
         if value.placement == placement:
             return value.node
@@ -256,13 +255,12 @@ class Partition:
 
     # ------------------------------------------------------------ moving
 
-    def hold(self, parameter: Parameter, placement: Placement) -> None:
+    def hold(self, node: fx.Node, placement: Placement) -> None:
         """Put a parameter at `placement`."""
-        parameter.placement = placement
-        value = self.values[parameter.node]
-        value.placement = placement
+        value = self.values[node]
+        self.parameters[node].placement = value.placement = placement
         if isinstance(placement, Split):
-            whole = parameter.node.meta["val"]
+            whole = node.meta["val"]
             shape = local_shape(placement, whole.shape, self.rank)
             with self.fake_mode:
                 value.node.meta["val"] = torch.empty(

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from shardwise import _compat
 from shardwise.errors import ShardingError
 from shardwise.graph.nodes import kind_of
 from shardwise.tensor_parallel.canonical import canonicalize, functionalize
@@ -23,8 +24,8 @@ from shardwise.tensor_parallel.nodes import is_tensor, line_of, modules_of, name
 from shardwise.tensor_parallel.partition import Parameter, Partition, Value
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
 from shardwise.tensor_parallel.rules import find, getitem, is_pointwise, pointwise
-from shardwise.tensor_parallel.state import RECORD, fake_mode_of, tied_names
 
+RECORD = "shardwise.tensor_parallel"  # in a cut program: key in graph_module.meta["custom"], see `state`
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER)
 # Outputs that belong to a parameter or buffer, and are cut like it.
 _MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
@@ -40,27 +41,28 @@ class Whole:
         program: functional; its graph is not the one that is cut.
         graph: canonical. If placeholders share a tensor, the first has all uses.
         parameters: parameters and buffers, by placeholder.
+        by_name: placeholders by every name of a parameter or buffer, also those that strict export drops.
+        ties: the first name of the same tensor, by later names.
         aliases: placeholders without uses, each with the one whose tensor it shares.
-        dropped: names that strict export drops from the graph, each with the placeholder of its tensor.
         mutated: parameters and buffers that the program writes to.
     """
 
     program: ExportedProgram
     graph: fx.Graph
     parameters: dict[fx.Node, Parameter]
+    by_name: dict[str, fx.Node]
+    ties: dict[str, str]
     aliases: dict[fx.Node, fx.Node]
-    dropped: dict[str, fx.Node]
     mutated: frozenset[str]
 
     @property
-    def by_name(self) -> dict[str, fx.Node]:
-        """Placeholders by every name of a parameter or buffer."""
-        return {parameter.name: node for node, parameter in self.parameters.items()} | self.dropped
-
-    def partition(self, rank: int, ranks: int, *, group: str = "") -> Partition:
-        """Return a new, empty program for one rank."""
-        parameters = {node: Parameter(x.name, node, x.style) for node, x in self.parameters.items()}
-        return Partition(rank, ranks, group, fake_mode_of(self.program), parameters)
+    def fake_mode(self) -> Any:
+        """The mode of the fake tensors that the program was exported with."""
+        for node in self.program.graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, Tensor) and _compat.is_fake(value):
+                return value.fake_mode  # type: ignore[attr-defined]
+        raise ShardingError("the exported program has no tensors, so there is nothing to cut")
 
 
 def read_program(program: ExportedProgram) -> Whole:
@@ -74,26 +76,48 @@ def read_program(program: ExportedProgram) -> Whole:
     graph = canonicalize(program)
     placeholders = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
     parameters = {
-        (node := placeholders[spec.arg.name]): Parameter(spec.target, node)
+        placeholders[spec.arg.name]: Parameter(spec.target)
         for spec in program.graph_signature.input_specs
         if spec.kind in _STATE and spec.target is not None
     }
     by_name = {parameter.name: node for node, parameter in parameters.items()}
-    aliases, dropped = {}, {}
-    for name, first in tied_names(program).items():
-        if name in by_name and first in by_name:
-            aliases[by_name[name]] = by_name[first]
-        elif first in by_name:
-            dropped[name] = by_name[first]
+    ties = _tied_names(program)
+    first_nodes = {name: by_name[first] for name, first in ties.items() if first in by_name}
+    aliases = {by_name[name]: node for name, node in first_nodes.items() if name in by_name}
     for alias, node in aliases.items():
         alias.replace_all_uses_with(node)
+    for name, node in first_nodes.items():
+        by_name.setdefault(name, node)
     specs = program.graph_signature.output_specs
     mutated = frozenset(spec.target for spec in specs if spec.kind in _MUTATIONS and spec.target is not None)
     for node, parameter in parameters.items():
         overwrites = all(op_of(user) in _OVERWRITES and user.args[0] is node for user in node.users)
         if overwrites and parameter.name in mutated:
             parameter.style = "follow"
-    return Whole(program, graph, parameters, aliases, dropped, mutated)
+    return Whole(program, graph, parameters, by_name, ties, aliases, mutated)
+
+
+def _tied_names(program: ExportedProgram) -> dict[str, str]:
+    """Return the first name of the same tensor, for parameters and buffers that have an earlier name.
+
+    Names that the graph contains come first: strict export drops others.
+    """
+    tensors = {**program.state_dict, **program.constants}
+    in_graph = {spec.target for spec in program.graph_signature.input_specs}
+    names: dict[Any, str] = {}
+    firsts = {
+        name: names.setdefault(_identity(tensors[name]), name)
+        for name in sorted(tensors, key=lambda name: name not in in_graph)
+        if isinstance(tensors[name], Tensor)
+    }
+    return {name: first for name, first in firsts.items() if first != name}
+
+
+def _identity(tensor: Tensor) -> Any:
+    if tensor.is_meta or _compat.is_fake(tensor) or not tensor.data_ptr():
+        return id(tensor)
+    kind = isinstance(tensor, nn.Parameter)
+    return kind, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _check_whole(program: Any) -> None:
@@ -166,7 +190,7 @@ def build_node(p: Partition, node: fx.Node, *, strict: bool = False) -> None:
         p.values[node] = Value(result, REPLICATE)
         parameter = p.parameters.get(node)
         if parameter is not None and parameter.placement is not None:
-            p.hold(parameter, parameter.placement)
+            p.hold(node, parameter.placement)
     elif node.target is operator.getitem:
         getitem(p, node)
     elif p.is_whole(node):

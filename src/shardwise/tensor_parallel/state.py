@@ -17,7 +17,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, ExportGraphSignature
 
@@ -27,46 +27,10 @@ from shardwise.tensor_parallel.device import storage_device, wrap_like
 from shardwise.tensor_parallel.nodes import is_impure
 from shardwise.tensor_parallel.partition import Partition
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split, local_shape
+from shardwise.tensor_parallel.program import RECORD, Whole
 from shardwise.tensor_parallel.styles import Plan
 
-RECORD = "shardwise.tensor_parallel"  # key in graph_module.meta["custom"]
 RECORD_VERSION = 1
-
-
-def fake_mode_of(program: ExportedProgram) -> Any:
-    """Return the mode of the fake tensors that the program was exported with."""
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and _compat.is_fake(value):
-            return value.fake_mode  # type: ignore[attr-defined]
-    raise ShardingError("the exported program has no tensors, so there is nothing to cut")
-
-
-def tied_names(program: ExportedProgram) -> dict[str, str]:
-    """Return the first name of the same tensor, for parameters and buffers that have an earlier name.
-
-    Names that the graph contains come first: strict export drops others.
-    """
-    names: dict[Any, str] = {}
-    aliases = {}
-    tensors = {**program.state_dict, **program.constants}
-    in_graph = {spec.target for spec in program.graph_signature.input_specs}
-    for name in sorted(tensors, key=lambda name: name not in in_graph):
-        tensor = tensors[name]
-        if not isinstance(tensor, Tensor):
-            continue
-        original = names.setdefault(_identity(tensor), name)
-        if original != name:
-            aliases[name] = original
-    return aliases
-
-
-def _identity(tensor: Tensor) -> Any:
-    if tensor.is_meta or _compat.is_fake(tensor) or not tensor.data_ptr():
-        return id(tensor)
-    kind = isinstance(tensor, nn.Parameter)
-    return kind, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
 
 # ------------------------------------------------------------ shards
 
@@ -94,24 +58,24 @@ def rank_intervals(placement: Split, rank: int) -> tuple[tuple[int, int], ...]:
 
 
 def _shards(
-    program: ExportedProgram, partition: Partition, sharing: ExportedProgram | None
+    whole: Whole, partition: Partition, sharing: ExportedProgram | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return this rank's state dict and constants, under the whole program's names."""
+    program = whole.program
     shared_names = set() if sharing is None else record_of(sharing)["parameters"].keys()
     shared = {} if sharing is None else {**sharing.state_dict, **sharing.constants}
     placements = {parameter.name: parameter.placement for parameter in partition.parameters.values()}
-    aliases = tied_names(program)
     parts: dict[str, Any] = {}
-    for name, whole in [*program.state_dict.items(), *program.constants.items()]:
-        if name in aliases:
+    for name, value in [*program.state_dict.items(), *program.constants.items()]:
+        if name in whole.ties:
             continue
         if name in shared_names:
             parts[name] = shared[name]
-        elif isinstance(whole, Tensor):
-            parts[name] = shard_of(whole, placements.get(name), partition.rank)
+        elif isinstance(value, Tensor):
+            parts[name] = shard_of(value, placements.get(name), partition.rank)
         else:
-            parts[name] = whole
-    parts.update({name: parts[original] for name, original in aliases.items()})
+            parts[name] = value
+    parts.update({name: parts[first] for name, first in whole.ties.items()})
     return {name: parts[name] for name in program.state_dict}, {x: parts[x] for x in program.constants}
 
 
@@ -119,7 +83,7 @@ def _shards(
 
 
 def program_of(
-    program: ExportedProgram,
+    whole: Whole,
     partition: Partition,
     *,
     plan: Plan,
@@ -127,18 +91,18 @@ def program_of(
     gathers: list[dict[str, Any]],
     sharing: ExportedProgram | None = None,
 ) -> ExportedProgram:
-    """Return the exported program of `partition`, made from `program` by `plan`, for a device type.
+    """Return the exported program of `partition`, made from `whole` by `plan`, for a device type.
 
     `gathers` are those that nothing asked for, as JSON, for the record. Tensors of `sharing` are shared.
     """
-    graph = partition.graph
+    program, graph = whole.program, partition.graph
     graph.eliminate_dead_code(is_impure)
     _name_sources(graph)
-    state, constants = _shards(program, partition, sharing)
+    state, constants = _shards(whole, partition, sharing)
     module = fx.GraphModule(program.graph_module, graph)
     for name, child in list(module.named_children()):  # graphs that this one calls
         setattr(module, name, copy.deepcopy(child))
-    record = {**_record(program, partition, plan, device_type), "gathers": gathers}
+    record = {**_record(whole, partition, plan, device_type), "gathers": gathers}
     module.meta.update(program.graph_module.meta)
     module.meta["custom"] = {**(module.meta.get("custom") or {}), RECORD: record}
     return ExportedProgram(
@@ -196,21 +160,17 @@ def _output_argument(argument: Any, value: Any) -> Any:
 # ------------------------------------------------------------ the record
 
 
-def _record(program: ExportedProgram, partition: Partition, plan: Plan, device_type: str) -> dict[str, Any]:
-    aliases = tied_names(program)
-    by_name = {parameter.name: parameter for parameter in partition.parameters.values()}
-    dropped = [name for name, original in aliases.items() if name not in by_name and original in by_name]
-    parameters = {}
-    for name in (*by_name, *dropped):
-        parameter = by_name.get(name) or by_name[aliases[name]]
-        whole = parameter.node.meta["val"]
-        parameters[name] = {
-            "shape": [int(size) for size in whole.shape],
-            "dtype": str(whole.dtype).removeprefix("torch."),
+def _record(whole: Whole, partition: Partition, plan: Plan, device_type: str) -> dict[str, Any]:
+    parameters = {
+        name: {
+            "shape": [int(size) for size in node.meta["val"].shape],
+            "dtype": str(node.meta["val"].dtype).removeprefix("torch."),
             "style": plan.styles.get(name),
-            "placement": placement_to_json(parameter.placement),
-            "tied": aliases.get(name),
+            "placement": placement_to_json(partition.parameters[node].placement),
+            "tied": whole.ties.get(name),
         }
+        for name, node in whole.by_name.items()
+    }
     return {
         "version": RECORD_VERSION,
         "rank": partition.rank,

@@ -84,10 +84,10 @@ class _Pass:
             if isinstance(value.node, fx.Node) and not isinstance(value.placement, tuple)
         }
         self.cut = {
-            p.values[parameter.node].node: cut
-            for parameter in p.parameters.values()
+            p.values[node].node: cut
+            for node, parameter in p.parameters.items()
             if isinstance(cut := parameter.placement, Split)
-            and set(cut.ranges) != {((0, p.shape(parameter.node)[cut.dim]),)}  # some rank lacks some of it
+            and set(cut.ranges) != {((0, p.shape(node)[cut.dim]),)}  # some rank lacks some of it
         }
         self.buffers = {
             spec.arg.name: spec.target
