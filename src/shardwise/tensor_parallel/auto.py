@@ -127,8 +127,8 @@ class ChosenPlan:
         )
 
     def _extra_seconds(self, index: int, style: str) -> float | None:
-        solution = _solve(self.space, self.prices, self.memory_budget, forced={index: style})
-        return None if solution is None else self.prices.of_all(self.space, solution.uses) - self.seconds
+        plan = _solve(self.space, self.prices, self.memory_budget, forced={index: style})
+        return None if plan is None else plan.seconds - self.seconds
 
     def table(self) -> str:
         """List every decision: style, bytes, and how much more the best plan with another style costs."""
@@ -187,30 +187,10 @@ def choose(
 
 def best_plan(space: Space, *, prices: Prices | None = None, memory_budget: int | None = None) -> ChosenPlan:
     """Return the cheapest plan, like `choose`, for a program that was explored already."""
-    prices = prices or Prices()
-    solution = _solve(space, prices, memory_budget)
-    if solution is None:
+    plan = _solve(space, prices or Prices(), memory_budget)
+    if plan is None:
         raise ShardingError(_no_plan_text(space, memory_budget))
-    uses = solution.uses
-    decisions = [
-        Decision(group.names, style, max(space.bytes_held(uses, group.names)), space.total(group.names))
-        for group, style in zip(space.decisions, solution.styles, strict=True)
-    ]
-    return ChosenPlan(
-        world_size=space.ranks,
-        prices=prices,
-        memory_budget=memory_budget,
-        strategies=space.strategies(solution.styles),
-        decisions=tuple(decisions),
-        seconds=prices.of_all(space, uses),
-        collectives=dict(Counter(kind for use in uses for kind, _ in use.collectives)),
-        bytes_sent=sum(sent for use in uses for _, sent in use.collectives),
-        bytes_held=space.bytes_held(uses),
-        flops=sum(use.flops for use in uses),
-        solver_seconds=solution.seconds,
-        gap=solution.gap,
-        space=space,
-    )
+    return plan
 
 
 def _no_plan_text(space: Space, budget: int | None) -> str:
@@ -220,20 +200,12 @@ def _no_plan_text(space: Space, budget: int | None) -> str:
         return f"the rules can build no plan for {space.ranks} ranks, even if all weights stay whole"
     return (
         f"no plan for {space.ranks} ranks fits parameters and buffers into {budget:,} bytes per rank: the"
-        f" smallest plan needs {max(space.bytes_held(smallest.uses)):,} of their {space.total():,} bytes;"
+        f" smallest plan needs {max(smallest.bytes_held):,} of their {space.total():,} bytes;"
         " use more ranks, or a larger memory_budget"
     )
 
 
 # ------------------------------------------------------------ the integer program
-
-
-@dataclass(frozen=True)
-class _Solution:
-    styles: tuple[str, ...]
-    uses: tuple[Use, ...]  # of each step
-    seconds: float
-    gap: float
 
 
 _Row = tuple[Mapping[int, float], float, float]  # a constraint: factors of variables; bounds of their sum
@@ -260,8 +232,8 @@ def _minimize(objective: Any, rows: Sequence[_Row], *, integers: int, upper: Any
 
 def _solve(
     space: Space, prices: Prices, budget: int | None, *, forced: Mapping[int, str] | None = None
-) -> _Solution | None:
-    """Return the cheapest styles that fit the budget and `forced`, or None if none can be built."""
+) -> ChosenPlan | None:
+    """Return the cheapest plan that fits the budget and `forced`, or None if none can be built."""
     started = time.perf_counter()
     count = len(STYLES)
     integers = count * len(space.decisions)
@@ -283,11 +255,29 @@ def _solve(
     optimum = _minimize(objective, rows, integers=integers, upper=upper)
     if optimum.x is None:
         return None
-    indices = optimum.x[:integers].reshape(-1, count).argmax(1)
+    seconds = time.perf_counter() - started
+    styles = [STYLES[s] for s in optimum.x[:integers].reshape(-1, count).argmax(1)]
     values = iter(optimum.x[integers:])  # the uses of these styles are 1, all others 0
-    uses = tuple(max(step.uses, key=lambda use: next(values)) for step in space.steps)
-    gap = float(getattr(optimum, "mip_gap", None) or 0.0)
-    return _Solution(tuple(STYLES[s] for s in indices), uses, time.perf_counter() - started, gap)
+    uses = [max(step.uses, key=lambda use: next(values)) for step in space.steps]
+    decisions = [
+        Decision(group.names, style, max(space.bytes_held(uses, group.names)), space.total(group.names))
+        for group, style in zip(space.decisions, styles, strict=True)
+    ]
+    return ChosenPlan(
+        world_size=space.ranks,
+        prices=prices,
+        memory_budget=budget,
+        strategies=space.strategies(styles),
+        decisions=tuple(decisions),
+        seconds=prices.of_all(space, uses),
+        collectives=dict(Counter(kind for use in uses for kind, _ in use.collectives)),
+        bytes_sent=sum(sent for use in uses for _, sent in use.collectives),
+        bytes_held=space.bytes_held(uses),
+        flops=sum(use.flops for use in uses),
+        solver_seconds=seconds,
+        gap=float(getattr(optimum, "mip_gap", None) or 0.0),
+        space=space,
+    )
 
 
 def _flow(costs: list[float], rows: list[_Row], space: Space, prices: Prices) -> dict[int, tuple[int, ...]]:

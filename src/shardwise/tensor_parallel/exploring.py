@@ -42,11 +42,14 @@ class State:
     """A value's placement, further placements to which it was sent, and a parameter's style.
 
     `placement` is None for a parameter before its first use, a tuple for a value with several results.
+    `local` and `sent` are what rank 0 then has: a tensor or number, and the values sent, by placement.
     """
 
     placement: Any
     copies: frozenset[Placement] = frozenset()
     style: str | None = None
+    local: Any = field(default=None, compare=False, repr=False)
+    sent: dict[Placement, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,8 +158,8 @@ def explore(whole: Whole, ranks: int) -> Space:
                     walk.step(inputs, None, partial(output, value=value, owner=owner))
         elif node.op in ("placeholder", "get_attr"):
             parameter = whole.parameters.get(node)
-            first = State(REPLICATE) if parameter is None else State(None, style=parameter.style)
-            walk.states.setdefault(node, {first: _Local(node.meta.get("val"))})
+            placement, style = (REPLICATE, None) if parameter is None else (None, parameter.style)
+            walk.states.setdefault(node, (State(placement, style=style, local=node.meta.get("val")),))
         else:
             walk.step(node.all_input_nodes, node, partial(build_node, node=node))
     names = {node: x.name for node, x in whole.parameters.items()}
@@ -169,63 +172,42 @@ def explore(whole: Whole, ranks: int) -> Space:
 # ------------------------------------------------------------ uses of each operation
 
 
-@dataclass
-class _Local:
-    """Rank 0's value in one state: a tensor or number, and its values at placements it was sent to."""
-
-    value: Any
-    copies: dict[Placement, Any] = field(default_factory=dict)
-
-
-_States = dict[State, _Local]
-_Combination = Sequence[tuple[State, _Local]]
-
-
 class _Exploration:
     """Goes through the program once, and tracks all states that each value can be in."""
 
     def __init__(self, whole: Whole, ranks: int, groups: Sequence[Group]) -> None:
         self.ranks, self.parameters = ranks, whole.parameters
         self.fake_mode = whole.fake_mode
-        self.states: dict[fx.Node, _States] = {
-            node: {state: _Local(node.meta["val"]) for state in by_style}
-            for group in groups
-            for node, by_style in group.states
+        self.states: dict[fx.Node, tuple[State, ...]] = {
+            node: tuple(dict.fromkeys(by_style)) for group in groups for node, by_style in group.states
         }
         self.steps: list[Step] = []
-        self.cache: dict[Any, tuple[tuple[Use, ...], list[_States]]] = {}
+        self.cache: dict[Any, tuple[Use, ...]] = {}
 
     def step(self, inputs: list[fx.Node], node: fx.Node | None, build: Callable[[Partition], Any]) -> None:
         """Explore an operation, whose result is `node`, or an output."""
         values = inputs if node is None else [*inputs, node]
         key = None if node is None else self._cache_key(node, inputs)
-        cached = self.cache.get(key) or self._uses(inputs, values, build)
+        uses = self.cache.get(key) or tuple(self._uses(inputs, values, build))
         if key is not None:
-            self.cache[key] = cached
-        uses, states = cached
+            self.cache[key] = uses
         if not uses:
             subject = "an output" if node is None else f"{name_of(node)} ({node.name})"
             raise ShardingError(f"no rule can build {subject}, even from whole inputs")
         self.steps.append(Step(tuple(inputs), tuple(values), uses))
-        self.states.update(zip(values, states, strict=True))
+        for value, states in zip(values, zip(*(use.after for use in uses), strict=True), strict=True):
+            self.states[value] = tuple(dict.fromkeys(states))
 
     def _uses(
         self, inputs: list[fx.Node], values: list[fx.Node], build: Callable[[Partition], Any]
-    ) -> tuple[tuple[Use, ...], list[_States]]:
-        states_after: list[_States] = [{} for _ in values]
-        uses = []
-        for combination in self._combinations(inputs):
-            p = self._partition(inputs, combination)
+    ) -> Iterator[Use]:
+        for before in self._combinations(inputs):
+            p = self._partition(inputs, before)
             try:
                 build(p)
             except Exception:  # no plan may contain what a rule cannot build
                 continue
-            after = [_state_of(p, x) for x in values]
-            for states, (state, local) in zip(states_after, after, strict=True):
-                states.setdefault(state, local)
-            before = tuple(state for state, _ in combination)
-            uses.append(self._use(p, inputs, before, tuple(state for state, _ in after)))
-        return tuple(uses), states_after
+            yield self._use(p, inputs, before, tuple(_state_of(p, x) for x in values))
 
     def _cache_key(self, node: fx.Node, inputs: list[fx.Node]) -> Any:
         """Return a key equal for operations with the same uses, as in repeated layers; None if not known."""
@@ -235,7 +217,7 @@ class _Exploration:
         index = {x: place for place, x in enumerate(inputs)}
         args = repr(map_arg((node.args, node.kwargs), lambda x: f"%{index[x]}"))
         users = tuple(len(x.users) == 1 for x in inputs)
-        states = tuple(tuple(self.states[x]) for x in inputs)
+        states = tuple(self.states[x] for x in inputs)
         owned = tuple(x in self.parameters for x in inputs)
         cut: Any = None
         if any(weight and len(choices) > 1 for weight, choices in zip(owned, states, strict=True)):
@@ -246,25 +228,23 @@ class _Exploration:
             cut = column_ranges(self._partition([], []), node, shape[-1], dim=len(shape) - 1)
         return node.target, args, tuple(metadata), users, states, owned, cut
 
-    def _combinations(self, inputs: list[fx.Node]) -> Iterator[_Combination]:
+    def _combinations(self, inputs: list[fx.Node]) -> Iterator[tuple[State, ...]]:
         """Yield combinations of the inputs' states; if too many, inputs with the same states share one."""
-        choices = [list(self.states[x].items()) for x in inputs]
+        choices = [self.states[x] for x in inputs]
         many = math.prod(map(len, choices)) > _LIMIT
-        sharing: dict[Any, list[int]] = defaultdict(list)
-        for place, states in enumerate(choices):
-            sharing[tuple(state for state, _ in states) if many else place].append(place)
-        counts = [range(len(choices[places[0]])) for places in sharing.values()]
-        for picks in itertools.islice(itertools.product(*counts), _LIMIT):
-            index = {place: n for n, places in zip(picks, sharing.values(), strict=True) for place in places}
-            yield [states[index[place]] for place, states in enumerate(choices)]
+        keys = [states if many else place for place, states in enumerate(choices)]
+        counts = {key: range(len(states)) for key, states in zip(keys, choices, strict=True)}
+        for picks in itertools.islice(itertools.product(*counts.values()), _LIMIT):
+            index = dict(zip(counts, picks, strict=True))
+            yield tuple(states[index[key]] for key, states in zip(keys, choices, strict=True))
 
-    def _partition(self, inputs: list[fx.Node], combination: _Combination) -> Partition:
+    def _partition(self, inputs: Sequence[fx.Node], before: Sequence[State]) -> Partition:
         """Return a program for rank 0 that has only these inputs."""
         p = Partition(0, self.ranks, "", self.fake_mode, {})
-        for x, (state, local) in zip(inputs, combination, strict=True):
+        for x, state in zip(inputs, before, strict=True):
             placement = REPLICATE if state.placement is None else state.placement
-            p.values[x] = Value(_placeholder(p, local.value), placement)
-            for target, value in local.copies.items():
+            p.values[x] = Value(_placeholder(p, state.local), placement)
+            for target, value in state.sent.items():
                 p._copies[x, target] = _placeholder(p, value)
             if x in self.parameters:
                 p.parameters[x] = Parameter(self.parameters[x].name, state.style, state.placement)
@@ -293,8 +273,8 @@ def _placeholder(p: Partition, value: Any) -> Any:
     return node
 
 
-def _state_of(p: Partition, x: fx.Node) -> tuple[State, _Local]:
-    """Return the state in which the partition leaves `x`, and rank 0's value in it."""
+def _state_of(p: Partition, x: fx.Node) -> State:
+    """Return the state in which the partition leaves `x`."""
     value, parameter = p.values[x], p.parameters.get(x)
     placement = value.placement if parameter is None else parameter.placement
     copies = {  # where moving it needs communication
@@ -304,7 +284,7 @@ def _state_of(p: Partition, x: fx.Node) -> tuple[State, _Local]:
     }
     style = None if parameter is None else parameter.style
     local = value.node.meta.get("val") if isinstance(value.node, fx.Node) else value.node
-    return State(placement, frozenset(copies), style), _Local(local, copies)
+    return State(placement, frozenset(copies), style, local, copies)
 
 
 def _metadata(x: fx.Node) -> Any:
@@ -382,7 +362,7 @@ def _first_states(parameter: fx.Node, name: str) -> tuple[State, ...]:
     """Return a parameter's state before its first use for each style, as its first use names that style."""
     module = name.rpartition(".")[0]
     styles = [resolve_style(parameter, style, module)[1] for style in STYLES[1:]]
-    return tuple(State(None, style=style) for style in (None, *styles))
+    return tuple(State(None, style=style, local=parameter.meta["val"]) for style in (None, *styles))
 
 
 def _weight_kind(weight: fx.Node) -> tuple[Any, ...]:
