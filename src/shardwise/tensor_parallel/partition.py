@@ -138,12 +138,17 @@ class Partition:
         result = self.emit(node.target, *map_arg(node.args, take_input), **map_arg(node.kwargs, take_input))
         self.keep(node, result, placement)
 
-    def follow(self, node: fx.Node, dims: Mapping[fx.Node, Sequence[int | None]]) -> None:
+    def follow(
+        self, node: fx.Node, dims: Mapping[fx.Node, Sequence[int | None]], *, linear: bool = False
+    ) -> None:
         """Run the node with its first cut input as it is, and its result and other inputs cut to match.
 
         Args:
             dims: for each dim of an input, its dim in the result; None if it must be whole.
+            linear: whether terms of its first input give terms of its result.
         """
+        if linear and self.may_stay_partial(first := node.all_input_nodes[0]):
+            return self.locally(node, {first: PARTIAL}, PARTIAL)
         cuts = []
         for x, out in dims.items():
             placement = self.placement(x)
@@ -273,27 +278,20 @@ class Partition:
         if isinstance(target, Partial):
             raise ShardingError(f"{node.name}: cannot turn a value at {source} into terms of a sum")
         if isinstance(source, Partial):
-            if isinstance(target, Split) and self._is_even(target, self.shape(node)[target.dim]):
+            size = self.shape(node)[target.dim] if isinstance(target, Split) else None
+            divides = isinstance(size, int) and size % self.ranks == 0
+            if isinstance(target, Split) and divides and target.ranges == even(size, self.ranks):
                 return self.reduce_scatter(whole, target.dim)
             whole = self.all_reduce(whole)
             self.values[node] = Value(whole, REPLICATE)  # the next user finds the sum
         elif isinstance(source, Split):
             if isinstance(target, Split) and target.inside(source):
-                return self.inside(whole, source, target)
+                return self.cut(whole, target, source)
             if not self.is_gathered(node):
                 self._copies[node, REPLICATE] = self.all_gather(whole, source)
                 self.gathers += [] if user is None else [(node, user)]
             whole = self._copies[node, REPLICATE]
         return self.cut(whole, target) if isinstance(target, Split) else whole
-
-    def inside(self, node: fx.Node, source: Split, target: Split) -> fx.Node:
-        """Return the part `target` of a value of which this rank holds `source`; no communication."""
-        intervals = target.ranges[self.rank] or ((0, 0),)
-        if source.ranges[self.rank] == intervals:
-            return node
-        starts = [source.on_rank(self.rank, begin) for begin, _ in intervals]
-        local = [(start, start + end - begin) for start, (begin, end) in zip(starts, intervals, strict=True)]
-        return self._join(node, target.dim, local, local=True)
 
     def all_reduce(self, node: fx.Node, kind: str = "sum") -> fx.Node:
         """Return the sum, or the "max", of every rank's `node`."""
@@ -307,10 +305,6 @@ class Partition:
         work = self.emit(c10d.reduce_scatter_tensor.default, node, "sum", self.ranks, self.group)
         share = self.emit(c10d.wait_tensor.default, work)
         return self.emit(aten.transpose.int, share, 0, dim) if dim else share
-
-    def _is_even(self, split: Split, size: Any) -> bool:
-        """Return whether all ranks have equal shares of a dim of `size`, one after another."""
-        return isinstance(size, int) and size % self.ranks == 0 and split.ranges == even(size, self.ranks)
 
     def all_gather(self, node: fx.Node, split: Split) -> fx.Node:
         """Return the whole of a value cut by `split`."""
@@ -333,9 +327,15 @@ class Partition:
             whole = self.emit(aten.contiguous.default, self.emit(aten.transpose.int, whole, 0, split.dim))
         return self.emit(aten.to.dtype, whole, dtype) if dtype == torch.bool else whole
 
-    def cut(self, node: fx.Node, split: Split) -> fx.Node:
-        """Return this rank's intervals of a replicated value; no communication."""
-        return self._join(node, split.dim, split.ranges[self.rank], local=True)
+    def cut(self, node: fx.Node, target: Split, source: Split | None = None) -> fx.Node:
+        """Return the part `target` of a value of which this rank holds `source`, or all; no communication."""
+        pieces: Sequence[Interval] = target.ranges[self.rank] or ((0, 0),)
+        if source is not None:
+            if source.ranges[self.rank] == pieces:
+                return node
+            starts = [source.on_rank(self.rank, begin) for begin, _ in pieces]
+            pieces = [(s, s + end - begin) for s, (begin, end) in zip(starts, pieces, strict=True)]
+        return self._join(node, target.dim, pieces, local=True)
 
     def _join(self, node: fx.Node, dim: int, pieces: Sequence[Interval], *, local: bool = False) -> fx.Node:
         """Join intervals of a dim; `local`: this rank's, as other ranks have others (for `training`)."""

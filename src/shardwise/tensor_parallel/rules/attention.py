@@ -121,4 +121,4 @@ def key_heads(p: Partition, cut: Split, *, group: int, count: int) -> tuple[Spli
 def repeat_heads(p: Partition, x: Any, key_cut: Split, cut: Split, *, group: int) -> fx.Node:
     """Return keys or values repeated for each query head of this rank."""
     repeated = p.emit(aten.repeat_interleave.self_int, p.take(x, key_cut), group, cut.dim)
-    return p.inside(repeated, key_cut.scaled(group), cut)
+    return p.cut(repeated, cut, key_cut.scaled(group))

@@ -12,7 +12,7 @@ from shardwise.graph.nodes import arguments_of
 from shardwise.tensor_parallel.heads import column_ranges, part_dim
 from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of, several
 from shardwise.tensor_parallel.partition import Partition, aten
-from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Split, hint, normal
+from shardwise.tensor_parallel.placement import REPLICATE, Split, end_to_end, hint
 from shardwise.tensor_parallel.rules.registry import Dims, aten_rule, by_dims
 from shardwise.tensor_parallel.rules.vocabulary import gather_cut, is_gather, is_interval, row_cut, scatter
 
@@ -25,12 +25,11 @@ def part(p: Partition, node: fx.Node) -> None:
     dim = part_dim(node, ndim)
     if (weight_cut := _fused_cut(p, node, dim)) is not None:
         p.take(x, weight_cut)
-    placement = p.stays(x)
-    if placement == PARTIAL:
-        return p.locally(node, {x: PARTIAL}, PARTIAL)
+    placement = p.placement(x)
     if not isinstance(placement, Split) or placement.dim != dim:
         drops = op in ("select", "unbind")
-        return p.follow(node, {x: [None if d == dim else d - (drops and d > dim) for d in range(ndim)]})
+        dims = [None if d == dim else d - (drops and d > dim) for d in range(ndim)]
+        return p.follow(node, {x: dims}, linear=True)
     if op in ("split", "chunk", "split_with_sizes", "tensor_split"):
         return _split_along(p, node, placement)
     begin = _slice_begin(p, node, size=p.shape(node)[dim]) if op in ("slice", "narrow") else None
@@ -46,18 +45,15 @@ def _fused_cut(p: Partition, node: fx.Node, dim: int) -> Split | None:
     parameter = p.parameters.get(args_of(node)[0])
     if parameter is None or parameter.style != "column" or parameter.placement is not None or dim != 0:
         return None
-    begin, joined = 0, [list[tuple[int, int]]() for _ in range(p.ranks)]
+    cuts = []
     for index, piece in enumerate(several(node.meta["val"])):
         users = (use for item in node.users if item.args[1] == index for use in item.users)
         layer = next((use for use in users if op_of(use) == "linear" and use.args[0] not in node.users), None)
         if layer is None or piece.ndim != 2:
             return None
         size = hint(piece.shape[0])
-        ranges = column_ranges(p, layer, size, dim=len(p.shape(layer)) - 1)
-        for intervals, part in zip(joined, ranges, strict=True):
-            intervals += [(begin + b, begin + e) for b, e in part]
-        begin += size
-    return Split(0, tuple(map(normal, joined)))
+        cuts.append((size, column_ranges(p, layer, size, dim=len(p.shape(layer)) - 1)))
+    return Split(0, end_to_end(cuts))
 
 
 def _slice_begin(p: Partition, node: fx.Node, *, size: Any) -> int | None:
@@ -115,15 +111,9 @@ def _cat_along(p: Partition, node: fx.Node, tensors: list[fx.Node], dim: int) ->
     cuts = [cut for x in tensors if isinstance(cut := p.placement(x), Split) and cut.dim == dim]
     if len(cuts) < len(tensors):
         return p.repeat(node)
-    begin = 0
-    joined: list[list[tuple[int, int]]] = [[] for _ in range(p.ranks)]
-    for x, cut in zip(tensors, cuts, strict=True):
-        for rank, part in enumerate(cut.ranges):
-            joined[rank] += [(begin + b, begin + e) for b, e in part]
-        begin += p.shape(x)[dim]
-    result_cut = Split(dim, tuple(tuple(part) for part in joined)).within(0, begin)
+    joined = end_to_end([(p.shape(x)[dim], cut.ranges) for x, cut in zip(tensors, cuts, strict=True)])
     result = p.emit(aten.cat.default, [p.take(x, cut) for x, cut in zip(tensors, cuts, strict=True)], dim)
-    return p.keep(node, result, result_cut)
+    return p.keep(node, result, Split(dim, joined))
 
 
 # ------------------------------------------------------------ by indices, which every rank has whole
@@ -134,10 +124,9 @@ def index(p: Partition, node: fx.Node) -> None:
     """Index x[i, j, ...]: the indices' dims replace the dims that have indices."""
     x, indices = args_of(node)[:2]
     of_x = _indexed(p, x, indices)
-    if of_x is not None and p.may_stay_partial(x):
-        return p.locally(node, {x: PARTIAL}, PARTIAL)
     dims = range(len(p.shape(x)) if of_x else 0)
-    return p.follow(node, {x: [of_x.index(d) if d in of_x else None for d in dims]} if of_x else {})
+    dims_of = {x: [of_x.index(d) if d in of_x else None for d in dims]} if of_x else {}
+    return p.follow(node, dims_of, linear=of_x is not None)
 
 
 @by_dims("index_put")

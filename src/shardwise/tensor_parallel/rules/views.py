@@ -83,7 +83,7 @@ def permute(p: Partition, node: fx.Node) -> None:
     return p.locally(node, {x: cut}, cut.on(order.index(cut.dim)) if isinstance(cut, Split) else cut)
 
 
-@by_dims("view_as_complex", "view_as_real", terms=True)
+@by_dims("view_as_complex", "view_as_real", linear=True)
 def as_complex(p: Partition, node: fx.Node) -> Dims:
     """Cut views as complex or real: the last dim, of two elements, becomes one number, or the reverse."""
     x = args_of(node)[0]
