@@ -207,9 +207,6 @@ def _nodes_by_argument(node: Node) -> list[tuple[Any, list[Node]]]:
     schema = _compat.schema(node.target)
     if schema is None:
         return []
-    pairs = []
-    for index, argument in enumerate(schema.arguments):
-        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-        nodes = value if isinstance(value, (list, tuple)) else [value]
-        pairs.append((argument, [item for item in nodes if isinstance(item, Node)]))
-    return pairs
+    given = [x if isinstance(x, (list, tuple)) else [x] for x in arguments_of(node).values()]
+    nodes = ([item for item in items if isinstance(item, Node)] for items in given)
+    return list(zip(schema.arguments, nodes, strict=True))
