@@ -274,7 +274,6 @@ def _placeholder(p: Partition, value: Any) -> Any:
 
 
 def _state_of(p: Partition, x: fx.Node) -> State:
-    """Return the state in which the partition leaves `x`."""
     value, parameter = p.values[x], p.parameters.get(x)
     placement = value.placement if parameter is None else parameter.placement
     copies = {  # where moving it needs communication
@@ -302,7 +301,6 @@ def _metadata(x: fx.Node) -> Any:
 
 
 def _shard_bytes(parameter: fx.Node, placement: Placement, rank: int) -> int:
-    """Return the bytes of a parameter that a rank holds."""
     shape: list[int] = local_shape(placement, _sizes(parameter), rank)
     return math.prod(shape) * int(parameter.meta["val"].element_size())
 

@@ -196,13 +196,11 @@ class _Tracker:
 
 
 def _selects_each(user: fx.Node, dim: int) -> bool:
-    """Return whether `user` takes elements of a dim one by one."""
     pieces = several(user.meta["val"])
     return op_of(user) in ("unbind", "select") or all(hint(piece.shape[dim]) == 1 for piece in pieces)
 
 
 def _is_expanded(node: fx.Node) -> bool:
-    """Return whether `node` is an expanded value, maybe copied."""
     while op_of(node) in ("clone", "contiguous", "to", "_to_copy"):
         node = args_of(node)[0]
     return op_of(node) == "expand"

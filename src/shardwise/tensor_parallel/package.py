@@ -85,7 +85,6 @@ def save(
     first = group is None or dist.get_rank(group) == 0
 
     def run_on_all(action: Callable[[], Any]) -> list[Any]:
-        """Return the action's result on each rank that saves."""
         if group is None:
             return [action()]
         return together(f"tensor_parallel.save to {place}", action, group=group, kind=ShardingError)
@@ -231,7 +230,6 @@ def _temporary_path(place: Path) -> Path:
 
 
 def _write(programs: list[ExportedProgram], folder: Path) -> dict[str, Any]:
-    """Save programs, and return the digests of their files by name."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = {f"rank-{record_of(program)['rank']}.pt2": program for program in programs}
     for name, program in paths.items():

@@ -121,7 +121,6 @@ def _identity(tensor: Tensor) -> Any:
 
 
 def _check_whole(program: Any) -> None:
-    """Reject anything but an exported program, and a program that already communicates."""
     if not isinstance(program, ExportedProgram):
         kind = "a module" if isinstance(program, nn.Module) else f"{type(program).__name__}"
         raise ShardingError(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.export.graph_signature import ConstantArgument, ExportGraphSignature
 
 from shardwise import _compat
 from shardwise.errors import ShardingError
+from shardwise.fsdp.tensors import map_tensors
 from shardwise.tensor_parallel.device import storage_device, wrap_like
 from shardwise.tensor_parallel.nodes import is_impure
 from shardwise.tensor_parallel.partition import Partition
@@ -112,23 +114,19 @@ def program_of(
         state_dict=state,
         range_constraints=dict(program.range_constraints),
         module_call_graph=list(program.module_call_graph),
-        example_inputs=_move_examples(program.example_inputs, storage_device(device_type)),
+        example_inputs=map_tensors(
+            partial(_move_example, device=storage_device(device_type)), program.example_inputs
+        ),
         constants=constants,
         verifiers=program.verifiers,
     )
 
 
-def _move_examples(value: Any, device: torch.device) -> Any:
-    """Return example inputs, with fake ones on meta: `torch.export.load` would unpickle fakes as objects."""
-    if isinstance(value, Tensor) and _compat.is_fake(value):
-        return torch.empty([int(size) for size in value.shape], dtype=value.dtype, device="meta")
-    if isinstance(value, Tensor):
-        return value if value.is_meta else value.to(device)
-    if isinstance(value, dict):
-        return {key: _move_examples(item, device) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_move_examples(item, device) for item in value)
-    return value
+def _move_example(x: Tensor, device: torch.device) -> Tensor:
+    """Return an example input, on meta if it is fake: `torch.export.load` would unpickle fakes as objects."""
+    if _compat.is_fake(x):
+        return torch.empty([int(size) for size in x.shape], dtype=x.dtype, device="meta")
+    return x if x.is_meta else x.to(device)
 
 
 def _name_sources(graph: fx.Graph) -> None:
@@ -141,7 +139,6 @@ def _name_sources(graph: fx.Graph) -> None:
 
 
 def _signature(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSignature:
-    """Return the signature with outputs by the names of this graph's nodes, and the same inputs."""
     (output,) = graph.find_nodes(op="output")
     specs = [
         replace(spec, arg=_output_argument(spec.arg, value))
@@ -151,7 +148,6 @@ def _signature(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphS
 
 
 def _output_argument(argument: Any, value: Any) -> Any:
-    """Return the description of an output that is `value`: a node, or a constant."""
     if isinstance(value, fx.Node):
         return replace(argument, name=value.name)
     return argument if isinstance(argument, ConstantArgument) else ConstantArgument(name="", value=value)

@@ -30,15 +30,13 @@ from shardwise.errors import ShardingError
 from shardwise.tensor_parallel import placement as own
 
 
+@dataclass(eq=False, kw_only=True)
 class _Parallel:
     """Layouts of a style, with the keywords of torch's styles of the same names."""
 
-    def __init__(
-        self, *, input_layouts: Any = None, output_layouts: Any = None, use_local_output: bool = True
-    ) -> None:
-        self.input_layouts = input_layouts
-        self.output_layouts = output_layouts
-        self.use_local_output = use_local_output
+    input_layouts: Any = None
+    output_layouts: Any = None
+    use_local_output: bool = True
 
     def __repr__(self) -> str:
         arguments = [f"{name}={value!r}" for name, value in vars(self).items() if value not in (None, True)]
@@ -95,7 +93,7 @@ class Plan:
         styles: "column" or "row", by parameter; those not named stay whole.
         inputs: layout of a module's one input, by the module's fully qualified name.
         outputs: layout of a module's outputs, likewise.
-                strategies: every entry as text, in order.
+        strategies: every entry as text, in order.
     """
 
     styles: dict[str, str] = field(default_factory=dict)
@@ -278,7 +276,6 @@ def _layout(layout: Any, *, key: str) -> Layout:
 
 
 def _match_parameters(key: str, names: Collection[str]) -> list[str]:
-    """Return the parameters that `key` matches: by name, by their module's name, or as a pattern."""
     matching = [name for name in names if _matches(key, name) or _matches(key, name.rpartition(".")[0])]
     return matching or _raise_no_match(key, list(names))
 

@@ -161,7 +161,6 @@ class _Pass:
         return result
 
     def _wrap_collective(self, wait: fx.Node) -> None:
-        """Replace the result of a collective."""
         p, result = self.p, wait
         work: Any = wait.args[0]
         x, name = work.args[0], op_of(work)
@@ -202,12 +201,10 @@ class _Pass:
 
 
 def _has_tensor(node: Any) -> bool:
-    """Return whether `node` gives a tensor, or several."""
     return any(isinstance(value, Tensor) for value in several(node.meta.get("val")))
 
 
 def _has_gradient(node: Any) -> bool:
-    """Return whether `node` has a value of a dtype that can have gradients."""
     values = several(node.meta.get("val")) if isinstance(node, fx.Node) else ()
     return any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
 

@@ -168,7 +168,6 @@ def _set_styles(p: Partition, plan: Plan, whole: Whole) -> None:
 
 
 def _copy_placements(p: Partition, sharing: ExportedProgram) -> None:
-    """Place parameters and buffers as another program does."""
     record = state.record_of(sharing)
     if (record["rank"], record["world_size"]) != (p.rank, p.ranks):
         raise ShardingError(

@@ -37,7 +37,6 @@ def attention(p: Partition, node: fx.Node) -> None:
 
 
 def _dropout(node: fx.Node) -> float:
-    """Return the probability of dropping an attention weight."""
     return float(arguments_of(node).get("dropout_p", 0.0))
 
 
