@@ -22,7 +22,7 @@ from shardwise.graph.nodes import kind_of
 from shardwise.tensor_parallel.canonical import canonicalize, functionalize
 from shardwise.tensor_parallel.nodes import is_tensor, line_of, modules_of, name_of, nbytes, op_of
 from shardwise.tensor_parallel.partition import Parameter, Partition, Value
-from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
+from shardwise.tensor_parallel.placement import REPLICATE, Placement
 from shardwise.tensor_parallel.rules import find, getitem, is_pointwise, pointwise
 
 RECORD = "shardwise.tensor_parallel"  # in a cut program: key in graph_module.meta["custom"], see `state`
@@ -35,25 +35,15 @@ _WRITES = (*_MUTATIONS, OutputKind.GRADIENT_TO_PARAMETER)
 
 @dataclass(frozen=True)
 class Whole:
-    """A program in canonical form.
+    """A program in canonical form."""
 
-    Attributes:
-        program: functional; its graph is not the one that is cut.
-        graph: canonical. If placeholders share a tensor, the first has all uses.
-        parameters: parameters and buffers, by placeholder.
-        by_name: placeholders by every name of a parameter or buffer, also those that strict export drops.
-        ties: the first name of the same tensor, by later names.
-        aliases: placeholders without uses, each with the one whose tensor it shares.
-        mutated: parameters and buffers that the program writes to.
-    """
-
-    program: ExportedProgram
-    graph: fx.Graph
-    parameters: dict[fx.Node, Parameter]
-    by_name: dict[str, fx.Node]
-    ties: dict[str, str]
-    aliases: dict[fx.Node, fx.Node]
-    mutated: frozenset[str]
+    program: ExportedProgram  # functional; its graph is not the one that is cut
+    graph: fx.Graph  # canonical; if placeholders share a tensor, the first has all uses
+    parameters: dict[fx.Node, Parameter]  # and buffers, by placeholder
+    by_name: dict[str, fx.Node]  # placeholders by every name of these, also of those that strict export drops
+    ties: dict[str, str]  # the first name of the same tensor, by later names
+    aliases: dict[fx.Node, fx.Node]  # placeholders without uses: the one whose tensor each shares
+    mutated: frozenset[str]  # parameters and buffers that the program writes to
 
     @property
     def fake_mode(self) -> Any:
@@ -165,21 +155,11 @@ def _cut_dim(style: str, user: fx.Node, weight: fx.Node) -> int | None:
     return int(in_first == (style == "column"))
 
 
-def _restyle(p: Partition, node: fx.Node) -> None:
-    """Rename the style of matrices that are already cut to what this use calls their cut."""
-    for x in node.all_input_nodes:
-        parameter = p.parameters.get(x)
-        if parameter is not None and isinstance(cut := parameter.placement, Split):
-            styles = [style for style in ("column", "row") if _cut_dim(style, node, x) == cut.dim]
-            parameter.style = styles[0] if styles else parameter.style
-
-
 # ------------------------------------------------------------ node by node
 
 
 def build_node(p: Partition, node: fx.Node, *, strict: bool = False) -> None:
     """Build this rank's form of `node` from its inputs in `p.values`, and put its value there."""
-    _restyle(p, node)
     if node.op in ("placeholder", "get_attr"):
         target = str(node.target)
         result = p.graph.placeholder(target) if node.op == "placeholder" else p.graph.get_attr(target)
