@@ -32,28 +32,16 @@ _WAIT = f"{FUNCTIONAL}::{WAIT}"
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a graph.
+    """One collective of a graph."""
 
-    Attributes:
-        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast".
-        issue: the node that starts it.
-        waits: the nodes that wait for it, in graph order: one, or one for each tensor if it is coalesced;
-            none if nothing waits in this graph.
-        group: the name of its process group, which differs from rank to rank.
-        ranks: size of the group; 0 if the operator does not give it and the group is unknown here.
-        op: of a reduction, "sum" or "avg" and so on; else "".
-        dtype: of its (first) tensor.
-        bytes: of its whole buffer: an all-gather's output, the input of all others.
-    """
-
-    kind: str
-    issue: Node
-    waits: tuple[Node, ...]
-    group: str
-    ranks: int
-    op: str
-    dtype: torch.dtype
-    bytes: int
+    kind: str  # "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"
+    issue: Node  # starts it
+    waits: tuple[Node, ...]  # in graph order; one for each tensor if it is coalesced; none if nothing waits
+    group: str  # the name of its process group, which differs from rank to rank
+    ranks: int  # size of the group; 0 if the operator does not give it and the group is unknown here
+    op: str  # of a reduction, "sum" or "avg" and so on; else ""
+    dtype: torch.dtype  # of its (first) tensor
+    bytes: int  # of its whole buffer: an all-gather's output, the input of all others
 
     @property
     def wait(self) -> Node:

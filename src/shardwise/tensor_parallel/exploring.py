@@ -54,21 +54,13 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """The effect of a step on one combination of states.
+    """The effect of a step on one combination of states."""
 
-    Attributes:
-        before: states of its inputs.
-        after: the same inputs' states afterwards, and the result's.
-        collectives: kind, and bytes that each rank sends: the minimum that the collective needs.
-        flops: of rank 0, which has the largest share.
-        shards: for each input that is a parameter first used here: its place, and the bytes by rank.
-    """
-
-    before: tuple[State, ...]
-    after: tuple[State, ...]
-    collectives: tuple[tuple[str, int], ...] = ()
-    flops: int = 0
-    shards: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    before: tuple[State, ...]  # of its inputs
+    after: tuple[State, ...]  # of its inputs, and of the result
+    collectives: tuple[tuple[str, int], ...]  # kind, and the least bytes that each rank must send
+    flops: int  # of rank 0, which has the largest share
+    shards: tuple[tuple[int, tuple[int, ...]], ...]  # inputs that are first used here: place, bytes by rank
 
     @cached_property
     def bytes_held(self) -> tuple[int, ...]:
@@ -87,33 +79,21 @@ class Step:
 
 @dataclass(frozen=True)
 class Group:
-    """Weights that get one style.
-
-    Attributes:
-        names: of the weights.
-        vectors: parameters of their modules that get the same style.
-        states: for each value, its first state for each of `STYLES`.
-    """
+    """Weights that get one style."""
 
     names: tuple[str, ...]
-    vectors: tuple[str, ...]
-    states: tuple[tuple[fx.Node, tuple[State, ...]], ...]
+    vectors: tuple[str, ...]  # parameters of their modules that get the same style
+    states: tuple[tuple[fx.Node, tuple[State, ...]], ...]  # first states, for each of `STYLES`, by value
 
 
 @dataclass
 class Space:
-    """A program over `ranks`, explored.
-
-    Attributes:
-        decisions: the groups whose styles are to be chosen.
-        steps: in order.
-        unused_bytes: bytes of parameters and buffers that nothing uses.
-    """
+    """A program over `ranks`, explored."""
 
     ranks: int
-    decisions: tuple[Group, ...]
+    decisions: tuple[Group, ...]  # whose styles are to be chosen
     steps: tuple[Step, ...]
-    unused_bytes: int
+    unused_bytes: int  # of parameters and buffers
     _names: dict[fx.Node, str] = field(repr=False)
     _sizes: dict[str, int] = field(repr=False)
 

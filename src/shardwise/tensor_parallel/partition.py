@@ -56,16 +56,13 @@ class Value:
 class Parameter:
     """A parameter or buffer of the program, cut where it is first used.
 
-    Attributes:
-        name: fully qualified.
-        style: "column", "row" or None, as the user asked; "follow" for a buffer that is written in parts,
-            such as a cache of keys, which is cut like the values written to it.
-        placement: where it was cut; None before its first use.
+    Its style is "column", "row" or None, as the user asked; or "follow" for a buffer that is written in
+    parts, such as a cache of keys, which is cut like the values written to it.
     """
 
     name: str
     style: str | None = None
-    placement: Placement | None = None
+    placement: Placement | None = None  # None before its first use
 
 
 @dataclass

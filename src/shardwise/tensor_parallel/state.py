@@ -64,19 +64,15 @@ def _shards(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return this rank's state dict and constants, under the whole program's names."""
     program = whole.program
+    parts = {**program.state_dict, **program.constants}
     shared_names = set() if sharing is None else record_of(sharing)["parameters"].keys()
     shared = {} if sharing is None else {**sharing.state_dict, **sharing.constants}
     placements = {parameter.name: parameter.placement for parameter in partition.parameters.values()}
-    parts: dict[str, Any] = {}
-    for name, value in [*program.state_dict.items(), *program.constants.items()]:
-        if name in whole.ties:
-            continue
+    for name in [name for name in parts if name not in whole.ties]:
         if name in shared_names:
             parts[name] = shared[name]
-        elif isinstance(value, Tensor):
-            parts[name] = shard_of(value, placements.get(name), partition.rank)
-        else:
-            parts[name] = value
+        elif isinstance(parts[name], Tensor):
+            parts[name] = shard_of(parts[name], placements.get(name), partition.rank)
     parts.update({name: parts[first] for name, first in whole.ties.items()})
     return {name: parts[name] for name in program.state_dict}, {x: parts[x] for x in program.constants}
 

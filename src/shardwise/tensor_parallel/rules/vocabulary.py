@@ -61,16 +61,11 @@ def is_interval(cut: Split, dim: int) -> bool:
 
 @dataclass
 class Rows:
-    """Rows cut over ranks whose sums of exponentials are not known yet.
-
-    Attributes:
-        node: its value is the rows' log-softmax, or a loss.
-        local: this rank's part, minus the maxima of whole rows; in float32 if the dtype is fp16 or bf16.
-    """
+    """Rows cut over ranks whose sums of exponentials are not known yet."""
 
     p: Partition
-    node: fx.Node
-    local: fx.Node
+    node: fx.Node  # its value is the rows' log-softmax, or a loss
+    local: fx.Node  # this rank's part, minus the maxima of whole rows; float32 for fp16 and bf16
     cut: Split
     logarithm: fx.Node | None = None
 
