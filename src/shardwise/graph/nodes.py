@@ -51,10 +51,8 @@ class Collective:
     @property
     def inputs(self) -> tuple[Node, ...]:
         """The tensors it sends: one, or several if it is coalesced."""
-        argument = self.issue.args[0]
-        sent = (argument,) if isinstance(argument, Node) else argument
-        assert isinstance(sent, (list, tuple))
-        return tuple(node for node in sent if isinstance(node, Node))
+        sent: Any = self.issue.args[0]
+        return (sent,) if isinstance(sent, Node) else tuple(sent)
 
 
 def collectives(graph: Graph) -> list[Collective]:

@@ -70,19 +70,12 @@ class Prices:
 
 @dataclass(frozen=True)
 class Decision:
-    """The style chosen for similar weights.
+    """The style chosen for similar weights."""
 
-    Attributes:
-        names: the weights, one in each of the repeated layers.
-        style: "column", "row" or "replicate".
-        bytes_here: bytes of these weights on the rank that holds the most.
-        bytes_whole: bytes of these weights, uncut.
-    """
-
-    names: tuple[str, ...]
-    style: str
-    bytes_here: int
-    bytes_whole: int
+    names: tuple[str, ...]  # of the weights, one in each of the repeated layers
+    style: str  # "column", "row" or "replicate"
+    bytes_here: int  # of these weights on the rank that holds the most
+    bytes_whole: int  # of these weights, uncut
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from torch.fx.node import map_aggregate, map_arg
 
 from shardwise import _compat
 from shardwise.errors import ShardingError
+from shardwise.tensor_parallel.nodes import several
 from shardwise.tensor_parallel.placement import (
     PARTIAL,
     REPLICATE,
@@ -172,8 +173,7 @@ class Partition:
             parameter = self.parameters.get(x)
             if parameter is not None and parameter.style is not None and parameter.placement != REPLICATE:
                 return False
-            placements = self.values[x].placement if x in self.values else REPLICATE
-            if any(p != REPLICATE for p in (placements if isinstance(placements, tuple) else (placements,))):
+            if x in self.values and any(at != REPLICATE for at in several(self.values[x].placement)):
                 return False
         return True
 

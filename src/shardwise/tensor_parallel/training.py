@@ -156,7 +156,8 @@ class _Pass:
         else:
             with self.p.graph.inserting_before(user):
                 result = self.p.emit(ops.replicated.default, x, self.p.group)
-        self._mark_differentiable(result, x)
+        self.grads.add(result)
+        name_source(result, x)
         self.copies[x] = result
         return result
 
@@ -186,7 +187,8 @@ class _Pass:
         users = list(node.users)
         with self.p.graph.inserting_before(successor):
             result = self.p.emit(op, *(x for x in (term, node) if x is not None), *rest)
-        self._mark_differentiable(result, node)
+        self.grads.add(result)
+        name_source(result, node)
         for user in users:
             user.replace_input_with(node, result)
         return result
@@ -194,10 +196,6 @@ class _Pass:
     def _is_saved(self, buffer: fx.Node) -> bool:
         """Return whether backward may need the value that an operation read from `buffer` or a view of it."""
         return any(user in self.grads or (is_view(user) and self._is_saved(user)) for user in buffer.users)
-
-    def _mark_differentiable(self, result: fx.Node, node: fx.Node) -> None:
-        self.grads.add(result)
-        name_source(result, node)
 
 
 def _has_tensor(node: Any) -> bool:
