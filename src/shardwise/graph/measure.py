@@ -99,7 +99,7 @@ class _Reading:
             unsharded_bytes,
             peak_groups,
             tuple(dict.fromkeys(self.filled)),
-            tuple(self._saved(node) for node in saved),
+            tuple(map(self._saved, saved)),
             tuple(node.name for node in returned),
             tuple(_runs(self.place[n] for n, category in self.categories.items() if category in _WORK)),
         )

@@ -128,7 +128,10 @@ class ChosenPlan:
         rows = []
         for decision, extras in zip(self.decisions, self.alternatives, strict=True):
             count = f" and {len(decision.names) - 1} like it" if len(decision.names) > 1 else ""
-            costs = ", ".join(f"{style} {_extra_text(extra)}" for style, extra in extras.items())
+            costs = ", ".join(
+                f"{style} not possible" if extra is None else f"{style} +{_seconds(max(0.0, extra))}"
+                for style, extra in extras.items()
+            )
             largest, whole = f"{decision.bytes_here:,}", f"{decision.bytes_whole:,}"
             rows.append((f"{decision.names[0]}{count}", decision.style, largest, whole, costs))
         columns = {"parameter": "all parameters and buffers", "style": ""}
@@ -313,10 +316,6 @@ def _by_state(variables: Sequence[int], states: Sequence[State]) -> dict[State, 
 
 
 # ------------------------------------------------------------ text
-
-
-def _extra_text(seconds: float | None) -> str:
-    return "not possible" if seconds is None else f"+{_seconds(max(0.0, seconds))}"
 
 
 def _seconds(seconds: float) -> str:

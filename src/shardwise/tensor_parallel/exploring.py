@@ -233,11 +233,12 @@ class _Exploration:
     def _use(
         self, p: Partition, inputs: list[fx.Node], before: tuple[State, ...], after: tuple[State, ...]
     ) -> Use:
-        shards = [
-            (place, tuple(_shard_bytes(x, new.placement, rank) for rank in range(self.ranks)))
-            for place, (x, old, new) in enumerate(zip(inputs, before, after, strict=False))
-            if old.placement is None and new.placement is not None
-        ]
+        shards = []
+        for place, (x, old, new) in enumerate(zip(inputs, before, after, strict=False)):
+            if old.placement is None and new.placement is not None:
+                shapes = (local_shape(new.placement, _sizes(x), rank) for rank in range(self.ranks))
+                itemsize = x.meta["val"].element_size()
+                shards.append((place, tuple(math.prod(shape) * itemsize for shape in shapes)))
         calls = [node for node in p.graph.nodes if node.op == "call_function"]
         kinds = [(kind, node) for node in calls if (kind := kind_of(node)) is not None]
         sizes = [(kind, nbytes(node if kind == GATHER else args_of(node)[0])) for kind, node in kinds]
@@ -278,11 +279,6 @@ def _metadata(x: fx.Node) -> Any:
 
 
 # ------------------------------------------------------------ sizes
-
-
-def _shard_bytes(parameter: fx.Node, placement: Placement, rank: int) -> int:
-    shape: list[int] = local_shape(placement, _sizes(parameter), rank)
-    return math.prod(shape) * int(parameter.meta["val"].element_size())
 
 
 def _flops(node: fx.Node) -> int:

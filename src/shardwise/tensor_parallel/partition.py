@@ -275,7 +275,7 @@ class Partition:
         if isinstance(target, Partial):
             raise ShardingError(f"{node.name}: cannot turn a value at {source} into terms of a sum")
         if isinstance(source, Partial):
-            size = self.shape(node)[target.dim] if isinstance(target, Split) else None
+            size = self.shape(node)[target.dim] if isinstance(target, Split) else 0
             divides = isinstance(size, int) and size % self.ranks == 0
             if isinstance(target, Split) and divides and target.ranges == even(size, self.ranks):
                 return self.reduce_scatter(whole, target.dim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -31,7 +32,10 @@ def part(p: Partition, node: fx.Node) -> None:
         dims = [None if d == dim else d - (drops and d > dim) for d in range(ndim)]
         return p.follow(node, {x: dims}, linear=True)
     if op in ("split", "chunk", "split_with_sizes", "tensor_split"):
-        return _split_along(p, node, placement)
+        ends = accumulate((hint(piece.shape[dim]) for piece in node.meta["val"]), initial=0)
+        cuts = tuple(placement.within(begin, end) for begin, end in pairwise(ends))
+        sizes = [cut.size(p.rank) for cut in cuts]  # parts are cut too, like those of a fused projection
+        return p.keep(node, p.emit(aten.split_with_sizes.default, p.take(x, placement), sizes, dim), cuts)
     begin = _slice_begin(p, node, size=p.shape(node)[dim]) if op in ("slice", "narrow") else None
     if begin is None:
         return p.repeat(node)
@@ -70,17 +74,6 @@ def _slice_cut(p: Partition, cut: Split, begin: int, size: int) -> tuple[Split, 
     return cut.within(begin, begin + size), cut.within(0, begin).size(p.rank)
 
 
-def _split_along(p: Partition, node: fx.Node, x_cut: Split) -> None:
-    """Take parts along the cut dim; each is cut too, like the parts of a fused projection."""
-    cuts, begin = [], 0
-    for piece in node.meta["val"]:
-        end = begin + hint(piece.shape[x_cut.dim])
-        cuts.append(x_cut.within(begin, end))
-        begin = end
-    local, sizes = p.take(node.args[0], x_cut), [cut.size(p.rank) for cut in cuts]
-    p.keep(node, p.emit(aten.split_with_sizes.default, local, sizes, x_cut.dim), tuple(cuts))
-
-
 def getitem(p: Partition, node: fx.Node) -> None:
     """Take one of several results."""
     whole, index = args_of(node)
@@ -100,19 +93,15 @@ def cat(p: Partition, node: fx.Node) -> None:
     used = [x for x in tensors if stacks or list(p.shape(x)) != [0]]  # empty vectors fit anything
     dims = range(len(p.shape(used[0])) if used else 0)
     dim = raw_dim % (len(dims) + stacks) if used else 0
-    if (cut := p.cut_of(*used)) is not None and cut.dim == dim and not stacks:
-        return _cat_along(p, node, used, dim)
-    out = [d + (d >= dim) if stacks else None if d == dim else d for d in dims]
-    return p.follow(node, dict.fromkeys(used, out))
-
-
-def _cat_along(p: Partition, node: fx.Node, tensors: list[fx.Node], dim: int) -> None:
-    """Join values along the dim in which they are cut, such as the parts of a fused projection."""
-    cuts = [cut for x in tensors if isinstance(cut := p.placement(x), Split) and cut.dim == dim]
-    if len(cuts) < len(tensors):
+    if stacks or (cut := p.cut_of(*used)) is None or cut.dim != dim:
+        out = [d + (d >= dim) if stacks else None if d == dim else d for d in dims]
+        return p.follow(node, dict.fromkeys(used, out))
+    # along the dim in which they are cut, such as the parts of a fused projection
+    cuts = [at for x in used if isinstance(at := p.placement(x), Split) and at.dim == dim]
+    if len(cuts) < len(used):
         return p.repeat(node)
-    joined = end_to_end([(p.shape(x)[dim], cut.ranges) for x, cut in zip(tensors, cuts, strict=True)])
-    result = p.emit(aten.cat.default, [p.take(x, cut) for x, cut in zip(tensors, cuts, strict=True)], dim)
+    joined = end_to_end([(p.shape(x)[dim], cut.ranges) for x, cut in zip(used, cuts, strict=True)])
+    result = p.emit(aten.cat.default, [p.take(x, cut) for x, cut in zip(used, cuts, strict=True)], dim)
     return p.keep(node, result, Split(dim, joined))
 
 
