@@ -233,10 +233,8 @@ def _solve(
     started = time.perf_counter()
     count = len(STYLES)
     integers = count * len(space.decisions)
-    costs = [0.0] * integers
-    rows: list[_Row] = [
-        (dict.fromkeys(range(first, first + count), 1.0), 1, 1) for first in range(0, integers, count)
-    ]
+    costs: list[float] = []
+    rows: list[_Row] = []
     bytes_held = _flow(costs, rows, space, prices)
     if budget is not None:
         for rank in range(space.ranks):
@@ -283,17 +281,14 @@ def _flow(costs: list[float], rows: list[_Row], space: Space, prices: Prices) ->
     """
     bytes_held: dict[int, tuple[int, ...]] = {}
     producers: dict[fx.Node, dict[State, list[int]]] = {}  # value, state: the variables that leave it so
-    for index, group in enumerate(space.decisions):
-        for value, by_style in group.states:
-            producers[value] = _by_state(range(index * len(STYLES), (index + 1) * len(STYLES)), by_style)
-    for step in space.steps:
+    for step in (*(group.step for group in space.decisions), *space.steps):
         variables = range(len(costs), len(costs) + len(step.uses))
         costs += [prices.of(use) for use in step.uses]
         bytes_held.update(
             (u, use.bytes_held) for u, use in zip(variables, step.uses, strict=True) if use.bytes_held
         )
         places = [place for place, value in enumerate(step.inputs) if value in producers]
-        if not places:  # inputs come in one state each
+        if not places:  # a decision, or inputs that come in one state each
             rows.append((dict.fromkeys(variables, 1.0), 1, 1))
         for place in places:
             consumers = _by_state(variables, [use.before[place] for use in step.uses])

@@ -58,9 +58,9 @@ class Use:
 
     before: tuple[State, ...]  # of its inputs
     after: tuple[State, ...]  # of its inputs, and of the result
-    collectives: tuple[tuple[str, int], ...]  # kind, and the least bytes that each rank must send
-    flops: int  # of rank 0, which has the largest share
-    shards: tuple[tuple[int, tuple[int, ...]], ...]  # inputs that are first used here: place, bytes by rank
+    collectives: tuple[tuple[str, int], ...] = ()  # kind, and the least bytes that each rank must send
+    flops: int = 0  # of rank 0, which has the largest share
+    shards: tuple[tuple[int, tuple[int, ...]], ...] = ()  # inputs first used here: place, bytes by rank
 
     @cached_property
     def bytes_held(self) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class Group:
 
     names: tuple[str, ...]
     vectors: tuple[str, ...]  # parameters of their modules that get the same style
-    states: tuple[tuple[fx.Node, tuple[State, ...]], ...]  # first states, for each of `STYLES`, by value
+    step: Step  # without inputs: a use for each of `STYLES` sets the first states of the parameters
 
 
 @dataclass
@@ -158,11 +158,11 @@ class _Exploration:
     def __init__(self, whole: Whole, ranks: int, groups: Sequence[Group]) -> None:
         self.ranks, self.parameters = ranks, whole.parameters
         self.fake_mode = whole.fake_mode
-        self.states: dict[fx.Node, tuple[State, ...]] = {
-            node: tuple(dict.fromkeys(by_style)) for group in groups for node, by_style in group.states
-        }
+        self.states: dict[fx.Node, tuple[State, ...]] = {}
         self.steps: list[Step] = []
         self.cache: dict[Any, tuple[Use, ...]] = {}
+        for group in groups:
+            self._note_states(group.step)
 
     def step(self, inputs: list[fx.Node], node: fx.Node | None, build: Callable[[Partition], Any]) -> None:
         """Explore an operation, whose result is `node`, or an output."""
@@ -175,7 +175,12 @@ class _Exploration:
             subject = "an output" if node is None else f"{name_of(node)} ({node.name})"
             raise ShardingError(f"no rule can build {subject}, even from whole inputs")
         self.steps.append(Step(tuple(inputs), tuple(values), uses))
-        for value, states in zip(values, zip(*(use.after for use in uses), strict=True), strict=True):
+        self._note_states(self.steps[-1])
+
+    def _note_states(self, step: Step) -> None:
+        for value, states in zip(
+            step.values, zip(*(use.after for use in step.uses), strict=True), strict=True
+        ):
             self.states[value] = tuple(dict.fromkeys(states))
 
     def _uses(
@@ -323,12 +328,11 @@ def _group_weights(whole: Whole) -> tuple[Group, ...]:
     result = []
     for names in groups.values():
         vectors = {name: vectors_of.pop(name.rpartition(".")[0], []) for name in names}
-        states = tuple(
-            (whole.by_name[x], _first_states(whole.by_name[x], x))
-            for name in names
-            for x in (name, *vectors[name])
-        )
-        result.append(Group(tuple(names), tuple(itertools.chain(*vectors.values())), states))
+        values = {whole.by_name[x]: x for name in names for x in (name, *vectors[name])}
+        states = (_first_states(node, name) for node, name in values.items())
+        uses = tuple(Use((), after) for after in zip(*states, strict=True))
+        step = Step((), tuple(values), uses)
+        result.append(Group(tuple(names), tuple(itertools.chain(*vectors.values())), step))
     return tuple(result)
 
 
