@@ -191,11 +191,6 @@ class Partition:
         """Return whether a dim of `x` has one element, broadcast to the `size` elements of a result."""
         return self.hints(x)[dim] == 1 != hint(size)
 
-    def aligned(self, x: fx.Node, cut: Split, sizes: Sequence[Any]) -> Placement:
-        """Return the placement of `x`, which broadcasts to `sizes`, for a result cut by `cut`."""
-        dims = self.spread(x, sizes)
-        return cut.on(dims.index(cut.dim)) if cut.dim in dims else REPLICATE
-
     def _no_guards(self) -> ExitStack:
         """Suppress guards: sizes on this rank must not constrain the whole program's symbols."""
         symbols, stack = self.fake_mode.shape_env, ExitStack()
