@@ -192,7 +192,18 @@ class _Exploration:
                 build(p)
             except Exception:  # no plan may contain what a rule cannot build
                 continue
-            yield self._use(p, inputs, before, tuple(_state_of(p, x) for x in values))
+            after = tuple(_state_of(p, x) for x in values)
+            shards = []
+            for place, (x, old, new) in enumerate(zip(inputs, before, after, strict=False)):
+                if old.placement is None and new.placement is not None:
+                    shapes = (local_shape(new.placement, _sizes(x), rank) for rank in range(self.ranks))
+                    itemsize = x.meta["val"].element_size()
+                    shards.append((place, tuple(math.prod(shape) * itemsize for shape in shapes)))
+            calls = [node for node in p.graph.nodes if node.op == "call_function"]
+            kinds = [(kind, node) for node in calls if (kind := kind_of(node)) is not None]
+            sizes = [(kind, nbytes(node if kind == GATHER else args_of(node)[0])) for kind, node in kinds]
+            collectives = tuple((kind, sent_bytes(kind, size, ranks=self.ranks)) for kind, size in sizes)
+            yield Use(before, after, collectives, sum(map(_flops, calls)), tuple(shards))
 
     def _cache_key(self, node: fx.Node, inputs: list[fx.Node]) -> Any:
         """Return a key equal for operations with the same uses, as in repeated layers; None if not known."""
@@ -234,21 +245,6 @@ class _Exploration:
             if x in self.parameters:
                 p.parameters[x] = Parameter(self.parameters[x].name, state.style, state.placement)
         return p
-
-    def _use(
-        self, p: Partition, inputs: list[fx.Node], before: tuple[State, ...], after: tuple[State, ...]
-    ) -> Use:
-        shards = []
-        for place, (x, old, new) in enumerate(zip(inputs, before, after, strict=False)):
-            if old.placement is None and new.placement is not None:
-                shapes = (local_shape(new.placement, _sizes(x), rank) for rank in range(self.ranks))
-                itemsize = x.meta["val"].element_size()
-                shards.append((place, tuple(math.prod(shape) * itemsize for shape in shapes)))
-        calls = [node for node in p.graph.nodes if node.op == "call_function"]
-        kinds = [(kind, node) for node in calls if (kind := kind_of(node)) is not None]
-        sizes = [(kind, nbytes(node if kind == GATHER else args_of(node)[0])) for kind, node in kinds]
-        collectives = tuple((kind, sent_bytes(kind, size, ranks=self.ranks)) for kind, size in sizes)
-        return Use(before, after, collectives, sum(map(_flops, calls)), tuple(shards))
 
 
 def _placeholder(p: Partition, value: Any) -> Any:
