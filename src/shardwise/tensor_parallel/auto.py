@@ -240,7 +240,7 @@ def _solve(
         for rank in range(space.ranks):
             bytes_of_uses = {u: float(by_rank[rank]) for u, by_rank in bytes_held.items()}
             rows.append((bytes_of_uses, -np.inf, budget - space.unused_bytes))
-    objective = np.array(costs)
+    objective = np.array(costs, dtype=float)  # prices may be integers
     objective *= _SCALE / (objective.max() or 1.0)
     objective[:integers] += _PREFERENCE / max(1, integers) * (np.arange(integers) % count)
     upper = np.ones(len(costs))
