@@ -133,7 +133,7 @@ def uses_of(space: Space, styles: tuple[str, ...]) -> list[Use]:
     """What every step does, given a style for each decision, one after another."""
     states: dict[Any, State] = {}
     for group, style in zip(space.decisions, styles, strict=True):
-        states.update((value, by_style[STYLES.index(style)]) for value, by_style in group.states)
+        states.update(zip(group.step.values, group.step.uses[STYLES.index(style)].after, strict=True))
     uses = []
     for step in space.steps:
         (use,) = (

@@ -89,9 +89,8 @@ def compile(
             " gathered when the uncompiled model gathers them; set_modules_to_forward_prefetch changes that"
         )
     # Next to graph breaks, or between collectives of sharded modules, a graph may exist on one rank only.
-    run = _AgreedBackend(
-        _backend(backend, passes, dynamic, options), sharded, compare_empty=mode == "full" and fullgraph
-    )
+    compiler = _backend(backend, passes, dynamic, options)
+    run = _agreed(compiler, sharded, compare_empty=mode == "full" and fullgraph)
     if mode == "full":
         return torch.compile(model, backend=run, fullgraph=fullgraph, dynamic=dynamic)
     for module in sharded:
@@ -117,33 +116,29 @@ def _backend(
     return cast(Backend, compiler)
 
 
-class _AgreedBackend:
-    """A backend that first compares a graph's collectives with those of other ranks.
+def _agreed(backend: Backend, sharded: list[FSDPModule], *, compare_empty: bool) -> Backend:
+    """Return a backend that first compares a graph's collectives with those of other ranks.
 
     A graph with the collectives of an earlier one is not compared: a rank may recompile for sizes that only
     it meets. Graphs without collectives are compared only if `compare_empty` is set.
     """
+    groups, named, device = _groups_of(sharded)
+    agreed: set[str] = set()
 
-    def __init__(self, backend: Backend, sharded: list[FSDPModule], *, compare_empty: bool) -> None:
-        self._backend = backend
-        self._compare_empty = compare_empty
-        self._agreed: set[str] = set()
-        self._groups, self._named, self._device = _groups_of(sharded)
-
-    def __call__(self, module: Any, inputs: Any) -> Any:
+    def run(module: Any, inputs: Any) -> Any:
         try:
-            self._agree(order_text(graphs_in(module), groups=self._named))
-            return self._backend(module, inputs)
+            text = order_text(graphs_in(module), groups=named)
+            if text not in agreed and (text or compare_empty):
+                check_text(text, groups=groups, device=device)
+                agreed.add(text)
+            return backend(module, inputs)
         except Exception as raised:
             error = getattr(raised, "inner_exception", raised)  # compilers wrap what passes raise
             if not isinstance(error, ShardwiseError):
                 raise
         return partial(_fail, error)  # Dynamo would wrap it too, and show the user its own error
 
-    def _agree(self, text: str) -> None:
-        if text not in self._agreed and (text or self._compare_empty):
-            check_text(text, groups=self._groups, device=self._device)
-            self._agreed.add(text)
+    return run
 
 
 def _fail(error: Exception, *args: Any) -> Any:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Graph, GraphModule
 
 from shardwise.errors import ShardingError
@@ -65,9 +65,16 @@ def inspect_graph(
     assert isinstance(model, nn.Module)
     recorder = record()
     options = dict.fromkeys({"isolate_recompiles"} & inspect.signature(torch.compile).parameters.keys(), True)
-    compiled = torch.compile(_calling(model), backend=recorder, **options)  # type: ignore[call-overload]
+
+    def call(args: Any, kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    call = copy_code(call, own_globals=True)
+    compiled = torch.compile(call, backend=recorder, **options)  # type: ignore[call-overload]
     with _left_as_found(model):
-        args, kwargs = map_tensors(_cut_off, (example_args, example_kwargs))
+        args, kwargs = map_tensors(
+            lambda x: x.detach().requires_grad_(x.requires_grad), (example_args, example_kwargs)
+        )
         output = compiled(args, kwargs)
         tensors = [tensor for tensor in grad_tensors(output) if tensor.is_floating_point()]
         if tensors and torch.is_grad_enabled():
@@ -75,18 +82,6 @@ def inspect_graph(
     report = recorder.report()
     recorder.graphs.clear()  # the compiler keeps its backends
     return report
-
-
-def _calling(model: nn.Module) -> Any:
-    def call(args: Any, kwargs: Any) -> Any:
-        return model(*args, **kwargs)
-
-    return copy_code(call, own_globals=True)
-
-
-def _cut_off(tensor: Tensor) -> Tensor:
-    """Return a detached `tensor` with the same values and `requires_grad`."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from shardwise.comm.kinds import GATHER, REDUCE, SCATTER
 from shardwise.errors import ShardingError
 from shardwise.fsdp.traced import STAGED
 from shardwise.graph.nodes import (
+    Collective,
     aliased,
     collectives,
     is_wait,
@@ -94,11 +95,11 @@ class _Reading:
         return GraphReport(
             self.kind,
             Counts(**{f.name: categories.count(f.name) for f in fields(Counts)}),
-            tuple(self._collective(index) for index in range(len(self.collectives))),
+            tuple(map(self._collective, self.collectives)),
             unsharded_bytes,
             peak_groups,
             tuple(dict.fromkeys(self.filled)),
-            tuple(self._saved(node) for node in saved),
+            tuple(map(self._saved, saved)),
             tuple(node.name for node in returned),
             tuple(_runs(self.place[n] for n, category in self.categories.items() if category in _WORK)),
         )
@@ -179,17 +180,14 @@ class _Reading:
         on_sizes = name == "" and getattr(node.target, "__module__", "") in ("_operator", "math", "torch")
         return "views" if on_sizes or short.startswith("sym_") else "computes"
 
-    def _collective(self, index: int) -> CollectiveReport:
-        collective = self.collectives[index]
+    def _collective(self, collective: Collective) -> CollectiveReport:
         issue = self.place[collective.issue]
         wait = self.place[collective.waits[0]] if collective.waits else None
         until = self.nodes[issue + 1 : wait] if wait is not None else []
         roots = [self.root[collective.issue]]
         gathered = (collective.issue.name, False)
         roots += [root for root, memory in self.unsharded.items() if gathered in memory.gathers]
-        uses = [
-            place for root in dict.fromkeys(roots) for place in self.readers.get(root, []) if place > issue
-        ]
+        uses = [place for root in roots for place in self.readers.get(root, []) if place > issue]
         return CollectiveReport(
             collective.kind,
             collective.issue.name,

@@ -32,28 +32,16 @@ _WAIT = f"{FUNCTIONAL}::{WAIT}"
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a graph.
+    """One collective of a graph."""
 
-    Attributes:
-        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast".
-        issue: the node that starts it.
-        waits: the nodes that wait for it, in graph order: one, or one for each tensor if it is coalesced;
-            none if nothing waits in this graph.
-        group: the name of its process group, which differs from rank to rank.
-        ranks: size of the group; 0 if the operator does not give it and the group is unknown here.
-        op: of a reduction, "sum" or "avg" and so on; else "".
-        dtype: of its (first) tensor.
-        bytes: of its whole buffer: an all-gather's output, the input of all others.
-    """
-
-    kind: str
-    issue: Node
-    waits: tuple[Node, ...]
-    group: str
-    ranks: int
-    op: str
-    dtype: torch.dtype
-    bytes: int
+    kind: str  # "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"
+    issue: Node  # starts it
+    waits: tuple[Node, ...]  # in graph order; one for each tensor if it is coalesced; none if nothing waits
+    group: str  # the name of its process group, which differs from rank to rank
+    ranks: int  # size of the group; 0 if the operator does not give it and the group is unknown here
+    op: str  # of a reduction, "sum" or "avg" and so on; else ""
+    dtype: torch.dtype  # of its (first) tensor
+    bytes: int  # of its whole buffer: an all-gather's output, the input of all others
 
     @property
     def wait(self) -> Node:
@@ -63,10 +51,8 @@ class Collective:
     @property
     def inputs(self) -> tuple[Node, ...]:
         """The tensors it sends: one, or several if it is coalesced."""
-        argument = self.issue.args[0]
-        sent = (argument,) if isinstance(argument, Node) else argument
-        assert isinstance(sent, (list, tuple))
-        return tuple(node for node in sent if isinstance(node, Node))
+        sent: Any = self.issue.args[0]
+        return (sent,) if isinstance(sent, Node) else tuple(sent)
 
 
 def collectives(graph: Graph) -> list[Collective]:
@@ -207,9 +193,6 @@ def _nodes_by_argument(node: Node) -> list[tuple[Any, list[Node]]]:
     schema = _compat.schema(node.target)
     if schema is None:
         return []
-    pairs = []
-    for index, argument in enumerate(schema.arguments):
-        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-        nodes = value if isinstance(value, (list, tuple)) else [value]
-        pairs.append((argument, [item for item in nodes if isinstance(item, Node)]))
-    return pairs
+    given = [x if isinstance(x, (list, tuple)) else [x] for x in arguments_of(node).values()]
+    nodes = ([item for item in items if isinstance(item, Node)] for items in given)
+    return list(zip(schema.arguments, nodes, strict=True))

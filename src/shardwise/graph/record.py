@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
 from typing import Any, cast
 
 from torch.fx import Graph, GraphModule, Node
@@ -20,7 +19,7 @@ from shardwise.errors import ShardingError
 from shardwise.graph.compile import inductor_options
 from shardwise.graph.measure import graph_report
 from shardwise.graph.nodes import is_view, is_wait
-from shardwise.graph.reports import Kind, ModelReport
+from shardwise.graph.reports import GraphReport, Kind, ModelReport
 
 
 @dataclass(frozen=True)
@@ -93,19 +92,13 @@ class Recorder:
 
     def report(self) -> ModelReport:
         """Measure the graphs kept so far. Local."""
-        forward = {
-            graph.traced: graph_report(graph.module, kind="forward")
-            for graph in self.graphs
-            if graph.kind == "forward"
-        }
-        backward = [
-            (graph.traced, graph_report(graph.module, kind="backward", forward=forward.get(graph.traced)))
-            for graph in self.graphs
-            if graph.kind == "backward"
-        ]
-        ordered = sorted([*forward.items(), *backward], key=itemgetter(0))  # forward first
-        reports = tuple(report for _, report in ordered)
-        return ModelReport(reports, self.traced, self.graph_breaks, self.recompiles)
+        reports: list[GraphReport] = []
+        forward: dict[int, GraphReport] = {}
+        for graph in sorted(self.graphs, key=lambda graph: (graph.traced, graph.kind != "forward")):
+            reports.append(graph_report(graph.module, kind=graph.kind, forward=forward.get(graph.traced)))
+            if graph.kind == "forward":
+                forward[graph.traced] = reports[-1]
+        return ModelReport(tuple(reports), self.traced, self.graph_breaks, self.recompiles)
 
 
 def record(backend: str = "aot_eager", *, passes: tuple[Callable[[Graph], Any], ...] = ()) -> Recorder:

@@ -91,8 +91,13 @@ def compile_step(
     loss, counts = _loss(model, loss_fn), Counter[str]()
     passes = Passes(prefetch=prefetch, max_unsharded=max_unsharded)
     compiler = partial(with_passes, backend, passes, options=options)
-    # Compilers keep backends, which must not keep the step.
-    edited = compiler(first=partial(_edit, counts=counts))
+
+    def edit(graph: Graph) -> None:  # compilers keep it, so it must not keep the step
+        recompute(graph)
+        counts.clear()
+        counts.update(collective.kind for collective in collectives(graph))
+
+    edited = compiler(first=edit)
     whole = torch.compile(_with_backward(loss), fullgraph=True, dynamic=dynamic, **edited)
     forward = torch.compile(loss, dynamic=dynamic, **compiler())
     edits = backend not in _EAGER
@@ -289,13 +294,6 @@ class CompiledStep:
         kind = type(self._optimizer).__name__
         parts["optimizer"] = f"eager, because {kind} keeps its state by parameter and its uncompiled numbers"
         return parts
-
-
-def _edit(graph: Graph, *, counts: Counter[str]) -> None:
-    """Edit a graph that includes backward, before the backend compiles it."""
-    recompute(graph)
-    counts.clear()
-    counts.update(collective.kind for collective in collectives(graph))
 
 
 def _loss(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> Callable[..., Tensor]:

@@ -70,19 +70,12 @@ class Prices:
 
 @dataclass(frozen=True)
 class Decision:
-    """The style chosen for similar weights.
+    """The style chosen for similar weights."""
 
-    Attributes:
-        names: the weights, one in each of the repeated layers.
-        style: "column", "row" or "replicate".
-        bytes_here: bytes of these weights on the rank that holds the most.
-        bytes_whole: bytes of these weights, uncut.
-    """
-
-    names: tuple[str, ...]
-    style: str
-    bytes_here: int
-    bytes_whole: int
+    names: tuple[str, ...]  # of the weights, one in each of the repeated layers
+    style: str  # "column", "row" or "replicate"
+    bytes_here: int  # of these weights on the rank that holds the most
+    bytes_whole: int  # of these weights, uncut
 
 
 @dataclass(frozen=True)
@@ -127,15 +120,18 @@ class ChosenPlan:
         )
 
     def _extra_seconds(self, index: int, style: str) -> float | None:
-        solution = _solve(self.space, self.prices, self.memory_budget, forced={index: style})
-        return None if solution is None else self.prices.of_all(self.space, solution.uses) - self.seconds
+        plan = _solve(self.space, self.prices, self.memory_budget, forced={index: style})
+        return None if plan is None else plan.seconds - self.seconds
 
     def table(self) -> str:
         """List every decision: style, bytes, and how much more the best plan with another style costs."""
         rows = []
         for decision, extras in zip(self.decisions, self.alternatives, strict=True):
             count = f" and {len(decision.names) - 1} like it" if len(decision.names) > 1 else ""
-            costs = ", ".join(f"{style} {_extra_text(extra)}" for style, extra in extras.items())
+            costs = ", ".join(
+                f"{style} not possible" if extra is None else f"{style} +{_seconds(max(0.0, extra))}"
+                for style, extra in extras.items()
+            )
             largest, whole = f"{decision.bytes_here:,}", f"{decision.bytes_whole:,}"
             rows.append((f"{decision.names[0]}{count}", decision.style, largest, whole, costs))
         columns = {"parameter": "all parameters and buffers", "style": ""}
@@ -187,30 +183,10 @@ def choose(
 
 def best_plan(space: Space, *, prices: Prices | None = None, memory_budget: int | None = None) -> ChosenPlan:
     """Return the cheapest plan, like `choose`, for a program that was explored already."""
-    prices = prices or Prices()
-    solution = _solve(space, prices, memory_budget)
-    if solution is None:
+    plan = _solve(space, prices or Prices(), memory_budget)
+    if plan is None:
         raise ShardingError(_no_plan_text(space, memory_budget))
-    uses = solution.uses
-    decisions = [
-        Decision(group.names, style, max(space.bytes_held(uses, group.names)), space.total(group.names))
-        for group, style in zip(space.decisions, solution.styles, strict=True)
-    ]
-    return ChosenPlan(
-        world_size=space.ranks,
-        prices=prices,
-        memory_budget=memory_budget,
-        strategies=space.strategies(solution.styles),
-        decisions=tuple(decisions),
-        seconds=prices.of_all(space, uses),
-        collectives=dict(Counter(kind for use in uses for kind, _ in use.collectives)),
-        bytes_sent=sum(sent for use in uses for _, sent in use.collectives),
-        bytes_held=space.bytes_held(uses),
-        flops=sum(use.flops for use in uses),
-        solver_seconds=solution.seconds,
-        gap=solution.gap,
-        space=space,
-    )
+    return plan
 
 
 def _no_plan_text(space: Space, budget: int | None) -> str:
@@ -220,20 +196,12 @@ def _no_plan_text(space: Space, budget: int | None) -> str:
         return f"the rules can build no plan for {space.ranks} ranks, even if all weights stay whole"
     return (
         f"no plan for {space.ranks} ranks fits parameters and buffers into {budget:,} bytes per rank: the"
-        f" smallest plan needs {max(space.bytes_held(smallest.uses)):,} of their {space.total():,} bytes;"
+        f" smallest plan needs {max(smallest.bytes_held):,} of their {space.total():,} bytes;"
         " use more ranks, or a larger memory_budget"
     )
 
 
 # ------------------------------------------------------------ the integer program
-
-
-@dataclass(frozen=True)
-class _Solution:
-    styles: tuple[str, ...]
-    uses: tuple[Use, ...]  # of each step
-    seconds: float
-    gap: float
 
 
 _Row = tuple[Mapping[int, float], float, float]  # a constraint: factors of variables; bounds of their sum
@@ -260,21 +228,19 @@ def _minimize(objective: Any, rows: Sequence[_Row], *, integers: int, upper: Any
 
 def _solve(
     space: Space, prices: Prices, budget: int | None, *, forced: Mapping[int, str] | None = None
-) -> _Solution | None:
-    """Return the cheapest styles that fit the budget and `forced`, or None if none can be built."""
+) -> ChosenPlan | None:
+    """Return the cheapest plan that fits the budget and `forced`, or None if none can be built."""
     started = time.perf_counter()
     count = len(STYLES)
     integers = count * len(space.decisions)
-    costs = [0.0] * integers
-    rows: list[_Row] = [
-        (dict.fromkeys(range(first, first + count), 1.0), 1, 1) for first in range(0, integers, count)
-    ]
+    costs: list[float] = []
+    rows: list[_Row] = []
     bytes_held = _flow(costs, rows, space, prices)
     if budget is not None:
         for rank in range(space.ranks):
             bytes_of_uses = {u: float(by_rank[rank]) for u, by_rank in bytes_held.items()}
             rows.append((bytes_of_uses, -np.inf, budget - space.unused_bytes))
-    objective = np.array(costs)
+    objective = np.array(costs, dtype=float)  # prices may be integers
     objective *= _SCALE / (objective.max() or 1.0)
     objective[:integers] += _PREFERENCE / max(1, integers) * (np.arange(integers) % count)
     upper = np.ones(len(costs))
@@ -283,11 +249,29 @@ def _solve(
     optimum = _minimize(objective, rows, integers=integers, upper=upper)
     if optimum.x is None:
         return None
-    indices = optimum.x[:integers].reshape(-1, count).argmax(1)
+    seconds = time.perf_counter() - started
+    styles = [STYLES[s] for s in optimum.x[:integers].reshape(-1, count).argmax(1)]
     values = iter(optimum.x[integers:])  # the uses of these styles are 1, all others 0
-    uses = tuple(max(step.uses, key=lambda use: next(values)) for step in space.steps)
-    gap = float(getattr(optimum, "mip_gap", None) or 0.0)
-    return _Solution(tuple(STYLES[s] for s in indices), uses, time.perf_counter() - started, gap)
+    uses = [max(step.uses, key=lambda use: next(values)) for step in space.steps]
+    decisions = [
+        Decision(group.names, style, max(space.bytes_held(uses, group.names)), space.total(group.names))
+        for group, style in zip(space.decisions, styles, strict=True)
+    ]
+    return ChosenPlan(
+        world_size=space.ranks,
+        prices=prices,
+        memory_budget=budget,
+        strategies=space.strategies(styles),
+        decisions=tuple(decisions),
+        seconds=prices.of_all(space, uses),
+        collectives=dict(Counter(kind for use in uses for kind, _ in use.collectives)),
+        bytes_sent=sum(sent for use in uses for _, sent in use.collectives),
+        bytes_held=space.bytes_held(uses),
+        flops=sum(use.flops for use in uses),
+        solver_seconds=seconds,
+        gap=float(getattr(optimum, "mip_gap", None) or 0.0),
+        space=space,
+    )
 
 
 def _flow(costs: list[float], rows: list[_Row], space: Space, prices: Prices) -> dict[int, tuple[int, ...]]:
@@ -297,17 +281,14 @@ def _flow(costs: list[float], rows: list[_Row], space: Space, prices: Prices) ->
     """
     bytes_held: dict[int, tuple[int, ...]] = {}
     producers: dict[fx.Node, dict[State, list[int]]] = {}  # value, state: the variables that leave it so
-    for index, group in enumerate(space.decisions):
-        for value, by_style in group.states:
-            producers[value] = _by_state(range(index * len(STYLES), (index + 1) * len(STYLES)), by_style)
-    for step in space.steps:
+    for step in (*(group.step for group in space.decisions), *space.steps):
         variables = range(len(costs), len(costs) + len(step.uses))
         costs += [prices.of(use) for use in step.uses]
         bytes_held.update(
             (u, use.bytes_held) for u, use in zip(variables, step.uses, strict=True) if use.bytes_held
         )
         places = [place for place, value in enumerate(step.inputs) if value in producers]
-        if not places:  # inputs come in one state each
+        if not places:  # a decision, or inputs that come in one state each
             rows.append((dict.fromkeys(variables, 1.0), 1, 1))
         for place in places:
             consumers = _by_state(variables, [use.before[place] for use in step.uses])
@@ -330,10 +311,6 @@ def _by_state(variables: Sequence[int], states: Sequence[State]) -> dict[State, 
 
 
 # ------------------------------------------------------------ text
-
-
-def _extra_text(seconds: float | None) -> str:
-    return "not possible" if seconds is None else f"+{_seconds(max(0.0, seconds))}"
 
 
 def _seconds(seconds: float) -> str:

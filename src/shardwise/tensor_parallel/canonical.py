@@ -18,16 +18,14 @@ import operator
 from collections.abc import Sequence
 from typing import Any, cast
 
-import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
 from shardwise import _compat
 from shardwise.tensor_parallel.heads import order_of
 from shardwise.tensor_parallel.nodes import args_of, is_impure, op_of
+from shardwise.tensor_parallel.partition import aten
 from shardwise.tensor_parallel.placement import groups, hint, same_size
-
-aten: Any = torch.ops.aten
 
 _DROPPED = ("_assert_tensor_metadata",)
 _RESHAPES = ("expand", "view", "reshape", "_unsafe_view")
@@ -133,7 +131,6 @@ def _same_shape(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _is_shape(node: fx.Node, sizes: Sequence[Any]) -> bool:
-    """Return whether `node` is a tensor of these sizes."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.ndim != len(sizes):
         return False

@@ -85,16 +85,16 @@ class Explanation:
         return sum(row.bytes or 0 for row in self.collectives)
 
     def __str__(self) -> str:
-        parameters, calls, gathers = [], [], []
+        parameters = []
         for row in self.parameters:
             placement = row.placement if row.tied is None else f"{row.placement}, tied to {row.tied}"
             parameters.append(
                 (row.name, row.style or "", placement, f"{row.bytes_here:,}", f"{row.bytes_whole:,}")
             )
-        for call in self.collectives:
-            calls.append((call.kind, "by input" if call.bytes is None else f"{call.bytes:,}", call.module))
-        for gather in self.unasked:
-            gathers.append((f"{gather.op} ({gather.node})", gather.module, gather.value, f"{gather.bytes:,}"))
+        calls = [
+            (x.kind, "by input" if x.bytes is None else f"{x.bytes:,}", x.module) for x in self.collectives
+        ]
+        gathers = [(f"{x.op} ({x.node})", x.module, x.value, f"{x.bytes:,}") for x in self.unasked]
         suffix = " and more" if any(call.bytes is None for call in self.collectives) else ""
         columns = {"parameter": "total", "style": "", "placement": ""}
         columns |= {"bytes here": f"{self.bytes_here:,}", "bytes whole": f"{self.bytes_whole:,}"}

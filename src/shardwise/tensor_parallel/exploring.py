@@ -32,7 +32,6 @@ from shardwise.tensor_parallel.nodes import args_of, name_of, nbytes, op_of, sev
 from shardwise.tensor_parallel.partition import Parameter, Partition, Value
 from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Placement, Split, hint, local_shape
 from shardwise.tensor_parallel.program import Whole, build_node, output, outputs, resolve_style
-from shardwise.tensor_parallel.state import fake_mode_of
 
 STYLES = ("replicate", "column", "row")  # the first is a parameter's default
 _LIMIT = 256  # combinations of states of an operation's inputs
@@ -43,30 +42,25 @@ class State:
     """A value's placement, further placements to which it was sent, and a parameter's style.
 
     `placement` is None for a parameter before its first use, a tuple for a value with several results.
+    `local` and `sent` are what rank 0 then has: a tensor or number, and the values sent, by placement.
     """
 
     placement: Any
     copies: frozenset[Placement] = frozenset()
     style: str | None = None
+    local: Any = field(default=None, compare=False, repr=False)
+    sent: dict[Placement, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """The effect of a step on one combination of states.
+    """The effect of a step on one combination of states."""
 
-    Attributes:
-        before: states of its inputs.
-        after: the same inputs' states afterwards, and the result's.
-        collectives: kind, and bytes that each rank sends: the minimum that the collective needs.
-        flops: of rank 0, which has the largest share.
-        shards: for each input that is a parameter first used here: its place, and the bytes by rank.
-    """
-
-    before: tuple[State, ...]
-    after: tuple[State, ...]
-    collectives: tuple[tuple[str, int], ...] = ()
-    flops: int = 0
-    shards: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    before: tuple[State, ...]  # of its inputs
+    after: tuple[State, ...]  # of its inputs, and of the result
+    collectives: tuple[tuple[str, int], ...] = ()  # kind, and the least bytes that each rank must send
+    flops: int = 0  # of rank 0, which has the largest share
+    shards: tuple[tuple[int, tuple[int, ...]], ...] = ()  # inputs first used here: place, bytes by rank
 
     @cached_property
     def bytes_held(self) -> tuple[int, ...]:
@@ -85,33 +79,21 @@ class Step:
 
 @dataclass(frozen=True)
 class Group:
-    """Weights that get one style.
-
-    Attributes:
-        names: of the weights.
-        vectors: parameters of their modules that get the same style.
-        states: for each value, its first state for each of `STYLES`.
-    """
+    """Weights that get one style."""
 
     names: tuple[str, ...]
-    vectors: tuple[str, ...]
-    states: tuple[tuple[fx.Node, tuple[State, ...]], ...]
+    vectors: tuple[str, ...]  # parameters of their modules that get the same style
+    step: Step  # without inputs: a use for each of `STYLES` sets the first states of the parameters
 
 
 @dataclass
 class Space:
-    """A program over `ranks`, explored.
-
-    Attributes:
-        decisions: the groups whose styles are to be chosen.
-        steps: in order.
-        unused_bytes: bytes of parameters and buffers that nothing uses.
-    """
+    """A program over `ranks`, explored."""
 
     ranks: int
-    decisions: tuple[Group, ...]
+    decisions: tuple[Group, ...]  # whose styles are to be chosen
     steps: tuple[Step, ...]
-    unused_bytes: int
+    unused_bytes: int  # of parameters and buffers
     _names: dict[fx.Node, str] = field(repr=False)
     _sizes: dict[str, int] = field(repr=False)
 
@@ -156,8 +138,8 @@ def explore(whole: Whole, ranks: int) -> Space:
                     walk.step(inputs, None, partial(output, value=value, owner=owner))
         elif node.op in ("placeholder", "get_attr"):
             parameter = whole.parameters.get(node)
-            first = State(REPLICATE) if parameter is None else State(None, style=parameter.style)
-            walk.states.setdefault(node, {first: _Local(node.meta.get("val"))})
+            placement, style = (REPLICATE, None) if parameter is None else (None, parameter.style)
+            walk.states.setdefault(node, (State(placement, style=style, local=node.meta.get("val")),))
         else:
             walk.step(node.all_input_nodes, node, partial(build_node, node=node))
     names = {node: x.name for node, x in whole.parameters.items()}
@@ -170,63 +152,58 @@ def explore(whole: Whole, ranks: int) -> Space:
 # ------------------------------------------------------------ uses of each operation
 
 
-@dataclass
-class _Local:
-    """Rank 0's value in one state: a tensor or number, and its values at placements it was sent to."""
-
-    value: Any
-    copies: dict[Placement, Any] = field(default_factory=dict)
-
-
-_States = dict[State, _Local]
-_Combination = Sequence[tuple[State, _Local]]
-
-
 class _Exploration:
     """Goes through the program once, and tracks all states that each value can be in."""
 
     def __init__(self, whole: Whole, ranks: int, groups: Sequence[Group]) -> None:
         self.ranks, self.parameters = ranks, whole.parameters
-        self.fake_mode = fake_mode_of(whole.program)
-        self.states: dict[fx.Node, _States] = {
-            node: {state: _Local(node.meta["val"]) for state in by_style}
-            for group in groups
-            for node, by_style in group.states
-        }
+        self.fake_mode = whole.fake_mode
+        self.states: dict[fx.Node, tuple[State, ...]] = {}
         self.steps: list[Step] = []
-        self.cache: dict[Any, tuple[tuple[Use, ...], list[_States]]] = {}
+        self.cache: dict[Any, tuple[Use, ...]] = {}
+        for group in groups:
+            self._note_states(group.step)
 
     def step(self, inputs: list[fx.Node], node: fx.Node | None, build: Callable[[Partition], Any]) -> None:
         """Explore an operation, whose result is `node`, or an output."""
         values = inputs if node is None else [*inputs, node]
         key = None if node is None else self._cache_key(node, inputs)
-        cached = self.cache.get(key) or self._uses(inputs, values, build)
+        uses = self.cache.get(key) or tuple(self._uses(inputs, values, build))
         if key is not None:
-            self.cache[key] = cached
-        uses, states = cached
+            self.cache[key] = uses
         if not uses:
             subject = "an output" if node is None else f"{name_of(node)} ({node.name})"
             raise ShardingError(f"no rule can build {subject}, even from whole inputs")
         self.steps.append(Step(tuple(inputs), tuple(values), uses))
-        self.states.update(zip(values, states, strict=True))
+        self._note_states(self.steps[-1])
+
+    def _note_states(self, step: Step) -> None:
+        for value, states in zip(
+            step.values, zip(*(use.after for use in step.uses), strict=True), strict=True
+        ):
+            self.states[value] = tuple(dict.fromkeys(states))
 
     def _uses(
         self, inputs: list[fx.Node], values: list[fx.Node], build: Callable[[Partition], Any]
-    ) -> tuple[tuple[Use, ...], list[_States]]:
-        states_after: list[_States] = [{} for _ in values]
-        uses = []
-        for combination in self._combinations(inputs):
-            p = self._partition(inputs, combination)
+    ) -> Iterator[Use]:
+        for before in self._combinations(inputs):
+            p = self._partition(inputs, before)
             try:
                 build(p)
             except Exception:  # no plan may contain what a rule cannot build
                 continue
-            after = [_state_of(p, x) for x in values]
-            for states, (state, local) in zip(states_after, after, strict=True):
-                states.setdefault(state, local)
-            before = tuple(state for state, _ in combination)
-            uses.append(self._use(p, inputs, before, tuple(state for state, _ in after)))
-        return tuple(uses), states_after
+            after = tuple(_state_of(p, x) for x in values)
+            shards = []
+            for place, (x, old, new) in enumerate(zip(inputs, before, after, strict=False)):
+                if old.placement is None and new.placement is not None:
+                    shapes = (local_shape(new.placement, _sizes(x), rank) for rank in range(self.ranks))
+                    itemsize = x.meta["val"].element_size()
+                    shards.append((place, tuple(math.prod(shape) * itemsize for shape in shapes)))
+            calls = [node for node in p.graph.nodes if node.op == "call_function"]
+            kinds = [(kind, node) for node in calls if (kind := kind_of(node)) is not None]
+            sizes = [(kind, nbytes(node if kind == GATHER else args_of(node)[0])) for kind, node in kinds]
+            collectives = tuple((kind, sent_bytes(kind, size, ranks=self.ranks)) for kind, size in sizes)
+            yield Use(before, after, collectives, sum(map(_flops, calls)), tuple(shards))
 
     def _cache_key(self, node: fx.Node, inputs: list[fx.Node]) -> Any:
         """Return a key equal for operations with the same uses, as in repeated layers; None if not known."""
@@ -236,7 +213,7 @@ class _Exploration:
         index = {x: place for place, x in enumerate(inputs)}
         args = repr(map_arg((node.args, node.kwargs), lambda x: f"%{index[x]}"))
         users = tuple(len(x.users) == 1 for x in inputs)
-        states = tuple(tuple(self.states[x]) for x in inputs)
+        states = tuple(self.states[x] for x in inputs)
         owned = tuple(x in self.parameters for x in inputs)
         cut: Any = None
         if any(weight and len(choices) > 1 for weight, choices in zip(owned, states, strict=True)):
@@ -247,44 +224,27 @@ class _Exploration:
             cut = column_ranges(self._partition([], []), node, shape[-1], dim=len(shape) - 1)
         return node.target, args, tuple(metadata), users, states, owned, cut
 
-    def _combinations(self, inputs: list[fx.Node]) -> Iterator[_Combination]:
+    def _combinations(self, inputs: list[fx.Node]) -> Iterator[tuple[State, ...]]:
         """Yield combinations of the inputs' states; if too many, inputs with the same states share one."""
-        choices = [list(self.states[x].items()) for x in inputs]
+        choices = [self.states[x] for x in inputs]
         many = math.prod(map(len, choices)) > _LIMIT
-        sharing: dict[Any, list[int]] = defaultdict(list)
-        for place, states in enumerate(choices):
-            sharing[tuple(state for state, _ in states) if many else place].append(place)
-        counts = [range(len(choices[places[0]])) for places in sharing.values()]
-        for picks in itertools.islice(itertools.product(*counts), _LIMIT):
-            index = {place: n for n, places in zip(picks, sharing.values(), strict=True) for place in places}
-            yield [states[index[place]] for place, states in enumerate(choices)]
+        keys = [states if many else place for place, states in enumerate(choices)]
+        counts = {key: range(len(states)) for key, states in zip(keys, choices, strict=True)}
+        for picks in itertools.islice(itertools.product(*counts.values()), _LIMIT):
+            index = dict(zip(counts, picks, strict=True))
+            yield tuple(states[index[key]] for key, states in zip(keys, choices, strict=True))
 
-    def _partition(self, inputs: list[fx.Node], combination: _Combination) -> Partition:
+    def _partition(self, inputs: Sequence[fx.Node], before: Sequence[State]) -> Partition:
         """Return a program for rank 0 that has only these inputs."""
         p = Partition(0, self.ranks, "", self.fake_mode, {})
-        for x, (state, local) in zip(inputs, combination, strict=True):
+        for x, state in zip(inputs, before, strict=True):
             placement = REPLICATE if state.placement is None else state.placement
-            p.values[x] = Value(_placeholder(p, local.value), placement)
-            for target, value in local.copies.items():
+            p.values[x] = Value(_placeholder(p, state.local), placement)
+            for target, value in state.sent.items():
                 p._copies[x, target] = _placeholder(p, value)
             if x in self.parameters:
-                name = self.parameters[x].name
-                p.parameters[x] = Parameter(name, x, state.style, state.placement)
+                p.parameters[x] = Parameter(self.parameters[x].name, state.style, state.placement)
         return p
-
-    def _use(
-        self, p: Partition, inputs: list[fx.Node], before: tuple[State, ...], after: tuple[State, ...]
-    ) -> Use:
-        shards = [
-            (place, tuple(_shard_bytes(x, new.placement, rank) for rank in range(self.ranks)))
-            for place, (x, old, new) in enumerate(zip(inputs, before, after, strict=False))
-            if old.placement is None and new.placement is not None
-        ]
-        calls = [node for node in p.graph.nodes if node.op == "call_function"]
-        kinds = [(kind, node) for node in calls if (kind := kind_of(node)) is not None]
-        sizes = [(kind, nbytes(node if kind == GATHER else args_of(node)[0])) for kind, node in kinds]
-        collectives = tuple((kind, sent_bytes(kind, size, ranks=self.ranks)) for kind, size in sizes)
-        return Use(before, after, collectives, sum(map(_flops, calls)), tuple(shards))
 
 
 def _placeholder(p: Partition, value: Any) -> Any:
@@ -295,8 +255,7 @@ def _placeholder(p: Partition, value: Any) -> Any:
     return node
 
 
-def _state_of(p: Partition, x: fx.Node) -> tuple[State, _Local]:
-    """Return the state in which the partition leaves `x`, and rank 0's value in it."""
+def _state_of(p: Partition, x: fx.Node) -> State:
     value, parameter = p.values[x], p.parameters.get(x)
     placement = value.placement if parameter is None else parameter.placement
     copies = {  # where moving it needs communication
@@ -306,7 +265,7 @@ def _state_of(p: Partition, x: fx.Node) -> tuple[State, _Local]:
     }
     style = None if parameter is None else parameter.style
     local = value.node.meta.get("val") if isinstance(value.node, fx.Node) else value.node
-    return State(placement, frozenset(copies), style), _Local(local, copies)
+    return State(placement, frozenset(copies), style, local, copies)
 
 
 def _metadata(x: fx.Node) -> Any:
@@ -321,12 +280,6 @@ def _metadata(x: fx.Node) -> Any:
 
 
 # ------------------------------------------------------------ sizes
-
-
-def _shard_bytes(parameter: fx.Node, placement: Placement, rank: int) -> int:
-    """Return the bytes of a parameter that a rank holds."""
-    shape: list[int] = local_shape(placement, _sizes(parameter), rank)
-    return math.prod(shape) * int(parameter.meta["val"].element_size())
 
 
 def _flops(node: fx.Node) -> int:
@@ -371,12 +324,11 @@ def _group_weights(whole: Whole) -> tuple[Group, ...]:
     result = []
     for names in groups.values():
         vectors = {name: vectors_of.pop(name.rpartition(".")[0], []) for name in names}
-        states = tuple(
-            (whole.by_name[x], _first_states(whole.by_name[x], x))
-            for name in names
-            for x in (name, *vectors[name])
-        )
-        result.append(Group(tuple(names), tuple(itertools.chain(*vectors.values())), states))
+        values = {whole.by_name[x]: x for name in names for x in (name, *vectors[name])}
+        states = (_first_states(node, name) for node, name in values.items())
+        uses = tuple(Use((), after) for after in zip(*states, strict=True))
+        step = Step((), tuple(values), uses)
+        result.append(Group(tuple(names), tuple(itertools.chain(*vectors.values())), step))
     return tuple(result)
 
 
@@ -384,7 +336,7 @@ def _first_states(parameter: fx.Node, name: str) -> tuple[State, ...]:
     """Return a parameter's state before its first use for each style, as its first use names that style."""
     module = name.rpartition(".")[0]
     styles = [resolve_style(parameter, style, module)[1] for style in STYLES[1:]]
-    return tuple(State(None, style=style) for style in (None, *styles))
+    return tuple(State(None, style=style, local=parameter.meta["val"]) for style in (None, *styles))
 
 
 def _weight_kind(weight: fx.Node) -> tuple[Any, ...]:

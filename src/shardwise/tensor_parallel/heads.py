@@ -175,12 +175,14 @@ class _Tracker:
     def _is_unbound(self, node: fx.Node, dim: int) -> bool:
         """Return whether elements of `dim` are selected one by one, like those of a fused projection."""
         for user in node.users:
-            ndim = len(self.p.shape(node))
-            if op_of(user) in (*_PERMUTES, "unsqueeze", "contiguous", "clone"):
+            op, ndim = op_of(user), len(self.p.shape(node))
+            if op in (*_PERMUTES, "unsqueeze", "contiguous", "clone"):
                 new_dim = self._dim_after(node, user, dim)
                 unbound = new_dim is not None and self._is_unbound(user, new_dim)
             else:
-                unbound = op_of(user) in _PARTS and part_dim(user, ndim) == dim and _selects_each(user, dim)
+                unbound = op in _PARTS and part_dim(user, ndim) == dim
+                if unbound and op not in ("unbind", "select"):
+                    unbound = all(hint(piece.shape[dim]) == 1 for piece in several(user.meta["val"]))
             if unbound:
                 return True
         return False
@@ -195,14 +197,7 @@ class _Tracker:
         return after[0] if intact else None
 
 
-def _selects_each(user: fx.Node, dim: int) -> bool:
-    """Return whether `user` takes elements of a dim one by one."""
-    pieces = several(user.meta["val"])
-    return op_of(user) in ("unbind", "select") or all(hint(piece.shape[dim]) == 1 for piece in pieces)
-
-
 def _is_expanded(node: fx.Node) -> bool:
-    """Return whether `node` is an expanded value, maybe copied."""
     while op_of(node) in ("clone", "contiguous", "to", "_to_copy"):
         node = args_of(node)[0]
     return op_of(node) == "expand"

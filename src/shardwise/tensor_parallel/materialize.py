@@ -70,19 +70,19 @@ def materialize(
     """
     record = record_of(program)
     device = device or storage_device(record.get("device", "cpu"))
-    stored_names = {name: (rename or str)(name) for name in record["parameters"]}
+    entries = record["parameters"]
+    stored_names = {name: (rename or str)(name) for name in entries}
     shards: dict[str, Tensor] = {}
     mismatched, missing = [], []
     overrides = _in_memory(values or {})
     with _open_checkpoint(checkpoint) as source:
-        for name, entry in record["parameters"].items():
-            tied_to = entry["tied"]
-            if tied_to is not None and tied_to in shards:
-                shards[name] = shards[tied_to]
+        for name, entry in entries.items():
+            first = entry["tied"] or name
+            if first in shards:
+                shards[name] = shards[first]
                 continue
             current = _store(program, name)[name]
-            ties = ((x, {x, peer["tied"]}) for x, peer in record["parameters"].items() if x != name)
-            names = [name, *(alias for alias, tensors in ties if (tied_to or name) in tensors)]
+            names = dict.fromkeys([name, *(x for x in entries if (entries[x]["tied"] or x) == first)])
             candidates = chain(map(overrides, names), (source(stored_names[x]) for x in names))
             stored = next(filter(None, candidates), None)
             if stored is None:

@@ -43,7 +43,8 @@ from shardwise.tensor_parallel.auto import choose
 from shardwise.tensor_parallel.explain import explain
 from shardwise.tensor_parallel.materialize import missing_weights
 from shardwise.tensor_parallel.placement import Placement, Split
-from shardwise.tensor_parallel.state import RECORD, placement_from_json, record_of
+from shardwise.tensor_parallel.program import RECORD
+from shardwise.tensor_parallel.state import placement_from_json, record_of
 from shardwise.tensor_parallel.transform import tensor_parallel_transformation
 
 FORMAT = "shardwise.tensor_parallel 2"
@@ -87,7 +88,6 @@ def save(
     first = group is None or dist.get_rank(group) == 0
 
     def run_on_all(action: Callable[[], Any]) -> list[Any]:
-        """Return the action's result on each rank that saves."""
         if group is None:
             try:
                 return [action()]
@@ -244,7 +244,6 @@ def _is_replaceable(place: Path) -> bool:
 
 
 def _write(programs: list[ExportedProgram], folder: Path) -> dict[str, Any]:
-    """Save programs, and return the digests of their files by name."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = {f"rank-{record_of(program)['rank']}.pt2": program for program in programs}
     for name, program in paths.items():

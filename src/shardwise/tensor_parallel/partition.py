@@ -23,6 +23,7 @@ from torch.fx.node import map_aggregate, map_arg
 
 from shardwise import _compat
 from shardwise.errors import ShardingError
+from shardwise.tensor_parallel.nodes import several
 from shardwise.tensor_parallel.placement import (
     PARTIAL,
     REPLICATE,
@@ -56,17 +57,13 @@ class Value:
 class Parameter:
     """A parameter or buffer of the program, cut where it is first used.
 
-    Attributes:
-        name: fully qualified.
-        style: "column", "row" or None, as the user asked; "follow" for a buffer that is written in parts,
-            such as a cache of keys, which is cut like the values written to it.
-        placement: where it was cut; None before its first use.
+    Its style is "column", "row" or None, as the user asked; or "follow" for a buffer that is written in
+    parts, such as a cache of keys, which is cut like the values written to it.
     """
 
     name: str
-    node: fx.Node
     style: str | None = None
-    placement: Placement | None = None
+    placement: Placement | None = None  # None before its first use
 
 
 @dataclass
@@ -139,12 +136,17 @@ class Partition:
         result = self.emit(node.target, *map_arg(node.args, take_input), **map_arg(node.kwargs, take_input))
         self.keep(node, result, placement)
 
-    def follow(self, node: fx.Node, dims: Mapping[fx.Node, Sequence[int | None]]) -> None:
+    def follow(
+        self, node: fx.Node, dims: Mapping[fx.Node, Sequence[int | None]], *, linear: bool = False
+    ) -> None:
         """Run the node with its first cut input as it is, and its result and other inputs cut to match.
 
         Args:
             dims: for each dim of an input, its dim in the result; None if it must be whole.
+            linear: whether terms of its first input give terms of its result.
         """
+        if linear and self.may_stay_partial(first := node.all_input_nodes[0]):
+            return self.locally(node, {first: PARTIAL}, PARTIAL)
         cuts = []
         for x, out in dims.items():
             placement = self.placement(x)
@@ -171,8 +173,7 @@ class Partition:
             parameter = self.parameters.get(x)
             if parameter is not None and parameter.style is not None and parameter.placement != REPLICATE:
                 return False
-            placements = self.values[x].placement if x in self.values else REPLICATE
-            if any(p != REPLICATE for p in (placements if isinstance(placements, tuple) else (placements,))):
+            if x in self.values and any(at != REPLICATE for at in several(self.values[x].placement)):
                 return False
         return True
 
@@ -189,11 +190,6 @@ class Partition:
     def is_spread(self, x: fx.Node, dim: int, size: Any) -> bool:
         """Return whether a dim of `x` has one element, broadcast to the `size` elements of a result."""
         return self.hints(x)[dim] == 1 != hint(size)
-
-    def aligned(self, x: fx.Node, cut: Split, sizes: Sequence[Any]) -> Placement:
-        """Return the placement of `x`, which broadcasts to `sizes`, for a result cut by `cut`."""
-        dims = self.spread(x, sizes)
-        return cut.on(dims.index(cut.dim)) if cut.dim in dims else REPLICATE
 
     def _no_guards(self) -> ExitStack:
         """Suppress guards: sizes on this rank must not constrain the whole program's symbols."""
@@ -226,7 +222,7 @@ class Partition:
         parameter = self.parameters.get(node)
         if parameter is not None and parameter.placement is None:  # cut as its first use needs it
             uncut = isinstance(placement, Partial) or parameter.style is None
-            self.hold(parameter, REPLICATE if uncut else placement)
+            self.hold(node, REPLICATE if uncut else placement)
         value = self.values[node]
         if value.placement == placement:
             return value.node
@@ -256,13 +252,12 @@ class Partition:
 
     # ------------------------------------------------------------ moving
 
-    def hold(self, parameter: Parameter, placement: Placement) -> None:
+    def hold(self, node: fx.Node, placement: Placement) -> None:
         """Put a parameter at `placement`."""
-        parameter.placement = placement
-        value = self.values[parameter.node]
-        value.placement = placement
+        value = self.values[node]
+        self.parameters[node].placement = value.placement = placement
         if isinstance(placement, Split):
-            whole = parameter.node.meta["val"]
+            whole = node.meta["val"]
             shape = local_shape(placement, whole.shape, self.rank)
             with self.fake_mode:
                 value.node.meta["val"] = torch.empty(
@@ -275,27 +270,20 @@ class Partition:
         if isinstance(target, Partial):
             raise ShardingError(f"{node.name}: cannot turn a value at {source} into terms of a sum")
         if isinstance(source, Partial):
-            if isinstance(target, Split) and self._is_even(target, self.shape(node)[target.dim]):
+            size = self.shape(node)[target.dim] if isinstance(target, Split) else 0
+            divides = isinstance(size, int) and size % self.ranks == 0
+            if isinstance(target, Split) and divides and target.ranges == even(size, self.ranks):
                 return self.reduce_scatter(whole, target.dim)
             whole = self.all_reduce(whole)
             self.values[node] = Value(whole, REPLICATE)  # the next user finds the sum
         elif isinstance(source, Split):
             if isinstance(target, Split) and target.inside(source):
-                return self.inside(whole, source, target)
+                return self.cut(whole, target, source)
             if not self.is_gathered(node):
                 self._copies[node, REPLICATE] = self.all_gather(whole, source)
                 self.gathers += [] if user is None else [(node, user)]
             whole = self._copies[node, REPLICATE]
         return self.cut(whole, target) if isinstance(target, Split) else whole
-
-    def inside(self, node: fx.Node, source: Split, target: Split) -> fx.Node:
-        """Return the part `target` of a value of which this rank holds `source`; no communication."""
-        intervals = target.ranges[self.rank] or ((0, 0),)
-        if source.ranges[self.rank] == intervals:
-            return node
-        starts = [source.on_rank(self.rank, begin) for begin, _ in intervals]
-        local = [(start, start + end - begin) for start, (begin, end) in zip(starts, intervals, strict=True)]
-        return self._join(node, target.dim, local, local=True)
 
     def all_reduce(self, node: fx.Node, kind: str = "sum") -> fx.Node:
         """Return the sum, or the "max", of every rank's `node`."""
@@ -309,10 +297,6 @@ class Partition:
         work = self.emit(c10d.reduce_scatter_tensor.default, node, "sum", self.ranks, self.group)
         share = self.emit(c10d.wait_tensor.default, work)
         return self.emit(aten.transpose.int, share, 0, dim) if dim else share
-
-    def _is_even(self, split: Split, size: Any) -> bool:
-        """Return whether all ranks have equal shares of a dim of `size`, one after another."""
-        return isinstance(size, int) and size % self.ranks == 0 and split.ranges == even(size, self.ranks)
 
     def all_gather(self, node: fx.Node, split: Split) -> fx.Node:
         """Return the whole of a value cut by `split`."""
@@ -335,9 +319,15 @@ class Partition:
             whole = self.emit(aten.contiguous.default, self.emit(aten.transpose.int, whole, 0, split.dim))
         return self.emit(aten.to.dtype, whole, dtype) if dtype == torch.bool else whole
 
-    def cut(self, node: fx.Node, split: Split) -> fx.Node:
-        """Return this rank's intervals of a replicated value; no communication."""
-        return self._join(node, split.dim, split.ranges[self.rank], local=True)
+    def cut(self, node: fx.Node, target: Split, source: Split | None = None) -> fx.Node:
+        """Return the part `target` of a value of which this rank holds `source`, or all; no communication."""
+        pieces: Sequence[Interval] = target.ranges[self.rank] or ((0, 0),)
+        if source is not None:
+            if source.ranges[self.rank] == pieces:
+                return node
+            starts = [source.on_rank(self.rank, begin) for begin, _ in pieces]
+            pieces = [(s, s + end - begin) for s, (begin, end) in zip(starts, pieces, strict=True)]
+        return self._join(node, target.dim, pieces, local=True)
 
     def _join(self, node: fx.Node, dim: int, pieces: Sequence[Interval], *, local: bool = False) -> fx.Node:
         """Join intervals of a dim; `local`: this rank's, as other ranks have others (for `training`)."""

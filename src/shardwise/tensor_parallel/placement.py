@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -128,6 +128,16 @@ def with_dim(sizes: Sequence[Any], dim: int, size: Any) -> list[Any]:
 def even(size: int, ranks: int) -> Ranges:
     """Return a dim of `size` cut as evenly as possible; if uneven, the first ranks have one more."""
     return tuple(normal([interval]) for interval in even_intervals(size, ranks))
+
+
+def end_to_end(parts: Sequence[tuple[int, Ranges]]) -> Ranges:
+    """Return the ranges of a dim that is made of parts, one after another: of each its size and ranges."""
+    begins = accumulate((size for size, _ in parts), initial=0)
+    shifted = [
+        [[(begin + b, begin + e) for b, e in part] for part in ranges]
+        for begin, (_, ranges) in zip(begins, parts, strict=False)
+    ]
+    return tuple(normal([*chain(*of_rank)]) for of_rank in zip(*shifted, strict=True))
 
 
 def normal(intervals: Sequence[Interval]) -> tuple[Interval, ...]:

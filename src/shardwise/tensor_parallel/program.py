@@ -12,19 +12,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from shardwise import _compat
 from shardwise.errors import ShardingError
 from shardwise.graph.nodes import kind_of
 from shardwise.tensor_parallel.canonical import canonicalize, functionalize
 from shardwise.tensor_parallel.nodes import is_tensor, line_of, modules_of, name_of, nbytes, op_of
 from shardwise.tensor_parallel.partition import Parameter, Partition, Value
-from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
+from shardwise.tensor_parallel.placement import REPLICATE, Placement
 from shardwise.tensor_parallel.rules import find, getitem, is_pointwise, pointwise
-from shardwise.tensor_parallel.state import RECORD, fake_mode_of, tied_names
 
+RECORD = "shardwise.tensor_parallel"  # in a cut program: key in graph_module.meta["custom"], see `state`
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER)
 # Outputs that belong to a parameter or buffer, and are cut like it.
 _MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
@@ -34,33 +35,24 @@ _WRITES = (*_MUTATIONS, OutputKind.GRADIENT_TO_PARAMETER)
 
 @dataclass(frozen=True)
 class Whole:
-    """A program in canonical form.
+    """A program in canonical form."""
 
-    Attributes:
-        program: functional; its graph is not the one that is cut.
-        graph: canonical. If placeholders share a tensor, the first has all uses.
-        parameters: parameters and buffers, by placeholder.
-        aliases: placeholders without uses, each with the one whose tensor it shares.
-        dropped: names that strict export drops from the graph, each with the placeholder of its tensor.
-        mutated: parameters and buffers that the program writes to.
-    """
-
-    program: ExportedProgram
-    graph: fx.Graph
-    parameters: dict[fx.Node, Parameter]
-    aliases: dict[fx.Node, fx.Node]
-    dropped: dict[str, fx.Node]
-    mutated: frozenset[str]
+    program: ExportedProgram  # functional; its graph is not the one that is cut
+    graph: fx.Graph  # canonical; if placeholders share a tensor, the first has all uses
+    parameters: dict[fx.Node, Parameter]  # and buffers, by placeholder
+    by_name: dict[str, fx.Node]  # placeholders by every name of these, also of those that strict export drops
+    ties: dict[str, str]  # the first name of the same tensor, by later names
+    aliases: dict[fx.Node, fx.Node]  # placeholders without uses: the one whose tensor each shares
+    mutated: frozenset[str]  # parameters and buffers that the program writes to
 
     @property
-    def by_name(self) -> dict[str, fx.Node]:
-        """Placeholders by every name of a parameter or buffer."""
-        return {parameter.name: node for node, parameter in self.parameters.items()} | self.dropped
-
-    def partition(self, rank: int, ranks: int, *, group: str = "") -> Partition:
-        """Return a new, empty program for one rank."""
-        parameters = {node: Parameter(x.name, node, x.style) for node, x in self.parameters.items()}
-        return Partition(rank, ranks, group, fake_mode_of(self.program), parameters)
+    def fake_mode(self) -> Any:
+        """The mode of the fake tensors that the program was exported with."""
+        for node in self.program.graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, Tensor) and _compat.is_fake(value):
+                return value.fake_mode  # type: ignore[attr-defined]
+        raise ShardingError("the exported program has no tensors, so there is nothing to cut")
 
 
 def read_program(program: ExportedProgram) -> Whole:
@@ -74,30 +66,51 @@ def read_program(program: ExportedProgram) -> Whole:
     graph = canonicalize(program)
     placeholders = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
     parameters = {
-        (node := placeholders[spec.arg.name]): Parameter(spec.target, node)
+        placeholders[spec.arg.name]: Parameter(spec.target)
         for spec in program.graph_signature.input_specs
         if spec.kind in _STATE and spec.target is not None
     }
     by_name = {parameter.name: node for node, parameter in parameters.items()}
-    aliases, dropped = {}, {}
-    for name, first in tied_names(program).items():
-        if name in by_name and first in by_name:
-            aliases[by_name[name]] = by_name[first]
-        elif first in by_name:
-            dropped[name] = by_name[first]
+    ties = _tied_names(program)
+    first_nodes = {name: by_name[first] for name, first in ties.items() if first in by_name}
+    aliases = {by_name[name]: node for name, node in first_nodes.items() if name in by_name}
     for alias, node in aliases.items():
         alias.replace_all_uses_with(node)
+    for name, node in first_nodes.items():
+        by_name.setdefault(name, node)
     specs = program.graph_signature.output_specs
     mutated = frozenset(spec.target for spec in specs if spec.kind in _MUTATIONS and spec.target is not None)
     for node, parameter in parameters.items():
         overwrites = all(op_of(user) in _OVERWRITES and user.args[0] is node for user in node.users)
         if overwrites and parameter.name in mutated:
             parameter.style = "follow"
-    return Whole(program, graph, parameters, aliases, dropped, mutated)
+    return Whole(program, graph, parameters, by_name, ties, aliases, mutated)
+
+
+def _tied_names(program: ExportedProgram) -> dict[str, str]:
+    """Return the first name of the same tensor, for parameters and buffers that have an earlier name.
+
+    Names that the graph contains come first: strict export drops others.
+    """
+    tensors = {**program.state_dict, **program.constants}
+    in_graph = {spec.target for spec in program.graph_signature.input_specs}
+    names: dict[Any, str] = {}
+    firsts = {
+        name: names.setdefault(_identity(tensors[name]), name)
+        for name in sorted(tensors, key=lambda name: name not in in_graph)
+        if isinstance(tensors[name], Tensor)
+    }
+    return {name: first for name, first in firsts.items() if first != name}
+
+
+def _identity(tensor: Tensor) -> Any:
+    if tensor.is_meta or _compat.is_fake(tensor) or not tensor.data_ptr():
+        return id(tensor)
+    kind = isinstance(tensor, nn.Parameter)
+    return kind, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _check_whole(program: Any) -> None:
-    """Reject anything but an exported program, and a program that already communicates."""
     if not isinstance(program, ExportedProgram):
         kind = "a module" if isinstance(program, nn.Module) else f"{type(program).__name__}"
         raise ShardingError(
@@ -142,21 +155,11 @@ def _cut_dim(style: str, user: fx.Node, weight: fx.Node) -> int | None:
     return int(in_first == (style == "column"))
 
 
-def _restyle(p: Partition, node: fx.Node) -> None:
-    """Rename the style of matrices that are already cut to what this use calls their cut."""
-    for x in node.all_input_nodes:
-        parameter = p.parameters.get(x)
-        if parameter is not None and isinstance(cut := parameter.placement, Split):
-            styles = [style for style in ("column", "row") if _cut_dim(style, node, x) == cut.dim]
-            parameter.style = styles[0] if styles else parameter.style
-
-
 # ------------------------------------------------------------ node by node
 
 
 def build_node(p: Partition, node: fx.Node, *, strict: bool = False) -> None:
     """Build this rank's form of `node` from its inputs in `p.values`, and put its value there."""
-    _restyle(p, node)
     if node.op in ("placeholder", "get_attr"):
         target = str(node.target)
         result = p.graph.placeholder(target) if node.op == "placeholder" else p.graph.get_attr(target)
@@ -166,7 +169,7 @@ def build_node(p: Partition, node: fx.Node, *, strict: bool = False) -> None:
         p.values[node] = Value(result, REPLICATE)
         parameter = p.parameters.get(node)
         if parameter is not None and parameter.placement is not None:
-            p.hold(parameter, parameter.placement)
+            p.hold(node, parameter.placement)
     elif node.target is operator.getitem:
         getitem(p, node)
     elif p.is_whole(node):

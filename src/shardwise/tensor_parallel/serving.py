@@ -164,19 +164,13 @@ def cache_bytes(program: ExportedProgram) -> int:
 
 @contextmanager
 def _fixed_frequencies(model: nn.Module, longest: int) -> Iterator[None]:
-    """Fix rotary frequencies for `longest` tokens, if the model would choose them at each call.
-
-    A program cannot choose them by the number of tokens.
-
-    Raises:
-        ShardingError: they would change within `longest` tokens; the message names the module and its limit.
-    """
+    """Fix rotary frequencies for `longest` tokens; a program cannot choose them by the number of tokens."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
             kinds = getattr(module, "rope_type", None)
             by_layer = kinds if isinstance(kinds, dict) else {"": kinds}
-            typed = {key: kind for key, kind in by_layer.items() if kind}
-            dynamic = {key: kind for key, kind in typed.items() if "dynamic" in kind or kind == "longrope"}
+            changing = ((key, kind) for key, kind in by_layer.items() if kind)
+            dynamic = {key: kind for key, kind in changing if "dynamic" in kind or kind == "longrope"}
             for key, kind in dynamic.items():
                 rope = module.config.rope_parameters
                 rope = rope[key] if key else rope
@@ -198,15 +192,11 @@ def _fixed_frequencies(model: nn.Module, longest: int) -> Iterator[None]:
 
 
 class _Step(nn.Module):
-    """One call of a model, on caches that are buffers of this module.
-
-    Attributes:
-        prefill: whether this is the first call, of a whole prompt.
-        position: of the next token.
-    """
+    """One call of a model, on caches that are buffers of this module."""
 
     config: Any
-    position: Tensor
+    prefill: bool  # whether this is the first call, of a whole prompt
+    position: Tensor  # of the next token
 
     def __init__(self, model: nn.Module, prompt: Tensor, tokens: int) -> None:
         super().__init__()

@@ -13,60 +13,26 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, ExportGraphSignature
 
 from shardwise import _compat
 from shardwise.errors import ShardingError
+from shardwise.fsdp.tensors import map_tensors
 from shardwise.tensor_parallel.device import storage_device, wrap_like
 from shardwise.tensor_parallel.nodes import is_impure
 from shardwise.tensor_parallel.partition import Partition
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split, local_shape
+from shardwise.tensor_parallel.program import RECORD, Whole
 from shardwise.tensor_parallel.styles import Plan
 
-RECORD = "shardwise.tensor_parallel"  # key in graph_module.meta["custom"]
 RECORD_VERSION = 1
-
-
-def fake_mode_of(program: ExportedProgram) -> Any:
-    """Return the mode of the fake tensors that the program was exported with."""
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and _compat.is_fake(value):
-            return value.fake_mode  # type: ignore[attr-defined]
-    raise ShardingError("the exported program has no tensors, so there is nothing to cut")
-
-
-def tied_names(program: ExportedProgram) -> dict[str, str]:
-    """Return the first name of the same tensor, for parameters and buffers that have an earlier name.
-
-    Names that the graph contains come first: strict export drops others.
-    """
-    names: dict[Any, str] = {}
-    aliases = {}
-    tensors = {**program.state_dict, **program.constants}
-    in_graph = {spec.target for spec in program.graph_signature.input_specs}
-    for name in sorted(tensors, key=lambda name: name not in in_graph):
-        tensor = tensors[name]
-        if not isinstance(tensor, Tensor):
-            continue
-        original = names.setdefault(_identity(tensor), name)
-        if original != name:
-            aliases[name] = original
-    return aliases
-
-
-def _identity(tensor: Tensor) -> Any:
-    if tensor.is_meta or _compat.is_fake(tensor) or not tensor.data_ptr():
-        return id(tensor)
-    kind = isinstance(tensor, nn.Parameter)
-    return kind, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
 
 # ------------------------------------------------------------ shards
 
@@ -94,24 +60,20 @@ def rank_intervals(placement: Split, rank: int) -> tuple[tuple[int, int], ...]:
 
 
 def _shards(
-    program: ExportedProgram, partition: Partition, sharing: ExportedProgram | None
+    whole: Whole, partition: Partition, sharing: ExportedProgram | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return this rank's state dict and constants, under the whole program's names."""
+    program = whole.program
+    parts = {**program.state_dict, **program.constants}
     shared_names = set() if sharing is None else record_of(sharing)["parameters"].keys()
     shared = {} if sharing is None else {**sharing.state_dict, **sharing.constants}
     placements = {parameter.name: parameter.placement for parameter in partition.parameters.values()}
-    aliases = tied_names(program)
-    parts: dict[str, Any] = {}
-    for name, whole in [*program.state_dict.items(), *program.constants.items()]:
-        if name in aliases:
-            continue
+    for name in [name for name in parts if name not in whole.ties]:
         if name in shared_names:
             parts[name] = shared[name]
-        elif isinstance(whole, Tensor):
-            parts[name] = shard_of(whole, placements.get(name), partition.rank)
-        else:
-            parts[name] = whole
-    parts.update({name: parts[original] for name, original in aliases.items()})
+        elif isinstance(parts[name], Tensor):
+            parts[name] = shard_of(parts[name], placements.get(name), partition.rank)
+    parts.update({name: parts[first] for name, first in whole.ties.items()})
     return {name: parts[name] for name in program.state_dict}, {x: parts[x] for x in program.constants}
 
 
@@ -119,7 +81,7 @@ def _shards(
 
 
 def program_of(
-    program: ExportedProgram,
+    whole: Whole,
     partition: Partition,
     *,
     plan: Plan,
@@ -127,18 +89,18 @@ def program_of(
     gathers: list[dict[str, Any]],
     sharing: ExportedProgram | None = None,
 ) -> ExportedProgram:
-    """Return the exported program of `partition`, made from `program` by `plan`, for a device type.
+    """Return the exported program of `partition`, made from `whole` by `plan`, for a device type.
 
     `gathers` are those that nothing asked for, as JSON, for the record. Tensors of `sharing` are shared.
     """
-    graph = partition.graph
+    program, graph = whole.program, partition.graph
     graph.eliminate_dead_code(is_impure)
     _name_sources(graph)
-    state, constants = _shards(program, partition, sharing)
+    state, constants = _shards(whole, partition, sharing)
     module = fx.GraphModule(program.graph_module, graph)
     for name, child in list(module.named_children()):  # graphs that this one calls
         setattr(module, name, copy.deepcopy(child))
-    record = {**_record(program, partition, plan, device_type), "gathers": gathers}
+    record = {**_record(whole, partition, plan, device_type), "gathers": gathers}
     module.meta.update(program.graph_module.meta)
     module.meta["custom"] = {**(module.meta.get("custom") or {}), RECORD: record}
     return ExportedProgram(
@@ -148,23 +110,19 @@ def program_of(
         state_dict=state,
         range_constraints=dict(program.range_constraints),
         module_call_graph=list(program.module_call_graph),
-        example_inputs=_move_examples(program.example_inputs, storage_device(device_type)),
+        example_inputs=map_tensors(
+            partial(_move_example, device=storage_device(device_type)), program.example_inputs
+        ),
         constants=constants,
         verifiers=program.verifiers,
     )
 
 
-def _move_examples(value: Any, device: torch.device) -> Any:
-    """Return example inputs, with fake ones on meta: `torch.export.load` would unpickle fakes as objects."""
-    if isinstance(value, Tensor) and _compat.is_fake(value):
-        return torch.empty([int(size) for size in value.shape], dtype=value.dtype, device="meta")
-    if isinstance(value, Tensor):
-        return value if value.is_meta else value.to(device)
-    if isinstance(value, dict):
-        return {key: _move_examples(item, device) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_move_examples(item, device) for item in value)
-    return value
+def _move_example(x: Tensor, device: torch.device) -> Tensor:
+    """Return an example input, on meta if it is fake: `torch.export.load` would unpickle fakes as objects."""
+    if _compat.is_fake(x):
+        return torch.empty([int(size) for size in x.shape], dtype=x.dtype, device="meta")
+    return x if x.is_meta else x.to(device)
 
 
 def _name_sources(graph: fx.Graph) -> None:
@@ -177,7 +135,6 @@ def _name_sources(graph: fx.Graph) -> None:
 
 
 def _signature(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSignature:
-    """Return the signature with outputs by the names of this graph's nodes, and the same inputs."""
     (output,) = graph.find_nodes(op="output")
     specs = [
         replace(spec, arg=_output_argument(spec.arg, value))
@@ -187,7 +144,6 @@ def _signature(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphS
 
 
 def _output_argument(argument: Any, value: Any) -> Any:
-    """Return the description of an output that is `value`: a node, or a constant."""
     if isinstance(value, fx.Node):
         return replace(argument, name=value.name)
     return argument if isinstance(argument, ConstantArgument) else ConstantArgument(name="", value=value)
@@ -196,21 +152,17 @@ def _output_argument(argument: Any, value: Any) -> Any:
 # ------------------------------------------------------------ the record
 
 
-def _record(program: ExportedProgram, partition: Partition, plan: Plan, device_type: str) -> dict[str, Any]:
-    aliases = tied_names(program)
-    by_name = {parameter.name: parameter for parameter in partition.parameters.values()}
-    dropped = [name for name, original in aliases.items() if name not in by_name and original in by_name]
-    parameters = {}
-    for name in (*by_name, *dropped):
-        parameter = by_name.get(name) or by_name[aliases[name]]
-        whole = parameter.node.meta["val"]
-        parameters[name] = {
-            "shape": [int(size) for size in whole.shape],
-            "dtype": str(whole.dtype).removeprefix("torch."),
+def _record(whole: Whole, partition: Partition, plan: Plan, device_type: str) -> dict[str, Any]:
+    parameters = {
+        name: {
+            "shape": [int(size) for size in node.meta["val"].shape],
+            "dtype": str(node.meta["val"].dtype).removeprefix("torch."),
             "style": plan.styles.get(name),
-            "placement": placement_to_json(parameter.placement),
-            "tied": aliases.get(name),
+            "placement": placement_to_json(partition.parameters[node].placement),
+            "tied": whole.ties.get(name),
         }
+        for name, node in whole.by_name.items()
+    }
     return {
         "version": RECORD_VERSION,
         "rank": partition.rank,

@@ -30,15 +30,13 @@ from shardwise.errors import ShardingError
 from shardwise.tensor_parallel import placement as own
 
 
+@dataclass(eq=False, kw_only=True)
 class _Parallel:
     """Layouts of a style, with the keywords of torch's styles of the same names."""
 
-    def __init__(
-        self, *, input_layouts: Any = None, output_layouts: Any = None, use_local_output: bool = True
-    ) -> None:
-        self.input_layouts = input_layouts
-        self.output_layouts = output_layouts
-        self.use_local_output = use_local_output
+    input_layouts: Any = None
+    output_layouts: Any = None
+    use_local_output: bool = True
 
     def __repr__(self) -> str:
         arguments = [f"{name}={value!r}" for name, value in vars(self).items() if value not in (None, True)]
@@ -89,19 +87,12 @@ class Style:
 
 @dataclass
 class Plan:
-    """The request for a program.
+    """The request for a program."""
 
-    Attributes:
-        styles: "column" or "row", by parameter; those not named stay whole.
-        inputs: layout of a module's one input, by the module's fully qualified name.
-        outputs: layout of a module's outputs, likewise.
-                strategies: every entry as text, in order.
-    """
-
-    styles: dict[str, str] = field(default_factory=dict)
-    inputs: dict[str, Layout] = field(default_factory=dict)
-    outputs: dict[str, Layout] = field(default_factory=dict)
-    strategies: dict[str, str] = field(default_factory=dict)
+    strategies: dict[str, str]  # every entry as text, in order
+    styles: dict[str, str]  # "column" or "row", by parameter; those not named stay whole
+    inputs: dict[str, Layout]  # of a module's one input, by the module's fully qualified name
+    outputs: dict[str, Layout]  # of a module's outputs, likewise
 
 
 _WORDS = {
@@ -138,7 +129,7 @@ def plan_of(
         ShardingError: a name that matches nothing, with the nearest names; an entry that is not a style;
             impossible layouts; a module to be cut that has no weight of two dims or more.
     """
-    plan = Plan(strategies={key: describe(entry) for key, entry in strategies.items()})
+    texts = {key: describe(entry) for key, entry in strategies.items()}
     styles: _Claims = {}
     layouts: dict[str, _Claims] = {"inputs": {}, "outputs": {}}
     for key, entry in strategies.items():
@@ -153,17 +144,18 @@ def plan_of(
             if request is not None or not by_tensor:
                 style = style_of(request, key=f"{key} ({name})" if by_tensor else key)
                 styles.setdefault(name, []).append((key, style))
+    kinds = {}
     for name, claims in styles.items():
         key, style = _decide(name, claims)
         if style.kind != REPLICATED:
-            plan.styles[name] = style.kind
+            kinds[name] = style.kind
         if style.outputs is not None:
             layouts["outputs"].setdefault(name.rpartition(".")[0], []).append((key, style.outputs))
-    plan.inputs, plan.outputs = (
+    inputs, outputs = (
         {module: _decide(module, claims)[1] for module, claims in side.items()} for side in layouts.values()
     )
-    _check_dims(plan, parameters)
-    return plan
+    _check_dims(kinds, parameters)
+    return Plan(texts, kinds, inputs, outputs)
 
 
 # by parameter or module: the keys that match it, and the style or layout of each
@@ -278,7 +270,6 @@ def _layout(layout: Any, *, key: str) -> Layout:
 
 
 def _match_parameters(key: str, names: Collection[str]) -> list[str]:
-    """Return the parameters that `key` matches: by name, by their module's name, or as a pattern."""
     matching = [name for name in names if _matches(key, name) or _matches(key, name.rpartition(".")[0])]
     return matching or _raise_no_match(key, list(names))
 
@@ -311,10 +302,10 @@ def _raise_no_match(key: str, names: list[str]) -> list[str]:
     )
 
 
-def _check_dims(plan: Plan, parameters: Mapping[str, Tensor]) -> None:
+def _check_dims(kinds: Mapping[str, str], parameters: Mapping[str, Tensor]) -> None:
     """Check that a module with cut vectors has a weight, which determines their cut."""
-    cut = dict.fromkeys(name.rpartition(".")[0] for name in plan.styles if parameters[name].ndim >= 2)
-    for name, kind in plan.styles.items():
+    cut = {name.rpartition(".")[0] for name in kinds if parameters[name].ndim >= 2}
+    for name, kind in kinds.items():
         if parameters[name].ndim < 2 and name.rpartition(".")[0] not in cut:
             raise ShardingError(
                 f"{name} of shape {tuple(parameters[name].shape)} cannot be cut by {kind}: its module has no"

@@ -84,10 +84,10 @@ class _Pass:
             if isinstance(value.node, fx.Node) and not isinstance(value.placement, tuple)
         }
         self.cut = {
-            p.values[parameter.node].node: cut
-            for parameter in p.parameters.values()
+            p.values[node].node: cut
+            for node, parameter in p.parameters.items()
             if isinstance(cut := parameter.placement, Split)
-            and set(cut.ranges) != {((0, p.shape(parameter.node)[cut.dim]),)}  # some rank lacks some of it
+            and set(cut.ranges) != {((0, p.shape(node)[cut.dim]),)}  # some rank lacks some of it
         }
         self.buffers = {
             spec.arg.name: spec.target
@@ -156,12 +156,12 @@ class _Pass:
         else:
             with self.p.graph.inserting_before(user):
                 result = self.p.emit(ops.replicated.default, x, self.p.group)
-        self._mark_differentiable(result, x)
+        self.grads.add(result)
+        name_source(result, x)
         self.copies[x] = result
         return result
 
     def _wrap_collective(self, wait: fx.Node) -> None:
-        """Replace the result of a collective."""
         p, result = self.p, wait
         work: Any = wait.args[0]
         x, name = work.args[0], op_of(work)
@@ -187,7 +187,8 @@ class _Pass:
         users = list(node.users)
         with self.p.graph.inserting_before(successor):
             result = self.p.emit(op, *(x for x in (term, node) if x is not None), *rest)
-        self._mark_differentiable(result, node)
+        self.grads.add(result)
+        name_source(result, node)
         for user in users:
             user.replace_input_with(node, result)
         return result
@@ -196,18 +197,12 @@ class _Pass:
         """Return whether backward may need the value that an operation read from `buffer` or a view of it."""
         return any(user in self.grads or (is_view(user) and self._is_saved(user)) for user in buffer.users)
 
-    def _mark_differentiable(self, result: fx.Node, node: fx.Node) -> None:
-        self.grads.add(result)
-        name_source(result, node)
-
 
 def _has_tensor(node: Any) -> bool:
-    """Return whether `node` gives a tensor, or several."""
     return any(isinstance(value, Tensor) for value in several(node.meta.get("val")))
 
 
 def _has_gradient(node: Any) -> bool:
-    """Return whether `node` has a value of a dtype that can have gradients."""
     values = several(node.meta.get("val")) if isinstance(node, fx.Node) else ()
     return any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
 

@@ -23,7 +23,7 @@ from shardwise.tensor_parallel import training as gradients
 from shardwise.tensor_parallel.auto import best_plan
 from shardwise.tensor_parallel.exploring import explore
 from shardwise.tensor_parallel.nodes import calls_of, is_tensor, line_of, modules_of, name_of, nbytes
-from shardwise.tensor_parallel.partition import Partition, Value, aten
+from shardwise.tensor_parallel.partition import Parameter, Partition, Value, aten
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split, even
 from shardwise.tensor_parallel.program import Whole, build_node, output, outputs, read_program, resolve_style
 from shardwise.tensor_parallel.styles import REPLICATED, Layout, Plan, plan_of
@@ -84,7 +84,9 @@ def tensor_parallel_transformation(
     modules = dict.fromkeys(name for node in whole.graph.nodes for name in modules_of(node))
     tensors = {name: node.meta["val"] for name, node in whole.by_name.items()}
     plan = plan_of(parallel_strategies, tensors, modules=modules)
-    partition = whole.partition(rank, world_size, group=group_name or _default_group(world_size))
+    parameters = {node: Parameter(x.name, x.style) for node, x in whole.parameters.items()}
+    group = group_name or _default_group(world_size)
+    partition = Partition(rank, world_size, group, whole.fake_mode, parameters)
     _set_styles(partition, plan, whole)
     if sharing is not None:
         _copy_placements(partition, sharing)
@@ -100,7 +102,7 @@ def tensor_parallel_transformation(
     elif any(isinstance(x, nn.Parameter) and x.requires_grad for x in whole.program.state_dict.values()):
         gradients.untrainable(partition, signature)
     result = state.program_of(
-        whole.program, partition, plan=plan, device_type=device_type, gathers=gathers, sharing=sharing
+        whole, partition, plan=plan, device_type=device_type, gathers=gathers, sharing=sharing
     )
     device.move_program(result, device_type)
     return result
@@ -166,19 +168,18 @@ def _set_styles(p: Partition, plan: Plan, whole: Whole) -> None:
 
 
 def _copy_placements(p: Partition, sharing: ExportedProgram) -> None:
-    """Place parameters and buffers as another program does."""
     record = state.record_of(sharing)
     if (record["rank"], record["world_size"]) != (p.rank, p.ranks):
         raise ShardingError(
             f"`sharing` is the program of rank {record['rank']} of {record['world_size']}, expected that of"
             f" rank {p.rank} of {p.ranks}"
         )
-    for parameter in p.parameters.values():
+    for node, parameter in p.parameters.items():
         entry = record["parameters"].get(parameter.name)
-        if entry is not None and entry["shape"] != list(parameter.node.meta["val"].shape):
+        if entry is not None and entry["shape"] != p.shape(node):
             raise ShardingError(
-                f"{parameter.name} has shape {entry['shape']} in `sharing`, but"
-                f" {list(parameter.node.meta['val'].shape)} here; share with a program of the same model"
+                f"{parameter.name} has shape {entry['shape']} in `sharing`, but {p.shape(node)} here; share"
+                " with a program of the same model"
             )
         if entry is not None:
             parameter.placement = state.placement_from_json(entry["placement"])

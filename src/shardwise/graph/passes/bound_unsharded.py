@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from torch.fx import Graph, Node
 
@@ -69,18 +69,14 @@ def saved_gathers(graph: Graph) -> dict[int, str]:
 
 def _ends_of_saved(graph: Graph, saved: Mapping[str, str]) -> dict[Collective | str, Node]:
     """Return, by gather, the last use of the inputs that forward saved from it."""
-    inputs: dict[str, list[Node]] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder" and node.name in saved:
-            inputs.setdefault(saved[node.name], []).append(node)
-    return {name: _last_use_of(nodes) for name, nodes in inputs.items()}
-
-
-def _last_use_of(nodes: Iterable[Node]) -> Node:
-    chain = list(nodes)
-    for node in chain:  # which grows
-        chain += [user for user in node.users if is_layout(user) and user not in chain]
-    return max([*chain, *uses(chain)])
+    chains: dict[Collective | str, list[Node]] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name in saved:
+            chains.setdefault(saved[node.name], []).append(node)
+    for chain in chains.values():
+        for node in chain:  # which grows
+            chain += [user for user in node.users if is_layout(user) and user not in chain]
+    return {name: max([*chain, *uses(chain)]) for name, chain in chains.items()}
 
 
 def last_use(gather: Collective) -> Node:
@@ -96,12 +92,10 @@ def _plan(graph: Graph, gathers: list[Collective], limit: int, saved: Mapping[st
     for gather, deadline in zip(gathers, _deadlines(graph, gathers), strict=True):
         anchor = max([gather.issue.prev, *planned[-1:]])
         if is_of_inputs(gather.issue):
-            held = {g: last for g, last in held.items() if anchor < last}
-            while len(held) >= limit:
+            while len(held := {g: last for g, last in held.items() if anchor < last}) >= limit:
                 anchor = min(held.values())
                 if anchor >= deadline:
                     raise _impossible(gather, list(held), limit)
-                held = {g: last for g, last in held.items() if anchor < last}
             dropped = gather.issue <= anchor and not uses(tail(gather))
             held[gather] = anchor if dropped else last_use(gather)
         planned.append(anchor)

@@ -148,7 +148,6 @@ def _replace(graph: Graph, merged: Collective, split: Node, index: int) -> None:
 
 
 def _call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """Return a new node, with its fake tensor."""
     node = graph.call_function(target, args, kwargs)
     values_, named = map_arg((args, kwargs), lambda n: n.meta["val"])
     node.meta["val"] = target(*values_, **named)

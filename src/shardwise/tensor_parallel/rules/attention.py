@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from shardwise.graph.nodes import arguments_of
 from shardwise.tensor_parallel.nodes import args_of, is_tensor
 from shardwise.tensor_parallel.partition import Partition, aten
-from shardwise.tensor_parallel.placement import Split
+from shardwise.tensor_parallel.placement import REPLICATE, Split
 from shardwise.tensor_parallel.rules.pointwise import apply_dropout
 from shardwise.tensor_parallel.rules.registry import aten_rule
 
@@ -37,7 +37,6 @@ def attention(p: Partition, node: fx.Node) -> None:
 
 
 def _dropout(node: fx.Node) -> float:
-    """Return the probability of dropping an attention weight."""
     return float(arguments_of(node).get("dropout_p", 0.0))
 
 
@@ -93,7 +92,8 @@ def _with_dropout(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Nod
 
 def mask_for(p: Partition, x: Any, cut: Split, q: Any) -> Any:
     """Return a mask or bias, which broadcasts to batch, heads, queries, keys; or a number."""
-    return p.take(x, p.aligned(x, cut, p.shape(q))) if is_tensor(x) else p.take(x)
+    dims = p.spread(x, p.shape(q)) if is_tensor(x) else []
+    return p.take(x, cut.on(dims.index(cut.dim)) if cut.dim in dims else REPLICATE)
 
 
 def _attend_groups(p: Partition, node: fx.Node, *, group: int) -> None:
@@ -121,4 +121,4 @@ def key_heads(p: Partition, cut: Split, *, group: int, count: int) -> tuple[Spli
 def repeat_heads(p: Partition, x: Any, key_cut: Split, cut: Split, *, group: int) -> fx.Node:
     """Return keys or values repeated for each query head of this rank."""
     repeated = p.emit(aten.repeat_interleave.self_int, p.take(x, key_cut), group, cut.dim)
-    return p.inside(repeated, key_cut.scaled(group), cut)
+    return p.cut(repeated, cut, key_cut.scaled(group))

@@ -61,14 +61,13 @@ def reduce(p: Partition, node: fx.Node) -> None:
     op, cut, ndim = op_of(node), p.cut_of(x), len(p.shape(x))
     if op in ("max", "min") and rest and is_tensor(rest[0]):
         return p.repeat(node)
-    if p.may_stay_partial(x) and op == "sum":
-        return p.locally(node, {x: PARTIAL}, PARTIAL)
     arguments = arguments_of(node)
     dims, keep = _dims(arguments.get("dim"), ndim), arguments.get("keepdim", False)
     counts = [p.shape(x)[d] for d in dims]
     is_linear = op == "sum" or (op == "mean" and all(isinstance(size, int) for size in counts))
     if cut is None or cut.dim not in dims or not is_linear or not cut.disjoint:
         dropped = [0 if keep else sum(e < d for e in dims) for d in range(ndim)]
-        return p.follow(node, {x: [None if d in dims else d - dropped[d] for d in range(ndim)]})
+        kept = [None if d in dims else d - dropped[d] for d in range(ndim)]
+        return p.follow(node, {x: kept}, linear=op == "sum")
     total = p.emit(aten.sum.dim_IntList, p.take(x, cut), sorted(dims), keep, dtype=node.meta["val"].dtype)
     return p.keep(node, p.emit(aten.div.Tensor, total, math.prod(counts)) if op == "mean" else total, PARTIAL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from shardwise.graph.nodes import arguments_of
 from shardwise.tensor_parallel.heads import column_ranges, part_dim
 from shardwise.tensor_parallel.nodes import args_of, is_tensor, op_of, several
 from shardwise.tensor_parallel.partition import Partition, aten
-from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Split, hint, normal
+from shardwise.tensor_parallel.placement import REPLICATE, Split, end_to_end, hint
 from shardwise.tensor_parallel.rules.registry import Dims, aten_rule, by_dims
 from shardwise.tensor_parallel.rules.vocabulary import gather_cut, is_gather, is_interval, row_cut, scatter
 
@@ -25,14 +26,16 @@ def part(p: Partition, node: fx.Node) -> None:
     dim = part_dim(node, ndim)
     if (weight_cut := _fused_cut(p, node, dim)) is not None:
         p.take(x, weight_cut)
-    placement = p.stays(x)
-    if placement == PARTIAL:
-        return p.locally(node, {x: PARTIAL}, PARTIAL)
+    placement = p.placement(x)
     if not isinstance(placement, Split) or placement.dim != dim:
         drops = op in ("select", "unbind")
-        return p.follow(node, {x: [None if d == dim else d - (drops and d > dim) for d in range(ndim)]})
+        dims = [None if d == dim else d - (drops and d > dim) for d in range(ndim)]
+        return p.follow(node, {x: dims}, linear=True)
     if op in ("split", "chunk", "split_with_sizes", "tensor_split"):
-        return _split_along(p, node, placement)
+        ends = accumulate((hint(piece.shape[dim]) for piece in node.meta["val"]), initial=0)
+        cuts = tuple(placement.within(begin, end) for begin, end in pairwise(ends))
+        sizes = [cut.size(p.rank) for cut in cuts]  # parts are cut too, like those of a fused projection
+        return p.keep(node, p.emit(aten.split_with_sizes.default, p.take(x, placement), sizes, dim), cuts)
     begin = _slice_begin(p, node, size=p.shape(node)[dim]) if op in ("slice", "narrow") else None
     if begin is None:
         return p.repeat(node)
@@ -46,18 +49,15 @@ def _fused_cut(p: Partition, node: fx.Node, dim: int) -> Split | None:
     parameter = p.parameters.get(args_of(node)[0])
     if parameter is None or parameter.style != "column" or parameter.placement is not None or dim != 0:
         return None
-    begin, joined = 0, [list[tuple[int, int]]() for _ in range(p.ranks)]
+    cuts = []
     for index, piece in enumerate(several(node.meta["val"])):
         users = (use for item in node.users if item.args[1] == index for use in item.users)
         layer = next((use for use in users if op_of(use) == "linear" and use.args[0] not in node.users), None)
         if layer is None or piece.ndim != 2:
             return None
         size = hint(piece.shape[0])
-        ranges = column_ranges(p, layer, size, dim=len(p.shape(layer)) - 1)
-        for intervals, part in zip(joined, ranges, strict=True):
-            intervals += [(begin + b, begin + e) for b, e in part]
-        begin += size
-    return Split(0, tuple(map(normal, joined)))
+        cuts.append((size, column_ranges(p, layer, size, dim=len(p.shape(layer)) - 1)))
+    return Split(0, end_to_end(cuts))
 
 
 def _slice_begin(p: Partition, node: fx.Node, *, size: Any) -> int | None:
@@ -72,17 +72,6 @@ def _slice_begin(p: Partition, node: fx.Node, *, size: Any) -> int | None:
 def _slice_cut(p: Partition, cut: Split, begin: int, size: int) -> tuple[Split, int]:
     """Return the cut of `size` elements from `begin` on, and where they begin in this rank's part."""
     return cut.within(begin, begin + size), cut.within(0, begin).size(p.rank)
-
-
-def _split_along(p: Partition, node: fx.Node, x_cut: Split) -> None:
-    """Take parts along the cut dim; each is cut too, like the parts of a fused projection."""
-    cuts, begin = [], 0
-    for piece in node.meta["val"]:
-        end = begin + hint(piece.shape[x_cut.dim])
-        cuts.append(x_cut.within(begin, end))
-        begin = end
-    local, sizes = p.take(node.args[0], x_cut), [cut.size(p.rank) for cut in cuts]
-    p.keep(node, p.emit(aten.split_with_sizes.default, local, sizes, x_cut.dim), tuple(cuts))
 
 
 def getitem(p: Partition, node: fx.Node) -> None:
@@ -104,26 +93,16 @@ def cat(p: Partition, node: fx.Node) -> None:
     used = [x for x in tensors if stacks or list(p.shape(x)) != [0]]  # empty vectors fit anything
     dims = range(len(p.shape(used[0])) if used else 0)
     dim = raw_dim % (len(dims) + stacks) if used else 0
-    if (cut := p.cut_of(*used)) is not None and cut.dim == dim and not stacks:
-        return _cat_along(p, node, used, dim)
-    out = [d + (d >= dim) if stacks else None if d == dim else d for d in dims]
-    return p.follow(node, dict.fromkeys(used, out))
-
-
-def _cat_along(p: Partition, node: fx.Node, tensors: list[fx.Node], dim: int) -> None:
-    """Join values along the dim in which they are cut, such as the parts of a fused projection."""
-    cuts = [cut for x in tensors if isinstance(cut := p.placement(x), Split) and cut.dim == dim]
-    if len(cuts) < len(tensors):
+    if stacks or (cut := p.cut_of(*used)) is None or cut.dim != dim:
+        out = [d + (d >= dim) if stacks else None if d == dim else d for d in dims]
+        return p.follow(node, dict.fromkeys(used, out))
+    # along the dim in which they are cut, such as the parts of a fused projection
+    cuts = [at for x in used if isinstance(at := p.placement(x), Split) and at.dim == dim]
+    if len(cuts) < len(used):
         return p.repeat(node)
-    begin = 0
-    joined: list[list[tuple[int, int]]] = [[] for _ in range(p.ranks)]
-    for x, cut in zip(tensors, cuts, strict=True):
-        for rank, part in enumerate(cut.ranges):
-            joined[rank] += [(begin + b, begin + e) for b, e in part]
-        begin += p.shape(x)[dim]
-    result_cut = Split(dim, tuple(tuple(part) for part in joined)).within(0, begin)
-    result = p.emit(aten.cat.default, [p.take(x, cut) for x, cut in zip(tensors, cuts, strict=True)], dim)
-    return p.keep(node, result, result_cut)
+    joined = end_to_end([(p.shape(x)[dim], cut.ranges) for x, cut in zip(used, cuts, strict=True)])
+    result = p.emit(aten.cat.default, [p.take(x, cut) for x, cut in zip(used, cuts, strict=True)], dim)
+    return p.keep(node, result, Split(dim, joined))
 
 
 # ------------------------------------------------------------ by indices, which every rank has whole
@@ -134,10 +113,9 @@ def index(p: Partition, node: fx.Node) -> None:
     """Index x[i, j, ...]: the indices' dims replace the dims that have indices."""
     x, indices = args_of(node)[:2]
     of_x = _indexed(p, x, indices)
-    if of_x is not None and p.may_stay_partial(x):
-        return p.locally(node, {x: PARTIAL}, PARTIAL)
     dims = range(len(p.shape(x)) if of_x else 0)
-    return p.follow(node, {x: [of_x.index(d) if d in of_x else None for d in dims]} if of_x else {})
+    dims_of = {x: [of_x.index(d) if d in of_x else None for d in dims]} if of_x else {}
+    return p.follow(node, dims_of, linear=of_x is not None)
 
 
 @by_dims("index_put")

@@ -16,7 +16,6 @@ from torch import fx
 from shardwise import _compat
 from shardwise.tensor_parallel.nodes import name_of
 from shardwise.tensor_parallel.partition import Partition
-from shardwise.tensor_parallel.placement import PARTIAL
 
 Rule = Callable[[Partition, fx.Node], None]
 Dims = Mapping[fx.Node, Sequence[int | None]]  # what `Partition.follow` takes
@@ -41,22 +40,11 @@ def aten_rule(*names: str) -> Callable[[_R], _R]:
     return rule(*(f"aten::{name}" for name in names))
 
 
-def by_dims(*names: str, terms: bool = False) -> Callable[[DimRule], DimRule]:
-    """Register aten operations that follow a cut input; the decorated function maps dims to the result's.
-
-    Args:
-        names: without "aten::".
-        terms: whether operations on terms of a sum give terms of the result.
-    """
+def by_dims(*names: str, linear: bool = False) -> Callable[[DimRule], DimRule]:
+    """Register aten operations that follow a cut input; the decorated function maps dims to the result's."""
 
     def register(function: DimRule) -> DimRule:
-        @aten_rule(*names)
-        def dim_rule(p: Partition, node: fx.Node) -> None:
-            x = node.all_input_nodes[0]
-            if terms and p.may_stay_partial(x):
-                return p.locally(node, {x: PARTIAL}, PARTIAL)
-            return p.follow(node, function(p, node))
-
+        aten_rule(*names)(lambda p, node: p.follow(node, function(p, node), linear=linear))
         return function
 
     return register

@@ -58,7 +58,6 @@ def _pad_channels(p: Partition, x: fx.Node, dim: int) -> fx.Node:
 def _by_groups(
     p: Partition, node: fx.Node, x_cut: Split | None, groups: Any, channel: int, style: str | None
 ) -> None:
-    """Cut into whole groups of channels on each rank."""
     x, weight, bias, *args, _ = arguments_of(node).values()
     width = p.shape(x)[channel] // groups
     if x_cut is None and style == "column":

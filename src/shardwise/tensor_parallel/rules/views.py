@@ -79,11 +79,10 @@ def permute(p: Partition, node: fx.Node) -> None:
     order = order_of(node, len(p.shape(x)))
     if x in p.parameters and (weight_cut := expert_cut(p, node)) is not None:
         p.take(x, weight_cut.on(order[weight_cut.dim]))
-    cut = p.stays(x)
-    return p.locally(node, {x: cut}, cut.on(order.index(cut.dim)) if isinstance(cut, Split) else cut)
+    return p.follow(node, {x: [order.index(d) for d in range(len(order))]}, linear=True)
 
 
-@by_dims("view_as_complex", "view_as_real", terms=True)
+@by_dims("view_as_complex", "view_as_real", linear=True)
 def as_complex(p: Partition, node: fx.Node) -> Dims:
     """Cut views as complex or real: the last dim, of two elements, becomes one number, or the reverse."""
     x = args_of(node)[0]

@@ -12,7 +12,6 @@ operation, its sums wait (`Partition.later`) for its first use, so that a loss s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,16 +61,11 @@ def is_interval(cut: Split, dim: int) -> bool:
 
 @dataclass
 class Rows:
-    """Rows cut over ranks whose sums of exponentials are not known yet.
-
-    Attributes:
-        node: its value is the rows' log-softmax, or a loss.
-        local: this rank's part, minus the maxima of whole rows; in float32 if the dtype is fp16 or bf16.
-    """
+    """Rows cut over ranks whose sums of exponentials are not known yet."""
 
     p: Partition
-    node: fx.Node
-    local: fx.Node
+    node: fx.Node  # its value is the rows' log-softmax, or a loss
+    local: fx.Node  # this rank's part, minus the maxima of whole rows; float32 for fp16 and bf16
     cut: Split
     logarithm: fx.Node | None = None
 
@@ -196,106 +190,68 @@ def class_dim(p: Partition, x: Any) -> int:
     return 1 if len(p.shape(x)) > 1 else 0
 
 
-@aten_rule("cross_entropy_loss")
+@aten_rule(
+    "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward"
+)
 def cross_entropy(p: Partition, node: fx.Node) -> None:
-    x, target, weight, reduction, ignored, smoothing = arguments_of(node).values()
-    dim, value = class_dim(p, x), node.meta["val"]
-    by_probability = target.meta["val"].is_floating_point()
+    """Compute the loss of logits; or that of log-probabilities, which is the same if a log-softmax waits."""
+    x, target, weight, reduction, ignored, smoothing = (*arguments_of(node).values(), 0.0)[:6]
+    dim, of_logits = class_dim(p, x), op_of(node) == "cross_entropy_loss"
+    by_probability = of_logits and target.meta["val"].is_floating_point()
     is_valid = by_probability or len(p.shape(target)) == len(p.shape(x)) - 1
     cut = row_cut(p, x, dim)
     if not is_valid or not isinstance(smoothing, (int, float)) or cut is None:
         return p.repeat(node)
-    rows, classes = Rows.of(p, x, node, cut), p.shape(x)[dim]
-    local_weight = None if weight is None else p.take(weight, cut.on(0))
+    rows = Rows.of(p, x, node, cut) if of_logits else pending_rows(p, x)
+    span, values = local_span(p, x, cut), several(node.meta["val"])
+    local_weight = p.take(weight, cut.on(0)) if weight is not None and of_logits else None
 
     def weigh(local: Tensor, weight: Tensor | None) -> Tensor:
         return local if weight is None else local * weight.view(with_dim([1] * local.ndim, dim, -1))
 
     def probability_terms(local: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         if smoothing:
-            target = target * (1 - smoothing) + smoothing / classes
+            target = target * (1 - smoothing) + smoothing / span.size
         target = weigh(target, weight)
         return (local * target).sum(dim, True), target.sum(dim, True)
 
     def probability_loss(log: Tensor, products: Tensor, sums: Tensor) -> Tensor:
-        loss = (log * sums - products).squeeze(dim).to(value.dtype)
+        loss = (log * sums - products).squeeze(dim).to(values[0].dtype)
         return loss if reduction == NONE else loss.mean() if reduction == MEAN else loss.sum()
 
-    def class_loss(log: Tensor, picked: Tensor, target: Tensor, weight: Any, totals: Any) -> Tensor:
-        loss, extra = log - picked, None
-        if smoothing:
-            extra = (log * (classes if weight is None else weight.sum()) - totals) * (smoothing / classes)
-            loss = loss * (1 - smoothing)
-        return reduce_loss(loss, target, weight, dim, reduction, ignored, extra)[0].to(value.dtype)
-
-    if by_probability:
-        terms = p.run(probability_terms, rows.local, p.take(target, cut), local_weight)
-        logarithm, products, sums = rows.sums(*terms)
-        result = p.run(probability_loss, logarithm, products, sums)
-    else:
-        index = p.take(target)
-        terms = [p.run(_pick_targets(p, x, cut, ignored), rows.local, index)]
-        if smoothing:
-            terms.append(p.run(lambda x, w: weigh(x, w).sum(dim, True), rows.local, local_weight))
-        logarithm, picked, *totals = rows.sums(*terms)
-        result = p.run(class_loss, logarithm, picked, index, p.take(weight), (*totals, None)[0])
-    return p.keep(node, result, REPLICATE)
-
-
-@aten_rule("nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward")
-def nll(p: Partition, node: fx.Node) -> None:
-    """Compute the loss of log-probabilities; it is cross-entropy if a log-softmax waits."""
-    x, target, weight, reduction, ignored = arguments_of(node).values()
-    dim, values = class_dim(p, x), several(node.meta["val"])
-    cut = row_cut(p, x, dim)
-    if len(p.shape(target)) != len(p.shape(x)) - 1 or cut is None:
-        return p.repeat(node)
-    rows, index = pending_rows(p, x), p.take(target)
-    picked = p.run(_pick_targets(p, x, cut, ignored), p.take(x, cut) if rows is None else rows.local, index)
-    if rows is None:
-        loss = p.run(torch.neg, p.all_reduce(picked))
-    else:
-        loss = p.run(torch.sub, *rows.sums(picked))
-
-    def finish(loss: Tensor, target: Tensor, weight: Tensor | None) -> list[Tensor]:
-        result, total = reduce_loss(loss, target, weight, dim, reduction, ignored)
-        total = torch.zeros_like(total) if reduction == NONE else total  # as torch returns it
-        return [tensor.to(value.dtype) for tensor, value in zip((result, total), values, strict=False)]
-
-    result = p.run(finish, loss, index, p.take(weight))
-    return p.keep(node, tuple(result) if len(values) > 1 else result[0], REPLICATE)
-
-
-def _pick_targets(p: Partition, x: fx.Node, cut: Split, ignored: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function of this rank's terms: the elements at targets, in rows of `x` cut by `cut`."""
-    span = local_span(p, x, cut)
-
     def pick(local: Tensor, target: Tensor) -> Tensor:
-        index = target.to(torch.int64).unsqueeze(cut.dim)
+        index = target.to(torch.int64).unsqueeze(dim)
         return span.gather(local, index.masked_fill(index == ignored, 0))
 
-    return pick
+    def class_loss(log: Any, picked: Tensor, totals: Any, target: Tensor, weight: Any) -> list[Tensor]:
+        index = target.to(torch.int64).unsqueeze(dim)
+        skipped = index == ignored
+        loss = -picked if log is None else log - picked
+        weights = loss_weights(weight, index, skipped, loss.dtype)
+        loss = loss * (1 - smoothing) if smoothing else loss
+        loss = loss if weight is None else loss * weights
+        if smoothing:
+            others = log * (span.size if weight is None else weight.sum()) - totals
+            loss = loss + others * (smoothing / span.size)
+        loss, total = loss.masked_fill(skipped, 0), weights.sum()
+        if reduction == NONE:
+            loss, total = loss.squeeze(dim), torch.zeros_like(total)  # as torch returns it
+        else:
+            loss = loss.sum() / total if reduction == MEAN else loss.sum()
+        return [tensor.to(value.dtype) for tensor, value in zip((loss, total), values, strict=False)]
 
-
-def reduce_loss(
-    loss: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    dim: int,
-    reduction: int,
-    ignored: int,
-    extra: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the loss of whole rows, with `extra` added to their weighted losses, and the sum of weights."""
-    index = target.to(torch.int64).unsqueeze(dim)
-    skipped = index == ignored
-    weights = loss_weights(weight, index, skipped, loss.dtype)
-    loss = loss if weight is None else loss * weights
-    loss = (loss if extra is None else loss + extra).masked_fill(skipped, 0)
-    total = weights.sum()
-    if reduction == NONE:
-        return loss.squeeze(dim), total
-    return loss.sum() / total if reduction == MEAN else loss.sum(), total
+    if by_probability:
+        assert rows is not None
+        terms = p.run(probability_terms, rows.local, p.take(target, cut), local_weight)
+        return p.keep(node, p.run(probability_loss, *rows.sums(*terms)), REPLICATE)
+    local, index = p.take(x, cut) if rows is None else rows.local, p.take(target)
+    terms = [p.run(pick, local, index)]
+    if smoothing:
+        terms.append(p.run(lambda x, w: weigh(x, w).sum(dim, True), local, local_weight))
+    sums = [None, p.all_reduce(terms[0])] if rows is None else rows.sums(*terms)
+    logarithm, picked, totals = (*sums, None)[:3]
+    result = p.run(class_loss, logarithm, picked, totals, index, p.take(weight))
+    return p.keep(node, tuple(result) if len(values) > 1 else result[0], REPLICATE)
 
 
 def loss_weights(weight: Tensor | None, index: Tensor, skipped: Tensor, dtype: torch.dtype) -> Tensor:
