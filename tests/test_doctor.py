@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -110,9 +111,13 @@ def test_a_check_that_fails_itself_does_not_stop_the_others(monkeypatch):
 
 
 def test_room_for_checkpoints_is_judged_where_they_will_go(tmp_path):
-    assert judge_disk("/data", 100 << 30, True).status is Status.OK
-    assert judge_disk("/data", 1 << 30, True).status is Status.WARNING
-    assert judge_disk("/data", 100 << 30, False).status is Status.BROKEN
+    assert judge_disk("/data", 100 << 30).status is Status.OK
+    assert judge_disk("/data", 1 << 30).status is Status.WARNING
+    assert judge_disk("/data", 100 << 30, "cannot be written").status is Status.BROKEN
+    (tmp_path / "file").touch()
+    for place, problem in ((tmp_path / "file", "is a file"), (Path("/proc/nowhere"), "cannot be written")):
+        result = check_disk(place)
+        assert (result.status, problem in result.found) == (Status.BROKEN, True)
     assert str(tmp_path / "not" / "yet") in check_disk(tmp_path / "not" / "yet").found
 
 

@@ -15,6 +15,7 @@ import os
 import platform
 import shutil
 import socket
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -233,7 +234,12 @@ def check_disk(folder: str | os.PathLike[str] = ".") -> CheckResult:
     if isinstance(place, StorePath):
         return check_store(place)
     existing = next(path for path in (place.resolve(), *place.resolve().parents) if path.exists())
-    return judge_disk(str(place.resolve()), shutil.disk_usage(existing).free, os.access(existing, os.W_OK))
+    try:
+        with tempfile.TemporaryFile(dir=existing):  # root may write where nothing can be written
+            problem = ""
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror}" if existing.is_dir() else f"{existing} is a file"
+    return judge_disk(str(place.resolve()), shutil.disk_usage(existing).free, problem)
 
 
 def check_store(url: StorePath) -> CheckResult:
@@ -252,12 +258,12 @@ def check_store(url: StorePath) -> CheckResult:
     return CheckResult("disk", Status.OK, f"objects can be written to {url}")
 
 
-def judge_disk(folder: str, free_bytes: int, writable: bool) -> CheckResult:
+def judge_disk(folder: str, free_bytes: int, problem: str = "") -> CheckResult:
     """Judge whether checkpoints fit; AdamW in float32 saves 12 bytes per parameter."""
     found = f"{free_bytes / 2**30:.1f} GiB free in {folder}"
-    if not writable:
+    if problem:
         fix = "Make it writable, or choose another folder with --checkpoints."
-        return CheckResult("disk", Status.BROKEN, f"{folder} is not writable", fix)
+        return CheckResult("disk", Status.BROKEN, f"{folder}: {problem}", fix)
     if free_bytes < DISK_WANTED_BYTES:
         fix = "Free up space or choose another --checkpoints: AdamW in float32 saves 12 bytes per parameter."
         return CheckResult("disk", Status.WARNING, found, fix)

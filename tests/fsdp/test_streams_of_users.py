@@ -89,8 +89,8 @@ def one_layer_on_its_stream(**options: Any) -> list[Tensor]:
             use_memory()
 
     model.layers[2].register_forward_hook(go_on)
-    for _ in range(2):
-        model.layers[2].unshard(async_op=True)
+    for async_op in (True, False, True, False):
+        model.layers[2].unshard(async_op=async_op)
         train(model, optimizer, steps=1)
     return list(model.parameters())
 
