@@ -56,8 +56,8 @@ def test_gradients_are_reduced_after_the_stream_that_finishes_them(program: Any,
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_smaller_shards_are_cut_before_what_they_are_of_is_given_back(layout: str) -> None:
     assert findings(partial(gathered_ahead, layout=layout), ranks=4) == []
-    never = property(lambda self: None, lambda self, event: None)
-    with mock.patch.object(ParamGroup, "smaller_ready", never):
+    nowhere = property(lambda self: None, lambda self, stream: None)
+    with mock.patch.object(ParamGroup, "owner", nowhere):
         assert findings(partial(gathered_ahead, layout=layout), ranks=4)
 
 

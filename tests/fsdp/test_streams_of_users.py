@@ -172,6 +172,19 @@ def gathered_on_a_stream(**options: Any) -> list[Tensor]:
     return list(model.parameters())
 
 
+def gathered_on_a_stream_before_the_first_forward(**options: Any) -> list[Tensor]:
+    model, ahead = sharded(Layers().to(DEVICE), **options), other()
+    ahead.wait_stream(current())
+    with ahead:
+        handle = model.layers[0].unshard(async_op=True)
+    handle.wait()
+    del handle
+    with ahead:
+        use_memory()
+    loss_of(model).backward()
+    return list(model.parameters())
+
+
 def gathered_on_a_stream_for_nothing(**options: Any) -> list[Tensor]:
     model, ahead = sharded(Layers().to(DEVICE), **options), other()
     optimizer = sgd(model)
@@ -325,6 +338,7 @@ PROGRAMS: list[Callable[..., list[Tensor]]] = [
     backward_and_step_on_a_stream,
     two_models_on_streams,
     gathered_on_a_stream,
+    gathered_on_a_stream_before_the_first_forward,
     gathered_on_a_stream_for_nothing,
     steps_beside_a_second_backward,
     prefetched_by_another_model,

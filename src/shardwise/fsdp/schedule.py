@@ -81,9 +81,6 @@ class Schedule:
             stream.wait_stream(current_stream(self.device))
             with stream:  # it reads what was gathered, and is not ordered with what runs next
                 pending.release()
-            for group in pending.groups:  # smaller shards are cut there, from the current stream's memory
-                if group.smaller_shards and group.smaller_ready is not None:
-                    current_stream(self.device).wait_event(group.smaller_ready)
         elif pending is not unless:
             pending.release()
 
