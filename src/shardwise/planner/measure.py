@@ -11,7 +11,10 @@ from typing import Any
 from shardwise.planner.allocator import Allocator, Piece
 from shardwise.planner.events import Allocate, Compute, Event, Free, Place, Recording, Send
 
-_MULTIPLIES = re.compile(r"mm\b|mm_|matmul|conv|attention|linear|lstm|gru")
+_MULTIPLIES = re.compile(
+    r"mm\b|mm_|matmul|conv|attention|linear|lstm|gru|rnn|_euclidean_dist|cholesky|triangular_solve"
+    r"|linalg_(?!vector_norm|check_errors|cross)"
+)
 NEAR = 0.2  # of a device's memory: more than twice the memory error
 RECORDED_MICRO_BATCHES = 3  # the first, one that represents all in the middle, the last
 
