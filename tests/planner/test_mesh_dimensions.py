@@ -126,6 +126,9 @@ def test_a_mixture_exchanges_tokens_twice_each_way() -> None:
     assert sent(made, "all_to_all")[rows] == 4 * made.layers
     uneven = planned(mixtures, experts=2, expert_load=1.5)
     assert uneven.computed_flops > made.computed_flops
+    assert uneven.model_flops == made.model_flops  # whichever rank's experts get the tokens
+    again = planned(mixtures, experts=2, expert_load=1.5, checkpointing="full")
+    assert again.model_flops == made.model_flops < uneven.computed_flops < again.computed_flops
     assert uneven.peak_bytes >= made.peak_bytes
 
 

@@ -72,7 +72,8 @@ class Plan:
             giving back; equals `reserved_bytes` without hardware, or if the device has a quarter more.
         sent: the collectives of a rank in a step; `groups` lists them by group of parameters.
         model_flops: three times forward's operations, or all operations if those are fewer, as with frozen
-            parameters; a multiply-add is two, and attention is not halved.
+            parameters; a multiply-add is two, and attention is not halved. Experts count evenly, whatever
+            `expert_load` is.
         computed_flops: all operations, including those recomputed in backward.
         assumed: assumptions about operators without a cost or kernels, about parameters made in another
             dtype, and about which blocks are cut.
@@ -212,7 +213,9 @@ def plan_of(
 ) -> Plan:
     """Make a plan from a recording of all blocks."""
     check_narrow(device, setup.narrow)
-    model_flops, computed_flops = measure.flops(recording, setup.accumulation)
+    model_flops, computed_flops = measure.flops(
+        recording, setup.accumulation, expert_load=setup.expert_load
+    )
     limit = None if device is None else device.usable_bytes
     pieces = setup.tensor if setup.async_tensor else 1
     delayed = recording
