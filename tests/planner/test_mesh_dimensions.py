@@ -132,6 +132,15 @@ def test_a_mixture_exchanges_tokens_twice_each_way() -> None:
     assert uneven.peak_bytes >= made.peak_bytes
 
 
+def test_experts_too_few_for_the_ranks_that_shard_them_are_named() -> None:
+    even, uneven = (planned(mixtures, ranks=ranks, experts=4, sequence=16) for ranks in (4, 8))
+    assert not even.assumed
+    (said,) = uneven.assumed
+    assert said.startswith("This rank holds 1.")
+    assert said in str(uneven)
+    assert uneven.peak.alive["parameters"] > 0.6 * even.peak.alive["parameters"]
+
+
 @pytest.mark.parametrize(("checkpointing", "again"), [("selective", 3), ("alternate", 1)])
 def test_a_mixture_exchanges_tokens_again_where_backward_computes_its_block_again(
     checkpointing: Any, again: int

@@ -101,6 +101,7 @@ class Recording:
     block_parameters: int  # of the middle one
     gathered_parameters: tuple[int, ...]  # of each block, on a rank: with tensor parallelism, its part
     converted: tuple[str, ...] = ()  # dtypes in which the model makes parameters, but which are not stored
+    held_parameters: int = 0  # on rank 0
     whole_logits: bool = False  # whether each tensor-parallel rank has all logits
     as_kernels: tuple[str, ...] = ()  # functions of transformers that ran as their kernels do
     by_reference: tuple[str, ...] = ()  # functions that ran without kernels that exist elsewhere

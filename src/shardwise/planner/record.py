@@ -180,7 +180,10 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         whole_logits = tensor is not None and setup.loss == "whole" and not cuts(module, setup)[1]
         called = [tuple(sorted(names)) for names in functions]
         called.append(_unlike_statistics(module, setup))
-        return Recording(layers, segments, parameters, in_block, gathered, converted, whole_logits, *called)
+        held = sum(_compat.local_of(p).numel() for p in module.parameters())
+        return Recording(
+            layers, segments, parameters, in_block, gathered, converted, held, whole_logits, *called
+        )
 
 
 def _unlike_statistics(module: nn.Module, setup: Setup) -> tuple[str, ...]:
