@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -31,7 +32,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise import _compat
-from shardwise.comm.agree import together
+from shardwise.comm.agree import Agreement, together
 from shardwise.errors import ShardingError, ShardwiseError, here
 from shardwise.sharded_tensor.base import ShardedTensorBase, sharded_in
 from shardwise.sharded_tensor.group import OUTSIDE, is_outside
@@ -42,16 +43,44 @@ Failures = dict[str, Exception]  # of this rank, by their texts
 
 _of_memory: dict[StorageWeakRef, Failures] = {}  # where values are stand-ins
 current: Failures = {}  # failures of the current operation's operands
+# The operation that the user called, of those in progress: a torch function and its arguments.
+_called: tuple[Any, list[Any]] | None = None
 
 
 def run(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `handler(func, args, kwargs)`, or make stand-ins if it fails for this rank's values."""
+    global _called
+    outer = _called
+    if outer is None:
+        _called = func, [*args, *kwargs.values()]
     try:
         return _propagate_failures(handler, func, args, kwargs) if _of_memory else handler(func, args, kwargs)
     except (ShardwiseError, _compat.StopRecomputation):
         raise
     except Exception as error:
         return _stand_in(error, handler, func, args, kwargs)
+    finally:
+        _called = outer
+
+
+def comparing(
+    text: str, *, like: Tensor, group: dist.ProcessGroup, subject: str
+) -> AbstractContextManager[object]:
+    """Compare the operation, and `text` about it, on all ranks of `group` at the end of a block.
+
+    Only for values on the CPU, like `like`: there unequal collectives would hang or give garbage, without an
+    error. Accelerators would have to wait.
+    """
+    return Agreement(of_operation(text), group=group, subject=subject) if like.is_cpu else nullcontext()
+
+
+def of_operation(text: str) -> str:
+    """Return `text` after a line for the operation in progress that the user called, if it is torch's."""
+    if _called is None:
+        return text
+    func, values = _called
+    operands = (f"{tuple(s.metadata().size)} {s.dtype}" for s in sharded_in(values))
+    return f"{func.__name__} of {', '.join(operands)}\n{text}"
 
 
 def _propagate_failures(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:

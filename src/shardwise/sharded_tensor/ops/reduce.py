@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import itemgetter
 from typing import Any, NoReturn, cast
@@ -27,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.comm.agree import Agreement
 from shardwise.layout import Box
+from shardwise.sharded_tensor import failure
 from shardwise.sharded_tensor.autograd import all_extreme, summed, with_value
 from shardwise.sharded_tensor.ops.elementwise import elementwise, result_of
 from shardwise.sharded_tensor.ops.operands import anchor_of, bind_arguments, raise_as_torch, rule
@@ -135,11 +134,10 @@ def _fold(
     sharded.ask_history()
     size = sharded.metadata().size
     result = start.expand([1 if d in dims else length for d, length in enumerate(size)]).clone()
-    agreement: AbstractContextManager[object] = nullcontext()
-    if sharded.anchor.is_cpu and result.numel():
-        text = f"{subject} along dims {list(dims)} of a tensor of size {tuple(size)}, {sharded.dtype}"
-        agreement = Agreement(text, group=sharded.process_group, subject="what to reduce")
-    with agreement:
+    if not result.numel():
+        return result
+    text = f"{subject} in {start.dtype} along dims {list(dims)} of a tensor of size {tuple(size)}"
+    with failure.comparing(text, like=start, group=sharded.process_group, subject="what to reduce"):
         for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
             if tensor.numel():
                 extents = enumerate(zip(box.offsets, box.ends, strict=True))
@@ -149,11 +147,15 @@ def _fold(
 
 
 def _total(
-    sharded: ShardedTensor, dims: Dims, function: Callable[[Tensor], Tensor], dtype: torch.dtype
+    sharded: ShardedTensor,
+    dims: Dims,
+    function: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
+    subject: str = "a sum",
 ) -> Tensor:
     """Return the sum over all shards of `function(shard)`, which keeps `dims`. Collective; differentiable."""
     zero = torch.zeros((), dtype=dtype, device=sharded.anchor.device)
-    total = _fold("a sum", sharded, dims, zero, lambda total, tensor: total + function(tensor))
+    total = _fold(subject, sharded, dims, zero, lambda total, tensor: total + function(tensor))
     nothing = anchor_of(sharded)
     total = total + nothing.sum().to(dtype) if nothing.requires_grad else total
     return summed(total, sharded.process_group) if total.numel() else total
@@ -349,7 +351,7 @@ def norm_of(
             length = torch.linalg.vector_norm(tensor, p, dims, True, dtype=wide_of(cast_to)).double()
             return length if p == 0 else _power(length, p)
 
-        total = _total(operand, dims, powers, torch.float64)
+        total = _total(operand, dims, powers, torch.float64, f"a sum of lengths to the power of {p:g}")
         return (total if p == 0 else _power(total, 1 / p)).to(out_dtype)
 
     norm = torch.linalg.vector_norm
