@@ -304,3 +304,51 @@ def test_bags_of_no_ids_and_joins_of_no_elements_are_those_of_the_whole() -> Non
         torch.cat([twice, torch.ones(5, 1)], 1)
     with pytest.raises(IndexError):
         torch.max(cut(torch.empty(0, 3), rows(0, 1)), 0)
+
+
+NEEDED: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda a: a.norm(),
+    "norm of a part": lambda a: a[0].norm(),
+    "norm of an element": lambda a: a[5, 3].norm(),
+    "negative norm": lambda a: a.norm(p=-1.0),
+    "spread of columns": lambda a: a.std(0).sum(),
+    "square of an element": lambda a: a[5, 3] * a[5, 3],
+    "sum of a square": lambda a: (a[5, 3] * a[5, 3]).sum(),
+    "product": lambda a: (torch.ones(2, 6, requires_grad=True) @ a).sum(),
+    "weighted bags": lambda a: F.embedding_bag(
+        torch.tensor([[0, 5]]), a, per_sample_weights=torch.ones(1, 2, requires_grad=True), mode="sum"
+    ).sum(),
+    "layer norm": lambda a: F.layer_norm(a, (4,), torch.ones(4, requires_grad=True)).sum(),
+}
+WRITES: list[Callable[[Any], Any]] = [lambda a: a.mul_(2), lambda a: a[0].mul_(2), lambda a: a[5, 3].mul_(2)]
+
+
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("needs", NEEDED)
+def test_a_value_that_backward_needs_is_missed_on_every_rank_whatever_it_holds(needs: str) -> None:
+    whole = ((0, 0), (6, 4), 1)
+    specs = [boxes_on(whole), boxes_on(whole, ((0, 0), (0, 4), 0), ((6, 0), (0, 4), 0)), rows(0, 1)]
+    if needs == "spread of columns":  # over ranks it needs other values
+        del specs[1:]
+    for spec in specs:
+        for write in WRITES:
+            leaf = cut(torch.rand(6, 4) + 0.1, spec, requires_grad=True)
+            value: Any = leaf * 1.0
+            result = NEEDED[needs](value)
+            write(value)
+            result = result.full_tensor() if isinstance(result, ShardedTensor) else result
+            with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+                result.backward()
+
+
+@on_ranks(2)
+def test_a_value_that_backward_does_not_need_may_be_written() -> None:
+    for spec in (boxes_on(((0, 0), (6, 4), 1)), rows(0, 1)):
+        for write in WRITES:
+            leaf = cut(torch.ones(6, 4), spec, requires_grad=True)
+            value: Any = leaf * 1.0
+            result = value.sum() + value[5, 3].sum() + (value[5, 3] + value[5, 3]).full_tensor()
+            write(value)
+            result.backward()
+            assert leaf.grad is not None
+            assert leaf.grad.full_tensor().sum() == 24 + 3

@@ -233,7 +233,7 @@ def _on_columns(
         return Box((*(0 for _ in lead), box.offsets[1]), (*lead, columns))
 
     metadata = weight.metadata().map((*lead, weight.shape[1]), of_result)
-    anchor = stand_in(weight, [weights])
+    anchor = stand_in(weight, weights)
     shards = zip(weight.tensors, weight.boxes, strict=True)
     nothing = anchor.new_zeros((*lead, 0)) + anchor.sum()
     tensors = [nothing + table.sum() if box.is_empty else lookup(table) for table, box in shards]

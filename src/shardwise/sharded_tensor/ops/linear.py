@@ -83,7 +83,12 @@ def _product(left: Tensor, right: Tensor, *, name: str, vector: bool = False) ->
     else:
         whole = replicated(other, leader.process_group)
         shards, nothing = [(Box.whole(whole.shape), whole)], nothing_of(whole)
-    anchor = torch.mm(anchor_of(leader).reshape(0, 1), nothing.reshape(1, 0)).reshape(-1)
+
+    def product_of(end: Tensor) -> Tensor:
+        """Return an empty product; like one of a shard, it saves for its backward."""
+        return torch.mm(end.reshape(0, 1), nothing.reshape(1, 0)).reshape(-1)
+
+    anchor = product_of(anchor_of(leader))
 
     def result_of(box: Box) -> Box:
         """Return the part of the result that products with a box of the leader make."""
@@ -98,7 +103,7 @@ def _product(left: Tensor, right: Tensor, *, name: str, vector: bool = False) ->
     products = []
     for box, tensor in zip(leader.boxes, leader.tensors, strict=True):
         if box.is_empty:
-            products.append(anchor.new_zeros(result_of(box).sizes) + anchor.sum())
+            products.append(anchor.new_zeros(result_of(box).sizes) + product_of(tensor).sum())
             continue
         matching = _matching_box(box, leader.shape, other.shape, summed_dim)
         factor = next(part(outer, shard, matching) for outer, shard in shards if _contains(outer, matching))

@@ -84,10 +84,10 @@ class Lookup:
         return sums / counts[begin : begin + len(sums)].clamp(min=1).unsqueeze(1)
 
 
-def stand_in(weight: ShardedTensor, ends: Sequence[Tensor | None]) -> Tensor:
-    """Return an empty tensor that depends on all of `ends`, and on the table where this rank has none."""
-    anchors = [nothing_of(tensor).to(weight.dtype) for tensor in ends if tensor is not None]
-    return torch.cat([weight.anchor, *anchors])
+def stand_in(weight: ShardedTensor, weights: Tensor | None) -> Tensor:
+    """Return an empty tensor that depends on `weights`, and on the table where this rank has none."""
+    # A product saves what a lookup with weights saves for its backward.
+    return weight.anchor if weights is None else weight.anchor * nothing_of(weights).to(weight.dtype)
 
 
 def _partial(table: Tensor, box: Box, lookup: Lookup, positions: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def to_all(weight: ShardedTensor, lookup: Lookup) -> Tensor:
         positions = lookup.within(box)
         part = _partial(table, box, lookup, positions)
         parts.append((box, _spread(part, positions, lookup.bags) if lookup.mode == "row" else part))
-    total = _total(parts, lookup.bags, weight.shape[1], stand_in(weight, [lookup.weights]))
+    total = _total(parts, lookup.bags, weight.shape[1], stand_in(weight, lookup.weights))
     return lookup.finish(summed(total, weight.process_group), 0)
 
 
@@ -136,7 +136,7 @@ def to_holders(weight: ShardedTensor, lookup: Lookup, ids: ShardedTensor) -> Sha
     shards = zip(weight.tensors, weight.boxes, local, strict=True)
     sent = [_partial(table, box, lookup, places).unsqueeze(0) for table, box, places in shards]
     route = Route(transfer(source, target, rank=rank), source[rank], target[rank])
-    anchor = stand_in(weight, [lookup.weights])
+    anchor = stand_in(weight, lookup.weights)
     received, anchor = moved(sent, route, group=weight.process_group, anchor=anchor)
     results = []
     for index, batch in enumerate(ids.boxes):

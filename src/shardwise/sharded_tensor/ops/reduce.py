@@ -30,7 +30,7 @@ from shardwise.layout import Box
 from shardwise.sharded_tensor import failure
 from shardwise.sharded_tensor.autograd import all_extreme, summed, with_value
 from shardwise.sharded_tensor.ops.elementwise import elementwise, result_of
-from shardwise.sharded_tensor.ops.operands import anchor_of, bind_arguments, raise_as_torch, rule
+from shardwise.sharded_tensor.ops.operands import bind_arguments, raise_as_torch, rule
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -152,12 +152,19 @@ def _total(
     function: Callable[[Tensor], Tensor],
     dtype: torch.dtype,
     subject: str = "a sum",
+    of_nothing: Callable[[Tensor], Tensor] = torch.sum,
 ) -> Tensor:
-    """Return the sum over all shards of `function(shard)`, which keeps `dims`. Collective; differentiable."""
+    """Return the sum over all shards of `function(shard)`, which keeps `dims`. Collective; differentiable.
+
+    Args:
+        subject: the sum, for ranks to compare.
+        of_nothing: saves for its backward what `function` saves, and makes zero of an empty tensor.
+    """
     zero = torch.zeros((), dtype=dtype, device=sharded.anchor.device)
     total = _fold(subject, sharded, dims, zero, lambda total, tensor: total + function(tensor))
-    nothing = anchor_of(sharded)
-    total = total + nothing.sum().to(dtype) if nothing.requires_grad else total
+    for tensor in sharded.tensors or [sharded.anchor]:
+        if tensor.requires_grad and not tensor.numel():
+            total = total + of_nothing(tensor).to(dtype)
     return summed(total, sharded.process_group) if total.numel() else total
 
 
@@ -276,7 +283,7 @@ def _variance(
 
     def local(tensor: Tensor, dims: Dims, keepdim: bool) -> Tensor:
         if not tensor.numel():  # func would warn
-            return tensor.sum(dims, keepdim=keepdim)
+            return tensor.square().sum(dims, keepdim=keepdim)  # saves it for backward, as func does
         return cast(Tensor, func(tensor, dims, correction=correction, keepdim=keepdim))
 
     return _reduce(local, sharded, dims, keepdim, merge)
@@ -351,7 +358,8 @@ def norm_of(
             length = torch.linalg.vector_norm(tensor, p, dims, True, dtype=wide_of(cast_to)).double()
             return length if p == 0 else _power(length, p)
 
-        total = _total(operand, dims, powers, torch.float64, f"a sum of lengths to the power of {p:g}")
+        subject = f"a sum of lengths to the power of {p:g}"
+        total = _total(operand, dims, powers, torch.float64, subject, torch.linalg.vector_norm)
         return (total if p == 0 else _power(total, 1 / p)).to(out_dtype)
 
     norm = torch.linalg.vector_norm
