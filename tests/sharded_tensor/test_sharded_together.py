@@ -337,7 +337,7 @@ def test_a_value_that_backward_needs_is_missed_on_every_rank_whatever_it_holds(n
             result = NEEDED[needs](value)
             write(value)
             result = result.full_tensor() if isinstance(result, ShardedTensor) else result
-            with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+            with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
                 result.backward()
 
 

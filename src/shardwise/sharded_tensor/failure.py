@@ -64,23 +64,20 @@ def run(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def comparing(
-    text: str, *, like: Tensor, group: dist.ProcessGroup, subject: str
-) -> AbstractContextManager[object]:
-    """Compare the operation, and `text` about it, on all ranks of `group` at the end of a block.
+    text: str, *, device: torch.device, group: dist.ProcessGroup, subject: str
+) -> AbstractContextManager[Agreement | None]:
+    """Compare `text`, and the torch function that the user called, on all ranks of `group`; in a block.
 
-    Only for values on the CPU, like `like`: there unequal collectives would hang or give garbage, without an
-    error. Accelerators would have to wait.
+    The collective that `text` describes must follow the block. On the CPU only: there unequal collectives
+    would hang or give garbage. An accelerator would have to wait.
     """
-    return Agreement(of_operation(text), group=group, subject=subject) if like.is_cpu else nullcontext()
-
-
-def of_operation(text: str) -> str:
-    """Return `text` after a line for the operation in progress that the user called, if it is torch's."""
-    if _called is None:
-        return text
-    func, values = _called
-    operands = (f"{tuple(s.metadata().size)} {s.dtype}" for s in sharded_in(values))
-    return f"{func.__name__} of {', '.join(operands)}\n{text}"
+    if device.type != "cpu":
+        return nullcontext()
+    if _called is not None:
+        func, values = _called
+        operands = (f"{tuple(s.metadata().size)} {s.dtype}" for s in sharded_in(values))
+        text = f"{func.__name__} of {', '.join(operands)}\n{text}"
+    return Agreement(text, group=group, subject=subject)
 
 
 def _propagate_failures(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -60,7 +60,7 @@ def _look_up(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     if holders is not None or not isinstance(weight, ShardedTensor):
         lookup = make()
     else:
-        lookup, counts = compare_ids(make, weight.process_group)
+        lookup, counts = compare_ids(make, weight)
         if counts:  # each rank has ids of its own, and its part of the result
             local, (lookup, holders) = lookup, join_lookups(lookup, counts, weight.process_group)
     options["padding_idx"] = lookup.padding

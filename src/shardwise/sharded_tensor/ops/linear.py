@@ -28,6 +28,7 @@ from torch import Tensor
 from shardwise.comm.exchange import part
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
+from shardwise.sharded_tensor import failure
 from shardwise.sharded_tensor.autograd import nothing_of, replicated, summed
 from shardwise.sharded_tensor.ops.operands import anchor_of, called_as, check_group, total_of, unsharded
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
@@ -113,7 +114,10 @@ def _product(left: Tensor, right: Tensor, *, name: str, vector: bool = False) ->
     if complete and ((summed_dim == -1 and not vector) or len(nonempty) > 1):
         return leader.with_tensors(products, metadata=leader.metadata().map(shape, result_of), anchor=anchor)
     boxed = list(zip(map(result_of, leader.boxes), products, strict=True))
-    return summed(total_of(boxed, shape, anchor), leader.process_group)
+    group, text = leader.process_group, f"a product of size {tuple(shape)}, {anchor.dtype}"
+    with failure.comparing(text, device=anchor.device, group=group, subject="what to sum"):
+        total = total_of(boxed, shape, anchor)
+    return summed(total, group)
 
 
 def _leader(left: Tensor, right: Tensor, name: str) -> tuple[ShardedTensor, Tensor, int]:

@@ -32,6 +32,7 @@ from torch import Tensor
 from shardwise.comm.agree import fingerprint, together
 from shardwise.errors import ShardingError
 from shardwise.layout import Box, transfer
+from shardwise.sharded_tensor import failure
 from shardwise.sharded_tensor.autograd import Route, all_reduced, moved, nothing_of, replicated, summed
 from shardwise.sharded_tensor.group import is_outside
 from shardwise.sharded_tensor.metadata import Shard, TensorProperties
@@ -203,18 +204,20 @@ def like_ids(
 _RIGHT, _HASH, _IDS, _BAGS = range(4)  # columns of the ranks' descriptions of their lookups
 
 
-def compare_ids(make: Callable[[], Lookup], group: dist.ProcessGroup) -> tuple[Lookup, list[tuple[int, int]]]:
-    """Return this rank's lookup; for each rank its numbers of ids and bags where ranks' ids differ.
+def compare_ids(make: Callable[[], Lookup], weight: ShardedTensor) -> tuple[Lookup, list[tuple[int, int]]]:
+    """Return this rank's lookup in `weight`; for each rank its numbers of ids and bags where ids differ.
 
-    Collective over `group`. An error of `make` on any rank raises on all.
+    Collective. An error of `make` on any rank raises on all.
     """
+    group, device = weight.process_group, weight.anchor.device
     if is_outside(group) or group.size() == 1:
         return make(), []
     lookup, error = None, None
-    try:
-        lookup = make()
-    except Exception as caught:  # of one rank's ids: the others must hear of it
-        error = caught
+    with failure.comparing("rows of a table", device=device, group=group, subject="what to look up"):
+        try:
+            lookup = make()
+        except Exception as caught:  # of one rank's ids: the others must hear of it
+            error = caught
     if lookup is not None and lookup.ids.is_meta:
         return lookup, []
     counts = torch.zeros(group.size(), 4, dtype=torch.int64)

@@ -137,7 +137,7 @@ def _fold(
     if not result.numel():
         return result
     text = f"{subject} in {start.dtype} along dims {list(dims)} of a tensor of size {tuple(size)}"
-    with failure.comparing(text, like=start, group=sharded.process_group, subject="what to reduce"):
+    with failure.comparing(text, device=start.device, group=sharded.process_group, subject="what to reduce"):
         for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
             if tensor.numel():
                 extents = enumerate(zip(box.offsets, box.ends, strict=True))
