@@ -256,54 +256,11 @@ GATHER: dict[str, Fault] = {
 }
 
 
-def reduced(odd: Callable[[Any], Any], elsewhere: Callable[[Any], Any]) -> Callable[[bool], object]:
-    """Of a tensor that is cut in both dims, so that every reduction is over ranks."""
-    spec = boxes_on(([0, 0], (6, 2), 0), ([0, 2], (3, 2), 1), ([3, 2], (3, 2), 2))
-    return lambda is_odd: (odd if is_odd else elsewhere)(cut(counted(SIZE), spec))
-
-
-REDUCED: dict[str, Fault] = {
-    "dim": (
-        reduced(lambda t: t.sum(1), lambda t: t.sum(0)),
-        ["what to reduce", "a sum in torch.float32 along dims [1] of", "dims [0] of a tensor of size (6, 4)"],
-    ),
-    "all dims": (reduced(lambda t: t.mean(), lambda t: t.mean(1)), ["dims [0, 1] of", "dims [1] of"]),
-    "extreme": (reduced(lambda t: t.amax(0), lambda t: t.amin(0)), ["the largest", "the smallest"]),
-    "norm": (reduced(lambda t: t.norm(dim=0), lambda t: t.norm(dim=1)), ["dims [0] of", "dims [1] of"]),
-    "norm and sum": (
-        reduced(lambda t: t.norm(), lambda t: t.sum()),
-        ["what to reduce", "\n  norm of (6, 4)", "\n  sum of (6, 4) torch.float32", "in torch.float64"],
-    ),
-    "norm and sum of doubles": (
-        reduced(lambda t: t.double().norm(), lambda t: t.double().sum()),
-        ["\n  norm of (6, 4) torch.float64", "\n  sum of (6, 4) torch.float64"],
-    ),
-    "powers": (
-        reduced(lambda t: t.norm(p=1), lambda t: t.norm(p=3)),
-        ["to the power of 1 in torch.float64 along", "to the power of 3 in torch.float64 along"],
-    ),
-    "spread": (reduced(lambda t: t.std(), lambda t: t.var()), ["\n  std of", "\n  var of"]),
-    "loss": (
-        reduced(lambda t: nn.functional.mse_loss(t, torch.ones(SIZE)), lambda t: t.mean()),
-        ["\n  mse_loss of", "\n  mean of"],
-    ),
-    "dtype": (
-        reduced(lambda t: t.sum(dtype=torch.float64), lambda t: t.sum()),
-        ["a sum in torch.float64", "a sum in torch.float32"],
-    ),
-    "operand": (
-        reduced(lambda t: t.sum(0), lambda t: t.t().contiguous().sum(1)),
-        ["\n  sum of (4, 6)", "\n  sum of (6, 4)"],
-    ),
-}
-
-
 FAULTS: dict[str, tuple[dict[str, Fault], type[Exception]]] = {
     "local shards": (LOCAL_SHARDS, ShardingError),
     "local tensor": (LOCAL_TENSOR, ShardingError),
     "differing": (DIFFERING, RankMismatchError),
     "gather": (GATHER, ShardingError),
-    "reduced": (REDUCED, RankMismatchError),
 }
 
 
