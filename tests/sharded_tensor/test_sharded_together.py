@@ -343,6 +343,18 @@ def test_a_value_that_backward_needs_is_missed_on_every_rank_whatever_it_holds(n
 
 
 @on_ranks(2)
+def test_a_norm_has_a_gradient_on_all_ranks_or_on_none() -> None:
+    for spec in (boxes_on(((0, 0), (6, 4), 1)), boxes_on(((0, 0), (6, 4), 1), ((0, 0), (0, 4), 0))):
+        for p in (0.0, 1.0, 2.0, -1.0):
+            leaf = cut(torch.ones(6, 4), spec, requires_grad=True)
+            (leaf * 1.0).norm(p=p).backward()
+            leaf.norm(p=p).backward()
+            without: list[Any] = [None, None]
+            dist.all_gather_object(without, leaf.grad is None)
+            assert without == [p == 0] * 2
+
+
+@on_ranks(2)
 def test_a_value_that_backward_does_not_need_may_be_written() -> None:
     for spec in (boxes_on(((0, 0), (6, 4), 1)), rows(0, 1)):
         for write in WRITES:

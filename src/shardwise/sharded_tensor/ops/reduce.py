@@ -359,7 +359,9 @@ def norm_of(
             return length if p == 0 else _power(length, p)
 
         subject = f"a sum of lengths to the power of {p:g}"
-        total = _total(operand, dims, powers, torch.float64, subject, torch.linalg.vector_norm)
+        # Also no gradient if p is 0; other norms than this may need elements.
+        of_nothing = partial(torch.linalg.vector_norm, ord=2.0 if p else 0.0)
+        total = _total(operand, dims, powers, torch.float64, subject, of_nothing)
         return (total if p == 0 else _power(total, 1 / p)).to(out_dtype)
 
     norm = torch.linalg.vector_norm
