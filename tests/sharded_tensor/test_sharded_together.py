@@ -367,3 +367,13 @@ def test_a_value_that_backward_does_not_need_may_be_written() -> None:
             (result + other.sum()).backward()
             assert leaf.grad is not None
             assert leaf.grad.full_tensor().sum() == (24 + 3) + (23 - 0.5)
+
+
+@on_ranks(3)
+def test_rows_that_were_looked_up_are_written_on_every_rank() -> None:
+    table = cut(torch.ones(6, 4), rows(0, 1, dim=1), requires_grad=True)
+    found: Any = F.embedding(torch.tensor([0, 5]), table)
+    found.mul_(2)
+    found.sum().backward()
+    assert table.grad is not None
+    assert table.grad.full_tensor().sum() == 2 * 2 * 4

@@ -20,6 +20,7 @@ Reading the shards of such a result raises too. In a group of one rank, errors r
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -43,16 +44,22 @@ Failures = dict[str, Exception]  # of this rank, by their texts
 
 _of_memory: dict[StorageWeakRef, Failures] = {}  # where values are stand-ins
 current: Failures = {}  # failures of the current operation's operands
-# The operation that the user called, of those in progress: a torch function and its arguments.
-_called: tuple[Any, list[Any]] | None = None
+
+
+class _InProgress(threading.local):
+    """The operation that the user called, of those in progress: a torch function and its arguments."""
+
+    called: tuple[Any, list[Any]] | None = None
+
+
+_in_progress = _InProgress()
 
 
 def run(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `handler(func, args, kwargs)`, or make stand-ins if it fails for this rank's values."""
-    global _called
-    outer = _called
+    outer = _in_progress.called
     if outer is None:
-        _called = func, [*args, *kwargs.values()]
+        _in_progress.called = func, [*args, *kwargs.values()]
     try:
         return _propagate_failures(handler, func, args, kwargs) if _of_memory else handler(func, args, kwargs)
     except (ShardwiseError, _compat.StopRecomputation):
@@ -60,7 +67,7 @@ def run(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
     except Exception as error:
         return _stand_in(error, handler, func, args, kwargs)
     finally:
-        _called = outer
+        _in_progress.called = outer
 
 
 def comparing(
@@ -73,10 +80,10 @@ def comparing(
     """
     if device.type != "cpu":
         return nullcontext()
-    if _called is not None:
-        func, values = _called
+    if _in_progress.called is not None:
+        func, values = _in_progress.called
         operands = (f"{tuple(s.metadata().size)} {s.dtype}" for s in sharded_in(values))
-        text = f"{func.__name__} of {', '.join(operands)}\n{text}"
+        text = f"{getattr(func, '__name__', func)} of {', '.join(operands)}\n{text}"
     return Agreement(text, group=group, subject=subject)
 
 

@@ -88,7 +88,7 @@ class Lookup:
 def stand_in(weight: ShardedTensor, weights: Tensor | None) -> Tensor:
     """Return an empty tensor that depends on `weights`, and on the table where this rank has none."""
     # A product saves what a lookup with weights saves for its backward.
-    return weight.anchor if weights is None else weight.anchor * nothing_of(weights).to(weight.dtype)
+    return weight.anchor.clone() if weights is None else weight.anchor * nothing_of(weights).to(weight.dtype)
 
 
 def _partial(table: Tensor, box: Box, lookup: Lookup, positions: Tensor) -> Tensor:
