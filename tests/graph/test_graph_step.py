@@ -329,6 +329,24 @@ def test_a_rank_that_takes_another_step_is_an_error_on_every_rank(odd: str, layo
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("then", ["calls the step again", "does nothing"])
+def test_a_rank_whose_step_raises_in_tracing_is_named_on_every_rank_that_waits_for_it(then: str) -> None:
+    model = sharded(Net(), layout="contiguous")
+    step = compile_step(model, cross_entropy, sgd(model), backend="aot_eager", max_norm=0.1)
+    step(*batch(0))
+    x, y = batch(1)
+    if dist.get_rank() == 1:
+        with pytest.raises(RuntimeError, match="fake tensor"):
+            step(x, y[:3])
+        if then == "does nothing":
+            time.sleep(2)  # seconds in which others find out
+            return
+    says = "run a compiled step" if then == "calls the step again" else r"rank 1 will not come .* it raised"
+    with pytest.raises(RankMismatchError, match=says):
+        step(x, y)
+
+
+@on_ranks(2)
 def test_steps_that_raise_on_all_ranks_may_be_followed_by_others_though_one_is_late() -> None:
     def raising(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         time.sleep(0.5 * dist.get_rank())  # longer than ranks wait until they look for each other

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +87,31 @@ def test_a_change_that_leaves_no_less_to_lack_is_not_kept(monkeypatch: pytest.Mo
     assert sum(setup.layout == "contiguous" for setup in tried) == 1
     assert sum(setup.loss == "chunked" for setup in tried) == 1
     assert (tried[-1].checkpointing, tried[-1].ranks) == ("full", 16)
+
+
+class LongRows(Even):
+    """Has 3 rows that 2 ranks cannot share evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.empty(3, 1 << 22, device="meta"))
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return super().forward(tokens) + self.rows[0, 0]
+
+
+def test_what_is_only_tried_is_not_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    small = replace(planner.hardware_of("h100"), memory_bytes=1)
+    asked: dict[str, Any] = {"ranks": 2, "sequence": 8, "hardware": small}
+    warnings.simplefilter("always")
+    made = shardwise.plan(LongRows, layout="contiguous", **asked)
+    (told,) = recwarn
+    assert "is padded by" in str(told.message)
+    interleaved = replace(made, setup=replace(made.setup, layout="interleaved"))
+    changes = advise(LongRows, interleaved.setup, hardware=small, planned=interleaved)
+    assert "contiguous" in [changed.setup.layout for _, changed in changes]
+    planner.search(LongRows, micro_batches=(1,), **asked)
+    assert [str(one.message) for one in recwarn] == [str(told.message)]
 
 
 def test_logits_that_are_most_are_advised_away_and_experts_shared_out(tmp_path: Path) -> None:

@@ -126,7 +126,19 @@ def test_a_mixture_exchanges_tokens_twice_each_way() -> None:
     assert sent(made, "all_to_all")[rows] == 4 * made.layers
     uneven = planned(mixtures, experts=2, expert_load=1.5)
     assert uneven.computed_flops > made.computed_flops
+    assert uneven.model_flops == made.model_flops  # whichever rank's experts get the tokens
+    again = planned(mixtures, experts=2, expert_load=1.5, checkpointing="full")
+    assert again.model_flops == made.model_flops < uneven.computed_flops < again.computed_flops
     assert uneven.peak_bytes >= made.peak_bytes
+
+
+def test_experts_too_few_for_the_ranks_that_shard_them_are_named() -> None:
+    even, uneven = (planned(mixtures, ranks=ranks, experts=4, sequence=16) for ranks in (4, 8))
+    assert not even.assumed
+    (said,) = uneven.assumed
+    assert said.startswith("This rank holds 1.")
+    assert said in str(uneven)
+    assert uneven.peak.alive["parameters"] > 0.6 * even.peak.alive["parameters"]
 
 
 @pytest.mark.parametrize(("checkpointing", "again"), [("selective", 3), ("alternate", 1)])

@@ -182,7 +182,7 @@ def test_a_seed_of_its_own_comes_from_the_first_rank_and_a_given_one_from_nowher
     assert torch.equal(torch.get_rng_state(), before)
     with CommCounter() as counter:
         drawn = randn(rows(1, 2), 6)
-    assert sent(counter) == word_bytes() + 8
+    assert sent(counter) == 2 * word_bytes() + 8
     assert not torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(0)
     seed = int(torch.empty((), dtype=torch.int64).random_())
@@ -372,7 +372,7 @@ def test_gather_fills_what_it_is_given_in_the_dtype_that_was_asked_for() -> None
         with CommCounter() as counter:
             made.gather(dst, dtype=torch.float64)
         away = 0 if on_dst else sum(tensor.numel() for tensor in made.tensors)
-        assert counter.bytes("send") == 8 * away
+        assert counter.bytes("send") == 8 * away + word_bytes()
 
 
 def test_what_is_no_group_is_refused_and_so_is_none_where_there_is_no_default_group() -> None:

@@ -256,29 +256,11 @@ GATHER: dict[str, Fault] = {
 }
 
 
-def reduced(odd: Callable[[Any], Any], elsewhere: Callable[[Any], Any]) -> Callable[[bool], object]:
-    """Of a tensor that is cut in both dims, so that every reduction is over ranks."""
-    spec = boxes_on(([0, 0], (6, 2), 0), ([0, 2], (3, 2), 1), ([3, 2], (3, 2), 2))
-    return lambda is_odd: (odd if is_odd else elsewhere)(cut(counted(SIZE), spec))
-
-
-REDUCED: dict[str, Fault] = {
-    "dim": (
-        reduced(lambda t: t.sum(1), lambda t: t.sum(0)),
-        ["what to reduce", "a sum along dims [1] of", "a sum along dims [0] of a tensor of size (6, 4)"],
-    ),
-    "all dims": (reduced(lambda t: t.mean(), lambda t: t.mean(1)), ["dims [0, 1] of", "dims [1] of"]),
-    "extreme": (reduced(lambda t: t.amax(0), lambda t: t.amin(0)), ["the largest", "the smallest"]),
-    "norm": (reduced(lambda t: t.norm(dim=0), lambda t: t.norm(dim=1)), ["dims [0] of", "dims [1] of"]),
-}
-
-
 FAULTS: dict[str, tuple[dict[str, Fault], type[Exception]]] = {
     "local shards": (LOCAL_SHARDS, ShardingError),
     "local tensor": (LOCAL_TENSOR, ShardingError),
     "differing": (DIFFERING, RankMismatchError),
     "gather": (GATHER, ShardingError),
-    "reduced": (REDUCED, RankMismatchError),
 }
 
 

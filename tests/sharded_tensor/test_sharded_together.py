@@ -304,3 +304,76 @@ def test_bags_of_no_ids_and_joins_of_no_elements_are_those_of_the_whole() -> Non
         torch.cat([twice, torch.ones(5, 1)], 1)
     with pytest.raises(IndexError):
         torch.max(cut(torch.empty(0, 3), rows(0, 1)), 0)
+
+
+NEEDED: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda a: a.norm(),
+    "norm of a part": lambda a: a[0].norm(),
+    "norm of an element": lambda a: a[5, 3].norm(),
+    "negative norm": lambda a: a.norm(p=-1.0),
+    "spread of columns": lambda a: a.std(0).sum(),
+    "square of an element": lambda a: a[5, 3] * a[5, 3],
+    "an element written before": lambda a: a[5, 3].exp_(),
+    "sum of a square": lambda a: (a[5, 3] * a[5, 3]).sum(),
+    "product": lambda a: (torch.ones(2, 6, requires_grad=True) @ a).sum(),
+    "weighted bags": lambda a: F.embedding_bag(
+        torch.tensor([[0, 5]]), a, per_sample_weights=torch.ones(1, 2, requires_grad=True), mode="sum"
+    ).sum(),
+    "layer norm": lambda a: F.layer_norm(a, (4,), torch.ones(4, requires_grad=True)).sum(),
+}
+WRITES: list[Callable[[Any], Any]] = [lambda a: a.mul_(2), lambda a: a[0].mul_(2), lambda a: a[5, 3].mul_(2)]
+
+
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("needs", NEEDED)
+def test_a_value_that_backward_needs_is_missed_on_every_rank_whatever_it_holds(needs: str) -> None:
+    whole = ((0, 0), (6, 4), 1)
+    specs = [boxes_on(whole), boxes_on(whole, ((0, 0), (0, 4), 0), ((6, 0), (0, 4), 0)), rows(0, 1)]
+    if needs == "spread of columns":  # over ranks it needs other values
+        del specs[1:]
+    for spec in specs:
+        for write in WRITES:
+            leaf = cut(torch.rand(6, 4) + 0.1, spec, requires_grad=True)
+            value: Any = leaf * 1.0
+            result = NEEDED[needs](value)
+            write(value)
+            result = result.full_tensor() if isinstance(result, ShardedTensor) else result
+            with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+                result.backward()
+
+
+@on_ranks(2)
+def test_a_norm_has_a_gradient_on_all_ranks_or_on_none() -> None:
+    for spec in (boxes_on(((0, 0), (6, 4), 1)), boxes_on(((0, 0), (6, 4), 1), ((0, 0), (0, 4), 0))):
+        for p in (0.0, 1.0, 2.0, -1.0):
+            leaf = cut(torch.ones(6, 4), spec, requires_grad=True)
+            (leaf * 1.0).norm(p=p).backward()
+            leaf.norm(p=p).backward()
+            without: list[Any] = [None, None]
+            dist.all_gather_object(without, leaf.grad is None)
+            assert without == [p == 0] * 2
+
+
+@on_ranks(2)
+def test_a_value_that_backward_does_not_need_may_be_written() -> None:
+    for spec in (boxes_on(((0, 0), (6, 4), 1)), rows(0, 1)):
+        for write in WRITES:
+            leaf = cut(torch.ones(6, 4), spec, requires_grad=True)
+            value: Any = leaf * 1.0
+            other: Any = leaf * 1.0
+            other[5, 3].rsqrt_()  # needs its result, which is not written again
+            result = value.sum() + value[5, 3].sum() + (value[5, 3] + value[5, 3]).full_tensor()
+            write(value)
+            (result + other.sum()).backward()
+            assert leaf.grad is not None
+            assert leaf.grad.full_tensor().sum() == (24 + 3) + (23 - 0.5)
+
+
+@on_ranks(3)
+def test_rows_that_were_looked_up_are_written_on_every_rank() -> None:
+    table = cut(torch.ones(6, 4), rows(0, 1, dim=1), requires_grad=True)
+    found: Any = F.embedding(torch.tensor([0, 5]), table)
+    found.mul_(2)
+    found.sum().backward()
+    assert table.grad is not None
+    assert table.grad.full_tensor().sum() == 2 * 2 * 4

@@ -261,7 +261,8 @@ def foreach_norm(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> Seq
     return torch._foreach_norm(list(tensors), p, dtype)
 
 
-# Sets the version that autograd compares, when it reads a saved tensor, with the version saved.
+# The version that autograd compares, when it reads a saved tensor, with the version saved; and sets it.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
 set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
 )

@@ -17,6 +17,30 @@ def inductor(options: dict[str, Any], dynamic: bool | None) -> Callable[..., Any
     return cast(Callable[..., Any], wrapper(None, options, dynamic))
 
 
+def announcing(
+    announce: Callable[[], None],
+    *,
+    backend: str | Callable[..., Any],
+    dynamic: bool | None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Return a backend whose graphs call `announce` each time before they run; see `torch.compile`."""
+    from torch._dynamo import lookup_backend
+
+    compiler = inductor(options or {}, dynamic) if backend == "inductor" else lookup_backend(backend)
+
+    def compile_announcing(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        run = compiler(module, inputs)
+
+        def run_announced(*args: Any) -> Any:
+            announce()
+            return run(*args)
+
+        return run_announced
+
+    return compile_announcing
+
+
 def inductor_pass(edit: Callable[[torch.fx.Graph], Any], uuid: str | None) -> Any:
     """Return a pass over inductor's graphs; `uuid` identifies it in caches of compiled graphs.
 

@@ -117,10 +117,11 @@ class Agreement:
         self, description: str, *, group: dist.ProcessGroup, subject: str, device: torch.device | None = None
     ) -> None:
         """Send this rank's word. Arguments are those of `agree`."""
-        self._description, self._group, self._subject = description, group, subject
+        # With the subject, so that ranks that mean different operations on equal things differ.
+        self._description, self._group, self._subject = f"{subject}\n{description}", group, subject
         # Messages posted before a difference was found match no later ones, whose tags repeat.
         found = _differences.get(group, "") if _have_differed else ""
-        self._fingerprint = fingerprint(f"{found}{description}" if found else description)
+        self._fingerprint = fingerprint(f"{found}{self._description}")
         self.tag = _AGREED_TAGS + (next(operation_counter(group)) % 256 << 20) + self._fingerprint % (1 << 20)
         self._words: dict[int, tuple[dist.Work | None, Tensor]] = {}
         self._sends: list[dist.Work] = []

@@ -266,8 +266,9 @@ class ContiguousGroup(ParamGroup):
 
         Collective over the axis that replicates parameters but cuts optimizer state.
         """
-        # Versions count changes other than optimizer steps: loading, initialisation.
-        state = (process.steps, sum(param.sharded._version for param in self.params))
+        # Versions count changes other than optimizer steps: loading, initialisation, also of local tensors.
+        versions = [value._version for value in (*self.shards, *(param.sharded for param in self.params))]
+        state = (process.steps, versions)
         if self.refreshed_at == state:
             return
         if self.orders and self.refresh_group is not None:

@@ -76,7 +76,7 @@ def reduce_unsynced(state: State) -> GradientReductionHandle:
     with torch.no_grad():
         # In one order on all ranks: each reduction is a collective.
         for module_state in reversed((state, *state.below)):
-            module_state.reduce(state.schedule, unsynced_only=True)
+            module_state.reduce_where_it_ran(state.schedule, unsynced_only=True)
             # After the eager ones, module by module: all ranks issue them in this order.
             for group, _ in module_state.in_reverse:
                 _reduce_traced_sums(group)

@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import _compat
+from shardwise.comm.foreach import current_stream
+from shardwise.comm.streams import WITHOUT_STREAMS, record_event
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp import optimizer_watch
 from shardwise.fsdp.group import ParamGroup
@@ -480,8 +482,11 @@ class _WeakGroup(weakref.ref[ParamGroup]):
             torch.accelerator.synchronize(group.device)  # the host waits for no copy to the device
 
     def pack(self, *unused: Any) -> None:
-        if (alive := self()) is not None:
-            alive.pack()
+        if (group := self()) is None:
+            return
+        group.pack()
+        if group.device.type not in WITHOUT_STREAMS:  # what was loaded, which no optimizer's event covers
+            group.stepped = (*group.stepped, record_event(current_stream(group.device)))
 
     # `copy` handles weak references, but refuses their subclasses.
     def __deepcopy__(self, memo: Any) -> _WeakGroup:

@@ -84,7 +84,7 @@ class ParamGroup(ABC):
     read_guard: ReadGuard | None = None  # made with the unsharded memory, if that is ever freed
     smaller_shards: Sequence[Tensor] = ()  # POST_FORWARD: pieces over the smaller mesh, by segment
     smaller_ready: torch.Event | None = None  # recorded after `smaller_shards` were written
-    stepped: Sequence[torch.Event] = ()  # after optimizers in hooks of gradients have changed the shards
+    stepped: Sequence[torch.Event] = ()  # after optimizers in hooks, or loading, have changed the shards
     owner: torch.Stream | None = None  # has the unsharded memory, or the all-gather stream
     orders: Sequence[Order] = ()  # of the process groups it communicates over, from its first forward
     traced: list[TracedSegment] | str | None = None  # what a compiler reads of it, or why it cannot

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -100,12 +101,13 @@ class FSDPState(ModuleState):
                 elif group.form is _UNSHARDED:
                     group.follow_changes()
             self.gather(group, schedule, forward=True)
+        if schedule.streams is not None:
+            self.stream = current_stream(self.device)
         if action is _GATHER:
             if self.groups and is_grad_enabled():  # else the end of its backward has nothing to do
                 latest = None if kwargs or args[1:] else schedule.latest_output
                 if latest is not None and args and args[0] is latest[0]() is not None:
-                    stream = None if schedule.streams is None else current_stream(self.device)
-                    latest[1].append((self, stream))  # the hook on it ends this backward, which saves a node
+                    latest[1].append((self, self.stream))  # the hook on it ends its backward: one node less
                 else:
                     args, kwargs = self._mark_inputs(args, kwargs)
             # After this module's own gather, for which computation waits.
@@ -235,9 +237,10 @@ class FSDPState(ModuleState):
 
         Nothing is kept if the root reshards, since the user then wants the memory between forward and
         backward, or if forward ran without gradients, since no backward follows. Without gradients the root's
-        parameters are freed too, unless the user chose to keep them: clipping and loading, which may come
-        next, need the sharded ones. A module that turns gradients off inside its forward returns tensors of
-        which none needs one; one that returns no tensor may keep what backward begins with.
+        parameters are freed too, unless the user chose to keep them, and gathers of modules that did not run
+        are dropped: clipping, loading and changes of weights, which may come next, need the sharded ones. A
+        module that turns gradients off inside its forward returns tensors of which none needs one; one that
+        returns no tensor may keep what backward begins with.
         """
         schedule.forward_root = schedule.latest_output = None
         # Lists with a module that did not run in this pass: nothing else would release them.
@@ -252,6 +255,11 @@ class FSDPState(ModuleState):
             del schedule.order[schedule.order_before :]
             if self.reshard_is_automatic:
                 for group in self.groups:
+                    group.reshard()
+            for group, _ in root.all_groups if root is not None else ():
+                if group.gather is not None:  # of a module that did not run
+                    group.abandon_gather()
+                elif not group.gathers:  # it keeps its memory, but users look for the sharded parameters
                     group.reshard()
         if not trains or any(group.post_forward_mesh is not None for group in self.groups):
             schedule.release_pending()
@@ -401,6 +409,11 @@ class FSDPState(ModuleState):
                 if any(param.has_grad_hooks for param in group.params):
                     group.stepped = tuple(schedule.reduced.values())
 
+    def reduce_where_it_ran(self, schedule: Schedule, *, unsynced_only: bool = False) -> None:
+        """Call `reduce` on the stream of the latest forward, which has the gradients' memory."""
+        with nullcontext() if self.stream is None else self.stream:
+            self.reduce(schedule, unsynced_only=unsynced_only)
+
     @_compat.runs_eagerly
     def end_of_backward(self) -> None:
         """Reduce what autograd skipped, once backward has finished, and return to rest. Root only."""
@@ -420,7 +433,7 @@ class FSDPState(ModuleState):
                 if schedule.manual:
                     state.leave_to_finalization()
                 else:
-                    state.reduce(schedule)
+                    state.reduce_where_it_ran(schedule)
         if schedule.is_last_backward and not schedule.manual:
             self.end_iteration(schedule)
         # No gather follows that would free this memory.

@@ -46,6 +46,7 @@ from shardwise.graph.passes import Passes
 from shardwise.optim import clip_grad_norm_
 
 _ONE = "forward, loss and backward"
+_RUNS = event_for("run a compiled step")
 _EAGER = ("eager", "eager_noexcept", "eager_debug")  # backends that run a graph as it was traced
 
 
@@ -97,11 +98,14 @@ def compile_step(
         counts.clear()
         counts.update(collective.kind for collective in collectives(graph))
 
-    edited = compiler(first=edit)
-    whole = torch.compile(_with_backward(loss), fullgraph=True, dynamic=dynamic, **edited)
+    running = dict[Order, Event]()
+    edited = _compat.announcing(partial(_announce, running), dynamic=dynamic, **compiler(first=edit))
+    whole = torch.compile(_with_backward(loss), fullgraph=True, dynamic=dynamic, backend=edited)
     forward = torch.compile(loss, dynamic=dynamic, **compiler())
     edits = backend not in _EAGER
-    return CompiledStep(model, optimizer, scheduler, whole, forward, max_norm, fullgraph, edits, counts)
+    return CompiledStep(
+        model, optimizer, scheduler, whole, forward, max_norm, fullgraph, edits, running, counts
+    )
 
 
 def _check(model: nn.Module, optimizer: Optimizer) -> None:
@@ -144,6 +148,7 @@ class CompiledStep:
     _max_norm: float | None
     _fullgraph: bool
     _recomputes: bool
+    _running: dict[Order, Event]  # announce, during a call, that its graph runs
     collectives: Counter[str]
     graphs: dict[str, str] = field(default_factory=dict)
     grad_norm: Tensor | None = None
@@ -151,7 +156,7 @@ class CompiledStep:
     _params: list[ShardedParam | nn.Parameter] = field(default_factory=list)
     _states: list[ModuleState] | None = None
     _compared: list[Any] = field(default_factory=list)  # what the groups' graphs read when ranks compared it
-    _events: dict[Order, Event] = field(default_factory=dict)  # announce a step
+    _events: dict[Order, Event] = field(default_factory=dict)  # announce a call
 
     def __call__(self, *batch: Any, **named: Any) -> Tensor:
         """Run one step and return the loss, detached.
@@ -213,16 +218,19 @@ class CompiledStep:
             self._compared, lines = traced, dict[Order, list[str]]()
             for group in groups:
                 for order in group.orders:
-                    lines.setdefault(order, [f"run a compiled step of {type(self._model).__name__}"])
+                    lines.setdefault(order, [f"begin a compiled step of {type(self._model).__name__}"])
                     lines[order].append(group.describe_gather())
             self._events = {order: event_for("\n".join(words)) for order, words in lines.items()}
 
     @contextmanager
     def _announced(self) -> Iterator[None]:
-        """Announce the graph, whose collectives are not announced one by one, and explain its failure."""
+        """Announce the step, whose collectives are not announced one by one, and explain its failure.
+
+        Its graph announces that it runs, so peers in it see that a rank left while tracing.
+        """
         for order, event in self._events.items():
             order.begin_pass(event)
-            order.advance(event)
+        self._running.update(dict.fromkeys(self._events, _RUNS))
         try:
             yield
         except Exception as error:
@@ -234,6 +242,8 @@ class CompiledStep:
             if cause is not error:
                 raise cause from error
             raise
+        finally:
+            self._running.clear()  # compilers keep it
 
     def _zero(self, segments: list[Segment]) -> None:
         self._optimizer.zero_grad()
@@ -265,6 +275,7 @@ class CompiledStep:
             else:
                 _assign(segments, plain, grads)
                 return loss
+        _announce(self._running)
         loss = self._forward(*batch, **named)
         loss.backward()
         return loss.detach()
@@ -294,6 +305,11 @@ class CompiledStep:
         kind = type(self._optimizer).__name__
         parts["optimizer"] = f"eager, because {kind} keeps its state by parameter and its uncompiled numbers"
         return parts
+
+
+def _announce(events: dict[Order, Event]) -> None:
+    for order, event in events.items():
+        order.advance(event)
 
 
 def _loss(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> Callable[..., Tensor]:

@@ -12,7 +12,7 @@ from shardwise.errors import ShardingError
 from shardwise.planner.devices import Hardware
 from shardwise.planner.events import LOGITS
 from shardwise.planner.models import Factory, Model, resolve
-from shardwise.planner.plan import Plan, plan, sized
+from shardwise.planner.plan import Plan, plan, sized, suggesting
 from shardwise.planner.setup import MOST, Setup
 from shardwise.planner.tensor import cuts
 
@@ -41,7 +41,8 @@ def advise(
     best = planned or plan(model, setup, hardware=hardware)
     for words, change in _changes(model, best):
         try:
-            changed = plan(model, replace(best.setup, **change), hardware=hardware)
+            with suggesting():
+                changed = plan(model, replace(best.setup, **change), hardware=hardware)
         except ShardingError:  # no experts, say
             continue
         yield words, changed

@@ -7,6 +7,7 @@ The bytes of each tensor count once; a view costs nothing.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_flop_count
 
+from shardwise.comm.count import tensors_in
 from shardwise.comm.kinds import NAMESPACES
 
 aten = torch.ops.aten
 _CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+_OF_VECTORS = ("aten::mv", "aten::addmv", "aten::dot", "aten::vdot")
 _NOTHING = {  # touch no memory; those that return their argument are not views by their schema
     f"aten::{name}"
     for name in ("detach", "alias", "lift_fresh", "empty", "empty_like", "_unsafe_view", "_reshape_alias")
@@ -67,5 +70,26 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
     if name == "aten::convolution_backward":  # torch's own formula leaves groups out for one gradient
         gradient, x, weight = (list(tensor.shape) for tensor in args[:3])
         return int(conv_flop_count(x, weight, gradient, transposed=args[7])) * int(sum(args[10][:2]))
+    if name.startswith("aten::mkldnn_rnn_layer"):  # an LSTM: x, its weights, those of the hidden state, ...
+        x, *weights = args[:3]
+        forward = 2 * x.numel() // x.shape[-1] * sum(weight.numel() for weight in weights)
+        return int(forward) * (2 if name.endswith("_backward") else 1)
+    if name == "aten::_trilinear":  # nn.Bilinear: the product of three, summed over some dims
+        return 2 * _trilinear_numel(*args[:6])
+    if name == "aten::addbmm":
+        return int(2 * args[1].numel() * args[2].shape[-1])
+    if name in _OF_VECTORS:
+        return 2 * max(tensor.numel() for tensor in tensors_in(args))
     formula = flop_registry.get(func.overloadpacket)
     return int(formula(*args, **kwargs, out_val=result)) if formula else 0
+
+
+def _trilinear_numel(*factors: Any) -> int:
+    """Count the elements of a product of three tensors; of each, then of each the dims that it lacks."""
+    shapes = []
+    for tensor, dims in zip(factors[:3], factors[3:], strict=True):
+        shape = list(tensor.shape)
+        for dim in sorted(dims):
+            shape.insert(dim, 1)
+        shapes.append(shape)
+    return math.prod(torch.broadcast_shapes(*shapes))

@@ -8,10 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.planner.allocator import Allocator, Piece
-from shardwise.planner.events import Allocate, Compute, Event, Free, Place, Recording, Send
+import torch
 
-_MULTIPLIES = re.compile(r"mm\b|mm_|matmul|conv|attention|linear|lstm|gru")
+from shardwise.planner.allocator import Allocator, Piece
+from shardwise.planner.events import EXPERTS, Allocate, Compute, Event, Free, Place, Recording, Send
+
+_MULTIPLIES = re.compile(
+    r"mm\b|mm_|matmul|conv|attention|linear|lstm|gru|rnn|_euclidean_dist|cholesky|triangular_solve"
+    r"|linalg_(?!vector_norm|check_errors|cross)"
+)
 NEAR = 0.2  # of a device's memory: more than twice the memory error
 RECORDED_MICRO_BATCHES = 3  # the first, one that represents all in the middle, the last
 
@@ -174,15 +179,23 @@ def unknown_operators(recording: Recording) -> list[str]:
     return sorted(name for name in names if not name.startswith(builtin) or _MULTIPLIES.search(name))
 
 
-def flops(recording: Recording, accumulation: int) -> tuple[int, int]:
+def flops(recording: Recording, accumulation: int, *, expert_load: float = 1) -> tuple[int, int]:
     """Count a rank's operations in a step: the model's (three times forward's, or all if fewer), and all.
 
-    With frozen parameters, backward computes less than twice as much as forward.
+    With frozen parameters, backward computes less than twice as much as forward. The model's have an even
+    share of the experts' operations, of which this rank computes `expert_load` times as many.
     """
-    forward = computed = recomputed = 0
+    forward = once = computed = 0
+    inside, before = False, None  # experts: between two exchanges of tokens, not counts
     for place, event, times in last_step(recording, accumulation):
+        inside, before = inside and place == before, place
+        if isinstance(event, Send) and event.group == EXPERTS and event.collective.dtype != torch.int64:
+            inside = not inside
         if isinstance(event, Compute):
-            computed += event.flops * times
-            forward += event.flops * times if place.phase == "forward" else 0
-            recomputed += event.flops * times if event.recomputes else 0
-    return min(3 * forward, computed - recomputed), computed
+            operations = event.flops * times
+            computed += operations
+            if inside and expert_load != 1:
+                operations = round(operations / expert_load)
+            forward += operations if place.phase == "forward" else 0
+            once += 0 if event.recomputes else operations
+    return min(3 * forward, once), computed

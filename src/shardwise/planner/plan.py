@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import traceback
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any, NoReturn
@@ -36,6 +38,11 @@ _UNITS = {"GiB": GIB, "MiB": 2**20, "KiB": 2**10}
 _ASSUMED = "{} has no formula of its operations: none are counted, and it takes the time of its bytes"
 
 _NEEDS = "A plan needs shapes that follow from shapes, and a registered fake kernel for each operator"
+_UNEVEN = (
+    "This rank holds {:.2f} times an even share of the parameters, and others less: rows of dim 0 are not"
+    " cut, and some parameters have too few for the ranks that shard them"
+)
+_MUCH = 1.2  # times an even share
 
 
 class NotRun(ShardingError):  # noqa: N818
@@ -59,10 +66,11 @@ class Plan:
             giving back; equals `reserved_bytes` without hardware, or if the device has a quarter more.
         sent: the collectives of a rank in a step; `groups` lists them by group of parameters.
         model_flops: three times forward's operations, or all operations if those are fewer, as with frozen
-            parameters; a multiply-add is two, and attention is not halved.
+            parameters; a multiply-add is two, and attention is not halved. Experts count evenly, whatever
+            `expert_load` is.
         computed_flops: all operations, including those recomputed in backward.
         assumed: assumptions about operators without a cost or kernels, about parameters made in another
-            dtype, and about which blocks are cut.
+            dtype or cut unevenly, and about which blocks are cut.
         whole: why all blocks were run instead of a few; empty if a few were.
         whole_logits: whether each tensor-parallel rank has all logits.
         times: by the model of the hardware.
@@ -199,9 +207,10 @@ def plan_of(
 ) -> Plan:
     """Make a plan from a recording of all blocks."""
     check_narrow(device, setup.narrow)
-    model_flops, computed_flops = measure.flops(recording, setup.accumulation)
+    model_flops, computed_flops = measure.flops(recording, setup.accumulation, expert_load=setup.expert_load)
     limit = None if device is None else device.usable_bytes
     pieces = setup.tensor if setup.async_tensor else 1
+    share = recording.held_parameters * setup.axes["shard"] * setup.tensor / recording.parameters
     delayed = recording
     if device is not None and setup.record_streams:
         delayed = delay_frees(recording, device)
@@ -224,6 +233,7 @@ def plan_of(
         assumed=[
             *model.assumed,
             *recording.assumed,
+            *([_UNEVEN.format(share)] if setup.layout == "interleaved" and share > _MUCH else ()),
             *(_ASSUMED.format(name) for name in measure.unknown_operators(recording)),
         ],
         whole=whole,
@@ -315,6 +325,14 @@ def numbers_of_blocks(setup: Setup, pattern: Pattern, layers: int) -> list[int]:
     counts = [max(number, least) + period - 1 for number in numbers]
     counts = [number + (layers - number) % period for number in counts]  # so that they end like all blocks
     return list(dict.fromkeys(count for count in counts if period == 1 or 2 * count + period < layers))
+
+
+@contextmanager
+def suggesting() -> Iterator[None]:
+    """Show no warning of how groups are cut: it would be of a setup that was not asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"rank \d+: the group of")
+        yield
 
 
 def record_step(model: Model, setup: Setup, layers: int) -> Recording:

@@ -179,7 +179,8 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
             segments = compile_segments(segments, recorder.touches, narrow=setup.narrow)
         whole_logits = tensor is not None and setup.loss == "whole" and not cuts(module, setup)[1]
         assumed = tuple(_assumptions(module, setup, converted, *functions))
-        return Recording(layers, segments, parameters, in_block, gathered, whole_logits, assumed)
+        held = sum(_compat.local_of(p).numel() for p in module.parameters())
+        return Recording(layers, segments, parameters, in_block, gathered, held, whole_logits, assumed)
 
 
 def _assumptions(

@@ -30,7 +30,16 @@ from shardwise.planner.devices import Hardware, hardware_of
 from shardwise.planner.events import LANES, Recording
 from shardwise.planner.found import SMALLER, Figures, Point, Search, describe_tradeoff, gain, precision
 from shardwise.planner.models import Factory, Model, report_exits, resolve
-from shardwise.planner.plan import NotRun, Plan, explain, numbers_of_blocks, plan, plan_of, record_step
+from shardwise.planner.plan import (
+    NotRun,
+    Plan,
+    explain,
+    numbers_of_blocks,
+    plan,
+    plan_of,
+    record_step,
+    suggesting,
+)
 from shardwise.planner.setup import Setup, check_filled, with_changes
 from shardwise.planner.shapes import undivided
 from shardwise.planner.timing import send_seconds
@@ -74,8 +83,9 @@ def search(
     model, setup = resolve(model, setup)
     space = [*dict.fromkeys(_space(setup, device, micro_batches, _degrees(model, setup, device)))]
     survey = _Survey(model, setup, device, space)
-    survey.run()
-    survey.plan_more_axes()
+    with suggesting():
+        survey.run()
+        survey.plan_more_axes()
     points = survey.points()
     code = python(model, points[0].plan.setup)
     return Search(points, len(survey.space), len(survey.plans), survey.recordings, code)

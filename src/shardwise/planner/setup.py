@@ -217,6 +217,7 @@ def _check_strategy(setup: Setup) -> None:
     if setup.layout != "contiguous" and setup.strategy not in ("fsdp", "hsdp"):
         raise ShardingError(
             f"strategy {setup.strategy!r} needs the contiguous layout: give layout='contiguous'"
+            " (--layout contiguous)"
         )
     if (setup.strategy in ("hsdp", "hierarchical_fsdp")) != (setup.replicas > 1):
         needs, fix = "more than 1 replica", "replicas (--replicas), a divisor of ranks"

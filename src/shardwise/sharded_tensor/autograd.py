@@ -53,7 +53,14 @@ def replicated(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return `tensor`, equal on every rank, to use with local shards; its gradient is summed over `group`."""
     if not (tensor.requires_grad and torch.is_grad_enabled()) or is_outside(group) or group.size() == 1:
         return tensor
-    return cast(Tensor, linked(lambda t: t.view_as(t), lambda grad: (all_reduced(grad, group),), tensor))
+
+    def backward(grad: Tensor) -> tuple[Tensor]:
+        text = f"the gradient of a plain tensor of size {tuple(grad.shape)}, {grad.dtype}"
+        with failure.comparing(text, device=grad.device, group=group, subject="what to sum"):
+            pass
+        return (all_reduced(grad, group),)
+
+    return cast(Tensor, linked(lambda t: t.view_as(t), backward, tensor))
 
 
 def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -169,7 +176,9 @@ def moved(
         back = [Message(m.receiver, m.sender, m.box, m.target, m.source) for m in messages]
         received = [nothing.new_empty(box.sizes) for box in source]  # filled completely
         sent, buffers = list(zip(target, grads, strict=True)), list(zip(source, received, strict=True))
-        exchange_values(back, source=sent, target=buffers, group=group)
+        text = f"gradients of moved values, {nothing.dtype}"
+        with failure.comparing(text, device=nothing.device, group=group, subject="what to move") as agreement:
+            exchange_values(back, source=sent, target=buffers, group=group, agreement=agreement)
         return nothing, *received
 
     outputs = linked(forward, backward, anchor, *tensors)

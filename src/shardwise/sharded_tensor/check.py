@@ -54,7 +54,7 @@ def gather_shards(
         positions = [(place.shard_offsets, place.shard_sizes, str(place.placement)) for place in places]
         return {"size": list(size), "shards": positions, **expected}
 
-    by_rank = together("making a sharded tensor of local shards", describe, group=group, kind=ShardingError)
+    by_rank = tell_all("making a sharded tensor of local shards", describe, group=group)
     ranks = dist.get_process_group_ranks(group)
     problems: list[str] = []
     for name in ("size", *_PROPERTIES):
@@ -111,6 +111,18 @@ def propose(
         agree(f"impossible: {message}", group=group, subject=subject)
         raise
     return result, Agreement(text, group=group, subject=subject)
+
+
+def tell_all(
+    operation: str, action: Callable[[], Any], *, group: dist.ProcessGroup, about: str = ""
+) -> list[Any]:
+    """Return every rank's `action()`, as `together` does. Collective over `group`.
+
+    Ranks first compare `operation`, and what it is `about`, in the form of other operations: ranks that are
+    in another one would not come to the gathering of texts.
+    """
+    Agreement(f"{operation}\n{about}", group=group, subject="what to tell each other").confirm()
+    return together(operation, action, group=group, kind=ShardingError)
 
 
 def agree_on(make: Callable[[], tuple[_T, str]], *, group: dist.ProcessGroup, subject: str) -> _T:

@@ -26,7 +26,7 @@ from shardwise import _compat
 from shardwise.comm.agree import device_of
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
-from shardwise.sharded_tensor import random
+from shardwise.sharded_tensor import failure, random
 from shardwise.sharded_tensor.autograd import fill
 from shardwise.sharded_tensor.base import is_foreign
 from shardwise.sharded_tensor.check import agree_on, check_local, gather_shards
@@ -131,7 +131,9 @@ def shared_seed(group: dist.ProcessGroup) -> int:
     """
     seed = torch.empty((), dtype=torch.int64).random_()
     if not is_outside(group) and group.size() > 1:
-        on_group = seed.to(device_of(group))
+        device = device_of(group)
+        with failure.comparing("a seed", device=device, group=group, subject="what to draw"):
+            on_group = seed.to(device)
         dist.broadcast(on_group, group=group, group_src=0)
         seed = on_group
     return int(seed.item())

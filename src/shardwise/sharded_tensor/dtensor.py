@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor, Placement
 
 from shardwise import _compat
 from shardwise._compat.dtensors import LocalShardsWrapper, OwnShard
-from shardwise.comm.agree import agree, together
+from shardwise.comm.agree import agree
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor import failure
 from shardwise.sharded_tensor.autograd import fill
+from shardwise.sharded_tensor.check import tell_all
 from shardwise.sharded_tensor.construct import init_from_local_shards
 from shardwise.sharded_tensor.group import group_or_default
 from shardwise.sharded_tensor.holding import Placed
@@ -77,7 +78,7 @@ def _from_listed_shards(
     local_shards = [] if mesh.get_coordinate() is None else list(local.local_shards())
     offsets = [list(chunk) for chunk in local.local_offsets()[: len(local_shards)]]
     places = [[offset, list(shard.shape)] for offset, shard in zip(offsets, local_shards, strict=True)]
-    by_rank = together("from_dtensor()", lambda: places, group=group, kind=ShardingError)
+    by_rank = tell_all("from_dtensor()", lambda: places, group=group)
     earlier, rank = [place for entries in by_rank[: group.rank()] for place in entries], dist.get_rank()
     shards = [
         Shard.from_tensor_and_offsets(shard.detach(), offset, rank)
@@ -237,9 +238,7 @@ def _all_boxes(
 ) -> list[Box]:
     """Return every rank's box. Raises on every rank if rows are not of one tensor."""
     tensor = f"{tuple(rows.shape)} of {rows.dtype}" if shape is None else f"{tuple(rows.shape)}"
-    by_rank = together(
-        "comparing rows", lambda: (tensor, rows.box.offsets, rows.box.sizes), group=group, kind=ShardingError
-    )
+    by_rank = tell_all("comparing rows", lambda: (tensor, rows.box.offsets, rows.box.sizes), group=group)
     expected = by_rank[0][0] if shape is None else f"{tuple(shape)}"
     for rank, (found, _, _) in zip(dist.get_process_group_ranks(group), by_rank, strict=True):
         if found != expected:

@@ -20,8 +20,10 @@ Reading the shards of such a result raises too. In a group of one rank, errors r
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -31,7 +33,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise import _compat
-from shardwise.comm.agree import together
+from shardwise.comm.agree import Agreement, together
 from shardwise.errors import ShardingError, ShardwiseError, here
 from shardwise.sharded_tensor.base import ShardedTensorBase, sharded_in
 from shardwise.sharded_tensor.group import OUTSIDE, is_outside
@@ -44,14 +46,45 @@ _of_memory: dict[StorageWeakRef, Failures] = {}  # where values are stand-ins
 current: Failures = {}  # failures of the current operation's operands
 
 
+class _InProgress(threading.local):
+    """The operation that the user called, of those in progress: a torch function and its arguments."""
+
+    called: tuple[Any, list[Any]] | None = None
+
+
+_in_progress = _InProgress()
+
+
 def run(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `handler(func, args, kwargs)`, or make stand-ins if it fails for this rank's values."""
+    outer = _in_progress.called
+    if outer is None:
+        _in_progress.called = func, [*args, *kwargs.values()]
     try:
         return _propagate_failures(handler, func, args, kwargs) if _of_memory else handler(func, args, kwargs)
     except (ShardwiseError, _compat.StopRecomputation):
         raise
     except Exception as error:
         return _stand_in(error, handler, func, args, kwargs)
+    finally:
+        _in_progress.called = outer
+
+
+def comparing(
+    text: str, *, device: torch.device, group: dist.ProcessGroup, subject: str
+) -> AbstractContextManager[Agreement | None]:
+    """Compare `text`, and the torch function that the user called, on all ranks of `group`; in a block.
+
+    The collective that `text` describes must follow the block. On the CPU only: there unequal collectives
+    would hang or give garbage. An accelerator would have to wait.
+    """
+    if device.type != "cpu":
+        return nullcontext()
+    if _in_progress.called is not None:
+        func, values = _in_progress.called
+        operands = (f"{tuple(s.metadata().size)} {s.dtype}" for s in sharded_in(values))
+        text = f"{getattr(func, '__name__', func)} of {', '.join(operands)}\n{text}"
+    return Agreement(text, group=group, subject=subject)
 
 
 def _propagate_failures(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:

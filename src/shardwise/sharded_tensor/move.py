@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.agree import Agreement, together
+from shardwise.comm.agree import Agreement
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box, transfer
 from shardwise.sharded_tensor import autograd, failure
-from shardwise.sharded_tensor.check import propose
+from shardwise.sharded_tensor.check import propose, tell_all
 from shardwise.sharded_tensor.group import is_outside, with_ranks
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
 from shardwise.sharded_tensor.registry import does
@@ -159,7 +159,7 @@ def _gather(
             raise ShardingError(f"needs an out of {expected}, found {out.dtype}; pass dtype= on every rank")
         return dst, str(dtype)
 
-    requests = together("gather()", check_arguments, group=group, kind=ShardingError)
+    requests = tell_all("gather()", check_arguments, group=group, about=describe(metadata))
     if any(request != requests[0] for request in requests):
         dsts, dtypes = map(list, zip(*requests, strict=True))
         raise ShardingError(

@@ -16,6 +16,7 @@ from torch.distributed import rpc
 
 from shardwise.comm.agree import together
 from shardwise.errors import ShardingError
+from shardwise.sharded_tensor.check import tell_all
 from shardwise.sharded_tensor.metadata import Shard
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -57,7 +58,7 @@ def register_shards(sharded: ShardedTensor) -> None:
         }
         references.update((rank, future.wait()) for rank, future in futures.items())
 
-    numbers = together(operation, register, group=group, kind=ShardingError)
+    numbers = tell_all(operation, register, group=group)
     # This also ensures that no rank drops its tensor before all have their references.
     together(operation, request_references, group=group, kind=ShardingError)
     sharded._remote = references

@@ -291,9 +291,14 @@ class ShardedTensor(ShardedTensorBase):
         if self._shards and not self._ends:
             return
         sources = self.views or ([self._anchor] if stand_in is None else [stand_in])
+        in_graph = stand_in is not None and stand_in.requires_grad
+        version = _compat.version_of(stand_in) if stand_in is not None and in_graph else 0
         for end in self._ends or [self._anchor]:
             if end is not stand_in:
                 end.copy_(nothing_of(*sources))
+        if stand_in is not None and in_graph:
+            # A number shares its version with an end: written once, as the operation's backward expects.
+            _compat.set_versions((stand_in,), (version,))
 
     @between_graphs
     def map(self, function: Callable[[Tensor], Tensor]) -> ShardedTensor:

@@ -72,7 +72,7 @@ def save(
         ShardingError: programs that are not all parts of one, in order; a folder that exists, or that cannot
             be written.
     """
-    place = Path(folder)
+    place = Path(folder).resolve()  # not a link to it
     single = isinstance(programs, ExportedProgram)
     local: list[ExportedProgram] = [programs] if single else list(programs)  # type: ignore[list-item, arg-type]
     records = [record_of(program) for program in local]
@@ -419,8 +419,8 @@ def _bits_equal(a: Tensor, b: Tensor) -> bool:
 def merge_command(folder: str | Path, out: str | Path, *, strip: str = "", overwrite: bool = False) -> str:
     """Write the whole state dict to a safetensors file, with the prefix `strip` removed from names. Local."""
     place = Path(out)
-    if place.is_dir():
-        raise CheckpointError(f"{out} is a folder; choose a file to write")
+    if place.is_dir() or Path(folder).resolve() in place.resolve().parents:
+        raise CheckpointError(f"{out} is a folder, or in the one to merge; choose another file to write")
     if place.exists() and not overwrite:
         raise CheckpointError(f"{out} already exists; choose another file, or pass --overwrite")
     merged = merge(folder)

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.errors import ShardingError, here
+from shardwise.sharded_tensor import failure
 from shardwise.sharded_tensor.autograd import all_reduced
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
 from shardwise.sharded_tensor.move import convert, move_to
@@ -192,6 +193,8 @@ def _everywhere(func: Any, left: Any, right: Any, *options: Any, **named: Any) -
             right = move_to(right, lambda: cut, subject="the comparison")
     leader, metadata = broadcast([left, right])
     left_parts, right_parts = (parts(value, leader=leader, metadata=metadata) for value in (left, right))
-    holds = all(func(a, b, *options, **named) for a, b in zip(left_parts, right_parts, strict=True))
-    answer = torch.tensor(holds or not leader.tensors, device=leader.anchor.device)
-    return bool(all_reduced(answer, leader.process_group, dist.ReduceOp.MIN))
+    group, device = leader.process_group, leader.anchor.device
+    with failure.comparing("one answer", device=device, group=group, subject="what to compare"):
+        holds = all(func(a, b, *options, **named) for a, b in zip(left_parts, right_parts, strict=True))
+    answer = torch.tensor(holds or not leader.tensors, device=device)
+    return bool(all_reduced(answer, group, dist.ReduceOp.MIN))

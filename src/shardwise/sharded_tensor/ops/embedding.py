@@ -60,7 +60,7 @@ def _look_up(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     if holders is not None or not isinstance(weight, ShardedTensor):
         lookup = make()
     else:
-        lookup, counts = compare_ids(make, weight.process_group)
+        lookup, counts = compare_ids(make, weight)
         if counts:  # each rank has ids of its own, and its part of the result
             local, (lookup, holders) = lookup, join_lookups(lookup, counts, weight.process_group)
     options["padding_idx"] = lookup.padding
@@ -233,7 +233,7 @@ def _on_columns(
         return Box((*(0 for _ in lead), box.offsets[1]), (*lead, columns))
 
     metadata = weight.metadata().map((*lead, weight.shape[1]), of_result)
-    anchor = stand_in(weight, [weights])
+    anchor = stand_in(weight, weights)
     shards = zip(weight.tensors, weight.boxes, strict=True)
     nothing = anchor.new_zeros((*lead, 0)) + anchor.sum()
     tensors = [nothing + table.sum() if box.is_empty else lookup(table) for table, box in shards]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from shardwise import _compat
+from shardwise.sharded_tensor import failure
 from shardwise.sharded_tensor.autograd import all_extreme, all_reduced
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
 from shardwise.sharded_tensor.ops.elementwise import check_target, refresh, result_of
@@ -138,14 +139,16 @@ def _norms(batch: Sequence[ShardedTensor], p: float, dtype: torch.dtype | None) 
     group, device = batch[0].process_group, batch[0].anchor.device
     shards = [(place, t) for place, sharded in enumerate(batch) for t in sharded.tensors if t.numel()]
     totals = torch.full([len(batch)], -p if math.isinf(p) else 0.0, dtype=torch.float64, device=device)
-    for kind in dict.fromkeys(t.dtype for _, t in shards):
-        places = torch.tensor([place for place, t in shards if t.dtype == kind], device=device)
-        tensors = [t for _, t in shards if t.dtype == kind]
-        lengths = torch.stack(_FUNCTIONS["norm"](tensors, p, dtype=wide_of(dtype or kind))).double()
-        if math.isinf(p):
-            totals.scatter_reduce_(0, places, lengths, "amax" if p > 0 else "amin")
-        else:
-            totals.index_add_(0, places, lengths if p == 0 else lengths.pow(p))
+    text = f"{len(batch)} norms of lengths to the power of {p:g}"
+    with failure.comparing(text, device=device, group=group, subject="what to reduce"):
+        for kind in dict.fromkeys(t.dtype for _, t in shards):
+            places = torch.tensor([place for place, t in shards if t.dtype == kind], device=device)
+            tensors = [t for _, t in shards if t.dtype == kind]
+            lengths = torch.stack(_FUNCTIONS["norm"](tensors, p, dtype=wide_of(dtype or kind))).double()
+            if math.isinf(p):
+                totals.scatter_reduce_(0, places, lengths, "amax" if p > 0 else "amin")
+            else:
+                totals.index_add_(0, places, lengths if p == 0 else lengths.pow(p))
     if math.isinf(p):
         return all_extreme(totals, group, largest=p > 0)
     total = all_reduced(totals, group)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
-from shardwise.sharded_tensor.autograd import tied
+from shardwise.sharded_tensor.autograd import nothing_of, tied
 from shardwise.sharded_tensor.construct import shared_seed
 from shardwise.sharded_tensor.ops.elementwise import elementwise
 from shardwise.sharded_tensor.ops.operands import anchor_of, by_name, called_as, parts, probe, rule, unsharded
@@ -102,7 +102,8 @@ def _normalize(
         def local(tensor: Tensor, *affine: Tensor | None) -> Tensor:
             if tensor.numel():
                 return cast(Tensor, func(tensor, shape, *affine, eps))
-            return sum((t.sum().to(out_dtype) for t in affine if t is not None), start=tensor.to(out_dtype))
+            empty = (None if t is None else nothing_of(t) for t in affine)
+            return cast(Tensor, func(tensor.reshape(0, 0), (0,), *empty, eps)).reshape(tensor.shape)
 
         return cast(Tensor, elementwise(local, (input, *affine), {}))
     result: Any = _widen(input, out_dtype)

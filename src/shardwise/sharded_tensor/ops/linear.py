@@ -28,6 +28,7 @@ from torch import Tensor
 from shardwise.comm.exchange import part
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
+from shardwise.sharded_tensor import failure
 from shardwise.sharded_tensor.autograd import nothing_of, replicated, summed
 from shardwise.sharded_tensor.ops.operands import anchor_of, called_as, check_group, total_of, unsharded
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
@@ -83,7 +84,12 @@ def _product(left: Tensor, right: Tensor, *, name: str, vector: bool = False) ->
     else:
         whole = replicated(other, leader.process_group)
         shards, nothing = [(Box.whole(whole.shape), whole)], nothing_of(whole)
-    anchor = torch.mm(anchor_of(leader).reshape(0, 1), nothing.reshape(1, 0)).reshape(-1)
+
+    def product_of(end: Tensor) -> Tensor:
+        """Return an empty product; like one of a shard, it saves for its backward."""
+        return torch.mm(end.reshape(0, 1), nothing.reshape(1, 0)).reshape(-1)
+
+    anchor = product_of(anchor_of(leader))
 
     def result_of(box: Box) -> Box:
         """Return the part of the result that products with a box of the leader make."""
@@ -98,7 +104,7 @@ def _product(left: Tensor, right: Tensor, *, name: str, vector: bool = False) ->
     products = []
     for box, tensor in zip(leader.boxes, leader.tensors, strict=True):
         if box.is_empty:
-            products.append(anchor.new_zeros(result_of(box).sizes) + anchor.sum())
+            products.append(anchor.new_zeros(result_of(box).sizes) + product_of(tensor).sum())
             continue
         matching = _matching_box(box, leader.shape, other.shape, summed_dim)
         factor = next(part(outer, shard, matching) for outer, shard in shards if _contains(outer, matching))
@@ -108,7 +114,10 @@ def _product(left: Tensor, right: Tensor, *, name: str, vector: bool = False) ->
     if complete and ((summed_dim == -1 and not vector) or len(nonempty) > 1):
         return leader.with_tensors(products, metadata=leader.metadata().map(shape, result_of), anchor=anchor)
     boxed = list(zip(map(result_of, leader.boxes), products, strict=True))
-    return summed(total_of(boxed, shape, anchor), leader.process_group)
+    group, text = leader.process_group, f"a product of size {tuple(shape)}, {anchor.dtype}"
+    with failure.comparing(text, device=anchor.device, group=group, subject="what to sum"):
+        total = total_of(boxed, shape, anchor)
+    return summed(total, group)
 
 
 def _leader(left: Tensor, right: Tensor, name: str) -> tuple[ShardedTensor, Tensor, int]:

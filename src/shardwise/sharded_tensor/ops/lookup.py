@@ -32,6 +32,7 @@ from torch import Tensor
 from shardwise.comm.agree import fingerprint, together
 from shardwise.errors import ShardingError
 from shardwise.layout import Box, transfer
+from shardwise.sharded_tensor import failure
 from shardwise.sharded_tensor.autograd import Route, all_reduced, moved, nothing_of, replicated, summed
 from shardwise.sharded_tensor.group import is_outside
 from shardwise.sharded_tensor.metadata import Shard, TensorProperties
@@ -84,10 +85,10 @@ class Lookup:
         return sums / counts[begin : begin + len(sums)].clamp(min=1).unsqueeze(1)
 
 
-def stand_in(weight: ShardedTensor, ends: Sequence[Tensor | None]) -> Tensor:
-    """Return an empty tensor that depends on all of `ends`, and on the table where this rank has none."""
-    anchors = [nothing_of(tensor).to(weight.dtype) for tensor in ends if tensor is not None]
-    return torch.cat([weight.anchor, *anchors])
+def stand_in(weight: ShardedTensor, weights: Tensor | None) -> Tensor:
+    """Return an empty tensor that depends on `weights`, and on the table where this rank has none."""
+    # A product saves what a lookup with weights saves for its backward.
+    return weight.anchor.clone() if weights is None else weight.anchor * nothing_of(weights).to(weight.dtype)
 
 
 def _partial(table: Tensor, box: Box, lookup: Lookup, positions: Tensor) -> Tensor:
@@ -110,7 +111,7 @@ def to_all(weight: ShardedTensor, lookup: Lookup) -> Tensor:
         positions = lookup.within(box)
         part = _partial(table, box, lookup, positions)
         parts.append((box, _spread(part, positions, lookup.bags) if lookup.mode == "row" else part))
-    total = _total(parts, lookup.bags, weight.shape[1], stand_in(weight, [lookup.weights]))
+    total = _total(parts, lookup.bags, weight.shape[1], stand_in(weight, lookup.weights))
     return lookup.finish(summed(total, weight.process_group), 0)
 
 
@@ -136,7 +137,7 @@ def to_holders(weight: ShardedTensor, lookup: Lookup, ids: ShardedTensor) -> Sha
     shards = zip(weight.tensors, weight.boxes, local, strict=True)
     sent = [_partial(table, box, lookup, places).unsqueeze(0) for table, box, places in shards]
     route = Route(transfer(source, target, rank=rank), source[rank], target[rank])
-    anchor = stand_in(weight, [lookup.weights])
+    anchor = stand_in(weight, lookup.weights)
     received, anchor = moved(sent, route, group=weight.process_group, anchor=anchor)
     results = []
     for index, batch in enumerate(ids.boxes):
@@ -203,18 +204,20 @@ def like_ids(
 _RIGHT, _HASH, _IDS, _BAGS = range(4)  # columns of the ranks' descriptions of their lookups
 
 
-def compare_ids(make: Callable[[], Lookup], group: dist.ProcessGroup) -> tuple[Lookup, list[tuple[int, int]]]:
-    """Return this rank's lookup; for each rank its numbers of ids and bags where ranks' ids differ.
+def compare_ids(make: Callable[[], Lookup], weight: ShardedTensor) -> tuple[Lookup, list[tuple[int, int]]]:
+    """Return this rank's lookup in `weight`; for each rank its numbers of ids and bags where ids differ.
 
-    Collective over `group`. An error of `make` on any rank raises on all.
+    Collective. An error of `make` on any rank raises on all.
     """
+    group, device = weight.process_group, weight.anchor.device
     if is_outside(group) or group.size() == 1:
         return make(), []
     lookup, error = None, None
-    try:
-        lookup = make()
-    except Exception as caught:  # of one rank's ids: the others must hear of it
-        error = caught
+    with failure.comparing("rows of a table", device=device, group=group, subject="what to look up"):
+        try:
+            lookup = make()
+        except Exception as caught:  # of one rank's ids: the others must hear of it
+            error = caught
     if lookup is not None and lookup.ids.is_meta:
         return lookup, []
     counts = torch.zeros(group.size(), 4, dtype=torch.int64)

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.layout.regroup import expand_box
-from shardwise.sharded_tensor.autograd import nothing_of, replicated
+from shardwise.sharded_tensor.autograd import linked, nothing_of, replicated
 from shardwise.sharded_tensor.metadata import ShardedTensorMetadata
 from shardwise.sharded_tensor.refuse import refuse
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
@@ -245,7 +245,13 @@ def _stand_in(sharded: ShardedTensor) -> Tensor:
     # 0-D differs from 1-D: torch chooses the dtype of a result by tensors with dims first.
     # Neither 0 nor 1, where gradients of quotients and logarithms are not numbers; integers divide by it.
     value = 0.5 if anchor.is_floating_point() else 1
-    return torch.cat([anchor, anchor.new_full((1,), value)]).reshape(())
+
+    def number(anchor: Tensor) -> Tensor:
+        shared = anchor.detach()  # with the anchor's version: who writes one has written the other
+        shared.data = anchor.new_full((), value)
+        return shared
+
+    return cast(Tensor, linked(number, lambda grad: (grad.new_empty(0),), anchor))
 
 
 def check_group(left: ShardedTensor, right: ShardedTensor) -> None:

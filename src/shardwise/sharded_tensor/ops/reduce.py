@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import itemgetter
 from typing import Any, NoReturn, cast
@@ -27,11 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.comm.agree import Agreement
 from shardwise.layout import Box
+from shardwise.sharded_tensor import failure
 from shardwise.sharded_tensor.autograd import all_extreme, summed, with_value
 from shardwise.sharded_tensor.ops.elementwise import elementwise, result_of
-from shardwise.sharded_tensor.ops.operands import anchor_of, bind_arguments, raise_as_torch, rule
+from shardwise.sharded_tensor.ops.operands import bind_arguments, raise_as_torch, rule
 from shardwise.sharded_tensor.refuse import refuse, refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -135,11 +134,10 @@ def _fold(
     sharded.ask_history()
     size = sharded.metadata().size
     result = start.expand([1 if d in dims else length for d, length in enumerate(size)]).clone()
-    agreement: AbstractContextManager[object] = nullcontext()
-    if sharded.anchor.is_cpu and result.numel():
-        text = f"{subject} along dims {list(dims)} of a tensor of size {tuple(size)}, {sharded.dtype}"
-        agreement = Agreement(text, group=sharded.process_group, subject="what to reduce")
-    with agreement:
+    if not result.numel():
+        return result
+    text = f"{subject} in {start.dtype} along dims {list(dims)} of a tensor of size {tuple(size)}"
+    with failure.comparing(text, device=start.device, group=sharded.process_group, subject="what to reduce"):
         for tensor, box in zip(sharded.tensors, sharded.boxes, strict=True):
             if tensor.numel():
                 extents = enumerate(zip(box.offsets, box.ends, strict=True))
@@ -149,13 +147,24 @@ def _fold(
 
 
 def _total(
-    sharded: ShardedTensor, dims: Dims, function: Callable[[Tensor], Tensor], dtype: torch.dtype
+    sharded: ShardedTensor,
+    dims: Dims,
+    function: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
+    subject: str = "a sum",
+    of_nothing: Callable[[Tensor], Tensor] = torch.sum,
 ) -> Tensor:
-    """Return the sum over all shards of `function(shard)`, which keeps `dims`. Collective; differentiable."""
+    """Return the sum over all shards of `function(shard)`, which keeps `dims`. Collective; differentiable.
+
+    Args:
+        subject: the sum, for ranks to compare.
+        of_nothing: saves for its backward what `function` saves, and makes zero of an empty tensor.
+    """
     zero = torch.zeros((), dtype=dtype, device=sharded.anchor.device)
-    total = _fold("a sum", sharded, dims, zero, lambda total, tensor: total + function(tensor))
-    nothing = anchor_of(sharded)
-    total = total + nothing.sum().to(dtype) if nothing.requires_grad else total
+    total = _fold(subject, sharded, dims, zero, lambda total, tensor: total + function(tensor))
+    for tensor in sharded.tensors or [sharded.anchor]:
+        if tensor.requires_grad and not tensor.numel():
+            total = total + of_nothing(tensor).to(dtype)
     return summed(total, sharded.process_group) if total.numel() else total
 
 
@@ -274,7 +283,7 @@ def _variance(
 
     def local(tensor: Tensor, dims: Dims, keepdim: bool) -> Tensor:
         if not tensor.numel():  # func would warn
-            return tensor.sum(dims, keepdim=keepdim)
+            return tensor.square().sum(dims, keepdim=keepdim)  # saves it for backward, as func does
         return cast(Tensor, func(tensor, dims, correction=correction, keepdim=keepdim))
 
     return _reduce(local, sharded, dims, keepdim, merge)
@@ -349,7 +358,10 @@ def norm_of(
             length = torch.linalg.vector_norm(tensor, p, dims, True, dtype=wide_of(cast_to)).double()
             return length if p == 0 else _power(length, p)
 
-        total = _total(operand, dims, powers, torch.float64)
+        subject = f"a sum of lengths to the power of {p:g}"
+        # Also no gradient if p is 0; other norms than this may need elements.
+        of_nothing = partial(torch.linalg.vector_norm, ord=2.0 if p else 0.0)
+        total = _total(operand, dims, powers, torch.float64, subject, of_nothing)
         return (total if p == 0 else _power(total, 1 / p)).to(out_dtype)
 
     norm = torch.linalg.vector_norm
