@@ -213,6 +213,84 @@ def steps_beside_a_second_backward(**options: Any) -> list[Tensor]:
     return list(model.parameters())
 
 
+class Encoder(Layers):
+    """The first layer runs on a stream of its own, of inputs that need no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = other()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.side.wait_stream(current())
+        with self.side:
+            y = self.layers[0](x).relu()
+        current().wait_stream(self.side)
+        return self.norm(self.layers[1](y))
+
+
+def inputs_without_gradient_on_a_stream(**options: Any) -> list[Tensor]:
+    """The end of backward reduces what no input's gradient did; the next batch is made on that stream."""
+    model = sharded(Encoder().to(DEVICE), **options)
+    optimizer = sgd(model)
+    for _ in range(2):
+        loss_of(model).backward()
+        with model.side:
+            use_memory()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters())
+
+
+def finalized_on_another_stream_than_backward(**options: Any) -> list[Tensor]:
+    model, side = sharded(Layers().to(DEVICE), **options), other()
+    optimizer = sgd(model)
+    model.set_manual_backward_finalization(True)
+    for _ in range(2):
+        model.set_requires_gradient_sync(False)
+        loss_of(model).backward()
+        model.set_requires_gradient_sync(True)
+        side.wait_stream(current())
+        with side:
+            model.finalize_backward()
+        use_memory()
+        current().wait_stream(side)
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters())
+
+
+def gathered_by_hand_after_a_step_on_a_stream(**options: Any) -> list[Tensor]:
+    model, side = sharded(Layers().to(DEVICE), **options), other()
+    optimizer = sgd(model)
+    for async_op in (False, True):
+        loss_of(model).backward()
+        side.wait_stream(current())
+        with side:
+            optimizer.step()
+        model.set_post_optim_event(side.record_event())
+        optimizer.zero_grad()
+        model.layers[0].unshard(async_op=async_op)
+    loss_of(model).backward()
+    return list(model.parameters())
+
+
+def loaded_after_a_step_on_a_stream(**options: Any) -> list[Tensor]:
+    model, side = sharded(Layers().to(DEVICE), **options), other()
+    optimizer = sgd(model)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in range(2):
+        loss_of(model).backward()
+        side.wait_stream(current())
+        with side:
+            optimizer.step()
+        model.set_post_optim_event(side.record_event())
+        optimizer.zero_grad()
+        current().wait_stream(side)
+        model.load_state_dict(state)
+    loss_of(model).backward()
+    return list(model.parameters())
+
+
 def prefetched_by_another_model(**options: Any) -> list[Tensor]:
     first, second = (sharded(Layers().to(DEVICE), **options) for _ in range(2))
     side, optimizers = other(), (sgd(first), sgd(second))
@@ -341,6 +419,10 @@ PROGRAMS: list[Callable[..., list[Tensor]]] = [
     gathered_on_a_stream_before_the_first_forward,
     gathered_on_a_stream_for_nothing,
     steps_beside_a_second_backward,
+    inputs_without_gradient_on_a_stream,
+    finalized_on_another_stream_than_backward,
+    gathered_by_hand_after_a_step_on_a_stream,
+    loaded_after_a_step_on_a_stream,
     prefetched_by_another_model,
     prefetched_beside_steps_in_hooks,
     gathered_after_steps_in_hooks,

@@ -109,3 +109,33 @@ def test_values_loaded_while_a_gather_is_under_way_are_used(layout: str, how: st
     model.load_state_dict(zeros)
     with torch.no_grad():
         assert not model(x).any()
+
+
+@pytest.mark.parametrize(
+    ("layout", "strategy"),
+    [("interleaved", None), *(("contiguous", one) for one in (None, "zero1", "zero2", "ddp"))],
+)
+@on_ranks(2)
+def test_after_an_evaluation_that_skips_what_was_prefetched_everything_is_sharded(
+    layout: Any, strategy: Any
+) -> None:
+    """So changes of weights count, and clipping finds the gradients."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    options = {"layout": layout} | ({"strategy": strategy} if strategy else {})
+    for layer in model:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    x = torch.ones(2, 4)
+    model(x).square().mean().backward()
+    norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])
+    model[1].set_modules_to_forward_prefetch([model[2]])
+    model.forward = lambda x: model[1](model[0](x))
+    with torch.no_grad():
+        model(x)
+    model.forward = lambda x: model[2](model[1](model[0](x)))
+    assert torch.nn.utils.get_total_norm([param.grad for param in model.parameters()]).equal(norm)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    assert not model(x).any()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -411,7 +410,11 @@ class FSDPState(ModuleState):
 
     def reduce_where_it_ran(self, schedule: Schedule, *, unsynced_only: bool = False) -> None:
         """Call `reduce` on the stream of the latest forward, which has the gradients' memory."""
-        with nullcontext() if self.stream is None else self.stream:
+        if self.stream is None:
+            self.reduce(schedule, unsynced_only=unsynced_only)
+            return
+        self.stream.wait_stream(current_stream(self.device))  # which has waited for all of backward's
+        with self.stream:
             self.reduce(schedule, unsynced_only=unsynced_only)
 
     @_compat.runs_eagerly
