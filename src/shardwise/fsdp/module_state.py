@@ -19,7 +19,7 @@ from shardwise import _compat
 from shardwise.comm import CommStreams
 from shardwise.comm.foreach import current_stream
 from shardwise.comm.order import event_for
-from shardwise.comm.streams import wait_for
+from shardwise.comm.streams import WITHOUT_STREAMS, wait_for
 from shardwise.comm.watch import raise_explained
 from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import guard
@@ -90,7 +90,7 @@ class ModuleState:
     prefetch_in_forward: Sequence[weakref.ref[ModuleState]] = ()
     prefetch_in_backward: Sequence[weakref.ref[ModuleState]] = ()
     shared_streams: CommStreams | None = None
-    stream: torch.Stream | None = None  # accelerators: on which its forward last ran
+    stream: torch.Stream | None = None  # accelerators: on which its forward last ran with gradients
     schedule_settings: dict[str, Any] = field(default_factory=dict)  # for one that may not exist yet
 
     def __post_init__(self, call_modules: Sequence[nn.Module]) -> None:
@@ -332,8 +332,9 @@ class ModuleState:
 
     def unshard(self, *, async_op: bool) -> None:
         """Gather now, for the user. Collective over the groups' ranks."""
-        if self.schedule is not None and self.schedule.post_optim_event is not None:
-            wait_for(self.schedule.post_optim_event, current_stream(self.device))
+        event = None if self.schedule is None else self.schedule.post_optim_event
+        if event is not None and self.device.type not in WITHOUT_STREAMS:
+            wait_for(event, current_stream(self.device))
         for group in self.groups:
             if self.schedule is None:
                 group.check_ready()

@@ -100,10 +100,10 @@ class FSDPState(ModuleState):
                 elif group.form is _UNSHARDED:
                     group.follow_changes()
             self.gather(group, schedule, forward=True)
-        if schedule.streams is not None:
-            self.stream = current_stream(self.device)
         if action is _GATHER:
             if self.groups and is_grad_enabled():  # else the end of its backward has nothing to do
+                if schedule.streams is not None:
+                    self.stream = current_stream(self.device)
                 latest = None if kwargs or args[1:] else schedule.latest_output
                 if latest is not None and args and args[0] is latest[0]() is not None:
                     latest[1].append((self, self.stream))  # the hook on it ends its backward: one node less
@@ -307,7 +307,7 @@ class FSDPState(ModuleState):
         """
         # Free before gathering: the module that took this output ends before this one gathers.
         for state, ran_on in readers:
-            if ran_on is None:
+            if ran_on is None or ran_on == current_stream(self.device):
                 state.post_backward()
             else:  # it made the gradients, for which the stream of its input need not wait
                 with ran_on:

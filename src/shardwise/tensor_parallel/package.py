@@ -342,7 +342,9 @@ def _load_program(path: Path) -> ExportedProgram:
     except zipfile.BadZipFile:
         written_by_export = False
     if not written_by_export:  # torch would log its errors before it raises
-        raise ShardingError(f"{path} is damaged, or not an exported program; expected torch.export.save's")
+        raise ShardingError(
+            f"cannot read {path} as an exported program: it is damaged, or torch.export.save did not write it"
+        )
     try:
         return torch.export.load(path)
     except Exception as error:
