@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -101,18 +102,23 @@ def evaluated_before_the_step(**options: Any) -> None:
         optimizer.step()
 
 
-def steps_in_backward(backwards: Callable[[Any], None]) -> Callable[..., None]:
-    def program(**options: Any) -> None:
-        model = sharded(Layers().to(DEVICE), **options)
-        hooks = []
+@contextmanager
+def stepping_in_hooks(model: nn.Module) -> Iterator[None]:
+    """Let an optimizer step on each parameter once its gradient is reduced."""
+    with ExitStack() as hooks:  # which would keep the model, and later tests would count it
         for param in model.parameters():
             optimizer = torch.optim.SGD([param], lr=0.1)
             hook = lambda _, optimizer=optimizer: (optimizer.step(), optimizer.zero_grad())  # noqa: E731
-            hooks.append(param.register_post_accumulate_grad_hook(hook))
-        for _ in range(2):
-            backwards(model)
-        for hook in hooks:
-            hook.remove()  # else it keeps the model, which later tests would count
+            hooks.callback(param.register_post_accumulate_grad_hook(hook).remove)
+        yield
+
+
+def steps_in_backward(backwards: Callable[[Any], None]) -> Callable[..., None]:
+    def program(**options: Any) -> None:
+        model = sharded(Layers().to(DEVICE), **options)
+        with stepping_in_hooks(model):
+            for _ in range(2):
+                backwards(model)
 
     return program
 

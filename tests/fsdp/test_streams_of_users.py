@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp.test_simulated_streams import WIDTH, Layers, batch, loss_of, sgd, sharded
+from fsdp.test_simulated_streams import WIDTH, Layers, batch, loss_of, sgd, sharded, stepping_in_hooks
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardwise.planner.noop_group import noop_world
 from shardwise.verify.streams import DEVICE, simulated
@@ -47,13 +47,12 @@ class Branches(Layers):
         return self.norm(self.layers[4](y + z))
 
 
-def steps_in_hooks(model: nn.Module) -> list[Any]:
-    hooks = []
-    for param in model.parameters():
-        optimizer = torch.optim.SGD([param], lr=0.1)
-        hook = lambda _, optimizer=optimizer: (optimizer.step(), optimizer.zero_grad())  # noqa: E731
-        hooks.append(param.register_post_accumulate_grad_hook(hook))
-    return hooks
+def step_on(side: torch.Stream, optimizer: torch.optim.Optimizer, model: Any) -> None:
+    """Step on a stream, for whose event the model's gathers then wait."""
+    side.wait_stream(current())
+    with side:
+        optimizer.step()
+    model.set_post_optim_event(side.record_event())
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
@@ -202,10 +201,7 @@ def steps_beside_a_second_backward(**options: Any) -> list[Tensor]:
     optimizer = sgd(model)
     loss = loss_of(model)
     loss.backward(retain_graph=True)
-    side.wait_stream(current())
-    with side:
-        optimizer.step()
-    model.set_post_optim_event(side.record_event())
+    step_on(side, optimizer, model)
     optimizer.zero_grad()
     loss.backward()
     current().wait_stream(side)
@@ -264,10 +260,7 @@ def gathered_by_hand_after_a_step_on_a_stream(**options: Any) -> list[Tensor]:
     optimizer = sgd(model)
     for async_op in (False, True):
         loss_of(model).backward()
-        side.wait_stream(current())
-        with side:
-            optimizer.step()
-        model.set_post_optim_event(side.record_event())
+        step_on(side, optimizer, model)
         optimizer.zero_grad()
         model.layers[0].unshard(async_op=async_op)
     loss_of(model).backward()
@@ -280,10 +273,7 @@ def loaded_after_a_step_on_a_stream(**options: Any) -> list[Tensor]:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     for _ in range(2):
         loss_of(model).backward()
-        side.wait_stream(current())
-        with side:
-            optimizer.step()
-        model.set_post_optim_event(side.record_event())
+        step_on(side, optimizer, model)
         optimizer.zero_grad()
         current().wait_stream(side)
         model.load_state_dict(state)
@@ -310,52 +300,44 @@ def prefetched_by_another_model(**options: Any) -> list[Tensor]:
 
 def prefetched_beside_steps_in_hooks(**options: Any) -> list[Tensor]:
     first, second = (sharded(Layers().to(DEVICE), **options) for _ in range(2))
-    hooks = steps_in_hooks(second)
-    second(first(batch())).mean().backward()
-    first.layers[2].set_modules_to_forward_prefetch([second.layers[0]])
-    second.set_is_last_backward(False)
-    for _ in range(2):
+    with stepping_in_hooks(second):
         second(first(batch())).mean().backward()
-    for hook in hooks:
-        hook.remove()
+        first.layers[2].set_modules_to_forward_prefetch([second.layers[0]])
+        second.set_is_last_backward(False)
+        for _ in range(2):
+            second(first(batch())).mean().backward()
     return [*first.parameters(), *second.parameters()]
 
 
 def gathered_after_steps_in_hooks(**options: Any) -> list[Tensor]:
     model = sharded(Layers().to(DEVICE), **options)
-    hooks = steps_in_hooks(model)
-    loss_of(model).backward()
-    model.set_is_last_backward(False)
-    loss_of(model).backward()
-    model.layers[0].unshard()
-    model.set_is_last_backward(True)
-    loss_of(model).backward()
-    for hook in hooks:
-        hook.remove()
+    with stepping_in_hooks(model):
+        loss_of(model).backward()
+        model.set_is_last_backward(False)
+        loss_of(model).backward()
+        model.layers[0].unshard()
+        model.set_is_last_backward(True)
+        loss_of(model).backward()
     return list(model.parameters())
 
 
 def used_twice_with_steps_in_hooks(**options: Any) -> list[Tensor]:
     model = sharded(Layers().to(DEVICE), **options)
-    hooks = steps_in_hooks(model)
-    model.forward = lambda x: model.layers[1](model.layers[1](model.layers[0](x)))
-    for _ in range(2):
-        for sync in (False, True):
-            model.set_requires_gradient_sync(sync)
-            loss_of(model).backward()
-    for hook in hooks:
-        hook.remove()
+    with stepping_in_hooks(model):
+        model.forward = lambda x: model.layers[1](model.layers[1](model.layers[0](x)))
+        for _ in range(2):
+            for sync in (False, True):
+                model.set_requires_gradient_sync(sync)
+                loss_of(model).backward()
     return list(model.parameters())
 
 
 def prefetched_after_its_step_in_a_hook(**options: Any) -> list[Tensor]:
     model = sharded(Layers().to(DEVICE), **options)
-    hooks = steps_in_hooks(model)
-    model.layers[0].set_modules_to_backward_prefetch([model.layers[2]])
-    for _ in range(2):
-        loss_of(model).backward()
-    for hook in hooks:
-        hook.remove()
+    with stepping_in_hooks(model):
+        model.layers[0].set_modules_to_backward_prefetch([model.layers[2]])
+        for _ in range(2):
+            loss_of(model).backward()
     return list(model.parameters())
 
 

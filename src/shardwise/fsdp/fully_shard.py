@@ -478,7 +478,7 @@ class _WeakGroup(weakref.ref[ParamGroup]):
             return
         group.abandon_gather()
         group.reshard()
-        if group.offload.on_host and pins(group.offload, group.device):
+        if pins(group.offload, group.device):
             torch.accelerator.synchronize(group.device)  # the host waits for no copy to the device
 
     def pack(self, *unused: Any) -> None:
