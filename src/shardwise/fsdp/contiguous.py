@@ -37,6 +37,7 @@ from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
 from shardwise.sharded_tensor.rows.piece import place_over
 
 PADDING_TO_WARN_OF = 0.1
+_RANKS_LEAST = 512 << 10  # bytes of a rank in a slice: with less, latency takes longer than sending
 _POST_FORWARD = Form.POST_FORWARD
 
 
@@ -87,6 +88,7 @@ class ContiguousGroup(ParamGroup):
         self.refreshed_at: Any = None
         self._comm: AllGather | None = None  # the one used last, and whether it can write in place
         self._in_place = False
+        self.settings.staging_bytes = max(self.settings.staging_bytes, self.ranks * _RANKS_LEAST)
         self.pack()
 
     def untraceable(self) -> str | None:

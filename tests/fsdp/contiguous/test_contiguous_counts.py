@@ -22,6 +22,7 @@ from shardwise.comm.count import CommCounter
 from shardwise.fsdp import contiguous_reduction
 from shardwise.fsdp.contiguous_reduction import _fill, _split
 from shardwise.fsdp.module_state import state_of
+from shardwise.planner.noop_group import noop_world
 
 COPIES = {"copy_", "_foreach_copy_", "split", "split_with_sizes", "split_with_sizes_copy", "cat", "clone"}
 COPIES |= {"_to_copy", "contiguous", "chunk", "stack", "index_copy_", "fill_", "zero_"}
@@ -325,6 +326,13 @@ def test_slices_of_bounded_size_reduce_to_the_same_gradients(cast: bool) -> None
                 assert torch.equal(mine, unsliced[name]), (name, staging_bytes)
             else:
                 torch.testing.assert_close(mine, unsliced[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("ranks", "mebibytes"), [(2, 128), (256, 128), (512, 256), (2048, 1024)])
+def test_a_slice_has_enough_of_every_rank_to_be_worth_its_latency(ranks: int, mebibytes: int) -> None:
+    with noop_world(ranks):
+        (group,) = groups(fully_shard(nn.Linear(4, 4), layout="contiguous"))
+    assert group.settings.staging_bytes == mebibytes << 20
 
 
 @pytest.mark.parametrize(("ranks", "width"), [(3, 7), (40, 5), (200, 12)])
