@@ -135,7 +135,7 @@ def test_a_block_that_does_something_of_its_own_is_noticed() -> None:
 def test_blocks_that_are_run_more_often_where_there_are_more_are_noticed() -> None:
     model = model_of(tiny, sequence=16)
     few, more = (record(model, Setup(sequence=16, accumulation=1 + i), layers=FEW + i) for i in (0, 1))
-    with pytest.raises(NotRegular, match=f"loops with {FEW} blocks"):
+    with pytest.raises(NotRegular, match=f"times with {FEW} blocks"):
         unroll(few, more, 12)
 
 

@@ -126,7 +126,7 @@ def test_patterns_that_ask_for_different_things_are_refused_by_name() -> None:
         ),
         (
             {"*.up": "colwise", "*up": "colwise_rep"},
-            r"'\*.up' and '\*up' both match .*outputs=None.*'replicate'",
+            r"'\*.up' and '\*up' both match .*\(column with any outputs, column with whole outputs\)",
         ),
         (
             {

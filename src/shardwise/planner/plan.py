@@ -427,7 +427,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         f" {setup.length} tokens"
     )
     if plan.whole:
-        yield f"All blocks were run: {plan.whole}"
+        yield f"All blocks were run, as a few do not stand for them: {plan.whole}"
     yield from pipeline_lines(plan.stages, setup, plan.stage)
     yield from plan.assumed
     place = name_of_place(peak.phase, peak.layer)

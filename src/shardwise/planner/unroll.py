@@ -74,7 +74,10 @@ def unroll(
     """
     loops, larger = list(_loops(small)), list(_loops(large))
     if len(loops) != len(larger):
-        raise NotRegular(f"{len(loops)} loops with {small.layers} blocks, {len(larger)} with {large.layers}")
+        raise NotRegular(
+            f"forward and backward pass over the blocks {len(loops)} times with {small.layers} blocks, and"
+            f" {len(larger)} times with {large.layers}"
+        )
     growths: dict[int, list[Any]] = {}
     # Middle blocks of `small`, which `large` has once more; the one before them does the same.
     period = large.layers - small.layers

@@ -84,6 +84,10 @@ class Style:
     kind: str
     outputs: Layout | None = None
 
+    def __str__(self) -> str:
+        whole = "whole outputs" if self.outputs == REPLICATED else f"outputs cut along dim {self.outputs}"
+        return f"{self.kind} with {'any outputs' if self.outputs is None else whole}"
+
 
 @dataclass
 class Plan:
