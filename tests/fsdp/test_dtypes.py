@@ -61,6 +61,21 @@ def test_a_module_of_a_list_is_not_converted_without_the_others_in_the_contiguou
 
 
 @on_ranks(2)
+def test_a_removed_module_that_was_not_converted_is_named() -> None:
+    for is_converted in (False, True):
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(net, layout="contiguous")
+        net(torch.ones(4, 4)).sum().backward()
+        removed, net[1] = net[1], nn.Identity()
+        if is_converted:
+            removed.double()
+            assert net.double()(torch.ones(4, 4, dtype=torch.float64)).dtype is torch.float64
+        else:
+            with pytest.raises(ShardingError, match=r"'1.bias' is torch.float32.*Modules that were removed"):
+                net.double()
+
+
+@on_ranks(2)
 def test_gradients_share_the_spec_that_a_converted_parameter_has() -> None:
     net = Net(blocks=1)
     fully_shard(net)

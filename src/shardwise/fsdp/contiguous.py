@@ -119,9 +119,12 @@ class ContiguousGroup(ParamGroup):
         segments = []
         for segment, dtypes in zip(self.layout.segments, self._dtypes(specs), strict=True):
             if len(dtypes) > 1:
+                names = {specs[place.index].dtype: specs[place.index].name for place in segment.places}
+                found = ", ".join([f"'{name}' is {dtype}" for dtype, name in names.items()])
                 raise ShardingError(
                     f"{here()}: parameters of group '{self.name}' were converted to different dtypes"
-                    f" {dtypes}; convert them before fully_shard"
+                    f" ({found}); convert them together, or before fully_shard. Modules that were removed from"
+                    " the model since must be converted first, as their group still holds their parameters"
                 )
             dtype, gather_dtype = dtypes.pop()
             segments.append(replace(segment, dtype=dtype, gather_dtype=gather_dtype))
