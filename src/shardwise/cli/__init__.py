@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import traceback
+from dataclasses import fields
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +20,7 @@ import typer
 from rich.console import Console
 
 from shardwise.cli import programs
-from shardwise.cli.programs import FOUND, NOT_RUN, OK, print_failure
+from shardwise.cli.programs import FOUND, NOT_RUN, OK, print_failure, reporting, show
 from shardwise.errors import ShardwiseError, from_extra
 
 if TYPE_CHECKING:
@@ -33,28 +34,9 @@ app = typer.Typer(
 app.add_typer(programs.app, name="tp")
 
 
-class LayoutName(StrEnum):
-    """The memory layouts of `fully_shard`."""
-
-    interleaved = "interleaved"
-    contiguous = "contiguous"
-
-
-class Layout(StrEnum):
-    """A memory layout of `fully_shard`, or both in turn."""
-
-    interleaved = "interleaved"
-    contiguous = "contiguous"
-    both = "both"
-
-
-class Precision(StrEnum):
-    """The dtypes from which a tolerance can be derived."""
-
-    float64 = "float64"
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
+LayoutName = StrEnum("LayoutName", ["interleaved", "contiguous"])
+Layout = StrEnum("Layout", ["interleaved", "contiguous", "both"])
+Precision = StrEnum("Precision", ["float64", "float32", "float16", "bfloat16"])
 
 
 def _print_version(enabled: bool) -> None:
@@ -141,11 +123,8 @@ def verify(
     if streams and (mesh, tolerance, dtype) != (None, None, None):
         raise typer.BadParameter("--streams takes --ranks and --hsdp, and no --mesh, --tolerance or --dtype")
     if json_path is not None:
-        try:
+        with reporting():
             _check_writable(json_path)
-        except ShardwiseError as error:
-            print_failure(error, "")
-            raise typer.Exit(NOT_RUN) from None
     import torch
 
     from shardwise import verify as verification
@@ -175,7 +154,7 @@ def verify(
             console.print(verification.table(result))
             tolerated = result.tolerance
             console.print(f"Tolerance: {tolerated.base:.2g} ({tolerated.reason})", highlight=False)
-            console.print(verification.verdict(result), markup=False, highlight=False, soft_wrap=True)
+            show(verification.verdict(result))
             results.append(result)
     except verification.CaseError as error:
         if json_path is not None:
@@ -255,20 +234,13 @@ def plan(
     show_tracebacks: Traceback = False,
 ) -> None:
     """Predict training's memory per rank, its communication and its step time."""
+    given = {**locals(), "layout": layout.value, "compile": compiled}
     from shardwise.planner.setup import Setup
 
-    choices: dict[str, Any] = {"layout": layout.value, "checkpointing": checkpointing, "optimizer": optimizer}
-    choices |= {"strategy": strategy, "replicas": replicas, "tensor": tensor}
-    choices |= {"pipeline": pipeline, "schedule": schedule, "stages": stages}
-    choices |= {"ulysses": ulysses, "experts": experts, "expert_load": expert_load}
-    choices |= {"tensor_plan": tensor_plan, "loss_parallel": loss_parallel, "async_tensor": async_tensor}
-    choices |= {"sequence_parallel": sequence_parallel, "sequence": sequence, "nvfp4": nvfp4}
-    choices |= {"loss": loss, "loop_holds": loop_holds, "compile": compiled, "compile_loss": compile_loss}
-    choices |= {"float8": float8, "float8_scales": float8_scales}
     try:
         if tensor == 1 and not search:
             _refuse_unused(tensor_plan, sequence_parallel, loss_parallel)
-        setup = Setup(ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, **choices)
+        setup = Setup(**{field.name: given[field.name] for field in fields(Setup) if field.name in given})
         for path in (json_path, html_path, trace_path, png_path):  # fail before a search, not after it
             if path is not None:
                 _check_writable(path)
@@ -288,8 +260,7 @@ def plan(
     try:
         results = planner.search(model, setup, hardware=hardware) if search else None
         best = planner.plan(model, setup, hardware=hardware) if results is None else results.chosen
-        console = Console(emoji=False)
-        console.print(str(results or best), markup=False, highlight=False, soft_wrap=True)
+        show(str(results or best))
         if json_path is not None:
             json_path.write_text(planner.to_json(results or best) + "\n")
         for path, write in ((html_path, planner.page), (trace_path, planner.trace)):
@@ -300,7 +271,7 @@ def plan(
         if best.fits:
             return
         for line in lines(model, best, hardware):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            show(line)
     except (
         Exception
     ) as error:  # from the user's factory, files and so on; status 1 would mean that it does not fit
@@ -340,7 +311,7 @@ def calibrate(
 
     count = ranks or torch.accelerator.device_count() or 2
     is_first = os.environ.get("RANK", "0") == "0"
-    try:
+    with reporting():
         if is_first:
             _check_writable(out)
         if out.suffix != ".toml":
@@ -350,13 +321,9 @@ def calibrate(
             options = [*(["--like", like] if like else []), *(["--small"] if small else [])]
             raise typer.Exit(launch.launch(["-m", "shardwise", "calibrate", str(out), *options], ranks=count))
         profile = planner.calibrate(like=base, sizes=SMALL if small else None)
-    except ShardwiseError as error:
-        print_failure(error, "")
-        raise typer.Exit(NOT_RUN) from None
     if is_first:
         out.write_text(planner.to_toml(profile))
-        text = f"{out}:\n{planner.to_toml(profile)}"
-        Console(emoji=False).print(text, markup=False, highlight=False, soft_wrap=True)
+        show(f"{out}:\n{planner.to_toml(profile)}")
 
 
 @app.command(
@@ -430,12 +397,8 @@ def doctor(
     from shardwise.doctor import Status, table
 
     if reports is not None:
-        try:
-            lines = verdict(*read_reports(reports))
-        except ShardwiseError as error:
-            print_failure(error, "")
-            raise typer.Exit(NOT_RUN) from None
-        Console(emoji=False).print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+        with reporting():
+            show("\n".join(verdict(*read_reports(reports))))
         raise typer.Exit(FOUND)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     results = (checks.examine_ranks if ranks > 1 else checks.examine)(checkpoints)

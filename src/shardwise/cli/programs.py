@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,12 +15,26 @@ from shardwise.errors import ShardwiseError
 OK, FOUND, NOT_RUN = 0, 1, 2
 
 
+def show(text: str, *, stderr: bool = False, **options: Any) -> None:
+    """Print a text as it is."""
+    Console(stderr=stderr, emoji=False).print(text, markup=False, highlight=False, soft_wrap=True, **options)
+
+
 def print_failure(error: Exception, trace: str) -> None:
     """Print an error to stderr, preceded by its traceback if there is one."""
-    console = Console(stderr=True, emoji=False)
     if trace:
-        console.print(trace.rstrip(), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Error: {error}", markup=False, highlight=False, soft_wrap=True, style="red")
+        show(trace.rstrip(), stderr=True)
+    show(f"Error: {error}", stderr=True, style="red")
+
+
+@contextmanager
+def reporting() -> Iterator[None]:
+    """Print an error of the library, and exit with the status of what could not be run."""
+    try:
+        yield
+    except ShardwiseError as error:
+        print_failure(error, getattr(error, "traceback", ""))
+        raise typer.Exit(NOT_RUN) from None
 
 
 app = typer.Typer(help="Tensor parallelism for exported programs.", no_args_is_help=True)
@@ -43,7 +59,7 @@ def export(
     from shardwise.tensor_parallel.aot import compile_package
     from shardwise.tensor_parallel.package import export_command
 
-    try:
+    with reporting():
         output = export_command(
             model,
             out,
@@ -56,10 +72,7 @@ def export(
         if aot:
             compile_package(out)
             output += f"Compiled {ranks} programs\n"
-    except ShardwiseError as error:
-        print_failure(error, "")
-        raise typer.Exit(NOT_RUN) from None
-    Console(emoji=False).print(output, markup=False, highlight=False, soft_wrap=True)
+        show(output)
 
 
 @app.command(
@@ -76,12 +89,8 @@ def merge(
     """Merge the ranks' weights back into one model's."""
     from shardwise.tensor_parallel.package import merge_command
 
-    try:
-        output = merge_command(folder, out, strip=strip, overwrite=overwrite)
-    except ShardwiseError as error:
-        print_failure(error, "")
-        raise typer.Exit(NOT_RUN) from None
-    Console(emoji=False).print(output, end="", markup=False, highlight=False, soft_wrap=True)
+    with reporting():
+        show(merge_command(folder, out, strip=strip, overwrite=overwrite), end="")
 
 
 @app.command("generate", epilog="Exit status: 0 generated; 2 the model, prompt or plan cannot be used.")
@@ -109,20 +118,16 @@ def generate(
 
     from shardwise.hf.generate import generate_command
     from shardwise.tensor_parallel.package import read_strategies
-    from shardwise.verify.processes import RankError, run_ranks
+    from shardwise.verify.processes import run_ranks
 
-    launched = dist.is_torchelastic_launched()
-    try:
+    with reporting():
         plan = strategies if strategies in (None, "auto") else read_strategies(strategies)
         arguments: tuple[Any, ...] = (str(folder), ids, text, tokens, seed, plan)
-        if launched:
+        if dist.is_torchelastic_launched():
             dist.init_process_group("gloo")
             output = generate_command(lambda: None, *arguments)
             output = output if dist.get_rank() == 0 else ""
             dist.destroy_process_group()
         else:
             output, *_ = run_ranks(generate_command, *arguments, world_size=ranks, timeout=timeout)
-    except ShardwiseError as error:
-        print_failure(error, error.traceback if isinstance(error, RankError) else "")
-        raise typer.Exit(NOT_RUN) from None
-    Console(emoji=False).print(output, end="", markup=False, highlight=False, soft_wrap=True)
+        show(output, end="")
