@@ -123,7 +123,9 @@ class Saving:
     def _run(
         self, chunks: list[tuple[Chunk, Tensor | bytes]], commit: Callable[[list[Part]], Location]
     ) -> None:
-        _give_way()
+        if sys.platform == "linux":  # where threads have their own priorities; hashing and writing take long
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             self._leave(_PART, write_part(self._staging, self._rank, chunks))
             chunks.clear()
@@ -157,13 +159,6 @@ class Saving:
         for rank in parts:
             (self._staging / _PART.format(rank)).unlink()
         return [parts[rank] for rank in range(self._size)]
-
-
-def _give_way() -> None:
-    """Lower this thread's priority below the run's threads, since hashing and writing take long."""
-    if sys.platform == "linux":  # where threads have their own priorities
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 _in_flight: list[Saving] = []  # at most one

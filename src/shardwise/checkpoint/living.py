@@ -185,8 +185,9 @@ class LivingRanks(Generic[_T]):
         """Make a process group of the ranks that came, and continue from their state; False if in vain."""
         previous_size = self._meeting.size
         self._rank, counts = self._meeting.join_round(self._rank, has_state=self._step is not None)
-        if not counts:
-            self._forget_state()
+        if not counts:  # the others continued without this rank, which rejoins as a new one
+            self._training = self._step = None
+            self._actions, self._random = (), []
         abandon()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -212,11 +213,6 @@ class LivingRanks(Generic[_T]):
         self._met_at = newest
         self._move_state(newest, keeps=all(keeps for step, _, keeps in by_rank if step is not None))
         return True
-
-    def _forget_state(self) -> None:
-        """Forget all state: the others continued without this rank, which rejoins as a new one."""
-        self._training = self._step = None
-        self._actions, self._random = (), []
 
     def _catch_up(self, by_rank: Sequence[Any], newest: int) -> None:
         """Make sure that all have taken the same steps."""

@@ -79,9 +79,13 @@ class Meeting:
                 alive = previous is not None and len(previous.silent()) < len(previous)
                 if alive and waited_s < patience_s + self.timeout.total_seconds():
                     late = False
-                noticed = waited_s > _NOTICE_S or self._lacks_one_at_most(newest, arrived)
+                back = sum(with_state for _, with_state in arrived.values())  # from the previous round
+                noticed = waited_s > _NOTICE_S or back >= len(_members(self._store, newest)) - 1
                 if late or (noticed and len(arrived) >= self._ranks):
-                    self._store.compare_set(f"{at}closed", "", json.dumps(seats(arrived, self._ranks)))
+                    # Those with state first, then those that came last.
+                    seats = sorted(arrived, key=lambda number: (not arrived[number][1], -number))
+                    seats = sorted(seats[: self._ranks])
+                    self._store.compare_set(f"{at}closed", "", json.dumps(seats))
                 time.sleep(_POLL_S)
             members = _members(self._store, self.round)
             if self._number in members:
@@ -97,10 +101,6 @@ class Meeting:
         for number in range(1, self._store.add(f"{self.round}/came", 0) + 1):
             if number not in arrived and self._store.check([key := f"{self.round}/{number}"]):
                 arrived[number] = tuple(json.loads(self._store.get(key)))
-
-    def _lacks_one_at_most(self, newest: int, arrived: Mapping[int, tuple[int | None, bool]]) -> bool:
-        """Return whether the previous round's members came back with state, except at most one."""
-        return sum(has_state for _, has_state in arrived.values()) >= len(_members(self._store, newest)) - 1
 
     def _wait_until_needed(self, rank: int | None, newest: int, patience_s: float) -> None:
         """Return once a round lacks ranks, its members meet again, or all ranks were restarted."""
@@ -183,15 +183,6 @@ class Meeting:
             f"rank {rank}: a run has begun in this store, and in {waited_s:g} s none of its ranks came"
             f" to meet this one. {START}, with a new store"
         )
-
-
-def seats(arrived: Mapping[int, tuple[int | None, bool]], count: int) -> list[int]:
-    """Return the members of a round, by number: those with state first, then those that came last.
-
-    Args:
-        arrived: by number, the rank that each process had, and whether it has state.
-    """
-    return sorted(sorted(arrived, key=lambda number: (not arrived[number][1], -number))[:count])
 
 
 def _members(store: Store, round: int) -> list[int]:

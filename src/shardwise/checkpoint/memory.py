@@ -33,14 +33,8 @@ from weakref import WeakSet
 
 import torch
 
-from shardwise.checkpoint.commit import (
-    check_count,
-    checkpoints,
-    manifest_of,
-    open_staging,
-    rank_and_size,
-    remove,
-)
+from shardwise.checkpoint import commit
+from shardwise.checkpoint.commit import check_count, checkpoints, rank_and_size
 from shardwise.checkpoint.index import INDEX
 from shardwise.checkpoint.part import Part, write_part
 from shardwise.checkpoint.plan import Plan, bytes_of
@@ -203,7 +197,7 @@ class HostMemory:
         """Remove this host's other copies. Local."""
         for *_, folder in checkpoints(self._path):
             if self._rank == self._host and str(folder) != newest:
-                remove(folder)
+                commit.remove(folder)
 
     def _end_sending(self) -> None:
         if self._sending is not None:
@@ -220,7 +214,7 @@ class HostMemory:
         for step, version, folder in checkpoints(self._path):
             with suppress(CheckpointError, OSError):
                 sha256 = digest(folder / MANIFEST)["sha256"]
-                names = {*manifest_of(folder)["files"], MANIFEST}
+                names = {*commit.manifest_of(folder)["files"], MANIFEST}
                 sizes = {name: (folder / name).stat().st_size for name in names if (folder / name).is_file()}
                 entry = {"step": step, "version": version, "folder": str(folder)}
                 copies[sha256] = {**entry, "files": sizes, "names": sorted(names)}
@@ -230,8 +224,8 @@ class HostMemory:
         """Fetch into this host's folder all files of the copy that its ranks read; return None if damaged."""
         operation = f"HostMemory.load of step {copy.step} from {self._path}"
         lacks = self._rank == self._host and self._host not in copy.folders
-        folders = together(operation, lambda: str(open_staging(self._path, copy.step)) if lacks else "")
-        folder = Path(copy.folders.get(self._host) or folders[self._host])
+        opened = together(operation, lambda: str(commit.open_staging(self._path, copy.step)) if lacks else "")
+        folder = Path(copy.folders.get(self._host) or opened[self._host])
         requests = [[INDEX, MANIFEST] if rank == host else [] for rank, host in enumerate(self._hosts)]
         self._carry(folder, messages(requests, files=copy.files, hosts=self._hosts))
 

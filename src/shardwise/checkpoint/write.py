@@ -21,22 +21,14 @@ from typing import Any
 import xxhash
 from torch import Tensor
 
+from shardwise.checkpoint import commit
 from shardwise.checkpoint.background import Saving, wait_for_saving
-from shardwise.checkpoint.commit import (
-    FORMAT,
-    check_count,
-    discard,
-    open_staging,
-    publish,
-    rank_and_size,
-    tidy,
-)
+from shardwise.checkpoint.commit import FORMAT, check_count, rank_and_size
 from shardwise.checkpoint.part import Part, stage, write_index, write_part, write_values
 from shardwise.checkpoint.plan import Chunk, Held, Plan, held_chunks, plan
 from shardwise.checkpoint.state import Flat, as_bytes, describe, flatten, to_json
 from shardwise.comm.agree import each_its_own, merge_or_raise, together
 from shardwise.errors import CheckpointError
-from shardwise.files.lock import lock, unlock
 from shardwise.files.stores import Location, StorePath, location, write_whole
 
 _MARK = "shared"  # exists until all ranks have seen it
@@ -125,16 +117,16 @@ class Job:
         _, size = rank_and_size()
         files = {name: digest for part in parts for name, digest in part["files"].items()} | index
         manifest = {"format": FORMAT, "step": self.step, "world_size": size, **self.contents, "files": files}
-        return publish(self.staging, self.step, manifest)
+        return commit.publish(self.staging, self.step, manifest)
 
     def commit(self, parts: list[Part]) -> Location:
         """Make the checkpoint from all ranks' parts, and remove old ones. One rank calls it."""
         if self.contents["values"]:
             parts = [*parts, write_values(self.staging, self.contents["values"])]
         final = self.publish(parts, self.index(parts))
-        tidy(final.parent, self.keep, self.keep_every, written=final)
+        commit.tidy(final.parent, self.keep, self.keep_every, written=final)
         if isinstance(final, Path):
-            unlock(final.parent)
+            commit.unlock(final.parent)
         return final
 
     @contextmanager
@@ -144,7 +136,7 @@ class Job:
             yield
         except CheckpointError:
             if rank_and_size()[0] == self.keeper:
-                discard(self.staging)
+                commit.discard(self.staging)
             raise
 
 
@@ -197,8 +189,8 @@ def prepare_save(
         folder = location(path)
         if isinstance(folder, Path) and hosts is None:
             folder.mkdir(parents=True, exist_ok=True)
-            lock(folder)
-        opened.append(open_staging(folder, step))
+            commit.lock(folder)
+        opened.append(commit.open_staging(folder, step))
         if isinstance(opened[0], StorePath) and size > 1:
             write_whole(opened[0] / _MARK, b"")
         return str(opened[0])
@@ -208,7 +200,7 @@ def prepare_save(
         staging = location(together(operation, make_room)[keeper])
     except CheckpointError:
         for folder in opened:
-            discard(folder)
+            commit.discard(folder)
         raise
     if isinstance(staging, StorePath) and size > 1:
         _check_shared(operation, staging, is_keeper=rank == keeper)

@@ -189,15 +189,10 @@ class Ranges(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
-    def read(self, size: int | None = -1) -> bytes:
-        remaining = max(0, self._size - self._at)
-        count = remaining if size is None or size < 0 else min(size, remaining)
-        content = self._fetch(self._at, self._at + count) if count else b""
-        self._at += len(content)
-        return content
-
     def readinto(self, buffer: Any) -> int:
         room = memoryview(buffer).cast("B")
-        content = self.read(len(room))
+        end = min(self._at + len(room), self._size)
+        content = self._fetch(self._at, end) if self._at < end else b""
         room[: len(content)] = content
+        self._at += len(content)
         return len(content)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -78,16 +78,16 @@ def _fill(program: ExportedProgram, *, values: Mapping[str, Boxes], buffers: Map
         value = values.get(name.removeprefix("model."))
         if value is None and name.startswith("model."):
             return None
-        return shapes[name], partial(_read_part, value, shapes[name])
+
+        def read(dim: int, begin: int, end: int) -> Tensor:
+            offsets, sizes = [0] * len(shapes[name]), list(shapes[name])
+            if end >= 0:
+                offsets[dim], sizes[dim] = begin, end - begin
+            return torch.zeros(sizes) if value is None else value.read(Box(tuple(offsets), tuple(sizes)))
+
+        return shapes[name], read
 
     materialize(program, find, values=buffers)
-
-
-def _read_part(value: Boxes | None, shape: Sequence[int], dim: int, begin: int, end: int) -> Tensor:
-    offsets, sizes = [0] * len(shape), list(shape)
-    if end >= 0:
-        offsets[dim], sizes[dim] = begin, end - begin
-    return torch.zeros(sizes) if value is None else value.read(Box(tuple(offsets), tuple(sizes)))
 
 
 def generate_command(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -263,22 +263,13 @@ def _step_quantised(param: Tensor, state: dict[str, Tensor], options: dict[str, 
     whole = [param_rows, grad.reshape(rows, columns), *codes, *scales]
     for begin in range(0, rows, at_once):
         run = [tensor[begin : begin + at_once] for tensor in whole]
-        _step_rows(*run, step=step, options=options)
+        _step_rows(run, step, options)
     if not local.is_contiguous():
         local.copy_(param_rows.view(local.shape))
 
 
-def _step_rows(
-    param: Tensor,
-    grad: Tensor,
-    codes: Tensor,
-    square_codes: Tensor,
-    scales: Tensor,
-    square_scales: Tensor,
-    *,
-    step: float,
-    options: dict[str, Any],
-) -> None:
+def _step_rows(run: Sequence[Tensor], step: float, options: dict[str, Any]) -> None:
+    param, grad, codes, square_codes, scales, square_scales = run
     (beta1, beta2), lr, block = options["betas"], float(options["lr"]), options["block"]
     grad = grad.to(torch.float32)
     mean = dequantise(codes, scales, block=block, signed=True).lerp_(grad, 1 - beta1)

@@ -133,8 +133,13 @@ class Muon(Optimizer):
         for options in self.param_groups:
             for param in options["params"]:
                 if param.grad is not None:
-                    matrix = self._matrix(param, options)
-                    by_group.setdefault((matrix.cut.group, options["ns_dtype"]), []).append(matrix)
+                    state, cut = self.state[param], self._cut(param)
+                    if "momentum_buffer" not in state:
+                        state["momentum_buffer"] = torch.zeros_like(param)
+                    tensors = param, param.grad, state["momentum_buffer"]
+                    local, grad, buffer = map(_compat.local_of, tensors)
+                    matrix = _Matrix(param, cut, local, grad, buffer, options)
+                    by_group.setdefault((cut.group, options["ns_dtype"]), []).append(matrix)
         exchanges = [
             _Exchange(matrices, self._plan(key, matrices), dtype=getattr(torch, key[1]))
             for key, matrices in by_group.items()
@@ -146,15 +151,6 @@ class Muon(Optimizer):
         for exchange in exchanges:
             exchange.finish()
         return loss
-
-    def _matrix(self, param: Tensor, options: dict[str, Any]) -> _Matrix:
-        state = self.state[param]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(param)
-        grad = cast(Tensor, param.grad)
-        buffer = state["momentum_buffer"]
-        local, local_grad, local_buffer = map(_compat.local_of, (param, grad, buffer))
-        return _Matrix(param, self._cut(param), local, local_grad, local_buffer, options)
 
     def _forget_cuts(self) -> None:
         self._cuts: dict[Tensor, tuple[Any, _Cut]] = {}
