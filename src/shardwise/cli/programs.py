@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from shardwise.errors import ShardwiseError
 
@@ -44,16 +45,16 @@ app = typer.Typer(help="Tensor parallelism for exported programs.", no_args_is_h
     "export", epilog="Exit status: 0 written; 2 the program or strategies cannot be read or do not fit."
 )
 def export(
-    model: Annotated[Path, typer.Argument(help="A .pt2 file written by torch.export.save.")],
-    out: Annotated[Path, typer.Option(help="Folder to write every rank's program to.")],
-    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks that will run the program.")] = 2,
+    model: Annotated[Path, Argument(help="A .pt2 file written by torch.export.save.")],
+    out: Annotated[Path, Option(help="Folder to write every rank's program to.")],
+    ranks: Annotated[int, Option(min=1, help="Number of ranks that will run the program.")] = 2,
     strategies: Annotated[
-        str, typer.Option(help="JSON file of {module or pattern: colwise|rowwise|replicate}, or auto.")
+        str, Option(help="JSON file of {module or pattern: colwise|rowwise|replicate}, or auto.")
     ] = "auto",
-    device: Annotated[str, typer.Option(help="Device type that will run the program.")] = "cpu",
-    strict: Annotated[bool, typer.Option(help="Raise for operations that have no sharding rule.")] = False,
-    overwrite: Annotated[bool, typer.Option(help="Replace an existing folder of programs.")] = False,
-    aot: Annotated[bool, typer.Option(help="Also compile each program with AOTInductor.")] = False,
+    device: Annotated[str, Option(help="Device type that will run the program.")] = "cpu",
+    strict: Annotated[bool, Option(help="Raise for operations that have no sharding rule.")] = False,
+    overwrite: Annotated[bool, Option(help="Replace an existing folder of programs.")] = False,
+    aot: Annotated[bool, Option(help="Also compile each program with AOTInductor.")] = False,
 ) -> None:
     """Cut an exported program over ranks; one folder holds one program per rank."""
     from shardwise.tensor_parallel.aot import compile_package
@@ -80,11 +81,11 @@ def export(
 )
 def merge(
     folder: Annotated[
-        Path, typer.Argument(help="Folder of every rank's program, written by `shardwise tp export`.")
+        Path, Argument(help="Folder of every rank's program, written by `shardwise tp export`.")
     ],
-    out: Annotated[Path, typer.Option(help="Safetensors file to write.")],
-    strip: Annotated[str, typer.Option(help="Prefix to remove from names, such as `model.`.")] = "",
-    overwrite: Annotated[bool, typer.Option(help="Replace an existing file.")] = False,
+    out: Annotated[Path, Option(help="Safetensors file to write.")],
+    strip: Annotated[str, Option(help="Prefix to remove from names, such as `model.`.")] = "",
+    overwrite: Annotated[bool, Option(help="Replace an existing file.")] = False,
 ) -> None:
     """Merge the ranks' weights back into one model's."""
     from shardwise.tensor_parallel.package import merge_command
@@ -96,22 +97,17 @@ def merge(
 @app.command("generate", epilog="Exit status: 0 generated; 2 the model, prompt or plan cannot be used.")
 def generate(
     folder: Annotated[
-        Path, typer.Argument(help="Folder with a transformers config; random weights if it has none.")
+        Path, Argument(help="Folder with a transformers config; random weights if it has none.")
     ],
-    ids: Annotated[str, typer.Option(help="The prompt as token ids separated by spaces.")] = "",
-    text: Annotated[str | None, typer.Option(help="The prompt as text, for the folder's tokenizer.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 16,
-    ranks: Annotated[
-        int, typer.Option(min=1, help="Number of local processes, unless torchrun started this.")
-    ] = 2,
+    ids: Annotated[str, Option(help="The prompt as token ids separated by spaces.")] = "",
+    text: Annotated[str | None, Option(help="The prompt as text, for the folder's tokenizer.")] = None,
+    tokens: Annotated[int, Option(min=1, help="Maximum number of tokens to generate.")] = 16,
+    ranks: Annotated[int, Option(min=1, help="Number of local processes, unless torchrun started this.")] = 2,
     strategies: Annotated[
-        str | None,
-        typer.Option(help="JSON file of styles by module, or auto. Default: the model's own plan."),
+        str | None, Option(help="JSON file of styles by module, or auto. Default: the model's own plan.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of random weights.")] = 0,
-    timeout: Annotated[
-        float, typer.Option(min=1.0, help="Seconds without progress that count as a hang.")
-    ] = 600.0,
+    seed: Annotated[int, Option(help="Seed of random weights.")] = 0,
+    timeout: Annotated[float, Option(min=1.0, help="Seconds without progress that count as a hang.")] = 600.0,
 ) -> None:
     """Generate greedily with a language model cut over ranks; its cache is cut by heads."""
     import torch.distributed as dist
