@@ -33,7 +33,7 @@ import torch.distributed as dist
 from rich.table import Table
 
 from shardwise import _compat
-from shardwise.files.stores import StorePath, location, write_whole
+from shardwise.files.stores import StorePath, StrPath, location, write_whole
 from shardwise.torch_version import SUPPORTED, WANTED, minor_version
 from shardwise.verify.processes import RankError, run_ranks
 
@@ -70,7 +70,7 @@ def _result(name: str, found: str, fix: str = "", status: Status = Status.WARNIN
     return CheckResult(name, status if fix else Status.OK, found, fix)
 
 
-def examine(folder: str | os.PathLike[str] = ".") -> list[CheckResult]:
+def examine(folder: StrPath = ".") -> list[CheckResult]:
     """Run every check of this machine. A check that raises is BROKEN; the others still run.
 
     `folder` is the path or URL for checkpoints.
@@ -88,7 +88,7 @@ def examine(folder: str | os.PathLike[str] = ".") -> list[CheckResult]:
     return [_run_check(name, check) for name, check in checks.items()]
 
 
-def examine_ranks(folder: str | os.PathLike[str] = ".") -> list[CheckResult]:
+def examine_ranks(folder: StrPath = ".") -> list[CheckResult]:
     """Run `examine` on each host, and compare the hosts. Every rank calls it; rank 0 gets the results."""
     local = examine(folder) if os.environ.get("LOCAL_RANK", "0") == "0" else []
     try:
@@ -203,7 +203,7 @@ def check_descriptors() -> CheckResult:
     return _result("open files", found, fix if soft < DESCRIPTORS_WANTED else "", status)
 
 
-def check_disk(folder: str | os.PathLike[str] = ".") -> CheckResult:
+def check_disk(folder: StrPath = ".") -> CheckResult:
     """Check that `folder` is writable and has room for checkpoints, or that a store keeps its objects."""
     place = location(folder)
     if isinstance(place, StorePath):

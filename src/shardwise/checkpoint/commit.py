@@ -39,7 +39,7 @@ from shardwise.checkpoint.index import INDEX
 from shardwise.checkpoint.state import from_json
 from shardwise.errors import CheckpointError
 from shardwise.files.manifest import MANIFEST, Types, all_in, is_count, read_manifest, write_manifest
-from shardwise.files.stores import At, Location, StorePath, location, remove_folder, sync
+from shardwise.files.stores import At, Location, StorePath, StrPath, location, remove_folder, sync
 
 FORMAT = 4
 _READ = (4, 3, 2)  # 3 has no plain values in the index; 2 hashes files by sha256
@@ -78,7 +78,7 @@ def check_count(name: str, value: Any, least: int, *, optional: bool = False) ->
         raise CheckpointError(f"expected {expected}, found {value!r} of type {type(value).__name__}")
 
 
-def latest_step(path: str | os.PathLike[str]) -> int | None:
+def latest_step(path: StrPath) -> int | None:
     """Return the newest complete checkpoint's step, or None. Reads only this rank's file system or store."""
     complete = checkpoints(location(path))
     return complete[-1][0] if complete else None

@@ -12,7 +12,6 @@ alone. So if one rank has stepped, every other can, whatever has been lost since
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,7 +29,7 @@ from shardwise.comm.agree import together
 from shardwise.comm.order import first_line
 from shardwise.comm.watch import leave_all, of_transport, order_of, raise_explained, watch_also
 from shardwise.errors import CheckpointError, RankMismatchError, ShardwiseError
-from shardwise.files.stores import on_disk
+from shardwise.files.stores import StrPath, on_disk
 
 _CONNECT = timedelta(seconds=10)  # for a connection after a meeting; may be waited for several times
 _LOST = f"A lost rank had what no living one has, or living ranks differ. {START}"
@@ -74,7 +73,7 @@ class LivingRanks(Generic[_T]):
         store: Store,
         ranks: int,
         rank: int | None = None,
-        folder: str | os.PathLike[str],
+        folder: StrPath,
         wait_s: float = 60.0,
         backend: str = "gloo",
         timeout: timedelta = timedelta(minutes=5),

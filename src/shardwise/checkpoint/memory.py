@@ -44,7 +44,7 @@ from shardwise.comm.agree import each_its_own, merge_or_raise, together
 from shardwise.comm.watch import announced, group_of_all
 from shardwise.errors import CheckpointError
 from shardwise.files.manifest import MANIFEST, digest, whole_file
-from shardwise.files.stores import on_disk
+from shardwise.files.stores import StrPath, on_disk
 
 _TAG = 0x7B100000
 _CHUNK_BYTES = 4096  # the most that a chunk in a file takes besides its numbers
@@ -82,7 +82,7 @@ class HostMemory:
             plus what the previous host's ranks write; while a new copy is made, the old one exists too.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, limit_bytes: int | None = None) -> None:
+    def __init__(self, path: StrPath, *, limit_bytes: int | None = None) -> None:
         self._limit = limit_bytes
         self._rank, size = rank_and_size()
         self._group = group_of_all("make a HostMemory") if size > 1 else None

@@ -14,7 +14,6 @@ read. The manifest's digests guard against damage; they do not show who wrote th
 from __future__ import annotations
 
 import itertools
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -37,10 +36,10 @@ from shardwise.checkpoint.stored import Stored, locate
 from shardwise.comm.agree import each_its_own, merge_or_raise, raise_all, together
 from shardwise.errors import CheckpointError
 from shardwise.files.manifest import MANIFEST, digest, inside, regular, whole_file
-from shardwise.files.stores import Location, location
+from shardwise.files.stores import Location, StrPath, location
 
 
-def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | None = None) -> int:
+def load(path: StrPath, state: dict[str, Any], *, step: int | None = None) -> int:
     """Load a checkpoint's content into `state`, in place; returns its step.
 
     Collective over the default process group; the number of ranks, the mesh and the placements

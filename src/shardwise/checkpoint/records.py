@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from shardwise.errors import CheckpointError
+from shardwise.files.manifest import refused_as
 
 _KNOWN = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK),
@@ -71,9 +72,5 @@ def read_records(
     """
     unpickler: Any = _Unpickler(io.BytesIO(content))
     unpickler.find, unpickler.records, unpickler.persistent_load = find, records, persistent
-    try:
+    with refused_as("damaged"):
         return unpickler.load()
-    except CheckpointError:
-        raise
-    except Exception as error:  # whatever a damaged pickle leads to
-        raise CheckpointError(f"damaged ({type(error).__name__}: {error})") from error

@@ -35,7 +35,7 @@ from shardwise.checkpoint.commit import rank_and_size
 from shardwise.checkpoint.state import as_bytes, check_dense
 from shardwise.comm.agree import each_its_own, fingerprint, merge_or_raise, together
 from shardwise.errors import CheckpointError
-from shardwise.files.stores import on_disk, sync
+from shardwise.files.stores import StrPath, on_disk, sync
 from shardwise.files.tensors import DTYPES, NAMES, StoredTensor, TensorFiles
 from shardwise.layout import Box
 from shardwise.sharded_tensor.group import cut_by, group_or_default
@@ -49,10 +49,7 @@ _HEADER_LIMIT = 100_000_000  # bytes that readers of the format accept
 
 
 def save_slices(
-    tensors: Mapping[str, ShardedTensor | Tensor],
-    path: str | os.PathLike[str],
-    *,
-    metadata: Mapping[str, str] | None = None,
+    tensors: Mapping[str, ShardedTensor | Tensor], path: StrPath, *, metadata: Mapping[str, str] | None = None
 ) -> Path:
     """Write one safetensors file of whole tensors, each rank its own shards; return the path.
 
@@ -260,7 +257,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtyp
 
 @torch.no_grad()
 def load_slices(
-    path_or_paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    path_or_paths: StrPath | Sequence[StrPath],
     name: str,
     sharding_spec: ShardingSpec,
     *,

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.records import read_records
 from shardwise.errors import CheckpointError
+from shardwise.files.manifest import refused_as
 from shardwise.files.stores import Ranges
 
 _LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of the extra field that follow it
@@ -68,21 +69,14 @@ class Stored:
             target.copy_(buffer.as_strided(tuple(sizes), self.strides))
 
 
+@refused_as("damaged")
 def locate(file: io.BufferedReader, begin: int, length: int) -> Stored:
     """Return the tensor whose archive is `length` bytes from `begin` on.
 
     Raises:
         CheckpointError: anything but a single plain tensor whose bytes all exist.
     """
-    try:
-        return _locate(file, begin, length)
-    except CheckpointError:
-        raise
-    except Exception as error:  # whatever a damaged archive leads to
-        raise CheckpointError(f"damaged ({type(error).__name__}: {error})") from error
 
-
-def _locate(file: io.BufferedReader, begin: int, length: int) -> Stored:
     def fetch(first: int, last: int) -> bytes:  # an archive cannot read beyond its part of the file
         file.seek(begin + first)
         return file.read(last - first)

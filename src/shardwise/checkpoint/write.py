@@ -29,18 +29,13 @@ from shardwise.checkpoint.plan import Chunk, Held, Plan, held_chunks, plan
 from shardwise.checkpoint.state import Flat, as_bytes, describe, flatten, to_json
 from shardwise.comm.agree import each_its_own, merge_or_raise, together
 from shardwise.errors import CheckpointError
-from shardwise.files.stores import Location, StorePath, location, write_whole
+from shardwise.files.stores import Location, StorePath, StrPath, location, write_whole
 
 _MARK = "shared"  # exists until all ranks have seen it
 
 
 def save(
-    path: str | os.PathLike[str],
-    state: dict[str, Any],
-    *,
-    step: int,
-    keep: int | None = None,
-    keep_every: int | None = None,
+    path: StrPath, state: dict[str, Any], *, step: int, keep: int | None = None, keep_every: int | None = None
 ) -> Location:
     """Save `state` as the checkpoint of `step` under `path`; returns its directory.
 
@@ -68,12 +63,7 @@ def save(
 
 
 def save_async(
-    path: str | os.PathLike[str],
-    state: dict[str, Any],
-    *,
-    step: int,
-    keep: int | None = None,
-    keep_every: int | None = None,
+    path: StrPath, state: dict[str, Any], *, step: int, keep: int | None = None, keep_every: int | None = None
 ) -> Saving:
     """Save as `save` does, but return once this rank's part is copied to CPU memory.
 
@@ -142,7 +132,7 @@ class Job:
 
 def prepare_save(
     call: str,
-    path: str | os.PathLike[str],
+    path: StrPath,
     state: dict[str, Any],
     *,
     step: int,

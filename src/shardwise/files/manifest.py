@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -26,6 +26,17 @@ import xxhash
 
 from shardwise.errors import CheckpointError
 from shardwise.files.stores import At, Location, StorePath, write_whole
+
+
+@contextmanager
+def refused_as(problem: str, advice: str = "") -> Iterator[None]:
+    """Raise whatever damaged content leads to as a CheckpointError that begins with `problem`."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{problem} ({type(error).__name__}: {error}){advice}") from error
 
 
 def inside(folder: At, name: Any) -> At:
@@ -129,10 +140,8 @@ def digest(file: Location, kind: str = "sha256") -> dict[str, Any]:
 
 def read_json(file: Location) -> Any:
     """Return the parsed content of a JSON file. Raises CheckpointError if it is missing or damaged."""
-    try:
+    with refused_as(f"{file}: cannot be read"):
         return json.loads(regular(file).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: cannot be read ({type(error).__name__}: {error})") from error
 
 
 def check_types(file: Location, manifest: Any, types: Types) -> None:

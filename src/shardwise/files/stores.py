@@ -85,9 +85,10 @@ class StorePath:
 
 Location = Path | StorePath
 At = TypeVar("At", bound=Location)
+StrPath = str | os.PathLike[str]
 
 
-def location(path: str | os.PathLike[str]) -> Location:
+def location(path: StrPath) -> Location:
     """Return the location of a path or `fsspec` URL; the store's client reads keys from the environment.
 
     Raises:
@@ -110,7 +111,7 @@ def location(path: str | os.PathLike[str]) -> Location:
     return Path(inside) if set(_LOCAL) & set(protocols) else StorePath(at, system)
 
 
-def on_disk(path: str | os.PathLike[str]) -> Path:
+def on_disk(path: StrPath) -> Path:
     """Return a path of the file system, for code that cannot use a store.
 
     Raises:

@@ -30,7 +30,7 @@ from shardwise.comm.agree import agree, each_its_own, fingerprint, together
 from shardwise.comm.count import on_tensors
 from shardwise.errors import CheckpointError, ShardingError, from_extra, here
 from shardwise.files.manifest import inside
-from shardwise.files.stores import on_disk
+from shardwise.files.stores import StrPath, on_disk
 from shardwise.files.tensors import TensorFiles
 from shardwise.fsdp.fully_shard import Options, fully_shard
 from shardwise.fsdp.module_state import states_in
@@ -135,7 +135,7 @@ def library() -> Any:
 # ------------------------------------------------------------ the model without values
 
 
-def _find_weights(source: str | os.PathLike[str]) -> list[Path]:
+def _find_weights(source: StrPath) -> list[Path]:
     """Return a folder's weights file, or the index of several."""
     folder = on_disk(source)
     files = [inside(folder, name) for name in ("model.safetensors", "model.safetensors.index.json")]

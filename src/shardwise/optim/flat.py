@@ -39,11 +39,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # not part of a name,
 
 
 def flat(
-    optimizer: type[Optimizer],
-    model: nn.Module,
-    *,
-    params: Iterable[Any] | None = None,
-    **options: Any,
+    optimizer: type[Optimizer], model: nn.Module, *, params: Iterable[Any] | None = None, **options: Any
 ) -> FlatOptimizer:
     """Make `optimizer` for a model sharded with `layout="contiguous"`: one tensor per group and options.
 
