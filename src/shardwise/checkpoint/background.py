@@ -50,12 +50,7 @@ class Saving:
         chunks: Sequence[tuple[Chunk, Tensor | bytes]],
         commit: Callable[[list[Part]], Location],
     ) -> None:
-        """Begin a save. Local.
-
-        Args:
-            chunks: the chunks that this rank writes, in memory that nothing else changes.
-            commit: makes the checkpoint from all ranks' parts; rank 0 calls it.
-        """
+        """Begin to write `chunks`, in memory that nothing else changes; rank 0 calls `commit`. Local."""
         self._operation, self._staging = operation, staging
         self._rank, self._size = rank_and_size()
         group = dist.group.WORLD if dist.is_initialized() else None
@@ -165,11 +160,7 @@ _in_flight: list[Saving] = []  # at most one
 
 
 def wait_for_saving() -> None:
-    """Wait for the save in flight, if there is one; collective in that case.
-
-    Raises:
-        CheckpointError: on every rank, if it failed on any.
-    """
+    """Wait for the save in flight, if there is one; then collective, and raises as `Saving.wait` does."""
     for saving in list(_in_flight):
         saving.wait()
 

@@ -63,7 +63,7 @@ def _complete(folders: list[tuple[int, int, At]]) -> list[tuple[int, int, At]]:
 
 
 def _list_folders(path: At) -> list[tuple[int, int, At]]:
-    """List all folders with a checkpoint's name under `path`, complete or not, oldest first."""
+    """Return the same of all folders with a checkpoint's name, complete or not."""
     folders: list[tuple[int, int, At]] = []
     for folder in path.iterdir() if path.is_dir() else ():
         if match := _COMPLETE.fullmatch(folder.name):
@@ -170,7 +170,6 @@ def unlock(folder: Path) -> None:
 
 
 def _holder(descriptor: int) -> str:
-    """Describe the process that holds the lock, and close the file."""
     owner: dict[str, object] = {}
     with suppress(ValueError):
         owner = json.loads(os.pread(descriptor, 4096, 0))

@@ -225,15 +225,11 @@ class LivingRanks(Generic[_T]):
         self._actions = ()
 
     def _move_state(self, step: int, *, keeps: bool) -> None:
-        """Build, and fill the result with the state that ranks had after `step` steps.
-
-        Args:
-            keeps: whether all of them still have it; if not, an earlier meeting failed after copying it.
-        """
+        """Build, and fill the result with the state after `step` steps."""
         memory = self._memory = HostMemory(self._folder)
         if not step:
             memory.clear()
-        elif keeps:
+        elif keeps:  # else an earlier meeting failed after copying it
             state = {"state": self._training.state()} if self._training is not None else {}
             try:
                 memory.save(state, step=self._meeting.round)

@@ -194,11 +194,7 @@ def _members(store: Store, round: int) -> list[int]:
 
 
 def places(old: Sequence[int | None]) -> list[int]:
-    """Return the rank of each member: the old one if it fits, else the lowest free one.
-
-    Args:
-        old: the rank that each member had, in order of arrival; None for a new one.
-    """
+    """Return each member's rank, in order of arrival: the `old` one if it fits, else the lowest free one."""
     size, ranks = len(old), dict[int, int]()
     for number, rank in enumerate(old):
         if rank is not None and rank < size and rank not in ranks.values():

@@ -268,11 +268,7 @@ class HostMemory:
 
 
 def neighbours(hosts: Sequence[int]) -> list[int | None]:
-    """Return, by rank, the rank on the next host that keeps a copy of its part; None with a single host.
-
-    Args:
-        hosts: by rank, the first rank of its host.
-    """
+    """Return, by rank, the rank on the next host that keeps a copy of its part; None with a single host."""
     ranks = {host: [rank for rank, each in enumerate(hosts) if each == host] for host in hosts}
     if len(ranks) == 1:
         return [None] * len(hosts)
@@ -285,12 +281,9 @@ def neighbours(hosts: Sequence[int]) -> list[int | None]:
 def messages(
     requests: Sequence[Sequence[str]], *, files: Mapping[int, Mapping[str, int]], hosts: Sequence[int]
 ) -> list[Message]:
-    """Return the messages that give every host its ranks' files: equal on every rank.
+    """Return the messages that give every host the files that its ranks request: equal on every rank.
 
-    Args:
-        requests: by rank, names of files.
-        files: by host, its files and their bytes.
-        hosts: by rank, the first rank of its host.
+    `files` has names and bytes by host, `hosts` the first rank of each rank's host.
     """
     sent_bytes, pairs, planned = [0] * len(hosts), set(), []
     for receiver, names in enumerate(requests):

@@ -139,10 +139,9 @@ def _save(tensor: Tensor, stream: Any) -> None:
 
 @contextmanager
 def _without_checksums() -> Iterator[None]:
-    """Make torch omit its CRC-32, which takes twice the CPU time of the rest of a save.
+    """Make torch omit its CRC-32, which takes twice the CPU time of the rest of a save; nothing checks it.
 
-    `torch.load` does not check it, and the whole file has a hash. The setting is per process, and two threads
-    may save: the value that the first found is restored when the last ends.
+    The setting is per process, and two threads may save: the last restores what the first found.
     """
     with _lock:
         _crc32_options.append(torch.serialization.get_crc32_options())
@@ -157,7 +156,7 @@ def _without_checksums() -> Iterator[None]:
 
 
 class _Hashed(io.RawIOBase):
-    """A file that is written sequentially, and hashed meanwhile."""
+    """A file that is hashed while it is written."""
 
     def __init__(self, raw: Any) -> None:
         self._raw, self._hash, self._at = raw, HASHES[HASH](), 0

@@ -192,10 +192,9 @@ def _params_of_optimizers(manifest: Mapping[str, Any]) -> dict[str, set[int | st
 def _stateless(
     prefix: str, state: Mapping[Any, Any], params: set[int | str], manifest: Mapping[str, Any]
 ) -> list[Any]:
-    """Return the parameters in `state` for which the saved optimizer, over `params`, had no state.
+    """Return the parameters in `state` for which the saved optimizer, over `params`, had none; [] if all had none.
 
-    They had no gradient yet, which a new optimizer, whose state lists all, cannot know. Returns none if the
-    saved optimizer had no state at all.
+    They had no gradient yet, which a new optimizer, whose state lists all, cannot know.
     """
     names = [name for name in (*manifest["tensors"], *manifest["values"]) if name.startswith(prefix)]
     saved = {entry for name in names for entry in (name, *_parents(name))}

@@ -60,15 +60,12 @@ def read_records(
     records: tuple[type, ...] = (),
     persistent: Callable[[Any], Any] = _refuse,
 ) -> Any:
-    """Read the pickle `content`.
+    """Read the pickle `content`; raises CheckpointError if it is damaged, or names or does anything else.
 
     Args:
         find: returns the object for a module and name, or None to refuse it.
         records: classes whose instances a pickle may fill with attributes.
         persistent: returns the object for a persistent id.
-
-    Raises:
-        CheckpointError: the pickle names or does something else, or is damaged.
     """
     unpickler: Any = _Unpickler(io.BytesIO(content))
     unpickler.find, unpickler.records, unpickler.persistent_load = find, records, persistent

@@ -106,7 +106,6 @@ def save_slices(
 
 
 def _to_writable(name: Any, tensor: Any) -> ShardedTensor | Tensor:
-    """Return the tensor in a form that can be written."""
     if not isinstance(name, str) or name == "__metadata__":
         raise CheckpointError(
             f"expected a str other than '__metadata__' as a tensor's name, found {name!r}; rename it"
@@ -136,7 +135,6 @@ def _check_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _describe_tensor(tensor: ShardedTensor | Tensor) -> list[Any]:
-    """Return the facts about a tensor that ranks compare: dtype, shape, and how it is cut."""
     cut = "not sharded"
     if isinstance(tensor, ShardedTensor):
         cut = f"cut {fingerprint(describe(tensor.metadata())):x}"
@@ -148,8 +146,6 @@ _FIX = "Give the same on every rank"
 
 @dataclass(frozen=True)
 class _Plan:
-    """The layout of a file, equal on every rank."""
-
     header: bytes
     size: int  # in bytes
     places: dict[str, tuple[int, int]]  # begin, in bytes, and the rank that writes one not sharded
@@ -313,7 +309,6 @@ def load_slices(
 
 
 def _copy_box(stored: StoredTensor, box: Box) -> Tensor:
-    """Return a copy of the elements in `box`."""
     if box.is_empty:
         return torch.empty(box.sizes, dtype=stored.dtype)
     bits = stored.read(box.offsets, box.ends).view(_BITS[stored.dtype.itemsize])

@@ -153,7 +153,6 @@ def _are_sizes(*values: Any) -> bool:
 
 
 def _find(module: str, name: str) -> Any:
-    """Return the object that a name in the pickle of a tensor refers to."""
     if module == "torch":
         dtype = _STORAGES.get(name, getattr(torch, name, None))
         return dtype if isinstance(dtype, torch.dtype) else None

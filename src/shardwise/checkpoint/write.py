@@ -247,7 +247,7 @@ _KINDS = {"call": _FIX, "tensors": _FIX, "values": _FIX_CONTENT, "lists": _FIX, 
 
 
 def _merge_contents(operation: str, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the manifest's contents over all ranks. Raises on every rank if they differ."""
+    """Return the manifest's contents over all ranks; raises if they differ."""
     merged = merge_or_raise(operation, by_rank, _KINDS)
     if mixed := sorted(set(merged["tensors"]) & set(merged["values"])):
         raise CheckpointError(

@@ -393,7 +393,6 @@ def doctor(
 
 
 def _refuse_unused(tensor_plan: str, sequence_parallel: bool | None, loss_parallel: bool | None) -> None:
-    """Raise if options of tensor parallelism are given without `--tensor`."""
     options = {"tensor-plan": tensor_plan != "auto", "sequence-parallel": sequence_parallel is not None}
     options |= {"loss-parallel": loss_parallel is not None}
     if names := ", ".join(f"--{name}" for name, is_set in options.items() if is_set):

@@ -75,7 +75,7 @@ def regular(file: At) -> At:
 
 
 MANIFEST = "manifest.json"
-Types = Mapping[str, tuple[Callable[[Any], bool], str]]
+Types = Mapping[str, tuple[Callable[[Any], bool], str]]  # by entry: a check, and what is expected
 HASHES: Mapping[str, Callable[..., Any]] = {"sha256": hashlib.sha256, "xxh3_128": xxhash.xxh3_128}
 _CHUNK_BYTES, _REQUEST_BYTES = 1 << 20, 16 << 20  # per read, of a file and of an object in a store
 
@@ -87,11 +87,7 @@ def write_manifest(folder: Location, manifest: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Location, *, formats: tuple[int | str, ...], types: Types) -> dict[str, Any]:
-    """Return the manifest of `folder`, which must have one of the given formats, without its own digest.
-
-    Raises:
-        CheckpointError: the manifest is missing, damaged, of another format, or has entries of wrong types.
-    """
+    """Return the manifest of `folder` without its own digest; raises if its format or a type is another."""
     file = inside(folder, MANIFEST)
     manifest: dict[str, Any] = read_json(file)
     check_types(file, manifest, {"format": (formats.__contains__, " or ".join(map(repr, formats)))})
@@ -103,11 +99,7 @@ def read_manifest(folder: Location, *, formats: tuple[int | str, ...], types: Ty
 
 
 def whole_file(folder: At, name: str, expected: Mapping[str, Any]) -> At:
-    """Return the path of `name`, which must be inside `folder` and have the expected digest.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, or outside the folder.
-    """
+    """Return the path of `name`; raises unless it is inside `folder` and has the expected digest."""
     file = regular(inside(folder, name))
     if (actual := digest(file, _kind(expected))) != expected:
         raise CheckpointError(f"{file}: damaged (expected {expected}, found {actual})")
@@ -145,11 +137,7 @@ def read_json(file: Location) -> Any:
 
 
 def check_types(file: Location, manifest: Any, types: Types) -> None:
-    """Raise CheckpointError for an entry of `manifest` that is missing or of the wrong type.
-
-    Args:
-        types: for each entry, a check of its value, and a description of what is expected.
-    """
+    """Raise CheckpointError for an entry of `manifest` that is missing or fails its check."""
     if not isinstance(manifest, dict):
         raise CheckpointError(f"{file}: expected a JSON object, found {manifest!r:.100}")
     for key, (check, description) in types.items():

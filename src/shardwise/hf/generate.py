@@ -71,7 +71,6 @@ def _initialised_buffers(model: Any) -> dict[str, Tensor]:
 
 
 def _fill(program: ExportedProgram, *, values: Mapping[str, Boxes], buffers: Mapping[str, Tensor]) -> None:
-    """Fill weights from the files, and caches with zeros."""
     shapes = {name: entry["shape"] for name, entry in record_of(program)["parameters"].items()}
 
     def find(name: str) -> Any:

@@ -136,7 +136,6 @@ def library() -> Any:
 
 
 def _find_weights(source: StrPath) -> list[Path]:
-    """Return a folder's weights file, or the index of several."""
     folder = on_disk(source)
     files = [inside(folder, name) for name in ("model.safetensors", "model.safetensors.index.json")]
     existing = [file for file in files if file.is_file()]

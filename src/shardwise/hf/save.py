@@ -130,7 +130,6 @@ def _write(weights: Mapping[str, Boxes], folder: Path, max_shard_size: int | str
 
 
 def _assign_files(tensors: Mapping[str, Tensor], max_shard_size: int | str) -> Any:
-    """Assign tensors to files."""
     return from_extra("hf", "huggingface_hub", feature="shardwise.hf").split_torch_state_dict_into_shards(
         dict(tensors), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )

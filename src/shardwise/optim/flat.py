@@ -87,7 +87,7 @@ def flat(
 
 
 def _managed(model: nn.Module) -> dict[ContiguousGroup, None]:
-    """Return the groups of the model, resharded."""
+    """Return the model's groups, resharded."""
     managed: dict[ContiguousGroup, None] = {}
     for name, module in model.named_modules():
         state = state_of(module)
@@ -112,7 +112,6 @@ def _managed(model: nn.Module) -> dict[ContiguousGroup, None]:
 
 
 def _names(model: nn.Module, managed: dict[ContiguousGroup, None]) -> dict[nn.Parameter, str]:
-    """Return the model's parameters and their names."""
     named = {}
     for name, param in model.named_parameters():
         for wrapper in _WRAPPERS:
@@ -439,7 +438,6 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_state(value: Any, tensor: Tensor) -> bool:
-    """Return whether `value` has one element per element of `tensor`."""
     return isinstance(value, Tensor) and value.shape == tensor.shape
 
 
@@ -460,7 +458,6 @@ def _local_state(name: str, values: dict[str, Any], member: RowsParam) -> dict[s
 
 
 def _join_states(run: _Run, states: list[dict[str, Any] | None]) -> dict[str, Any]:
-    """Return the state of a run from the states of its members."""
     joined: dict[str, Any] = {}
     for key, value in (states[0] or {}).items():
         if not isinstance(value, Tensor) or value.ndim == 0:
