@@ -98,16 +98,9 @@ def examine_ranks(folder: StrPath = ".") -> list[CheckResult]:
         return [*local, _result("rendezvous", str(error).partition("\n")[0], fix, Status.BROKEN)]
     rank, ranks, store = dist.get_rank(), dist.get_world_size(), _compat.default_store()
     dist.barrier()
-    report = {"findings": [asdict(result) for result in local], "clock": time.time(), **_versions()}
-    store.set(f"shardwise/doctor/{rank}", json.dumps(report))
-    facts = [json.loads(store.get(f"shardwise/doctor/{r}")) for r in range(ranks)] if rank == 0 else []
-    dist.barrier()
-    dist.destroy_process_group()
-    return judge_ranks(facts) if facts else []
-
-
-def _versions() -> dict[str, str]:
-    return {
+    report = {
+        "findings": [asdict(result) for result in local],
+        "clock": time.time(),
         "host": socket.gethostname(),
         "torch": torch.__version__,
         "shardwise": metadata.version("shardwise"),
@@ -115,6 +108,11 @@ def _versions() -> dict[str, str]:
         "CUDA": str(torch.version.cuda),
         "devices": check_devices().found,
     }
+    store.set(f"shardwise/doctor/{rank}", json.dumps(report))
+    facts = [json.loads(store.get(f"shardwise/doctor/{r}")) for r in range(ranks)] if rank == 0 else []
+    dist.barrier()
+    dist.destroy_process_group()
+    return judge_ranks(facts) if facts else []
 
 
 def judge_ranks(facts: list[dict[str, Any]]) -> list[CheckResult]:

@@ -132,11 +132,7 @@ def _next_version(complete: Sequence[tuple[int, int, Location]], step: int) -> i
 
 
 def lock(folder: Path) -> None:
-    """Lock a folder for this process, unless it already holds the lock.
-
-    Raises:
-        CheckpointError: another process holds it.
-    """
+    """Lock a folder for this process, unless it already has; raises if another process holds the lock."""
     if sys.platform == "win32" or folder in _locks:
         return
     import fcntl

@@ -35,11 +35,7 @@ Part = dict[str, Any]  # "files": their digests; "places" of chunks: name, offse
 
 
 def write_part(staging: Location, rank: int, chunks: Iterable[tuple[Chunk, Tensor | bytes]]) -> Part:
-    """Write chunks to a file in `staging`; return once it is on disk, or in the store.
-
-    Raises:
-        CheckpointError: the system refused the write, or a chunk is not a dense plain tensor.
-    """
+    """Write chunks to a file in `staging`; return once it is on disk, or in the store; raises if refused."""
     file, places = staging / f"__{rank}_0.distcp", []
     try:
         with new_file(file) as raw:

@@ -192,7 +192,7 @@ def _params_of_optimizers(manifest: Mapping[str, Any]) -> dict[str, set[int | st
 def _stateless(
     prefix: str, state: Mapping[Any, Any], params: set[int | str], manifest: Mapping[str, Any]
 ) -> list[Any]:
-    """Return the parameters in `state` for which the saved optimizer, over `params`, had none; [] if all had none.
+    """Return the parameters in `state` for which the saved optimizer, over `params`, had none, if others had.
 
     They had no gradient yet, which a new optimizer, whose state lists all, cannot know.
     """

@@ -177,16 +177,14 @@ def _plan_file(
 def _create(path: Path, plan: _Plan) -> str:
     """Make a file beside `path` with header and reserved space, so that a full disk is found at once."""
     staging = path.with_name(f"{path.name}.tmp-{uuid4().hex[:6]}")
-    descriptor = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        _write_at(descriptor, memoryview(plan.header), 0)
-        _reserve(descriptor, plan.size)
-        os.fsync(descriptor)
-    except Exception:
-        staging.unlink()
-        raise
-    finally:
-        os.close(descriptor)
+    with staging.open("xb", buffering=0) as file:
+        try:
+            _write_at(file.fileno(), memoryview(plan.header), 0)
+            _reserve(file.fileno(), plan.size)
+            os.fsync(file.fileno())
+        except Exception:
+            staging.unlink()
+            raise
     return str(staging)
 
 
@@ -205,18 +203,15 @@ def _reserve(descriptor: int, size: int) -> None:
 @torch.no_grad()
 def _write(staging: Path, local: Mapping[str, ShardedTensor | Tensor], plan: _Plan, rank: int) -> None:
     """Write this rank's boxes; they are on disk when this returns."""
-    descriptor = os.open(staging, os.O_WRONLY)
-    try:
+    with staging.open("r+b", buffering=0) as file:
         for name, tensor in local.items():
             begin, writer = plan.places[name]
             if isinstance(tensor, ShardedTensor):
                 for box, shard in zip(tensor.boxes, tensor.tensors, strict=True):
-                    _write_box(descriptor, begin, tensor.shape, box, shard)
+                    _write_box(file.fileno(), begin, tensor.shape, box, shard)
             elif writer == rank:
-                _write_box(descriptor, begin, tensor.shape, Box.whole(tensor.shape), tensor)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+                _write_box(file.fileno(), begin, tensor.shape, Box.whole(tensor.shape), tensor)
+        os.fsync(file.fileno())
 
 
 def _write_box(descriptor: int, begin: int, shape: Sequence[int], box: Box, tensor: Tensor) -> None:

@@ -71,11 +71,7 @@ class Stored:
 
 @refused_as("damaged")
 def locate(file: io.BufferedReader, begin: int, length: int) -> Stored:
-    """Return the tensor whose archive is `length` bytes from `begin` on.
-
-    Raises:
-        CheckpointError: anything but a single plain tensor whose bytes all exist.
-    """
+    """Return the tensor whose archive is `length` bytes from `begin` on; raises unless plain and whole."""
 
     def fetch(first: int, last: int) -> bytes:  # an archive cannot read beyond its part of the file
         file.seek(begin + first)

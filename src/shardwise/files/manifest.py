@@ -40,11 +40,7 @@ def refused_as(problem: str, advice: str = "") -> Iterator[None]:
 
 
 def inside(folder: At, name: Any) -> At:
-    """Return the path of `name` in `folder`; the file may be missing.
-
-    Raises:
-        CheckpointError: a name that is not a string, is empty, or leads outside the folder.
-    """
+    """Return the path of `name` in `folder`, which may be missing; raises for a name that leads elsewhere."""
     if not isinstance(name, str) or not name:
         raise CheckpointError(f"{folder}: expected a file name, found {name!r}; refusing to read it")
     lexical = PurePosixPath(name)

@@ -91,9 +91,7 @@ StrPath = str | os.PathLike[str]
 def location(path: StrPath) -> Location:
     """Return the location of a path or `fsspec` URL; the store's client reads keys from the environment.
 
-    Raises:
-        CheckpointError: a protocol that `fsspec` does not know, or whose client is not installed.
-        ShardwiseError: `fsspec` is not installed.
+    Raises CheckpointError for an unknown protocol or missing client, ShardwiseError without `fsspec`.
     """
     text = os.fspath(path)
     if not isinstance(text, str) or "://" not in text:
@@ -112,11 +110,7 @@ def location(path: StrPath) -> Location:
 
 
 def on_disk(path: StrPath) -> Path:
-    """Return a path of the file system, for code that cannot use a store.
-
-    Raises:
-        CheckpointError: a URL of a store.
-    """
+    """Return a path of the file system, for code that cannot use a store: raises for the URL of one."""
     place = location(path)
     if isinstance(place, StorePath):
         raise CheckpointError(

@@ -100,14 +100,8 @@ def generate_command(
 ) -> str:
     """Generate with the model in a folder, and return the text to print. Collective over the default group.
 
-    Args:
-        alive: called whenever progress is made.
-        folder: has a config, and weights; without weights, random ones are drawn from `seed`.
-        ids, text: the prompt, as numbers separated by spaces or as text for the folder's tokenizer.
-        strategies: strategies by names within the model. Default: the model's own.
-
-    Raises:
-        ShardingError: on every rank, if something cannot be read or the prompt is invalid.
+    The prompt is `ids`, numbers separated by spaces, or `text`. Without weights, random ones are drawn from
+    `seed`. Raises ShardingError on every rank if something cannot be read or the prompt is invalid.
     """
     group = default_group()
     rank, ranks = dist.get_rank(group), group.size()
