@@ -71,10 +71,7 @@ def _result(name: str, found: str, fix: str = "", status: Status = Status.WARNIN
 
 
 def examine(folder: StrPath = ".") -> list[CheckResult]:
-    """Run every check of this machine. A check that raises is BROKEN; the others still run.
-
-    `folder` is the path or URL for checkpoints.
-    """
+    """Run every check of this machine, with a path or URL for checkpoints; a check that raises is BROKEN."""
     checks: dict[str, Callable[[], CheckResult]] = {
         "torch": check_torch,
         "backends": check_backends,
@@ -248,10 +245,7 @@ def check_shared_memory() -> CheckResult:
 
 
 def check_host_name() -> CheckResult:
-    """Check whether this machine's host name resolves to an address that others, if any, can reach.
-
-    gloo listens there by default.
-    """
+    """Check whether the host name, where gloo listens, resolves to an address that other hosts can reach."""
     name = socket.gethostname()
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})

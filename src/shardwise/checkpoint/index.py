@@ -45,12 +45,7 @@ class Index:
 
 
 def read_index(folder: Location, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> Index:
-    """Return the index of a checkpoint, which must fit the manifest's `tensors` and `files`.
-
-    Raises:
-        CheckpointError: a damaged or missing index; names, shapes or dtypes that differ from the manifest's;
-            chunks that do not cover a tensor once, or lie outside the files.
-    """
+    """Return the index of a checkpoint; raises unless it is whole and fits `tensors` and `files`."""
     file = inside(folder, INDEX)
     try:
         with refused_as("not a valid index"):  # attributes that are missing or of other types

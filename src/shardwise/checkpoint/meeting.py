@@ -38,19 +38,12 @@ _BEAT_S, _SILENT_S = 0.5, 5.0  # between beats; without a beat, until a member c
 
 
 class Meeting:
-    """The rounds in which this process has met others. Local, unless a method says otherwise.
-
-    Attributes:
-        round: the last round that it joined.
-        size: the size of that round.
-        timeout: the limit of ranks' waits in the store.
-    """
+    """The rounds in which this process has met others."""
 
     def __init__(self, store: Store, *, ranks: int, wait_s: float, timeout: timedelta) -> None:
-        """Take the arguments of `LivingRanks`."""
         self._store = PrefixStore("shardwise/living", store)
-        self._ranks, self._wait_s, self.timeout = ranks, wait_s, timeout
-        self.round, self.size = -1, 0
+        self._ranks, self._wait_s, self.timeout = ranks, wait_s, timeout  # as for `LivingRanks`
+        self.round, self.size = -1, 0  # the last round that it joined, and that round's
         self._number: int  # among the processes that came to the round
         self._beating: threading.Event | None = None
         self._stores: list[_WatchedStore] = []  # torch keeps only their C++ parts alive

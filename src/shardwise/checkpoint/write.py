@@ -141,13 +141,10 @@ def prepare_save(
     hosts: Sequence[int] | None = None,
     check_room: Callable[[Plan], None] = lambda plan: None,
 ) -> Job:
-    """Agree on a save among all ranks, and make a folder to write in. Collective.
+    """Agree on a save among all ranks, and make a folder to write in. Collective. Errors begin with `call`.
 
-    Args:
-        call: the name of the call, with which errors begin.
-        hosts: by rank, the rank that makes its folder, if `path` is not the same folder on all ranks; None
-            means rank 0 for all.
-        check_room: raises if this rank has no room for a plan.
+    `check_room` raises if this rank has no room for a plan. If `path` is not the same folder on all ranks,
+    `hosts` has, by rank, the rank that makes its folder.
     """
     rank, size = rank_and_size()
     operation = f"{call} step {step} to {path}"

@@ -48,12 +48,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in an open safetensors file.
-
-    Attributes:
-        shape: of the whole tensor.
-        dtype: as stored.
-    """
+    """A tensor in an open safetensors file: its whole shape, and its dtype as stored."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -109,20 +104,19 @@ class TensorFiles:
         path = self.known[name]
         if path not in self._opened:
             self._opened[path] = self._stack.enter_context(_open(path))
-        return _open_tensor(path, self._opened[path], name)
-
-
-def _open_tensor(path: Path, file: Any, name: str) -> StoredTensor:
-    if name not in list(file.keys()):
-        raise CheckpointError(f"{path} does not contain {name}, though the index says so; copy both again")
-    tensor = file.get_slice(name)
-    shape, dtype = list(tensor.get_shape()), DTYPES.get(tensor.get_dtype())
-    if dtype is None:
-        raise CheckpointError(f"{name}: torch has no dtype {tensor.get_dtype()}; convert the file")
-    if dtype == torch.float4_e2m1fn_x2:  # safetensors would slice by the file's count
-        shape[-1] //= 2
-        tensor = file.get_tensor(name)
-    return StoredTensor(tuple(shape), dtype, tensor)
+        file = self._opened[path]
+        if name not in list(file.keys()):
+            raise CheckpointError(
+                f"{path} does not contain {name}, though the index says so; copy both again"
+            )
+        tensor = file.get_slice(name)
+        shape, dtype = list(tensor.get_shape()), DTYPES.get(tensor.get_dtype())
+        if dtype is None:
+            raise CheckpointError(f"{name}: torch has no dtype {tensor.get_dtype()}; convert the file")
+        if dtype == torch.float4_e2m1fn_x2:  # safetensors would slice by the file's count
+            shape[-1] //= 2
+            tensor = file.get_tensor(name)
+        return StoredTensor(tuple(shape), dtype, tensor)
 
 
 def _tensor_files(path: Path) -> Iterator[tuple[str, Path]]:

@@ -32,11 +32,7 @@ Strategies = Mapping[str, Any] | Literal["auto"] | None
 def cut_folder(
     folder: str | Path, prompt: Tensor, tokens: int, rank: int, world_size: int, strategies: Strategies = None
 ) -> Programs:
-    """Cut the model in a folder as `cut_steps` does, but never hold it whole. Local.
-
-    Raises:
-        CheckpointError: if weights are missing, damaged or of another shape. The message names them.
-    """
+    """Cut the model in a folder as `cut_steps` does, but never hold it whole. Local; raises as `hf.load`."""
     mode = _compat.FakeTensorMode(allow_non_fake_inputs=True)
 
     def drop_values(_: str, tensor: Tensor) -> Tensor:

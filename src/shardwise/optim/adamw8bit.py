@@ -173,15 +173,10 @@ def code_book(*, signed: bool, device: torch.device) -> CodeBook:
 
 
 def quantise(values: Tensor, *, block: int, signed: bool) -> tuple[Tensor, Tensor]:
-    """Return the codes and scales of `values`, block by block within each row.
+    """Return the codes and scales of `values`: fp32 (rows, columns), none negative unless `signed`.
 
-    Args:
-        values: fp32, of shape (rows, columns); none negative unless `signed`.
-
-    Returns:
-        Codes: uint8, of the same shape, each the nearest in its code book; without a sign, only zeros get
-        the code of zero. Scales: fp32, of shape (rows, ceil(columns / block)), the largest magnitude of each
-        block.
+    Codes: uint8, of the same shape, each the nearest in its code book; without a sign, only zeros get the
+    code of zero. Scales: fp32 (rows, ceil(columns / block)), the largest magnitude of each block in a row.
     """
     rows, columns = values.shape
     blocks = -(-columns // block)
