@@ -192,8 +192,8 @@ def check_descriptors() -> CheckResult:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in limits)
     found = f"limit {soft}, can be raised to {hard}".replace("limit inf", "limit none").replace("inf", "any")
-    wanted = f"`ulimit -n {DESCRIPTORS_WANTED}`"
-    fix = f"Run {wanted} before training: every rank holds a socket per peer and group."
+    command = f"`ulimit -n {DESCRIPTORS_WANTED}`"
+    fix = f"Run {command} before training: every rank holds a socket per peer and group."
     status = Status.BROKEN if soft < DESCRIPTORS_NEEDED else Status.WARNING
     return _result("open files", found, fix if soft < DESCRIPTORS_WANTED else "", status)
 
