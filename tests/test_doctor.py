@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 from pathlib import Path
 from unittest import mock
@@ -25,12 +26,7 @@ from shardwise.doctor import (
     check_torch,
     examine,
     examine_ranks,
-    judge_backends,
-    judge_descriptors,
-    judge_disk,
-    judge_host_name,
     judge_ranks,
-    judge_shared_memory,
 )
 from shardwise.files.stores import location
 from shardwise.verify.processes import RankError
@@ -56,20 +52,30 @@ def test_torch_2_12_to_2_15_is_supported(version, status):
     assert bool(result.fix) == (status is not Status.OK)
 
 
-def test_gloo_is_needed_everywhere_and_nccl_where_gpus_are():
-    assert judge_backends({"gloo", "mpi"}, 0) == CheckResult("backends", Status.OK, "gloo, mpi")
-    assert judge_backends({"gloo", "nccl"}, 8).status is Status.OK
-    assert judge_backends({"gloo"}, 8).status is Status.WARNING
-    assert judge_backends({"nccl"}, 8).status is Status.BROKEN
-    assert judge_backends(set(), 0).found == "none"
+def test_gloo_is_needed_everywhere_and_nccl_where_gpus_are(monkeypatch):
+    def judged(available, gpus):
+        monkeypatch.setattr(dist, "is_backend_available", available.__contains__)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        return check_backends()
+
+    assert judged({"gloo", "mpi"}, 0) == CheckResult("backends", Status.OK, "gloo, mpi")
+    assert judged({"gloo", "nccl"}, 8).status is Status.OK
+    assert judged({"gloo"}, 8).status is Status.WARNING
+    assert judged({"nccl"}, 8).status is Status.BROKEN
+    assert judged(set(), 0).found == "none"
 
 
-def test_the_limit_on_open_files_is_judged_by_the_soft_one():
-    assert judge_descriptors(None, None).status is Status.OK
-    assert judge_descriptors(4096, 4096).status is Status.OK
-    assert judge_descriptors(1024, 1 << 20).status is Status.WARNING
-    assert "ulimit -n 4096" in judge_descriptors(1024, 1 << 20).fix
-    assert judge_descriptors(128, 1 << 20).status is Status.BROKEN
+def test_the_limit_on_open_files_is_judged_by_the_soft_one(monkeypatch):
+    def judged(*limits):
+        monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+        return check_descriptors()
+
+    unlimited = judged(resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    assert (unlimited.status, unlimited.found) == (Status.OK, "limit none, can be raised to any")
+    assert judged(4096, 4096).status is Status.OK
+    assert judged(1024, 1 << 20).status is Status.WARNING
+    assert "ulimit -n 4096" in judged(1024, 1 << 20).fix
+    assert judged(128, 1 << 20).status is Status.BROKEN
 
 
 def test_devices_are_listed_and_a_cuda_build_without_gpu_is_a_warning(monkeypatch):
@@ -110,10 +116,10 @@ def test_a_check_that_fails_itself_does_not_stop_the_others(monkeypatch):
     assert results["gloo loopback"].status is Status.OK
 
 
-def test_room_for_checkpoints_is_judged_where_they_will_go(tmp_path):
-    assert judge_disk("/data", 100 << 30).status is Status.OK
-    assert judge_disk("/data", 1 << 30).status is Status.WARNING
-    assert judge_disk("/data", 100 << 30, "cannot be written").status is Status.BROKEN
+def test_room_for_checkpoints_is_judged_where_they_will_go(monkeypatch, tmp_path):
+    for free_bytes, status in ((100 << 30, Status.OK), (1 << 30, Status.WARNING)):
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _, free=free_bytes: mock.Mock(free=free))
+        assert check_disk(tmp_path).status is status
     (tmp_path / "file").touch()
     for place, problem in ((tmp_path / "file", "is a file"), (Path("/proc/nowhere"), "cannot be written")):
         result = check_disk(place)
@@ -131,20 +137,22 @@ def test_a_store_is_one_that_keeps_an_object(monkeypatch):
 
 
 def test_a_containers_small_shared_memory_is_a_warning(monkeypatch, tmp_path):
-    assert judge_shared_memory(8 << 30).status is Status.OK
-    assert judge_shared_memory(64 << 20).status is Status.WARNING
-    assert "--shm-size" in judge_shared_memory(64 << 20).fix
+    for total_bytes, status in ((8 << 30, Status.OK), (64 << 20, Status.WARNING)):
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _, total=total_bytes: mock.Mock(total=total))
+        assert check_shared_memory().status is status
+    assert "--shm-size" in check_shared_memory().fix
     monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path / "none")
     assert check_shared_memory().status is Status.OK
 
 
 def test_a_host_name_must_lead_to_an_address_that_others_reach(monkeypatch):
-    assert judge_host_name("a", ["127.0.1.1"], several=False).status is Status.OK
-    assert judge_host_name("a", ["127.0.1.1", "::1"], several=True).status is Status.WARNING
-    assert judge_host_name("a", ["127.0.1.1", "10.0.0.1"], several=True).status is Status.OK
-
-    monkeypatch.setattr(doctor.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("127.0.1.1", 0))])
-    for hosts, status in (("1", Status.OK), ("2", Status.WARNING)):
+    for hosts, addresses, status in (
+        ("1", ["127.0.1.1"], Status.OK),
+        ("2", ["127.0.1.1", "::1"], Status.WARNING),
+        ("2", ["127.0.1.1", "10.0.0.1"], Status.OK),
+    ):
+        entries = [(0, 0, 0, "", (address, 0)) for address in addresses]
+        monkeypatch.setattr(doctor.socket, "getaddrinfo", lambda *_, entries=entries: entries)
         monkeypatch.setenv("GROUP_WORLD_SIZE", hosts)
         assert check_host_name().status is status
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from ranks import on_ranks
 from shardwise.checkpoint import commit, latest_step, load, save, save_async
+from shardwise.checkpoint.commit import lock, unlock
 from shardwise.errors import CheckpointError
-from shardwise.files.lock import lock, unlock
 
 
 def state() -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ranks import RankPool, on_ranks
-from shardwise.checkpoint.slices import _Place, _write_box, load_slices, save_slices
+from shardwise.checkpoint.slices import _write_box, load_slices, save_slices
 from shardwise.errors import CheckpointError
 from shardwise.files.tensors import DTYPES as BY_NAME
 from shardwise.layout import Box
@@ -148,9 +148,7 @@ def test_boxes_of_any_shape_land_where_the_whole_tensor_has_them(
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.int16).view(shape)
     with tempfile.TemporaryFile() as file:
         for box in boxes_within(Box((0,) * len(shape), shape), random, depth=4):
-            _write_box(
-                file.fileno(), _Place(10, shape, 0), box, whole[tuple(map(slice, box.offsets, box.ends))]
-            )
+            _write_box(file.fileno(), 10, shape, box, whole[tuple(map(slice, box.offsets, box.ends))])
         file.seek(0)
         assert file.read()[10:] == whole.numpy().tobytes()
 

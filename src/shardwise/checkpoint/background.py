@@ -50,12 +50,7 @@ class Saving:
         chunks: Sequence[tuple[Chunk, Tensor | bytes]],
         commit: Callable[[list[Part]], Location],
     ) -> None:
-        """Begin a save. Local.
-
-        Args:
-            chunks: the chunks that this rank writes, in memory that nothing else changes.
-            commit: makes the checkpoint from all ranks' parts; rank 0 calls it.
-        """
+        """Begin to write `chunks`, in memory that nothing else changes; rank 0 calls `commit`. Local."""
         self._operation, self._staging = operation, staging
         self._rank, self._size = rank_and_size()
         group = dist.group.WORLD if dist.is_initialized() else None
@@ -123,7 +118,9 @@ class Saving:
     def _run(
         self, chunks: list[tuple[Chunk, Tensor | bytes]], commit: Callable[[list[Part]], Location]
     ) -> None:
-        _give_way()
+        if sys.platform == "linux":  # where threads have their own priorities; hashing and writing take long
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             self._leave(_PART, write_part(self._staging, self._rank, chunks))
             chunks.clear()
@@ -159,22 +156,11 @@ class Saving:
         return [parts[rank] for rank in range(self._size)]
 
 
-def _give_way() -> None:
-    """Lower this thread's priority below the run's threads, since hashing and writing take long."""
-    if sys.platform == "linux":  # where threads have their own priorities
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-
-
 _in_flight: list[Saving] = []  # at most one
 
 
 def wait_for_saving() -> None:
-    """Wait for the save in flight, if there is one; collective in that case.
-
-    Raises:
-        CheckpointError: on every rank, if it failed on any.
-    """
+    """Wait for the save in flight, if there is one; then collective, and raises as `Saving.wait` does."""
     for saving in list(_in_flight):
         saving.wait()
 

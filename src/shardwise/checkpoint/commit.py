@@ -11,18 +11,23 @@ directory with a checkpoint's name is whole at any moment.
 
 A store has no rename. There the manifest, one small object, is written last and removed first: without it a
 folder is no checkpoint. Unique names keep late writes of a killed save out of later saves. Only one job may
-save to a PATH at a time; in a file system, a lock (`files.lock`) ensures this. All ranks must see the file
-system or store of PATH.
+save to a PATH at a time; in a file system, a lock ensures this: PATH/.saving, which gives other jobs its
+holder. A killed process leaves the file but no lock. Without file locks (Windows, some file systems), nothing
+is locked. All ranks must see the file system or store of PATH.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import socket
+import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
@@ -33,12 +38,13 @@ import torch.distributed as dist
 from shardwise.checkpoint.index import INDEX
 from shardwise.checkpoint.state import from_json
 from shardwise.errors import CheckpointError
-from shardwise.files.lock import unlock
 from shardwise.files.manifest import MANIFEST, Types, all_in, is_count, read_manifest, write_manifest
-from shardwise.files.stores import At, Location, StorePath, location, remove_folder, sync
+from shardwise.files.stores import At, Location, StorePath, StrPath, location, remove_folder, sync
 
 FORMAT = 4
 _READ = (4, 3, 2)  # 3 has no plain values in the index; 2 hashes files by sha256
+_LOCK = ".saving"
+_locks: dict[Path, int] = {}  # open files, by folder
 _COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+)(-[0-9a-f]{6})?)?")  # the suffix only in stores
 
 
@@ -57,7 +63,7 @@ def _complete(folders: list[tuple[int, int, At]]) -> list[tuple[int, int, At]]:
 
 
 def _list_folders(path: At) -> list[tuple[int, int, At]]:
-    """List all folders with a checkpoint's name under `path`, complete or not, oldest first."""
+    """Return the same of all folders with a checkpoint's name, complete or not."""
     folders: list[tuple[int, int, At]] = []
     for folder in path.iterdir() if path.is_dir() else ():
         if match := _COMPLETE.fullmatch(folder.name):
@@ -72,7 +78,7 @@ def check_count(name: str, value: Any, least: int, *, optional: bool = False) ->
         raise CheckpointError(f"expected {expected}, found {value!r} of type {type(value).__name__}")
 
 
-def latest_step(path: str | os.PathLike[str]) -> int | None:
+def latest_step(path: StrPath) -> int | None:
     """Return the newest complete checkpoint's step, or None. Reads only this rank's file system or store."""
     complete = checkpoints(location(path))
     return complete[-1][0] if complete else None
@@ -123,6 +129,51 @@ def open_staging(path: Location, step: int) -> Location:
 
 def _next_version(complete: Sequence[tuple[int, int, Location]], step: int) -> int:
     return max((version + 1 for number, version, _ in complete if number == step), default=0)
+
+
+def lock(folder: Path) -> None:
+    """Lock a folder for this process, unless it already has; raises if another process holds the lock."""
+    if sys.platform == "win32" or folder in _locks:
+        return
+    import fcntl
+
+    file = folder / _LOCK
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
+                break
+        except (BlockingIOError, PermissionError) as error:  # which one depends on the system
+            raise CheckpointError(f"{folder}: {_holder(descriptor)}") from error
+        except OSError:
+            break
+        os.close(descriptor)  # its holder has since removed the file
+    since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    me = {"host": socket.gethostname(), "process": os.getpid(), "since": since}
+    os.truncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(me).encode(), 0)
+    _locks[folder] = descriptor
+
+
+def unlock(folder: Path) -> None:
+    """Release the lock of a folder, if this process holds it."""
+    descriptor = _locks.pop(folder, None)
+    if descriptor is not None:
+        with suppress(OSError):
+            (folder / _LOCK).unlink()
+        os.close(descriptor)
+
+
+def _holder(descriptor: int) -> str:
+    owner: dict[str, object] = {}
+    with suppress(ValueError):
+        owner = json.loads(os.pread(descriptor, 4096, 0))
+    os.close(descriptor)
+    return (
+        f"process {owner.get('process', '?')} on host {owner.get('host', '?')} has been saving there since"
+        f" {owner.get('since', '?')}. Use a separate folder for each run, or wait until that process is done"
+    )
 
 
 def publish(staging: Location, step: int, manifest: dict[str, Any]) -> Location:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from shardwise.checkpoint.plan import Chunk, metadata_of
 from shardwise.checkpoint.records import read_records
 from shardwise.errors import CheckpointError, ShardingError
-from shardwise.files.manifest import inside, regular
+from shardwise.files.manifest import inside, refused_as, regular
 from shardwise.files.stores import Location
 from shardwise.layout import Box, cover
 
@@ -45,22 +45,14 @@ class Index:
 
 
 def read_index(folder: Location, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> Index:
-    """Return the index of a checkpoint, which must fit the manifest's `tensors` and `files`.
-
-    Raises:
-        CheckpointError: a damaged or missing index; names, shapes or dtypes that differ from the manifest's;
-            chunks that do not cover a tensor once, or lie outside the files.
-    """
+    """Return the index of a checkpoint; raises unless it is whole and fits `tensors` and `files`."""
     file = inside(folder, INDEX)
     try:
-        metadata = read_records(regular(file).read_bytes(), find=_find, records=_RECORDS)
-        return _check(folder, metadata, tensors, files)
+        with refused_as("not a valid index"):  # attributes that are missing or of other types
+            metadata = read_records(regular(file).read_bytes(), find=_find, records=_RECORDS)
+            return _check(folder, metadata, tensors, files)
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}. Load another step") from error
-    except Exception as error:  # attributes that are missing or of other types
-        raise CheckpointError(
-            f"{file}: not a valid index ({type(error).__name__}: {error}). Load another step"
-        ) from error
 
 
 def _check(folder: Location, index: Any, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> Index:

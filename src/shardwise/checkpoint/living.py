@@ -12,7 +12,6 @@ alone. So if one rank has stepped, every other can, whatever has been lost since
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,7 +29,7 @@ from shardwise.comm.agree import together
 from shardwise.comm.order import first_line
 from shardwise.comm.watch import leave_all, of_transport, order_of, raise_explained, watch_also
 from shardwise.errors import CheckpointError, RankMismatchError, ShardwiseError
-from shardwise.files.stores import on_disk
+from shardwise.files.stores import StrPath, on_disk
 
 _CONNECT = timedelta(seconds=10)  # for a connection after a meeting; may be waited for several times
 _LOST = f"A lost rank had what no living one has, or living ranks differ. {START}"
@@ -74,7 +73,7 @@ class LivingRanks(Generic[_T]):
         store: Store,
         ranks: int,
         rank: int | None = None,
-        folder: str | os.PathLike[str],
+        folder: StrPath,
         wait_s: float = 60.0,
         backend: str = "gloo",
         timeout: timedelta = timedelta(minutes=5),
@@ -185,8 +184,9 @@ class LivingRanks(Generic[_T]):
         """Make a process group of the ranks that came, and continue from their state; False if in vain."""
         previous_size = self._meeting.size
         self._rank, counts = self._meeting.join_round(self._rank, has_state=self._step is not None)
-        if not counts:
-            self._forget_state()
+        if not counts:  # the others continued without this rank, which rejoins as a new one
+            self._training = self._step = None
+            self._actions, self._random = (), []
         abandon()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -213,11 +213,6 @@ class LivingRanks(Generic[_T]):
         self._move_state(newest, keeps=all(keeps for step, _, keeps in by_rank if step is not None))
         return True
 
-    def _forget_state(self) -> None:
-        """Forget all state: the others continued without this rank, which rejoins as a new one."""
-        self._training = self._step = None
-        self._actions, self._random = (), []
-
     def _catch_up(self, by_rank: Sequence[Any], newest: int) -> None:
         """Make sure that all have taken the same steps."""
         for rank, (step, ready, *_) in enumerate(by_rank):
@@ -230,15 +225,11 @@ class LivingRanks(Generic[_T]):
         self._actions = ()
 
     def _move_state(self, step: int, *, keeps: bool) -> None:
-        """Build, and fill the result with the state that ranks had after `step` steps.
-
-        Args:
-            keeps: whether all of them still have it; if not, an earlier meeting failed after copying it.
-        """
+        """Build, and fill the result with the state after `step` steps."""
         memory = self._memory = HostMemory(self._folder)
         if not step:
             memory.clear()
-        elif keeps:
+        elif keeps:  # else an earlier meeting failed after copying it
             state = {"state": self._training.state()} if self._training is not None else {}
             try:
                 memory.save(state, step=self._meeting.round)

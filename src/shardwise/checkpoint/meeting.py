@@ -38,19 +38,12 @@ _BEAT_S, _SILENT_S = 0.5, 5.0  # between beats; without a beat, until a member c
 
 
 class Meeting:
-    """The rounds in which this process has met others. Local, unless a method says otherwise.
-
-    Attributes:
-        round: the last round that it joined.
-        size: the size of that round.
-        timeout: the limit of ranks' waits in the store.
-    """
+    """The rounds in which this process has met others."""
 
     def __init__(self, store: Store, *, ranks: int, wait_s: float, timeout: timedelta) -> None:
-        """Take the arguments of `LivingRanks`."""
         self._store = PrefixStore("shardwise/living", store)
-        self._ranks, self._wait_s, self.timeout = ranks, wait_s, timeout
-        self.round, self.size = -1, 0
+        self._ranks, self._wait_s, self.timeout = ranks, wait_s, timeout  # as for `LivingRanks`
+        self.round, self.size = -1, 0  # the last round that it joined, and that round's
         self._number: int  # among the processes that came to the round
         self._beating: threading.Event | None = None
         self._stores: list[_WatchedStore] = []  # torch keeps only their C++ parts alive
@@ -79,9 +72,13 @@ class Meeting:
                 alive = previous is not None and len(previous.silent()) < len(previous)
                 if alive and waited_s < patience_s + self.timeout.total_seconds():
                     late = False
-                noticed = waited_s > _NOTICE_S or self._lacks_one_at_most(newest, arrived)
+                back = sum(with_state for _, with_state in arrived.values())  # from the previous round
+                noticed = waited_s > _NOTICE_S or back >= len(_members(self._store, newest)) - 1
                 if late or (noticed and len(arrived) >= self._ranks):
-                    self._store.compare_set(f"{at}closed", "", json.dumps(seats(arrived, self._ranks)))
+                    # Those with state first, then those that came last.
+                    seats = sorted(arrived, key=lambda number: (not arrived[number][1], -number))
+                    seats = sorted(seats[: self._ranks])
+                    self._store.compare_set(f"{at}closed", "", json.dumps(seats))
                 time.sleep(_POLL_S)
             members = _members(self._store, self.round)
             if self._number in members:
@@ -97,10 +94,6 @@ class Meeting:
         for number in range(1, self._store.add(f"{self.round}/came", 0) + 1):
             if number not in arrived and self._store.check([key := f"{self.round}/{number}"]):
                 arrived[number] = tuple(json.loads(self._store.get(key)))
-
-    def _lacks_one_at_most(self, newest: int, arrived: Mapping[int, tuple[int | None, bool]]) -> bool:
-        """Return whether the previous round's members came back with state, except at most one."""
-        return sum(has_state for _, has_state in arrived.values()) >= len(_members(self._store, newest)) - 1
 
     def _wait_until_needed(self, rank: int | None, newest: int, patience_s: float) -> None:
         """Return once a round lacks ranks, its members meet again, or all ranks were restarted."""
@@ -185,15 +178,6 @@ class Meeting:
         )
 
 
-def seats(arrived: Mapping[int, tuple[int | None, bool]], count: int) -> list[int]:
-    """Return the members of a round, by number: those with state first, then those that came last.
-
-    Args:
-        arrived: by number, the rank that each process had, and whether it has state.
-    """
-    return sorted(sorted(arrived, key=lambda number: (not arrived[number][1], -number))[:count])
-
-
 def _members(store: Store, round: int) -> list[int]:
     """Return the members of a round, by number; none before it is closed."""
     if not store.check([f"{round}/closed"]):
@@ -203,11 +187,7 @@ def _members(store: Store, round: int) -> list[int]:
 
 
 def places(old: Sequence[int | None]) -> list[int]:
-    """Return the rank of each member: the old one if it fits, else the lowest free one.
-
-    Args:
-        old: the rank that each member had, in order of arrival; None for a new one.
-    """
+    """Return each member's rank, in order of arrival: the `old` one if it fits, else the lowest free one."""
     size, ranks = len(old), dict[int, int]()
     for number, rank in enumerate(old):
         if rank is not None and rank < size and rank not in ranks.values():

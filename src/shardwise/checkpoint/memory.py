@@ -33,14 +33,8 @@ from weakref import WeakSet
 
 import torch
 
-from shardwise.checkpoint.commit import (
-    check_count,
-    checkpoints,
-    manifest_of,
-    open_staging,
-    rank_and_size,
-    remove,
-)
+from shardwise.checkpoint import commit
+from shardwise.checkpoint.commit import check_count, checkpoints, rank_and_size
 from shardwise.checkpoint.index import INDEX
 from shardwise.checkpoint.part import Part, write_part
 from shardwise.checkpoint.plan import Plan, bytes_of
@@ -50,7 +44,7 @@ from shardwise.comm.agree import each_its_own, merge_or_raise, together
 from shardwise.comm.watch import announced, group_of_all
 from shardwise.errors import CheckpointError
 from shardwise.files.manifest import MANIFEST, digest, whole_file
-from shardwise.files.stores import on_disk
+from shardwise.files.stores import StrPath, on_disk
 
 _TAG = 0x7B100000
 _CHUNK_BYTES = 4096  # the most that a chunk in a file takes besides its numbers
@@ -88,7 +82,7 @@ class HostMemory:
             plus what the previous host's ranks write; while a new copy is made, the old one exists too.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, limit_bytes: int | None = None) -> None:
+    def __init__(self, path: StrPath, *, limit_bytes: int | None = None) -> None:
         self._limit = limit_bytes
         self._rank, size = rank_and_size()
         self._group = group_of_all("make a HostMemory") if size > 1 else None
@@ -203,7 +197,7 @@ class HostMemory:
         """Remove this host's other copies. Local."""
         for *_, folder in checkpoints(self._path):
             if self._rank == self._host and str(folder) != newest:
-                remove(folder)
+                commit.remove(folder)
 
     def _end_sending(self) -> None:
         if self._sending is not None:
@@ -220,7 +214,7 @@ class HostMemory:
         for step, version, folder in checkpoints(self._path):
             with suppress(CheckpointError, OSError):
                 sha256 = digest(folder / MANIFEST)["sha256"]
-                names = {*manifest_of(folder)["files"], MANIFEST}
+                names = {*commit.manifest_of(folder)["files"], MANIFEST}
                 sizes = {name: (folder / name).stat().st_size for name in names if (folder / name).is_file()}
                 entry = {"step": step, "version": version, "folder": str(folder)}
                 copies[sha256] = {**entry, "files": sizes, "names": sorted(names)}
@@ -230,8 +224,8 @@ class HostMemory:
         """Fetch into this host's folder all files of the copy that its ranks read; return None if damaged."""
         operation = f"HostMemory.load of step {copy.step} from {self._path}"
         lacks = self._rank == self._host and self._host not in copy.folders
-        folders = together(operation, lambda: str(open_staging(self._path, copy.step)) if lacks else "")
-        folder = Path(copy.folders.get(self._host) or folders[self._host])
+        opened = together(operation, lambda: str(commit.open_staging(self._path, copy.step)) if lacks else "")
+        folder = Path(copy.folders.get(self._host) or opened[self._host])
         requests = [[INDEX, MANIFEST] if rank == host else [] for rank, host in enumerate(self._hosts)]
         self._carry(folder, messages(requests, files=copy.files, hosts=self._hosts))
 
@@ -274,11 +268,7 @@ class HostMemory:
 
 
 def neighbours(hosts: Sequence[int]) -> list[int | None]:
-    """Return, by rank, the rank on the next host that keeps a copy of its part; None with a single host.
-
-    Args:
-        hosts: by rank, the first rank of its host.
-    """
+    """Return, by rank, the rank on the next host that keeps a copy of its part; None with a single host."""
     ranks = {host: [rank for rank, each in enumerate(hosts) if each == host] for host in hosts}
     if len(ranks) == 1:
         return [None] * len(hosts)
@@ -291,12 +281,9 @@ def neighbours(hosts: Sequence[int]) -> list[int | None]:
 def messages(
     requests: Sequence[Sequence[str]], *, files: Mapping[int, Mapping[str, int]], hosts: Sequence[int]
 ) -> list[Message]:
-    """Return the messages that give every host its ranks' files: equal on every rank.
+    """Return the messages that give every host the files that its ranks request: equal on every rank.
 
-    Args:
-        requests: by rank, names of files.
-        files: by host, its files and their bytes.
-        hosts: by rank, the first rank of its host.
+    `files` has names and bytes by host, `hosts` the first rank of each rank's host.
     """
     sent_bytes, pairs, planned = [0] * len(hosts), set(), []
     for receiver, names in enumerate(requests):

@@ -51,7 +51,6 @@ def optimizer_state(
 
 
 def _name_all(groups: list[dict[str, Any]], stages: DeviceMesh) -> None:
-    """Make each group name the parameters that it has on any stage."""
     names = together(
         "taking the state of all stages' optimizers",
         lambda: [group["params"] for group in groups],

@@ -35,11 +35,7 @@ Part = dict[str, Any]  # "files": their digests; "places" of chunks: name, offse
 
 
 def write_part(staging: Location, rank: int, chunks: Iterable[tuple[Chunk, Tensor | bytes]]) -> Part:
-    """Write chunks to a file in `staging`; return once it is on disk, or in the store.
-
-    Raises:
-        CheckpointError: the system refused the write, or a chunk is not a dense plain tensor.
-    """
+    """Write chunks to a file in `staging`; return once it is on disk, or in the store; raises if refused."""
     file, places = staging / f"__{rank}_0.distcp", []
     try:
         with new_file(file) as raw:
@@ -139,10 +135,9 @@ def _save(tensor: Tensor, stream: Any) -> None:
 
 @contextmanager
 def _without_checksums() -> Iterator[None]:
-    """Make torch omit its CRC-32, which takes twice the CPU time of the rest of a save.
+    """Make torch omit its CRC-32, which takes twice the CPU time of the rest of a save; nothing checks it.
 
-    `torch.load` does not check it, and the whole file has a hash. The setting is per process, and two threads
-    may save: the value that the first found is restored when the last ends.
+    The setting is per process, and two threads may save: the last restores what the first found.
     """
     with _lock:
         _crc32_options.append(torch.serialization.get_crc32_options())
@@ -157,7 +152,7 @@ def _without_checksums() -> Iterator[None]:
 
 
 class _Hashed(io.RawIOBase):
-    """A file that is written sequentially, and hashed meanwhile."""
+    """A file that is hashed while it is written."""
 
     def __init__(self, raw: Any) -> None:
         self._raw, self._hash, self._at = raw, HASHES[HASH](), 0

@@ -55,14 +55,7 @@ def held_chunks(tensors: Mapping[str, Any]) -> Held:
 
 
 def plan(held: Sequence[Sequence[Chunk]]) -> Plan:
-    """Assign each chunk to one rank that writes it.
-
-    Args:
-        held: by rank, the chunks that each holds.
-
-    Raises:
-        CheckpointError: the chunks of a tensor do not cover it once.
-    """
+    """Assign each chunk to one of the ranks that hold it; raises unless a tensor's chunks cover it once."""
     holders: dict[tuple[str, tuple[int, ...]], tuple[Chunk, list[int]]] = {}
     for owner, chunks in enumerate(held):
         for chunk in chunks:

@@ -14,12 +14,12 @@ read. The manifest's digests guard against damage; they do not show who wrote th
 from __future__ import annotations
 
 import itertools
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -36,10 +36,10 @@ from shardwise.checkpoint.stored import Stored, locate
 from shardwise.comm.agree import each_its_own, merge_or_raise, raise_all, together
 from shardwise.errors import CheckpointError
 from shardwise.files.manifest import MANIFEST, digest, inside, regular, whole_file
-from shardwise.files.stores import Location, location
+from shardwise.files.stores import Location, StrPath, location
 
 
-def load(path: str | os.PathLike[str], state: dict[str, Any], *, step: int | None = None) -> int:
+def load(path: StrPath, state: dict[str, Any], *, step: int | None = None) -> int:
     """Load a checkpoint's content into `state`, in place; returns its step.
 
     Collective over the default process group; the number of ranks, the mesh and the placements
@@ -91,18 +91,7 @@ def fill(checkpoint: Checkpoint, state: dict[str, Any]) -> int:
 
 
 _FIX_NAMES = "Load into a state made of the same parts as the one saved"
-_FIX_FROZEN = "build the optimizer over it and load first, then freeze it"
-_FIX_SHAPE = "Build the model with the sizes and dtypes it was saved with"
-
-
-@dataclass(frozen=True)
-class _Read:
-    """A box of a chunk in a file, and the memory to read it into."""
-
-    file: Location
-    stored: Stored
-    offsets: Sequence[int]
-    target: Tensor
+_Read = tuple[Location, Stored, Sequence[int], Tensor]  # file, chunk, offsets within it, memory to fill
 
 
 @dataclass(frozen=True)
@@ -116,10 +105,10 @@ class Checkpoint:
 
 
 def _write(flat: Flat, reads: list[_Read], values: Mapping[str, Any]) -> None:
-    for path, file_reads in itertools.groupby(reads, key=lambda read: read.file):
+    for path, file_reads in itertools.groupby(reads, key=itemgetter(0)):
         with path.open("rb") as file:
-            for read in file_reads:
-                read.stored.read(file, read.offsets, read.target)
+            for _, stored, offsets, target in file_reads:
+                stored.read(file, offsets, target)
     for name, leaf in flat.leaves.items():
         if not leaf.is_tensor:
             leaf.put(from_json(values[name]))
@@ -160,7 +149,7 @@ def files_for(checkpoint: Checkpoint, state: dict[str, Any]) -> list[str]:
 
 
 def _match_leaves(manifest: Mapping[str, Any], state: dict[str, Any]) -> tuple[Flat, dict[str, Any]]:
-    """Return the state's leaves, all of which the checkpoint has, and the tensors among them."""
+    """Return the state's leaves, all of which the checkpoint has alike, and the tensors among them."""
     rank, size = rank_and_size()
     flat = flatten(state, rank=rank, ranks=size)
     saved_names = [name for kind in ("tensors", "values", "lists") for name in manifest[kind]]
@@ -173,7 +162,13 @@ def _match_leaves(manifest: Mapping[str, Any], state: dict[str, Any]) -> tuple[F
         for name in _stateless(f"{prefix}state.", optimizer["state"], params.get(prefix, set()), manifest):
             flat.leave_out(f"{prefix}state.{name}.")
             flat.absent.append(Leaf(optimizer["state"], name))
-    _check_leaves(flat, manifest)
+    kinds = {name: kind for kind in ("lists", "tensors", "values") for name in manifest[kind]}
+    problems = [
+        *(_list_problem(name, length, manifest) for name, length in flat.lists.items()),
+        *(_leaf_problem(name, leaf, kinds.get(name), manifest) for name, leaf in flat.leaves.items()),
+    ]
+    if any(problems):
+        raise CheckpointError("\n".join(filter(None, problems)))
     return flat, {name: leaf.value for name, leaf in flat.leaves.items() if leaf.is_tensor}
 
 
@@ -197,10 +192,9 @@ def _params_of_optimizers(manifest: Mapping[str, Any]) -> dict[str, set[int | st
 def _stateless(
     prefix: str, state: Mapping[Any, Any], params: set[int | str], manifest: Mapping[str, Any]
 ) -> list[Any]:
-    """Return the parameters in `state` for which the saved optimizer, over `params`, had no state.
+    """Return the parameters in `state` for which the saved optimizer, over `params`, had none, if others had.
 
-    They had no gradient yet, which a new optimizer, whose state lists all, cannot know. Returns none if the
-    saved optimizer had no state at all.
+    They had no gradient yet, which a new optimizer, whose state lists all, cannot know.
     """
     names = [name for name in (*manifest["tensors"], *manifest["values"]) if name.startswith(prefix)]
     saved = {entry for name in names for entry in (name, *_parents(name))}
@@ -227,7 +221,8 @@ def _differences(by_rank: list[Any], manifest: Mapping[str, Any]) -> dict[int, s
         return {}
     state_parents = {parent for name in state_names for parent in _parents(name)}
     trained = {
-        f"{prefix}state.{param}": f": where {param} is frozen, {_FIX_FROZEN}"
+        f"{prefix}state.{param}": f": where {param} is frozen, build the optimizer over it and load first,"
+        " then freeze it"
         for prefix, params in _params_of_optimizers(manifest).items()
         if f"{prefix}state" in state_parents
         for param in params
@@ -262,17 +257,6 @@ def _check_files(folder: Location, files: Mapping[str, dict[str, Any]]) -> None:
         raise CheckpointError("\n".join(problems))
 
 
-def _check_leaves(flat: Flat, manifest: Mapping[str, Any]) -> None:
-    """Check that every entry of this rank's state is in the checkpoint, of equal kind, shape and dtype."""
-    kinds = {name: kind for kind in ("lists", "tensors", "values") for name in manifest[kind]}
-    problems = [
-        *(_list_problem(name, length, manifest) for name, length in flat.lists.items()),
-        *(_leaf_problem(name, leaf, kinds.get(name), manifest) for name, leaf in flat.leaves.items()),
-    ]
-    if any(problems):
-        raise CheckpointError("\n".join(filter(None, problems)))
-
-
 def _list_problem(name: str, length: int, manifest: Mapping[str, Any]) -> str:
     saved_length = manifest["lists"].get(name)
     if saved_length == length:
@@ -304,7 +288,10 @@ def _leaf_problem(name: str, leaf: Leaf, saved_kind: str | None, manifest: Mappi
         return ""
     expected, stored = describe(leaf), manifest["tensors"][name]
     if expected != stored:
-        return f"{name}: expected {_show(expected)}, found {_show(stored)}. {_FIX_SHAPE}"
+        return (
+            f"{name}: expected {_show(expected)}, found {_show(stored)}. Build the model with the"
+            " sizes and dtypes it was saved with"
+        )
     return ""
 
 
@@ -333,8 +320,8 @@ def _plan_reads(tensors: dict[str, Any], index: Index) -> list[_Read]:
                 _check_target(target, located[key], item)
             except CheckpointError as error:
                 raise CheckpointError(f"{name}: {place.file} at {place.begin}: {error}") from error
-            reads.append(_Read(place.file, located[key], item.storage_offsets, target))
-    return sorted(reads, key=lambda read: (str(read.file), read.stored.begin))
+            reads.append((place.file, located[key], item.storage_offsets, target))
+    return sorted(reads, key=lambda read: (str(read[0]), read[1].begin))
 
 
 def _check_stored(stored: Stored, index: Index, key: MetadataIndex) -> None:

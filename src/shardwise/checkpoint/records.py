@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from shardwise.errors import CheckpointError
+from shardwise.files.manifest import refused_as
 
 _KNOWN = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK),
@@ -32,32 +33,24 @@ _PythonUnpickler: Any = pickle._Unpickler
 class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
     dispatch: ClassVar[dict[int, Any]] = {code[0]: _PythonUnpickler.dispatch[code[0]] for code in _KNOWN}
 
-    def __init__(
-        self,
-        content: bytes,
-        find: Callable[[str, str], Any],
-        records: tuple[type, ...],
-        persistent: Callable[[Any], Any] | None,
-    ) -> None:
-        super().__init__(io.BytesIO(content))
-        self._find, self._records, self._persistent = find, records, persistent
-
-    def persistent_load(self, reference: Any) -> Any:
-        if self._persistent is None:
-            raise CheckpointError(f"refers to {reference!r:.100}, which is elsewhere; not read")
-        return self._persistent(reference)
+    find: Callable[[str, str], Any]
+    records: tuple[type, ...]
 
     def find_class(self, module: str, name: str) -> Any:
-        if (value := self._find(module, name)) is None:
+        if (value := self.find(module, name)) is None:
             raise CheckpointError(f"names {module}.{name}, which a checkpoint has no use for; not read")
         return value
 
     def build_record(self) -> None:
-        if type(self.stack[-2]) not in self._records:  # never anything that outlives this reading
+        if type(self.stack[-2]) not in self.records:  # never anything that outlives this reading
             raise CheckpointError(f"changes a {type(self.stack[-2]).__name__}, which is no record; not read")
         _PythonUnpickler.load_build(self)
 
     dispatch[pickle.BUILD[0]] = build_record
+
+
+def _refuse(reference: Any) -> Any:
+    raise CheckpointError(f"refers to {reference!r:.100}, which is elsewhere; not read")
 
 
 def read_records(
@@ -65,21 +58,16 @@ def read_records(
     *,
     find: Callable[[str, str], Any],
     records: tuple[type, ...] = (),
-    persistent: Callable[[Any], Any] | None = None,
+    persistent: Callable[[Any], Any] = _refuse,
 ) -> Any:
-    """Read the pickle `content`.
+    """Read the pickle `content`; raises CheckpointError if it is damaged, or names or does anything else.
 
     Args:
         find: returns the object for a module and name, or None to refuse it.
         records: classes whose instances a pickle may fill with attributes.
-        persistent: returns the object for a persistent id; None refuses them.
-
-    Raises:
-        CheckpointError: the pickle names or does something else, or is damaged.
+        persistent: returns the object for a persistent id.
     """
-    try:
-        return _Unpickler(content, find, records, persistent).load()
-    except CheckpointError:
-        raise
-    except Exception as error:  # whatever a damaged pickle leads to
-        raise CheckpointError(f"damaged ({type(error).__name__}: {error})") from error
+    unpickler: Any = _Unpickler(io.BytesIO(content))
+    unpickler.find, unpickler.records, unpickler.persistent_load = find, records, persistent
+    with refused_as("damaged"):
+        return unpickler.load()

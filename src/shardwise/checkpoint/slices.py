@@ -22,7 +22,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
@@ -35,7 +35,7 @@ from shardwise.checkpoint.commit import rank_and_size
 from shardwise.checkpoint.state import as_bytes, check_dense
 from shardwise.comm.agree import each_its_own, fingerprint, merge_or_raise, together
 from shardwise.errors import CheckpointError
-from shardwise.files.stores import on_disk, sync
+from shardwise.files.stores import StrPath, on_disk, sync
 from shardwise.files.tensors import DTYPES, NAMES, StoredTensor, TensorFiles
 from shardwise.layout import Box
 from shardwise.sharded_tensor.group import cut_by, group_or_default
@@ -49,10 +49,7 @@ _HEADER_LIMIT = 100_000_000  # bytes that readers of the format accept
 
 
 def save_slices(
-    tensors: Mapping[str, ShardedTensor | Tensor],
-    path: str | os.PathLike[str],
-    *,
-    metadata: Mapping[str, str] | None = None,
+    tensors: Mapping[str, ShardedTensor | Tensor], path: StrPath, *, metadata: Mapping[str, str] | None = None
 ) -> Path:
     """Write one safetensors file of whole tensors, each rank its own shards; return the path.
 
@@ -84,7 +81,16 @@ def save_slices(
     rank, _ = rank_and_size()
 
     def check() -> _Plan:
-        _check_holders(local, by_rank)
+        problems = []
+        for name, tensor in local.items():
+            if isinstance(tensor, ShardedTensor):
+                holders = {shard.rank for shard in tensor.metadata().shards_metadata}
+                if missing := sorted(holder for holder in holders if name not in by_rank[holder]["tensors"]):
+                    problems.append(
+                        f"{name}: ranks {missing} hold shards of it, but do not save it; pass it there too"
+                    )
+        if problems:
+            raise CheckpointError("\n".join(problems))
         return _plan_file(facts, by_rank, metadata)
 
     plan = each_its_own(operation, check)
@@ -100,7 +106,6 @@ def save_slices(
 
 
 def _to_writable(name: Any, tensor: Any) -> ShardedTensor | Tensor:
-    """Return the tensor in a form that can be written."""
     if not isinstance(name, str) or name == "__metadata__":
         raise CheckpointError(
             f"expected a str other than '__metadata__' as a tensor's name, found {name!r}; rename it"
@@ -130,7 +135,6 @@ def _check_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _describe_tensor(tensor: ShardedTensor | Tensor) -> list[Any]:
-    """Return the facts about a tensor that ranks compare: dtype, shape, and how it is cut."""
     cut = "not sharded"
     if isinstance(tensor, ShardedTensor):
         cut = f"cut {fingerprint(describe(tensor.metadata())):x}"
@@ -140,33 +144,11 @@ def _describe_tensor(tensor: ShardedTensor | Tensor) -> list[Any]:
 _FIX = "Give the same on every rank"
 
 
-def _check_holders(local: Mapping[str, ShardedTensor | Tensor], by_rank: Sequence[dict[str, Any]]) -> None:
-    problems = []
-    for name, tensor in local.items():
-        if isinstance(tensor, ShardedTensor):
-            holders = {shard.rank for shard in tensor.metadata().shards_metadata}
-            if missing := sorted(holder for holder in holders if name not in by_rank[holder]["tensors"]):
-                problems.append(
-                    f"{name}: ranks {missing} hold shards of it, but do not save it; pass it there too"
-                )
-    if problems:
-        raise CheckpointError("\n".join(problems))
-
-
-@dataclass(frozen=True)
-class _Place:
-    begin: int  # in bytes from the file's beginning
-    shape: tuple[int, ...]
-    writer: int  # the rank that writes a tensor that is not sharded
-
-
 @dataclass(frozen=True)
 class _Plan:
-    """The layout of a file, equal on every rank."""
-
     header: bytes
     size: int  # in bytes
-    places: dict[str, _Place]
+    places: dict[str, tuple[int, int]]  # begin, in bytes, and the rank that writes one not sharded
 
 
 def _plan_file(
@@ -174,15 +156,14 @@ def _plan_file(
 ) -> _Plan:
     names = sorted(facts, key=lambda name: (-DTYPES[facts[name][0]].itemsize, name))
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    places, begin = dict[str, _Place](), 0
+    savers, begins, begin = dict[str, int](), dict[str, int](), 0
     for number, name in enumerate(names):
         dtype, shape, _ = facts[name]
-        savers = [rank for rank, answer in enumerate(by_rank) if name in answer["tensors"]]
+        holders = [rank for rank, answer in enumerate(by_rank) if name in answer["tensors"]]
         end = begin + math.prod(shape) * DTYPES[dtype].itemsize
         stored_shape = [*shape[:-1], 2 * shape[-1]] if dtype == "F4" else shape
         entries[name] = {"dtype": dtype, "shape": stored_shape, "data_offsets": [begin, end]}
-        places[name] = _Place(begin, tuple(shape), savers[number % len(savers)])
-        begin = end
+        begins[name], savers[name], begin = begin, holders[number % len(holders)], end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _HEADER_LIMIT:
@@ -190,23 +171,20 @@ def _plan_file(
             f"a header of {len(text)} bytes; readers accept {_HEADER_LIMIT}. Save several files"
         )
     header = len(text).to_bytes(8, "little") + text
-    placed = {name: replace(place, begin=len(header) + place.begin) for name, place in places.items()}
-    return _Plan(header, len(header) + begin, placed)
+    return _Plan(header, len(header) + begin, {n: (len(header) + begins[n], savers[n]) for n in names})
 
 
 def _create(path: Path, plan: _Plan) -> str:
     """Make a file beside `path` with header and reserved space, so that a full disk is found at once."""
     staging = path.with_name(f"{path.name}.tmp-{uuid4().hex[:6]}")
-    descriptor = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        _write_at(descriptor, memoryview(plan.header), 0)
-        _reserve(descriptor, plan.size)
-        os.fsync(descriptor)
-    except Exception:
-        staging.unlink()
-        raise
-    finally:
-        os.close(descriptor)
+    with staging.open("xb", buffering=0) as file:
+        try:
+            _write_at(file.fileno(), memoryview(plan.header), 0)
+            _reserve(file.fileno(), plan.size)
+            os.fsync(file.fileno())
+        except Exception:
+            staging.unlink()
+            raise
     return str(staging)
 
 
@@ -225,25 +203,22 @@ def _reserve(descriptor: int, size: int) -> None:
 @torch.no_grad()
 def _write(staging: Path, local: Mapping[str, ShardedTensor | Tensor], plan: _Plan, rank: int) -> None:
     """Write this rank's boxes; they are on disk when this returns."""
-    descriptor = os.open(staging, os.O_WRONLY)
-    try:
+    with staging.open("r+b", buffering=0) as file:
         for name, tensor in local.items():
-            place = plan.places[name]
+            begin, writer = plan.places[name]
             if isinstance(tensor, ShardedTensor):
                 for box, shard in zip(tensor.boxes, tensor.tensors, strict=True):
-                    _write_box(descriptor, place, box, shard)
-            elif place.writer == rank:
-                _write_box(descriptor, place, Box.whole(tensor.shape), tensor)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+                    _write_box(file.fileno(), begin, tensor.shape, box, shard)
+            elif writer == rank:
+                _write_box(file.fileno(), begin, tensor.shape, Box.whole(tensor.shape), tensor)
+        os.fsync(file.fileno())
 
 
-def _write_box(descriptor: int, place: _Place, box: Box, tensor: Tensor) -> None:
-    """Write the elements of `box`, in as few runs as the file allows."""
+def _write_box(descriptor: int, begin: int, shape: Sequence[int], box: Box, tensor: Tensor) -> None:
+    """Write the elements of `box` of a tensor that begins there, in as few runs as the file allows."""
     if box.is_empty:
         return
-    itemsize, shape = tensor.element_size(), place.shape
+    itemsize = tensor.element_size()
     content = as_bytes(tensor)
     strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
     whole_from = len(shape)  # the box has dims from here on whole
@@ -251,7 +226,7 @@ def _write_box(descriptor: int, place: _Place, box: Box, tensor: Tensor) -> None
         whole_from -= 1
     outer = max(0, whole_from - 1)
     run = math.prod(box.sizes[outer:]) * itemsize
-    first = place.begin + sum(o * stride for o, stride in zip(box.offsets, strides, strict=True))
+    first = begin + sum(o * stride for o, stride in zip(box.offsets, strides, strict=True))
     for number, index in enumerate(itertools.product(*map(range, box.sizes[:outer]))):
         at = first + sum(i * stride for i, stride in zip(index, strides, strict=False))
         _write_at(descriptor, content[number * run : (number + 1) * run], at)
@@ -273,7 +248,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtyp
 
 @torch.no_grad()
 def load_slices(
-    path_or_paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    path_or_paths: StrPath | Sequence[StrPath],
     name: str,
     sharding_spec: ShardingSpec,
     *,
@@ -299,11 +274,22 @@ def load_slices(
     group = group_or_default(process_group)
     operation = f"load_slices of {name}"
     tensors: list[ShardedTensor] = []
-    paths = [path_or_paths] if isinstance(path_or_paths, (str, os.PathLike)) else path_or_paths
+    given = [path_or_paths] if isinstance(path_or_paths, (str, os.PathLike)) else path_or_paths
 
     def read() -> list[Any]:
-        tensors.append(_read_tensor([*map(on_disk, paths)], name, sharding_spec, dtype=dtype, group=group))
-        metadata = tensors[0].metadata()
+        paths = [*map(on_disk, given)]
+        with TensorFiles(paths) as files:
+            if (stored := files.find(name)) is None:
+                raise CheckpointError(_describe_missing(name, paths, list(files.known)))
+            properties = TensorProperties(dtype=dtype or stored.dtype)
+            metadata = cut_by(sharding_spec, stored.shape, properties, group)
+            shards = []
+            for place in metadata.held_by(dist.get_rank()):
+                assert place.placement is not None
+                copy = _copy_box(stored, place.box).to(place.placement.device(), properties.dtype)
+                shards.append(Shard(copy, place))
+        wrapped = ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=sharding_spec)
+        tensors.append(wrapped)
         return [list(metadata.size), str(metadata.tensor_properties.dtype), fingerprint(describe(metadata))]
 
     by_rank = together(operation, read, group=group)
@@ -317,30 +303,7 @@ def load_slices(
     return tensors[0]
 
 
-def _read_tensor(
-    paths: Sequence[Path],
-    name: str,
-    spec: ShardingSpec,
-    *,
-    dtype: torch.dtype | None,
-    group: dist.ProcessGroup,
-) -> ShardedTensor:
-    with TensorFiles(paths) as files:
-        stored = files.find(name)
-        if stored is None:
-            raise CheckpointError(_describe_missing(name, paths, list(files.known)))
-        properties = TensorProperties(dtype=dtype or stored.dtype)
-        metadata = cut_by(spec, stored.shape, properties, group)
-        shards = []
-        for place in metadata.held_by(dist.get_rank()):
-            assert place.placement is not None
-            copy = _copy_box(stored, place.box)
-            shards.append(Shard(copy.to(place.placement.device(), properties.dtype), place))
-    return ShardedTensor.wrap(shards, metadata, process_group=group, sharding_spec=spec)
-
-
 def _copy_box(stored: StoredTensor, box: Box) -> Tensor:
-    """Return a copy of the elements in `box`."""
     if box.is_empty:
         return torch.empty(box.sizes, dtype=stored.dtype)
     bits = stored.read(box.offsets, box.ends).view(_BITS[stored.dtype.itemsize])

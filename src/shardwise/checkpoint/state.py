@@ -96,11 +96,7 @@ class Flat:
 
 
 def flatten(state: dict[str, Any], *, rank: int = 0, ranks: int = 1) -> Flat:
-    """Return every leaf of a nested state by its dotted name.
-
-    Raises:
-        CheckpointError: two leaves have one name; a plain tensor is not dense, or has no numbers.
-    """
+    """Return every leaf of a nested state by its own dotted name; raises for tensors without numbers."""
     if not isinstance(state, dict):
         raise CheckpointError(f"{here()}: a state is a dict, found {type(state).__name__}")
     flat = Flat()

@@ -17,7 +17,7 @@ import struct
 import sys
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,22 +25,16 @@ from torch import Tensor
 
 from shardwise.checkpoint.records import read_records
 from shardwise.errors import CheckpointError
+from shardwise.files.manifest import refused_as
 from shardwise.files.stores import Ranges
 
 _LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of the extra field that follow it
-_STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
+_STORAGES = {  # dtypes by the names of the storage classes that pickles refer to
+    torch.empty(0, dtype=dtype).type().removeprefix("torch.").replace("Tensor", "Storage"): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
 }
 
 
@@ -52,6 +46,7 @@ class Stored:
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in elements
     begin: int  # of its first element, in bytes from the start of the file
+    key: str  # the storage's name in its archive
 
     def read(self, file: io.BufferedReader, offsets: Sequence[int], target: Tensor) -> None:
         """Fill `target` with the box of its size at `offsets` within the tensor, from `file`."""
@@ -74,21 +69,10 @@ class Stored:
             target.copy_(buffer.as_strided(tuple(sizes), self.strides))
 
 
+@refused_as("damaged")
 def locate(file: io.BufferedReader, begin: int, length: int) -> Stored:
-    """Return the tensor whose archive is `length` bytes from `begin` on.
+    """Return the tensor whose archive is `length` bytes from `begin` on; raises unless plain and whole."""
 
-    Raises:
-        CheckpointError: anything but a single plain tensor whose bytes all exist.
-    """
-    try:
-        return _locate(file, begin, length)
-    except CheckpointError:
-        raise
-    except Exception as error:  # whatever a damaged archive leads to
-        raise CheckpointError(f"damaged ({type(error).__name__}: {error})") from error
-
-
-def _locate(file: io.BufferedReader, begin: int, length: int) -> Stored:
     def fetch(first: int, last: int) -> bytes:  # an archive cannot read beyond its part of the file
         file.seek(begin + first)
         return file.read(last - first)
@@ -103,20 +87,17 @@ def _locate(file: io.BufferedReader, begin: int, length: int) -> Stored:
         order = archive.read(entries["byteorder"]).decode() if "byteorder" in entries else "little"
         if order != sys.byteorder:
             raise CheckpointError(f"written in {order} byte order; this machine has {sys.byteorder}")
-        description = _describe(archive.read(entries["data.pkl"]))
-        info = entries[f"data/{description.key}"]
+        tensor = _describe(archive.read(entries["data.pkl"]))
+        info = entries[f"data/{tensor.key}"]
     file.seek(begin + info.header_offset)
     at = info.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size)))
-    itemsize = description.dtype.itemsize
-    end = (description.offset + _span(description.shape, description.strides)) * itemsize
+    end = tensor.begin + _span(tensor.shape, tensor.strides) * tensor.dtype.itemsize
     if end > info.file_size or at + info.file_size > length:
         raise CheckpointError(
-            f"a {description.dtype} tensor of shape {description.shape} needs {end} bytes; there are"
+            f"a {tensor.dtype} tensor of shape {tensor.shape} needs {end} bytes; there are"
             f" {min(info.file_size, max(0, length - at))}"
         )
-    return Stored(
-        description.dtype, description.shape, description.strides, begin + at + description.offset * itemsize
-    )
+    return replace(tensor, begin=begin + at + tensor.begin)
 
 
 def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
@@ -126,22 +107,13 @@ def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
-@dataclass(frozen=True)
-class _Description:
-    key: str
-    dtype: torch.dtype
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
 @functools.lru_cache(1024)
-def _describe(content: bytes) -> _Description:
-    """Return the description of a tensor in its pickle; cached, since equal tensors have equal pickles."""
-    description = read_records(content, find=_find, persistent=_storage)
-    if not isinstance(description, _Description):
-        raise CheckpointError(f"expected one plain tensor, found {type(description).__name__}")
-    return description
+def _describe(content: bytes) -> Stored:
+    """Return a tensor by its pickle, from its storage's begin; cached: equal tensors have equal pickles."""
+    tensor = read_records(content, find=_find, persistent=_storage)
+    if not isinstance(tensor, Stored):
+        raise CheckpointError(f"expected one plain tensor, found {type(tensor).__name__}")
+    return tensor
 
 
 class _Bytes:
@@ -155,7 +127,7 @@ def _storage(reference: Any) -> tuple[str, Any]:
     return key, kind
 
 
-def _tensor_v2(storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any) -> _Description:
+def _tensor_v2(storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any) -> Stored:
     """Describe a tensor whose dtype has its own storage class; replaces `_rebuild_tensor_v2`."""
     key, dtype = storage
     if len(rest) > 2 and rest[2]:
@@ -164,14 +136,12 @@ def _tensor_v2(storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any) 
         raise CheckpointError(f"no tensor: {dtype}, offset {offset!r}, {sizes!r:.100}, {strides!r:.100}")
     if len(sizes) != len(strides):
         raise CheckpointError(f"a tensor of {len(sizes)} sizes and {len(strides)} strides")
-    return _Description(key, dtype, offset, sizes, strides)
+    return Stored(dtype, sizes, strides, offset * dtype.itemsize, key)
 
 
-def _tensor_v3(
-    storage: Any, offset: Any, sizes: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
-) -> _Description:
-    """Describe a tensor of a later dtype; replaces `_rebuild_tensor_v3`."""
-    return _tensor_v2((storage[0], dtype), offset, sizes, strides, grad, hooks, *rest)
+def _tensor_v3(storage: Any, *rest: Any) -> Stored:
+    """Describe a tensor of a later dtype, the sixth of `rest`; replaces `_rebuild_tensor_v3`."""
+    return _tensor_v2((storage[0], rest[5]), *rest[:5], *rest[6:])
 
 
 def _are_sizes(*values: Any) -> bool:
@@ -179,7 +149,6 @@ def _are_sizes(*values: Any) -> bool:
 
 
 def _find(module: str, name: str) -> Any:
-    """Return the object that a name in the pickle of a tensor refers to."""
     if module == "torch":
         dtype = _STORAGES.get(name, getattr(torch, name, None))
         return dtype if isinstance(dtype, torch.dtype) else None

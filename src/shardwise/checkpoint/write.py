@@ -21,34 +21,21 @@ from typing import Any
 import xxhash
 from torch import Tensor
 
+from shardwise.checkpoint import commit
 from shardwise.checkpoint.background import Saving, wait_for_saving
-from shardwise.checkpoint.commit import (
-    FORMAT,
-    check_count,
-    discard,
-    open_staging,
-    publish,
-    rank_and_size,
-    tidy,
-)
+from shardwise.checkpoint.commit import FORMAT, check_count, rank_and_size
 from shardwise.checkpoint.part import Part, stage, write_index, write_part, write_values
 from shardwise.checkpoint.plan import Chunk, Held, Plan, held_chunks, plan
 from shardwise.checkpoint.state import Flat, as_bytes, describe, flatten, to_json
 from shardwise.comm.agree import each_its_own, merge_or_raise, together
 from shardwise.errors import CheckpointError
-from shardwise.files.lock import lock, unlock
-from shardwise.files.stores import Location, StorePath, location, write_whole
+from shardwise.files.stores import Location, StorePath, StrPath, location, write_whole
 
 _MARK = "shared"  # exists until all ranks have seen it
 
 
 def save(
-    path: str | os.PathLike[str],
-    state: dict[str, Any],
-    *,
-    step: int,
-    keep: int | None = None,
-    keep_every: int | None = None,
+    path: StrPath, state: dict[str, Any], *, step: int, keep: int | None = None, keep_every: int | None = None
 ) -> Location:
     """Save `state` as the checkpoint of `step` under `path`; returns its directory.
 
@@ -76,12 +63,7 @@ def save(
 
 
 def save_async(
-    path: str | os.PathLike[str],
-    state: dict[str, Any],
-    *,
-    step: int,
-    keep: int | None = None,
-    keep_every: int | None = None,
+    path: StrPath, state: dict[str, Any], *, step: int, keep: int | None = None, keep_every: int | None = None
 ) -> Saving:
     """Save as `save` does, but return once this rank's part is copied to CPU memory.
 
@@ -125,16 +107,16 @@ class Job:
         _, size = rank_and_size()
         files = {name: digest for part in parts for name, digest in part["files"].items()} | index
         manifest = {"format": FORMAT, "step": self.step, "world_size": size, **self.contents, "files": files}
-        return publish(self.staging, self.step, manifest)
+        return commit.publish(self.staging, self.step, manifest)
 
     def commit(self, parts: list[Part]) -> Location:
         """Make the checkpoint from all ranks' parts, and remove old ones. One rank calls it."""
         if self.contents["values"]:
             parts = [*parts, write_values(self.staging, self.contents["values"])]
         final = self.publish(parts, self.index(parts))
-        tidy(final.parent, self.keep, self.keep_every, written=final)
+        commit.tidy(final.parent, self.keep, self.keep_every, written=final)
         if isinstance(final, Path):
-            unlock(final.parent)
+            commit.unlock(final.parent)
         return final
 
     @contextmanager
@@ -144,13 +126,13 @@ class Job:
             yield
         except CheckpointError:
             if rank_and_size()[0] == self.keeper:
-                discard(self.staging)
+                commit.discard(self.staging)
             raise
 
 
 def prepare_save(
     call: str,
-    path: str | os.PathLike[str],
+    path: StrPath,
     state: dict[str, Any],
     *,
     step: int,
@@ -159,13 +141,10 @@ def prepare_save(
     hosts: Sequence[int] | None = None,
     check_room: Callable[[Plan], None] = lambda plan: None,
 ) -> Job:
-    """Agree on a save among all ranks, and make a folder to write in. Collective.
+    """Agree on a save among all ranks, and make a folder to write in. Collective. Errors begin with `call`.
 
-    Args:
-        call: the name of the call, with which errors begin.
-        hosts: by rank, the rank that makes its folder, if `path` is not the same folder on all ranks; None
-            means rank 0 for all.
-        check_room: raises if this rank has no room for a plan.
+    `check_room` raises if this rank has no room for a plan. If `path` is not the same folder on all ranks,
+    `hosts` has, by rank, the rank that makes its folder.
     """
     rank, size = rank_and_size()
     operation = f"{call} step {step} to {path}"
@@ -197,8 +176,8 @@ def prepare_save(
         folder = location(path)
         if isinstance(folder, Path) and hosts is None:
             folder.mkdir(parents=True, exist_ok=True)
-            lock(folder)
-        opened.append(open_staging(folder, step))
+            commit.lock(folder)
+        opened.append(commit.open_staging(folder, step))
         if isinstance(opened[0], StorePath) and size > 1:
             write_whole(opened[0] / _MARK, b"")
         return str(opened[0])
@@ -208,7 +187,7 @@ def prepare_save(
         staging = location(together(operation, make_room)[keeper])
     except CheckpointError:
         for folder in opened:
-            discard(folder)
+            commit.discard(folder)
         raise
     if isinstance(staging, StorePath) and size > 1:
         _check_shared(operation, staging, is_keeper=rank == keeper)
@@ -265,7 +244,7 @@ _KINDS = {"call": _FIX, "tensors": _FIX, "values": _FIX_CONTENT, "lists": _FIX, 
 
 
 def _merge_contents(operation: str, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the manifest's contents over all ranks. Raises on every rank if they differ."""
+    """Return the manifest's contents over all ranks; raises if they differ."""
     merged = merge_or_raise(operation, by_rank, _KINDS)
     if mixed := sorted(set(merged["tensors"]) & set(merged["values"])):
         raise CheckpointError(

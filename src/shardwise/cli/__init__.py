@@ -11,15 +11,17 @@ import json
 import os
 import platform
 import traceback
+from dataclasses import fields
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from shardwise.cli import programs
-from shardwise.cli.programs import FOUND, NOT_RUN, OK, print_failure
+from shardwise.cli.programs import FOUND, NOT_RUN, OK, print_failure, reporting, show
 from shardwise.errors import ShardwiseError, from_extra
 
 if TYPE_CHECKING:
@@ -33,28 +35,9 @@ app = typer.Typer(
 app.add_typer(programs.app, name="tp")
 
 
-class LayoutName(StrEnum):
-    """The memory layouts of `fully_shard`."""
-
-    interleaved = "interleaved"
-    contiguous = "contiguous"
-
-
-class Layout(StrEnum):
-    """A memory layout of `fully_shard`, or both in turn."""
-
-    interleaved = "interleaved"
-    contiguous = "contiguous"
-    both = "both"
-
-
-class Precision(StrEnum):
-    """The dtypes from which a tolerance can be derived."""
-
-    float64 = "float64"
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
+LayoutName = StrEnum("LayoutName", ["interleaved", "contiguous"])
+Layout = StrEnum("Layout", ["interleaved", "contiguous", "both"])
+Precision = StrEnum("Precision", ["float64", "float32", "float16", "bfloat16"])
 
 
 def _print_version(enabled: bool) -> None:
@@ -76,15 +59,14 @@ def _show_tracebacks(enabled: bool) -> bool:
 
 
 Traceback = Annotated[
-    bool,
-    typer.Option("--traceback", callback=_show_tracebacks, help="Show the traceback of every error."),
+    bool, Option("--traceback", callback=_show_tracebacks, help="Show the traceback of every error.")
 ]
 
 
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print versions.")
     ] = False,
 ) -> None:
     """Sharded training for PyTorch models too large for one device."""
@@ -97,41 +79,37 @@ def main(
 def verify(
     case: Annotated[
         str,
-        typer.Argument(
-            help="script.py[:FUNCTION] or package.module[:FUNCTION]. Default FUNCTION: verify_case."
-        ),
+        Argument(help="script.py[:FUNCTION] or package.module[:FUNCTION]. Default FUNCTION: verify_case."),
     ],
-    ranks: Annotated[int, typer.Option(min=1, help="Number of local processes to shard over.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Number of training steps to compare.")] = 5,
+    ranks: Annotated[int, Option(min=1, help="Number of local processes to shard over.")] = 2,
+    steps: Annotated[int, Option(min=1, help="Number of training steps to compare.")] = 5,
     tolerance: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Largest difference relative to a tensor's scale. Default: derived."),
+        Option(min=0.0, help="Largest difference relative to a tensor's scale. Default: derived."),
     ] = None,
     dtype: Annotated[
         Precision | None,
-        typer.Option(
+        Option(
             help="Derive the tolerance from this dtype. Default: the coarsest of parameters and gradients."
         ),
     ] = None,
-    hsdp: Annotated[int, typer.Option(min=1, help="Number of replicas R in a (R, ranks / R) mesh.")] = 1,
+    hsdp: Annotated[int, Option(min=1, help="Number of replicas R in a (R, ranks / R) mesh.")] = 1,
     mesh: Annotated[
         str | None,
-        typer.Option(help="Mesh dimensions and sizes, such as pp2,dp2,tp2; replaces --ranks and --hsdp."),
+        Option(help="Mesh dimensions and sizes, such as pp2,dp2,tp2; replaces --ranks and --hsdp."),
     ] = None,
     layout: Annotated[
         Layout | None,
-        typer.Option(help="Layout to pass to the case's shard function. Default: the function's own."),
+        Option(help="Layout to pass to the case's shard function. Default: the function's own."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed of every process.")] = 0,
-    timeout: Annotated[
-        float, typer.Option(min=1.0, help="Seconds without progress that count as a hang.")
-    ] = 120.0,
+    seed: Annotated[int, Option(help="Random seed of every process.")] = 0,
+    timeout: Annotated[float, Option(min=1.0, help="Seconds without progress that count as a hang.")] = 120.0,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write every difference to this file.")
+        Path | None, Option("--json", help="Also write every difference to this file.")
     ] = None,
     streams: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--streams", help="Train on a simulated accelerator instead, and report missing stream waits."
         ),
     ] = False,
@@ -141,11 +119,8 @@ def verify(
     if streams and (mesh, tolerance, dtype) != (None, None, None):
         raise typer.BadParameter("--streams takes --ranks and --hsdp, and no --mesh, --tolerance or --dtype")
     if json_path is not None:
-        try:
+        with reporting():
             _check_writable(json_path)
-        except ShardwiseError as error:
-            print_failure(error, "")
-            raise typer.Exit(NOT_RUN) from None
     import torch
 
     from shardwise import verify as verification
@@ -175,7 +150,7 @@ def verify(
             console.print(verification.table(result))
             tolerated = result.tolerance
             console.print(f"Tolerance: {tolerated.base:.2g} ({tolerated.reason})", highlight=False)
-            console.print(verification.verdict(result), markup=False, highlight=False, soft_wrap=True)
+            show(verification.verdict(result))
             results.append(result)
     except verification.CaseError as error:
         if json_path is not None:
@@ -193,82 +168,69 @@ def verify(
 )
 def plan(
     model: Annotated[
-        str,
-        typer.Argument(help="Published model (llama3-8b), transformers config (.json) or module:factory."),
+        str, Argument(help="Published model (llama3-8b), transformers config (.json) or module:factory.")
     ],
-    ranks: Annotated[int, typer.Option(min=1, help="Total number of ranks.")] = 8,
-    hardware: Annotated[str, typer.Option(help="Profile: h100, a100-80gb, ..., or a .toml file.")] = "h100",
-    replicas: Annotated[int, typer.Option(min=1, help="Number of replicas R in a mesh of R x S ranks.")] = 1,
+    ranks: Annotated[int, Option(min=1, help="Total number of ranks.")] = 8,
+    hardware: Annotated[str, Option(help="Profile: h100, a100-80gb, ..., or a .toml file.")] = "h100",
+    replicas: Annotated[int, Option(min=1, help="Number of replicas R in a mesh of R x S ranks.")] = 1,
     pipeline: Annotated[
-        int, typer.Option(min=1, help="Pipeline ranks; they run --accumulation micro-batches per step.")
+        int, Option(min=1, help="Pipeline ranks; they run --accumulation micro-batches per step.")
     ] = 1,
-    schedule: Annotated[str, typer.Option(help="GPipe, 1F1B or Interleaved1F1B.")] = "1F1B",
-    stages: Annotated[int, typer.Option(min=1, help="Stages per rank, for Interleaved1F1B.")] = 1,
-    ulysses: Annotated[int, typer.Option(min=1, help="Ranks that share each sequence.")] = 1,
-    experts: Annotated[int, typer.Option(min=1, help="Ranks that share a layer's experts.")] = 1,
+    schedule: Annotated[str, Option(help="GPipe, 1F1B or Interleaved1F1B.")] = "1F1B",
+    stages: Annotated[int, Option(min=1, help="Stages per rank, for Interleaved1F1B.")] = 1,
+    ulysses: Annotated[int, Option(min=1, help="Ranks that share each sequence.")] = 1,
+    experts: Annotated[int, Option(min=1, help="Ranks that share a layer's experts.")] = 1,
     expert_load: Annotated[
-        float, typer.Option(min=1.0, help="Tokens of the busiest rank's experts over an even share.")
+        float, Option(min=1.0, help="Tokens of the busiest rank's experts over an even share.")
     ] = 1.0,
     tensor: Annotated[
-        int, typer.Option(min=1, help="Adjacent ranks T that are tensor parallel; the mesh is R x S x T.")
+        int, Option(min=1, help="Adjacent ranks T that are tensor parallel; the mesh is R x S x T.")
     ] = 1,
-    tensor_plan: Annotated[str, typer.Option(help="auto, torchtitan or transformers.")] = "auto",
-    sequence_parallel: Annotated[bool | None, typer.Option(help="Override --tensor-plan.")] = None,
-    loss_parallel: Annotated[bool | None, typer.Option(help="Override --tensor-plan.")] = None,
-    async_tensor: Annotated[bool, typer.Option(help="Overlap TP collectives with matmuls.")] = False,
-    layout: Annotated[LayoutName, typer.Option(help="Layout of `fully_shard`.")] = LayoutName.interleaved,
-    strategy: Annotated[str | None, typer.Option(help="Strategy, for --layout contiguous.")] = None,
+    tensor_plan: Annotated[str, Option(help="auto, torchtitan or transformers.")] = "auto",
+    sequence_parallel: Annotated[bool | None, Option(help="Override --tensor-plan.")] = None,
+    loss_parallel: Annotated[bool | None, Option(help="Override --tensor-plan.")] = None,
+    async_tensor: Annotated[bool, Option(help="Overlap TP collectives with matmuls.")] = False,
+    layout: Annotated[LayoutName, Option(help="Layout of `fully_shard`.")] = LayoutName.interleaved,
+    strategy: Annotated[str | None, Option(help="Strategy, for --layout contiguous.")] = None,
     checkpointing: Annotated[
-        str, typer.Option(help="Activation checkpointing: none, selective, alternate or full.")
+        str, Option(help="Activation checkpointing: none, selective, alternate or full.")
     ] = "none",
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile the blocks.")] = False,
-    compile_loss: Annotated[bool, typer.Option(help="Compile the loss of whole logits.")] = False,
-    float8: Annotated[bool, typer.Option("--float8", help="Use float8 matmuls in compiled blocks.")] = False,
-    float8_scales: Annotated[
-        str, typer.Option(help="Float8 scales: one per tensor, or one per row.")
-    ] = "tensor",
-    nvfp4: Annotated[bool, typer.Option("--nvfp4", help="Use NVFP4 matmuls in compiled blocks.")] = False,
+    compiled: Annotated[bool, Option("--compile", help="Compile the blocks.")] = False,
+    compile_loss: Annotated[bool, Option(help="Compile the loss of whole logits.")] = False,
+    float8: Annotated[bool, Option("--float8", help="Use float8 matmuls in compiled blocks.")] = False,
+    float8_scales: Annotated[str, Option(help="Float8 scales: one per tensor, or one per row.")] = "tensor",
+    nvfp4: Annotated[bool, Option("--nvfp4", help="Use NVFP4 matmuls in compiled blocks.")] = False,
     optimizer: Annotated[
-        str, typer.Option(help="Optimizer: AdamW, AdamW fused, AdamW flat, AdamW 8 bits, Muon or SGD.")
+        str, Option(help="Optimizer: AdamW, AdamW fused, AdamW flat, AdamW 8 bits, Muon or SGD.")
     ] = "AdamW fused",
-    loss: Annotated[str, typer.Option(help="Loss of whole logits, or chunked.")] = "whole",
-    loop_holds: Annotated[str, typer.Option(help="Held in backward: nothing, or logits.")] = "nothing",
-    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per micro-batch.")] = 1,
-    sequence: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; by default 2048.")] = None,
-    accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1,
+    loss: Annotated[str, Option(help="Loss of whole logits, or chunked.")] = "whole",
+    loop_holds: Annotated[str, Option(help="Held in backward: nothing, or logits.")] = "nothing",
+    micro_batch: Annotated[int, Option(min=1, help="Sequences per micro-batch.")] = 1,
+    sequence: Annotated[int | None, Option(min=1, help="Tokens per sequence; by default 2048.")] = None,
+    accumulation: Annotated[int, Option(min=1, help="Micro-batches per optimizer step.")] = 1,
     search: Annotated[
-        bool,
-        typer.Option("--search", help="Compare meshes, layouts, checkpointing, micro-batches and so on."),
+        bool, Option("--search", help="Compare meshes, layouts, checkpointing, micro-batches and so on.")
     ] = False,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the plan or search results to this file.")
+        Path | None, Option("--json", help="Also write the plan or search results to this file.")
     ] = None,
-    html_path: Annotated[
-        Path | None, typer.Option("--html", help="Also write a self-contained HTML page.")
-    ] = None,
+    html_path: Annotated[Path | None, Option("--html", help="Also write a self-contained HTML page.")] = None,
     trace_path: Annotated[
-        Path | None, typer.Option("--trace", help="Also write a trace of the streams for ui.perfetto.dev.")
+        Path | None, Option("--trace", help="Also write a trace of the streams for ui.perfetto.dev.")
     ] = None,
     png_path: Annotated[
-        Path | None, typer.Option("--png", help="Also write a picture for slides (needs matplotlib).")
+        Path | None, Option("--png", help="Also write a picture for slides (needs matplotlib).")
     ] = None,
     show_tracebacks: Traceback = False,
 ) -> None:
     """Predict training's memory per rank, its communication and its step time."""
+    given = {**locals(), "layout": layout.value, "compile": compiled}
     from shardwise.planner.setup import Setup
 
-    choices: dict[str, Any] = {"layout": layout.value, "checkpointing": checkpointing, "optimizer": optimizer}
-    choices |= {"strategy": strategy, "replicas": replicas, "tensor": tensor}
-    choices |= {"pipeline": pipeline, "schedule": schedule, "stages": stages}
-    choices |= {"ulysses": ulysses, "experts": experts, "expert_load": expert_load}
-    choices |= {"tensor_plan": tensor_plan, "loss_parallel": loss_parallel, "async_tensor": async_tensor}
-    choices |= {"sequence_parallel": sequence_parallel, "sequence": sequence, "nvfp4": nvfp4}
-    choices |= {"loss": loss, "loop_holds": loop_holds, "compile": compiled, "compile_loss": compile_loss}
-    choices |= {"float8": float8, "float8_scales": float8_scales}
     try:
         if tensor == 1 and not search:
             _refuse_unused(tensor_plan, sequence_parallel, loss_parallel)
-        setup = Setup(ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, **choices)
+        setup = Setup(**{field.name: given[field.name] for field in fields(Setup) if field.name in given})
         for path in (json_path, html_path, trace_path, png_path):  # fail before a search, not after it
             if path is not None:
                 _check_writable(path)
@@ -288,8 +250,7 @@ def plan(
     try:
         results = planner.search(model, setup, hardware=hardware) if search else None
         best = planner.plan(model, setup, hardware=hardware) if results is None else results.chosen
-        console = Console(emoji=False)
-        console.print(str(results or best), markup=False, highlight=False, soft_wrap=True)
+        show(str(results or best))
         if json_path is not None:
             json_path.write_text(planner.to_json(results or best) + "\n")
         for path, write in ((html_path, planner.page), (trace_path, planner.trace)):
@@ -300,7 +261,7 @@ def plan(
         if best.fits:
             return
         for line in lines(model, best, hardware):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            show(line)
     except (
         Exception
     ) as error:  # from the user's factory, files and so on; status 1 would mean that it does not fit
@@ -318,17 +279,16 @@ def plan(
     "Exit status: 0 the file is written; 1 a rank failed; 2 the machine could not be measured."
 )
 def calibrate(
-    out: Annotated[Path, typer.Argument(help=".toml file to write, for `shardwise plan --hardware`.")],
+    out: Annotated[Path, Argument(help=".toml file to write, for `shardwise plan --hardware`.")],
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of local processes. Default: one per accelerator, or 2 on CPU."),
+        Option(min=1, help="Number of local processes. Default: one per accelerator, or 2 on CPU."),
     ] = None,
     like: Annotated[
-        str | None,
-        typer.Option(help="Profile, such as h100, that supplies the peaks and any link not measured."),
+        str | None, Option(help="Profile, such as h100, that supplies the peaks and any link not measured.")
     ] = None,
     small: Annotated[
-        bool, typer.Option("--small", help="Measure small sizes only: takes seconds, less exact.")
+        bool, Option("--small", help="Measure small sizes only: takes seconds, less exact.")
     ] = False,
     show_tracebacks: Traceback = False,
 ) -> None:
@@ -340,7 +300,7 @@ def calibrate(
 
     count = ranks or torch.accelerator.device_count() or 2
     is_first = os.environ.get("RANK", "0") == "0"
-    try:
+    with reporting():
         if is_first:
             _check_writable(out)
         if out.suffix != ".toml":
@@ -350,13 +310,9 @@ def calibrate(
             options = [*(["--like", like] if like else []), *(["--small"] if small else [])]
             raise typer.Exit(launch.launch(["-m", "shardwise", "calibrate", str(out), *options], ranks=count))
         profile = planner.calibrate(like=base, sizes=SMALL if small else None)
-    except ShardwiseError as error:
-        print_failure(error, "")
-        raise typer.Exit(NOT_RUN) from None
     if is_first:
         out.write_text(planner.to_toml(profile))
-        text = f"{out}:\n{planner.to_toml(profile)}"
-        Console(emoji=False).print(text, markup=False, highlight=False, soft_wrap=True)
+        show(f"{out}:\n{planner.to_toml(profile)}")
 
 
 @app.command(
@@ -366,23 +322,21 @@ def calibrate(
     "Exit status: the script's, from the first rank that fails; 2 if there is no such script.",
 )
 def run_command(
-    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="Script to run, or a module with -m.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
-    ] = None,
-    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
+    target: Annotated[str, Argument(metavar="SCRIPT", help="Script to run, or a module with -m.")],
+    arguments: Annotated[list[str] | None, Argument(metavar="ARGS", help="Arguments of the script.")] = None,
+    is_module: Annotated[bool, Option("-m", help="SCRIPT is the name of a module.")] = False,
     layout: Annotated[
-        LayoutName, typer.Option(help="Layout for fully_shard calls that do not pass one.")
+        LayoutName, Option(help="Layout for fully_shard calls that do not pass one.")
     ] = LayoutName.interleaved,
     strategy: Annotated[
-        str | None, typer.Option(help="Strategy for such calls in the contiguous layout, such as zero2.")
+        str | None, Option(help="Strategy for such calls in the contiguous layout, such as zero2.")
     ] = None,
     interleave: Annotated[
         list[str] | None,
-        typer.Option(metavar="CLASS", help="Always give modules of this class the interleaved layout."),
+        Option(metavar="CLASS", help="Always give modules of this class the interleaved layout."),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Number of local ranks to start. Default: run in this process.")
+        int | None, Option(min=1, help="Number of local ranks to start. Default: run in this process.")
     ] = None,
     show_tracebacks: Traceback = False,
 ) -> None:
@@ -416,13 +370,11 @@ def run_command(
 def doctor(
     reports: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             help="Folder or URL of the ranks' reports (SHARDWISE_REPORTS): say which rank waited for which."
         ),
     ] = None,
-    checkpoints: Annotated[
-        str, typer.Option(help="Where checkpoints will be saved: a folder or a URL.")
-    ] = ".",
+    checkpoints: Annotated[str, Option(help="Where checkpoints will be saved: a folder or a URL.")] = ".",
 ) -> None:
     """Check that this machine (under torchrun: every rank's) can run sharded training; or explain a hang."""
     from shardwise import doctor as checks
@@ -430,12 +382,8 @@ def doctor(
     from shardwise.doctor import Status, table
 
     if reports is not None:
-        try:
-            lines = verdict(*read_reports(reports))
-        except ShardwiseError as error:
-            print_failure(error, "")
-            raise typer.Exit(NOT_RUN) from None
-        Console(emoji=False).print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+        with reporting():
+            show("\n".join(verdict(*read_reports(reports))))
         raise typer.Exit(FOUND)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     results = (checks.examine_ranks if ranks > 1 else checks.examine)(checkpoints)
@@ -445,7 +393,6 @@ def doctor(
 
 
 def _refuse_unused(tensor_plan: str, sequence_parallel: bool | None, loss_parallel: bool | None) -> None:
-    """Raise if options of tensor parallelism are given without `--tensor`."""
     options = {"tensor-plan": tensor_plan != "auto", "sequence-parallel": sequence_parallel is not None}
     options |= {"loss-parallel": loss_parallel is not None}
     if names := ", ".join(f"--{name}" for name, is_set in options.items() if is_set):

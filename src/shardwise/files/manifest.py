@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -28,12 +28,19 @@ from shardwise.errors import CheckpointError
 from shardwise.files.stores import At, Location, StorePath, write_whole
 
 
-def inside(folder: At, name: Any) -> At:
-    """Return the path of `name` in `folder`; the file may be missing.
+@contextmanager
+def refused_as(problem: str, advice: str = "") -> Iterator[None]:
+    """Raise whatever damaged content leads to as a CheckpointError that begins with `problem`."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{problem} ({type(error).__name__}: {error}){advice}") from error
 
-    Raises:
-        CheckpointError: a name that is not a string, is empty, or leads outside the folder.
-    """
+
+def inside(folder: At, name: Any) -> At:
+    """Return the path of `name` in `folder`, which may be missing; raises for a name that leads elsewhere."""
     if not isinstance(name, str) or not name:
         raise CheckpointError(f"{folder}: expected a file name, found {name!r}; refusing to read it")
     lexical = PurePosixPath(name)
@@ -64,7 +71,7 @@ def regular(file: At) -> At:
 
 
 MANIFEST = "manifest.json"
-Types = Mapping[str, tuple[Callable[[Any], bool], str]]
+Types = Mapping[str, tuple[Callable[[Any], bool], str]]  # by entry: a check, and what is expected
 HASHES: Mapping[str, Callable[..., Any]] = {"sha256": hashlib.sha256, "xxh3_128": xxhash.xxh3_128}
 _CHUNK_BYTES, _REQUEST_BYTES = 1 << 20, 16 << 20  # per read, of a file and of an object in a store
 
@@ -76,11 +83,7 @@ def write_manifest(folder: Location, manifest: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Location, *, formats: tuple[int | str, ...], types: Types) -> dict[str, Any]:
-    """Return the manifest of `folder`, which must have one of the given formats, without its own digest.
-
-    Raises:
-        CheckpointError: the manifest is missing, damaged, of another format, or has entries of wrong types.
-    """
+    """Return the manifest of `folder` without its own digest; raises if its format or a type is another."""
     file = inside(folder, MANIFEST)
     manifest: dict[str, Any] = read_json(file)
     check_types(file, manifest, {"format": (formats.__contains__, " or ".join(map(repr, formats)))})
@@ -92,11 +95,7 @@ def read_manifest(folder: Location, *, formats: tuple[int | str, ...], types: Ty
 
 
 def whole_file(folder: At, name: str, expected: Mapping[str, Any]) -> At:
-    """Return the path of `name`, which must be inside `folder` and have the expected digest.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, or outside the folder.
-    """
+    """Return the path of `name`; raises unless it is inside `folder` and has the expected digest."""
     file = regular(inside(folder, name))
     if (actual := digest(file, _kind(expected))) != expected:
         raise CheckpointError(f"{file}: damaged (expected {expected}, found {actual})")
@@ -129,18 +128,12 @@ def digest(file: Location, kind: str = "sha256") -> dict[str, Any]:
 
 def read_json(file: Location) -> Any:
     """Return the parsed content of a JSON file. Raises CheckpointError if it is missing or damaged."""
-    try:
+    with refused_as(f"{file}: cannot be read"):
         return json.loads(regular(file).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: cannot be read ({type(error).__name__}: {error})") from error
 
 
 def check_types(file: Location, manifest: Any, types: Types) -> None:
-    """Raise CheckpointError for an entry of `manifest` that is missing or of the wrong type.
-
-    Args:
-        types: for each entry, a check of its value, and a description of what is expected.
-    """
+    """Raise CheckpointError for an entry of `manifest` that is missing or fails its check."""
     if not isinstance(manifest, dict):
         raise CheckpointError(f"{file}: expected a JSON object, found {manifest!r:.100}")
     for key, (check, description) in types.items():

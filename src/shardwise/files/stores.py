@@ -85,14 +85,13 @@ class StorePath:
 
 Location = Path | StorePath
 At = TypeVar("At", bound=Location)
+StrPath = str | os.PathLike[str]
 
 
-def location(path: str | os.PathLike[str]) -> Location:
+def location(path: StrPath) -> Location:
     """Return the location of a path or `fsspec` URL; the store's client reads keys from the environment.
 
-    Raises:
-        CheckpointError: a protocol that `fsspec` does not know, or whose client is not installed.
-        ShardwiseError: `fsspec` is not installed.
+    Raises CheckpointError for an unknown protocol or missing client, ShardwiseError without `fsspec`.
     """
     text = os.fspath(path)
     if not isinstance(text, str) or "://" not in text:
@@ -110,12 +109,8 @@ def location(path: str | os.PathLike[str]) -> Location:
     return Path(inside) if set(_LOCAL) & set(protocols) else StorePath(at, system)
 
 
-def on_disk(path: str | os.PathLike[str]) -> Path:
-    """Return a path of the file system, for code that cannot use a store.
-
-    Raises:
-        CheckpointError: a URL of a store.
-    """
+def on_disk(path: StrPath) -> Path:
+    """Return a path of the file system, for code that cannot use a store: raises for the URL of one."""
     place = location(path)
     if isinstance(place, StorePath):
         raise CheckpointError(
@@ -189,15 +184,10 @@ class Ranges(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
-    def read(self, size: int | None = -1) -> bytes:
-        remaining = max(0, self._size - self._at)
-        count = remaining if size is None or size < 0 else min(size, remaining)
-        content = self._fetch(self._at, self._at + count) if count else b""
-        self._at += len(content)
-        return content
-
     def readinto(self, buffer: Any) -> int:
         room = memoryview(buffer).cast("B")
-        content = self.read(len(room))
+        end = min(self._at + len(room), self._size)
+        content = self._fetch(self._at, end) if self._at < end else b""
         room[: len(content)] = content
+        self._at += len(content)
         return len(content)

@@ -7,7 +7,6 @@ Files are opened when needed. An index or a folder cannot cause files outside it
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from shardwise.errors import CheckpointError
-from shardwise.files.manifest import inside, read_json, regular
-from shardwise.files.stores import on_disk
+from shardwise.files.manifest import inside, read_json, refused_as, regular
+from shardwise.files.stores import StrPath, on_disk
 
 DTYPES = {
     "F64": torch.float64,
@@ -49,12 +48,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in an open safetensors file.
-
-    Attributes:
-        shape: of the whole tensor.
-        dtype: as stored.
-    """
+    """A tensor in an open safetensors file: its whole shape, and its dtype as stored."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -76,7 +70,7 @@ class TensorFiles:
         known: the names listed so far, with their files; complete once `find` has returned None.
     """
 
-    def __init__(self, paths: Iterable[str | os.PathLike[str]]) -> None:
+    def __init__(self, paths: Iterable[StrPath]) -> None:
         self.known: dict[str, Path] = {}
         self._names = self._list(paths)
         self._opened: dict[Path, Any] = {}
@@ -88,7 +82,7 @@ class TensorFiles:
     def __exit__(self, *raised: object) -> None:
         self._stack.close()
 
-    def _list(self, paths: Iterable[str | os.PathLike[str]]) -> Iterator[str]:
+    def _list(self, paths: Iterable[StrPath]) -> Iterator[str]:
         for path in paths:
             for name, file in _tensor_files(on_disk(path)):
                 self.known.setdefault(name, file)
@@ -110,20 +104,19 @@ class TensorFiles:
         path = self.known[name]
         if path not in self._opened:
             self._opened[path] = self._stack.enter_context(_open(path))
-        return _open_tensor(path, self._opened[path], name)
-
-
-def _open_tensor(path: Path, file: Any, name: str) -> StoredTensor:
-    if name not in list(file.keys()):
-        raise CheckpointError(f"{path} does not contain {name}, though the index says so; copy both again")
-    tensor = file.get_slice(name)
-    shape, dtype = list(tensor.get_shape()), DTYPES.get(tensor.get_dtype())
-    if dtype is None:
-        raise CheckpointError(f"{name}: torch has no dtype {tensor.get_dtype()}; convert the file")
-    if dtype == torch.float4_e2m1fn_x2:  # safetensors would slice by the file's count
-        shape[-1] //= 2
-        tensor = file.get_tensor(name)
-    return StoredTensor(tuple(shape), dtype, tensor)
+        file = self._opened[path]
+        if name not in list(file.keys()):
+            raise CheckpointError(
+                f"{path} does not contain {name}, though the index says so; copy both again"
+            )
+        tensor = file.get_slice(name)
+        shape, dtype = list(tensor.get_shape()), DTYPES.get(tensor.get_dtype())
+        if dtype is None:
+            raise CheckpointError(f"{name}: torch has no dtype {tensor.get_dtype()}; convert the file")
+        if dtype == torch.float4_e2m1fn_x2:  # safetensors would slice by the file's count
+            shape[-1] //= 2
+            tensor = file.get_tensor(name)
+        return StoredTensor(tuple(shape), dtype, tensor)
 
 
 def _tensor_files(path: Path) -> Iterator[tuple[str, Path]]:
@@ -152,14 +145,8 @@ def _tensor_files(path: Path) -> Iterator[tuple[str, Path]]:
 def _open(file: Path) -> Any:
     """Open a safetensors file, as a context manager."""
     opened: Any = safe_open
-    try:
+    with refused_as(f"{file}: not a safetensors file, or damaged", ". Copy it again"):
         return opened(regular(file), framework="pt")
-    except CheckpointError:
-        raise
-    except Exception as error:  # SafetensorError derives from Exception; reading raises more
-        raise CheckpointError(
-            f"{file}: not a safetensors file, or damaged ({type(error).__name__}: {error}). Copy it again"
-        ) from error
 
 
 def _index_entries(path: Path) -> Iterator[tuple[str, Path]]:

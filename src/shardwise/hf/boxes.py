@@ -189,16 +189,12 @@ def _whole(source: Source, like: Tensor) -> Piece:
 # ------------------------------------------------------------ operations that only move boxes
 
 
-def _pieces(tensor: Tensor) -> Sequence[Piece]:
-    return tensor.pieces if isinstance(tensor, Boxes) else [_whole(Plain(tensor), tensor)]
-
-
-def _keep_pieces(tensor: Tensor, *unused: Any, **options: Any) -> list[Piece]:
-    return list(_pieces(tensor))
+def _pieces(tensor: Tensor, *unused: Any, **options: Any) -> list[Piece]:
+    return list(tensor.pieces) if isinstance(tensor, Boxes) else [_whole(Plain(tensor), tensor)]
 
 
 def _view(tensor: Tensor, shape: Sequence[int]) -> list[Piece] | None:
-    return _keep_pieces(tensor) if tuple(shape) == tuple(tensor.shape) else None
+    return _pieces(tensor) if tuple(shape) == tuple(tensor.shape) else None
 
 
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> list[Piece]:
@@ -249,7 +245,7 @@ def _unbind(tensor: Tensor, dim: int = 0) -> list[list[Piece]]:
 
 
 def _squeeze(tensor: Tensor, dim: int) -> list[Piece]:
-    return _unbind(tensor, dim)[0] if tensor.shape[dim] == 1 else _keep_pieces(tensor)
+    return _unbind(tensor, dim)[0] if tensor.shape[dim] == 1 else _pieces(tensor)
 
 
 def _transpose(tensor: Tensor, first: int, second: int) -> list[Piece]:
@@ -266,10 +262,10 @@ def _permute(piece: Piece, order: Sequence[int]) -> Piece:
 
 
 _MOVES: dict[Any, Callable[..., list[Piece] | None]] = {
-    aten.alias.default: _keep_pieces,
-    aten.detach.default: _keep_pieces,
-    aten.clone.default: _keep_pieces,
-    aten._to_copy.default: _keep_pieces,
+    aten.alias.default: _pieces,
+    aten.detach.default: _pieces,
+    aten.clone.default: _pieces,
+    aten._to_copy.default: _pieces,
     aten.view.default: _view,
     aten.squeeze.dim: _squeeze,
     aten.transpose.int: _transpose,

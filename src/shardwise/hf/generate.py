@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -32,11 +32,7 @@ Strategies = Mapping[str, Any] | Literal["auto"] | None
 def cut_folder(
     folder: str | Path, prompt: Tensor, tokens: int, rank: int, world_size: int, strategies: Strategies = None
 ) -> Programs:
-    """Cut the model in a folder as `cut_steps` does, but never hold it whole. Local.
-
-    Raises:
-        CheckpointError: if weights are missing, damaged or of another shape. The message names them.
-    """
+    """Cut the model in a folder as `cut_steps` does, but never hold it whole. Local; raises as `hf.load`."""
     mode = _compat.FakeTensorMode(allow_non_fake_inputs=True)
 
     def drop_values(_: str, tensor: Tensor) -> Tensor:
@@ -71,23 +67,22 @@ def _initialised_buffers(model: Any) -> dict[str, Tensor]:
 
 
 def _fill(program: ExportedProgram, *, values: Mapping[str, Boxes], buffers: Mapping[str, Tensor]) -> None:
-    """Fill weights from the files, and caches with zeros."""
     shapes = {name: entry["shape"] for name, entry in record_of(program)["parameters"].items()}
 
     def find(name: str) -> Any:
         value = values.get(name.removeprefix("model."))
         if value is None and name.startswith("model."):
             return None
-        return shapes[name], partial(_read_part, value, shapes[name])
+
+        def read(dim: int, begin: int, end: int) -> Tensor:
+            offsets, sizes = [0] * len(shapes[name]), list(shapes[name])
+            if end >= 0:
+                offsets[dim], sizes[dim] = begin, end - begin
+            return torch.zeros(sizes) if value is None else value.read(Box(tuple(offsets), tuple(sizes)))
+
+        return shapes[name], read
 
     materialize(program, find, values=buffers)
-
-
-def _read_part(value: Boxes | None, shape: Sequence[int], dim: int, begin: int, end: int) -> Tensor:
-    offsets, sizes = [0] * len(shape), list(shape)
-    if end >= 0:
-        offsets[dim], sizes[dim] = begin, end - begin
-    return torch.zeros(sizes) if value is None else value.read(Box(tuple(offsets), tuple(sizes)))
 
 
 def generate_command(
@@ -101,14 +96,8 @@ def generate_command(
 ) -> str:
     """Generate with the model in a folder, and return the text to print. Collective over the default group.
 
-    Args:
-        alive: called whenever progress is made.
-        folder: has a config, and weights; without weights, random ones are drawn from `seed`.
-        ids, text: the prompt, as numbers separated by spaces or as text for the folder's tokenizer.
-        strategies: strategies by names within the model. Default: the model's own.
-
-    Raises:
-        ShardingError: on every rank, if something cannot be read or the prompt is invalid.
+    The prompt is `ids`, numbers separated by spaces, or `text`. Without weights, random ones are drawn from
+    `seed`. Raises ShardingError on every rank if something cannot be read or the prompt is invalid.
     """
     group = default_group()
     rank, ranks = dist.get_rank(group), group.size()

@@ -30,7 +30,7 @@ from shardwise.comm.agree import agree, each_its_own, fingerprint, together
 from shardwise.comm.count import on_tensors
 from shardwise.errors import CheckpointError, ShardingError, from_extra, here
 from shardwise.files.manifest import inside
-from shardwise.files.stores import on_disk
+from shardwise.files.stores import StrPath, on_disk
 from shardwise.files.tensors import TensorFiles
 from shardwise.fsdp.fully_shard import Options, fully_shard
 from shardwise.fsdp.module_state import states_in
@@ -103,18 +103,21 @@ def load(
         ShardingError: if there is no class to build, the model is quantized, or `fully_shard` raises it.
         RankMismatchError: if ranks load different things, or draw values from different seeds.
     """
-    source = path_or_config if isinstance(path_or_config, (str, os.PathLike)) else "a config"
+    is_folder = isinstance(path_or_config, (str, os.PathLike))
+    source = path_or_config if is_folder else "a config"
     operation = f"hf.load of {source}"
     group = group_or_default(None)
     agree(
         f"{operation} as {model_class}, dtype {dtype}, strict {strict}", group=group, subject="what to load"
     )
-    with TensorFiles(_find_weights(operation, path_or_config)) as files:
+    with TensorFiles(each_its_own(operation, lambda: _find_weights(source)) if is_folder else []) as files:
         skeleton = each_its_own(
             operation, lambda: skeleton_of(path_or_config, model_class, dtype, strict, files)
         )
-        _claim_values(skeleton)
-        tied = [_place(skeleton, name) for name in skeleton.all_tied_weights_keys]  # adapters move modules
+        # An adapter that reads weights gets an error.
+        replace_tensors(skeleton, lambda _, t: Boxes.of(_NoValues(), t.shape, t.dtype) if t.is_meta else t)
+        keys = [name.rpartition(".") for name in skeleton.all_tied_weights_keys]
+        tied = [(skeleton.get_submodule(prefix), last) for prefix, _, last in keys]  # adapters move modules
         model = each_its_own(operation, lambda: skeleton if adapt is None else adapt(skeleton))
         values = take_values(model)
         _shard(model, skeleton._no_split_modules or (), options)
@@ -132,23 +135,16 @@ def library() -> Any:
 # ------------------------------------------------------------ the model without values
 
 
-def _find_weights(operation: str, source: Any) -> list[Path]:
-    """Return a folder's weights file, or the index of several. Collective."""
-    if not isinstance(source, (str, os.PathLike)):
-        return []
-
-    def find() -> list[Path]:
-        folder = on_disk(source)
-        files = [inside(folder, name) for name in ("model.safetensors", "model.safetensors.index.json")]
-        existing = [file for file in files if file.is_file()]
-        if not existing:
-            raise CheckpointError(
-                f"{folder}: expected a folder with model.safetensors or model.safetensors.index.json and"
-                " config.json, as save_pretrained writes it; pickled weights are not read, convert them"
-            )
-        return existing[:1]
-
-    return each_its_own(operation, find)
+def _find_weights(source: StrPath) -> list[Path]:
+    folder = on_disk(source)
+    files = [inside(folder, name) for name in ("model.safetensors", "model.safetensors.index.json")]
+    existing = [file for file in files if file.is_file()]
+    if not existing:
+        raise CheckpointError(
+            f"{folder}: expected a folder with model.safetensors or model.safetensors.index.json and"
+            " config.json, as save_pretrained writes it; pickled weights are not read, convert them"
+        )
+    return existing[:1]
 
 
 def skeleton_of(source: Any, model_class: Any, dtype: Any, strict: bool, files: TensorFiles) -> Any:
@@ -251,11 +247,6 @@ def _lacks_values(value: Boxes) -> bool:
     return any(isinstance(piece.source, _NoValues) for piece in value.pieces)
 
 
-def _claim_values(model: nn.Module) -> None:
-    """Replace meta tensors by `Boxes` without values, so that an adapter that reads weights gets an error."""
-    replace_tensors(model, lambda _, t: Boxes.of(_NoValues(), t.shape, t.dtype) if t.is_meta else t)
-
-
 def take_values(model: nn.Module) -> dict[str, Boxes]:
     """Return the values of parameters and buffers by name, and move parameters to the meta device."""
     values: dict[str, Boxes] = {}
@@ -341,11 +332,6 @@ def _whole_bytes(value: Boxes) -> int:
         return value.nbytes
     computed = [piece.source for piece in value.pieces if isinstance(piece.source, Computed)]
     return sum(value.nbytes + source.nbytes for source in computed)
-
-
-def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    prefix, _, last = name.rpartition(".")
-    return model.get_submodule(prefix), last
 
 
 def _initialise(

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpoint import save_slices
 from shardwise.comm.agree import agree, each_its_own, together
 from shardwise.errors import CheckpointError, ShardingError, from_extra, here
-from shardwise.files.stores import on_disk, sync
+from shardwise.files.stores import StrPath, on_disk, sync
 from shardwise.hf.adapters import adapters_in
 from shardwise.hf.boxes import Boxes
 from shardwise.hf.load import library
@@ -41,7 +41,7 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
 @torch.no_grad()
-def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> Path:
+def save(model: nn.Module, path: StrPath, *, max_shard_size: int | str = "5GB") -> Path:
     """Write a sharded model's weights, config and generation config, and return the path.
 
     Collective over all ranks. Weights have the names and form of the checkpoint that the model came from, or
@@ -130,7 +130,6 @@ def _write(weights: Mapping[str, Boxes], folder: Path, max_shard_size: int | str
 
 
 def _assign_files(tensors: Mapping[str, Tensor], max_shard_size: int | str) -> Any:
-    """Assign tensors to files."""
     return from_extra("hf", "huggingface_hub", feature="shardwise.hf").split_torch_state_dict_into_shards(
         dict(tensors), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )

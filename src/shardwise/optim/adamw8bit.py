@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -173,15 +173,10 @@ def code_book(*, signed: bool, device: torch.device) -> CodeBook:
 
 
 def quantise(values: Tensor, *, block: int, signed: bool) -> tuple[Tensor, Tensor]:
-    """Return the codes and scales of `values`, block by block within each row.
+    """Return the codes and scales of `values`: fp32 (rows, columns), none negative unless `signed`.
 
-    Args:
-        values: fp32, of shape (rows, columns); none negative unless `signed`.
-
-    Returns:
-        Codes: uint8, of the same shape, each the nearest in its code book; without a sign, only zeros get
-        the code of zero. Scales: fp32, of shape (rows, ceil(columns / block)), the largest magnitude of each
-        block.
+    Codes: uint8, of the same shape, each the nearest in its code book; without a sign, only zeros get the
+    code of zero. Scales: fp32 (rows, ceil(columns / block)), the largest magnitude of each block in a row.
     """
     rows, columns = values.shape
     blocks = -(-columns // block)
@@ -263,22 +258,13 @@ def _step_quantised(param: Tensor, state: dict[str, Tensor], options: dict[str, 
     whole = [param_rows, grad.reshape(rows, columns), *codes, *scales]
     for begin in range(0, rows, at_once):
         run = [tensor[begin : begin + at_once] for tensor in whole]
-        _step_rows(*run, step=step, options=options)
+        _step_rows(run, step, options)
     if not local.is_contiguous():
         local.copy_(param_rows.view(local.shape))
 
 
-def _step_rows(
-    param: Tensor,
-    grad: Tensor,
-    codes: Tensor,
-    square_codes: Tensor,
-    scales: Tensor,
-    square_scales: Tensor,
-    *,
-    step: float,
-    options: dict[str, Any],
-) -> None:
+def _step_rows(run: Sequence[Tensor], step: float, options: dict[str, Any]) -> None:
+    param, grad, codes, square_codes, scales, square_scales = run
     (beta1, beta2), lr, block = options["betas"], float(options["lr"]), options["block"]
     grad = grad.to(torch.float32)
     mean = dequantise(codes, scales, block=block, signed=True).lerp_(grad, 1 - beta1)

@@ -34,12 +34,7 @@ _BEFORE_A_STEP = {"step": 0.0, "mu_product": 1.0, "mu": 1.0, "eta": "lr", "step_
 
 
 def check_elementwise(kind: type[Optimizer], *, over: str, advice: str) -> None:
-    """Raise ShardingError unless `kind` treats every element independently.
-
-    Args:
-        over: what it would update, for the error: "shards".
-        advice: for optimizers of which nothing is known.
-    """
+    """Raise ShardingError unless `kind` treats every element independently; `advice` if that is unknown."""
     if is_elementwise(kind):
         return
     cause = next((_WHY_NOT[base.__name__] for base in kind.__mro__ if base.__name__ in _WHY_NOT), None)
@@ -63,11 +58,7 @@ def named_state(
 
 
 def loaded_options(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """Return a loaded state's options for each group of parameters, given by `names`.
-
-    Raises:
-        ShardingError: names differ, or names of one group here are in several groups there.
-    """
+    """Return a loaded state's options for each group of parameters, by `names`; raises if groups differ."""
     groups = state_dict["param_groups"]
     group_of = {name: number for number, group in enumerate(groups) for name in group["params"]}
     if any(not isinstance(name, str) for name in group_of):
@@ -124,11 +115,9 @@ def kind_of(values: Mapping[str, Any] | None) -> Any:
 def allocate_state(
     optimizer: Optimizer, make: Callable[[list[dict[str, Any]]], Optimizer], *, frozen: Collection[Tensor]
 ) -> None:
-    """Give tensors without state the state that their first step begins with; the tensors do not change.
+    """Give tensors, but `frozen` ones, the state that their first step begins with; they do not change.
 
-    Args:
-        make: makes an optimizer of the same kind over other groups of parameters.
-        frozen: tensors that get no state in a step.
+    `make` makes an optimizer of the same kind over other groups of parameters.
     """
     for group in optimizer.param_groups:
         for tensor in group["params"]:
@@ -144,12 +133,7 @@ def allocate_state(
 
 
 def undo_step(kind: type[Optimizer], values: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Undo, in place, the change to the state by a step with zero gradients.
-
-    Args:
-        kind: the optimizer's class; only "step" is undone unless it is torch's and elementwise.
-        options: the options of the parameter's group.
-    """
+    """Undo, in place, the change to the state by a step with zero gradients; of unknown kinds only "step"."""
     for key in values.keys() & (_BEFORE_A_STEP.keys() if is_elementwise(kind) else {"step"}):
         initial: Any = _BEFORE_A_STEP[key]
         initial = options[initial] if isinstance(initial, str) else initial

@@ -32,27 +32,14 @@ from shardwise.fsdp.module_state import state_of
 from shardwise.fsdp.optimizer_watch import keep_gradients
 from shardwise.fsdp.rows import RowsParam
 from shardwise.layout import gaps_between
-from shardwise.optim.by_name import (
-    allocate_state,
-    check_elementwise,
-    check_shapes,
-    copied,
-    is_elements,
-    kind_of,
-    loaded_options,
-    named_state,
-)
+from shardwise.optim import by_name
 from shardwise.sharded_tensor.rows import ShardedRows
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # not part of a name, as in torch's checkpoints
 
 
 def flat(
-    optimizer: type[Optimizer],
-    model: nn.Module,
-    *,
-    params: Iterable[Any] | None = None,
-    **options: Any,
+    optimizer: type[Optimizer], model: nn.Module, *, params: Iterable[Any] | None = None, **options: Any
 ) -> FlatOptimizer:
     """Make `optimizer` for a model sharded with `layout="contiguous"`: one tensor per group and options.
 
@@ -76,7 +63,8 @@ def flat(
         ShardingError: an optimizer that is not elementwise; parameters that are not sharded with
             `layout="contiguous"`, that are not the model's, or that are given twice.
     """
-    check_elementwise(optimizer, over="flat memory", advice="build it over model.parameters() instead")
+    advice = "build it over model.parameters() instead"
+    by_name.check_elementwise(optimizer, over="flat memory", advice=advice)
     managed = _managed(model)
     named = _names(model, managed)
     sets: list[dict[str, Any]] = []
@@ -84,13 +72,22 @@ def flat(
     for entry in listed if listed and isinstance(listed[0], dict) else [{"params": listed}]:
         members = [entry["params"]] if isinstance(entry["params"], Tensor) else list(entry["params"])
         sets.append({**entry, "params": [m[1] if isinstance(m, tuple) else m for m in members]})
-    _check_params([param for entry in sets for param in entry["params"]], named)
+    seen: set[nn.Parameter] = set()
+    for param in (param for entry in sets for param in entry["params"]):
+        if param not in named:
+            raise ShardingError(
+                f"{here()}: params holds a {type(param).__name__} of shape {tuple(param.shape)} that is not a"
+                " parameter of the model; take parameters from the model after fully_shard"
+            )
+        if param in seen:
+            raise ShardingError(f"{here()}: '{named[param]}' is given twice in params")
+        seen.add(param)
     result: FlatOptimizer = _flat_class(cast(Any, optimizer))(sets, managed, named, **options)
     return result
 
 
 def _managed(model: nn.Module) -> dict[ContiguousGroup, None]:
-    """Return the groups of the model, resharded."""
+    """Return the model's groups, resharded."""
     managed: dict[ContiguousGroup, None] = {}
     for name, module in model.named_modules():
         state = state_of(module)
@@ -115,7 +112,6 @@ def _managed(model: nn.Module) -> dict[ContiguousGroup, None]:
 
 
 def _names(model: nn.Module, managed: dict[ContiguousGroup, None]) -> dict[nn.Parameter, str]:
-    """Return the model's parameters and their names."""
     named = {}
     for name, param in model.named_parameters():
         for wrapper in _WRAPPERS:
@@ -131,19 +127,6 @@ def _names(model: nn.Module, managed: dict[ContiguousGroup, None]) -> dict[nn.Pa
             ' fully_shard(..., layout="contiguous") was applied to, or one that contains it'
         )
     return named
-
-
-def _check_params(params: Sequence[nn.Parameter], named: dict[nn.Parameter, str]) -> None:
-    seen: set[nn.Parameter] = set()
-    for param in params:
-        if param not in named:
-            raise ShardingError(
-                f"{here()}: params holds a {type(param).__name__} of shape {tuple(param.shape)} that is not a"
-                " parameter of the model; take parameters from the model after fully_shard"
-            )
-        if param in seen:
-            raise ShardingError(f"{here()}: '{named[param]}' is given twice in params")
-        seen.add(param)
 
 
 @dataclass(eq=False)
@@ -327,7 +310,7 @@ class FlatOptimizer(Optimizer):
             if state:
                 begin, size = part.begin - whole.begin, part.end - part.begin
                 self.state[part.tensor] = {
-                    key: value.narrow(0, begin, size) if _is_state(value, tensor) else copied(value)
+                    key: value.narrow(0, begin, size) if _is_state(value, tensor) else by_name.copied(value)
                     for key, value in state.items()
                 }
         for group in self.param_groups:
@@ -360,10 +343,10 @@ class FlatOptimizer(Optimizer):
                 continue
             for member in run.members:
                 state[self._names[member]] = {
-                    key: run.rows_of(value, member) if _is_state(value, tensor) else copied(value)
+                    key: run.rows_of(value, member) if _is_state(value, tensor) else by_name.copied(value)
                     for key, value in values.items()
                 }
-        return named_state(state, packed["param_groups"], self._names_by_set)
+        return by_name.named_state(state, packed["param_groups"], self._names_by_set)
 
     def allocate_state(self) -> None:
         """Give trainable parameters without state some, for `state_dict` to name what is to be filled. Local.
@@ -377,7 +360,7 @@ class FlatOptimizer(Optimizer):
                 self._split(tensor, run.cut(trained))
         frozen = {param for param in self._ordinary if not param.requires_grad}
         frozen |= {x for x, run in self._runs.items() if not run.members[0].sharded.requires_grad}
-        allocate_state(self, cast(Any, type(self)).kind, frozen=frozen)
+        by_name.allocate_state(self, cast(Any, type(self)).kind, frozen=frozen)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -389,7 +372,7 @@ class FlatOptimizer(Optimizer):
         Raises:
             ShardingError: names, groups or shapes that are not those of this optimizer.
         """
-        loaded = loaded_options(state_dict, self._names_by_set)
+        loaded = by_name.loaded_options(state_dict, self._names_by_set)
         state: dict[str, Any] = state_dict["state"]
         local = {
             name: _local_state(name, state[name], self._managed[name])
@@ -398,7 +381,7 @@ class FlatOptimizer(Optimizer):
             if name in self._managed and name in state
         }
         for tensor, run in list(self._runs.items()):
-            kinds = [kind_of(local.get(self._names[member])) for member in run.members]
+            kinds = [by_name.kind_of(local.get(self._names[member])) for member in run.members]
             if kinds.count(kinds[0]) != len(kinds):
                 self._split(tensor, run.cut(kinds))
         packed: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -455,16 +438,15 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_state(value: Any, tensor: Tensor) -> bool:
-    """Return whether `value` has one element per element of `tensor`."""
     return isinstance(value, Tensor) and value.shape == tensor.shape
 
 
 def _local_state(name: str, values: dict[str, Any], member: RowsParam) -> dict[str, Any]:
     """Return one parameter's state with tensors of its shape replaced by local rows."""
-    check_shapes(name, member.piece.shape, values)
+    by_name.check_shapes(name, member.piece.shape, values)
     result = {}
     for key, value in values.items():
-        if not is_elements(key, value, member.piece.shape):
+        if not by_name.is_elements(key, value, member.piece.shape):
             result[key] = value
         elif isinstance(value, ShardedRows) and value.piece == member.piece:
             result[key] = value.local
@@ -476,11 +458,10 @@ def _local_state(name: str, values: dict[str, Any], member: RowsParam) -> dict[s
 
 
 def _join_states(run: _Run, states: list[dict[str, Any] | None]) -> dict[str, Any]:
-    """Return the state of a run from the states of its members."""
     joined: dict[str, Any] = {}
     for key, value in (states[0] or {}).items():
         if not isinstance(value, Tensor) or value.ndim == 0:
-            joined[key] = copied(value)
+            joined[key] = by_name.copied(value)
             continue
         joined[key] = torch.zeros_like(run.tensor)
         for member, values in zip(run.members, states, strict=True):

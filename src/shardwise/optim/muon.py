@@ -133,11 +133,17 @@ class Muon(Optimizer):
         for options in self.param_groups:
             for param in options["params"]:
                 if param.grad is not None:
-                    matrix = self._matrix(param, options)
-                    by_group.setdefault((matrix.cut.group, options["ns_dtype"]), []).append(matrix)
+                    state, cut = self.state[param], self._cut(param)
+                    if "momentum_buffer" not in state:
+                        state["momentum_buffer"] = torch.zeros_like(param)
+                    tensors = param, param.grad, state["momentum_buffer"]
+                    local, grad, buffer = map(_compat.local_of, tensors)
+                    matrix = _Matrix(param, cut, local, grad, buffer, options)
+                    by_group.setdefault((cut.group, options["ns_dtype"]), []).append(matrix)
         exchanges = [
-            _Exchange(matrices, self._plan(key, matrices), dtype=getattr(torch, key[1]))
+            _Exchange(matrices, plan, dtype=getattr(torch, key[1]))
             for key, matrices in by_group.items()
+            if (plan := self._plan(key, matrices)).is_needed
         ]
         for matrices in by_group.values():
             for matrix in matrices:
@@ -147,21 +153,11 @@ class Muon(Optimizer):
             exchange.finish()
         return loss
 
-    def _matrix(self, param: Tensor, options: dict[str, Any]) -> _Matrix:
-        state = self.state[param]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(param)
-        grad = cast(Tensor, param.grad)
-        buffer = state["momentum_buffer"]
-        local, local_grad, local_buffer = map(_compat.local_of, (param, grad, buffer))
-        return _Matrix(param, self._cut(param), local, local_grad, local_buffer, options)
-
     def _forget_cuts(self) -> None:
         self._cuts: dict[Tensor, tuple[Any, _Cut]] = {}
-        self._plans: dict[Any, tuple[list[_Cut], _Plan]] = {}
+        self._plans: dict[Any, _Plan] = {}
 
     def _cut(self, param: Tensor, name: object = "?") -> _Cut:
-        """Return the cut of `param`; recomputed only if it has changed."""
         form = sharding_of(param)
         cached = self._cuts.get(param)
         if cached is None or cached[0] is not form:
@@ -171,11 +167,11 @@ class Muon(Optimizer):
     def _plan(self, key: Any, matrices: list[_Matrix]) -> _Plan:
         """Return the plan of the ranks' work, made anew if other matrices have gradients than last time."""
         cuts = [matrix.cut for matrix in matrices]
-        cached = self._plans.get(key)
-        if cached is None or cached[0] != cuts:
+        plan = self._plans.get(key)
+        if plan is None or plan.cuts != cuts:
             names = [getattr(m.param, "shardwise_name", m.cut.name) for m in matrices]
-            cached = self._plans[key] = (cuts, _Plan.of(cuts, names))
-        return cached[1]
+            plan = self._plans[key] = _Plan.of(cuts, names)
+        return plan
 
 
 def newton_schulz(
@@ -273,6 +269,7 @@ def assign(cuts: Sequence[_Cut]) -> list[int]:
 class _Plan:
     """The rows that go to each worker, and back."""
 
+    cuts: Sequence[_Cut]
     messages: list[Message]  # those that this rank sends or gets; source and target are the matrix
     assigned: list[int]  # the cut matrices that this rank works on
     is_needed: bool  # whether any rank sends anything
@@ -290,7 +287,7 @@ class _Plan:
         ]
         listed = [f"{names[i]} {list(cuts[i].shape)}" for i in cut]
         operation = "\n".join([f"orthogonalise {len(cut)} matrices that ranks have parts of", *listed])
-        return cls(messages, [i for i in cut if workers[i] == rank], is_needed=bool(cut), operation=operation)
+        return cls(cuts, messages, [i for i in cut if workers[i] == rank], bool(cut), operation)
 
 
 @dataclass(frozen=True)
@@ -336,8 +333,6 @@ class _Exchange:
 
     def __init__(self, matrices: list[_Matrix], plan: _Plan, *, dtype: torch.dtype) -> None:
         self.matrices, self.plan = matrices, plan
-        if not plan.is_needed:
-            return
         group = cast(dist.ProcessGroup, matrices[0].cut.group)
         self.exchange = AllToAll(plan.messages, group=group, dtype=dtype, device=matrices[0].local.device)
         for message, rows in self.exchange.outgoing:
@@ -347,8 +342,6 @@ class _Exchange:
             self.work = self.exchange.send()
 
     def finish(self) -> None:
-        if not self.plan.is_needed:
-            return
         with announced(self.group, "get matrices to orthogonalise"):
             self.work.wait()
         borrowed: dict[int, list[tuple[Box, Tensor]]] = defaultdict(list)

@@ -22,15 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.errors import ShardingError, here
-from shardwise.optim.by_name import (
-    allocate_state,
-    check_elementwise,
-    check_shapes,
-    copied,
-    is_elements,
-    loaded_options,
-    named_state,
-)
+from shardwise.optim import by_name
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.kinds import shards_of
 
@@ -66,7 +58,7 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         if not getattr(optimizer_class, "elementwise", False):
             advice = "if it does too, say so by a class attribute elementwise = True"
-            check_elementwise(optimizer_class, over="shards", advice=advice)
+            by_name.check_elementwise(optimizer_class, over="shards", advice=advice)
         self._named = dict(named_params)
         _check_params(self._named)
         self._tensors = {name: shards_of(param) for name, param in self._named.items()}
@@ -152,7 +144,7 @@ class ShardedOptimizer(Optimizer):
             states = [self.state[tensor] for tensor in self._tensors[name] if self.state.get(tensor)]
             if states:
                 state[name] = _whole_state(name, param, self._tensors[name], states)
-        return named_state(state, self.param_groups, [group["names"] for group in self.param_groups])
+        return by_name.named_state(state, self.param_groups, [group["names"] for group in self.param_groups])
 
     def allocate_state(self) -> None:
         """Make state for trainable parameters that have none, so that `state_dict` can be loaded into. Local.
@@ -168,7 +160,7 @@ class ShardedOptimizer(Optimizer):
             return cast(Optimizer, twin)
 
         frozen = {x for name, xs in self._tensors.items() if not self._named[name].requires_grad for x in xs}
-        allocate_state(self, like_original, frozen=frozen)
+        by_name.allocate_state(self, like_original, frozen=frozen)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -180,10 +172,10 @@ class ShardedOptimizer(Optimizer):
         Raises:
             ShardingError: names, groups or shapes differ from this optimizer's.
         """
-        options = loaded_options(state_dict, [group["names"] for group in self.param_groups])
+        options = by_name.loaded_options(state_dict, [group["names"] for group in self.param_groups])
         state: dict[str, Any] = state_dict["state"]
         for name, values in state.items():
-            check_shapes(name, self._named[name].shape, values)
+            by_name.check_shapes(name, self._named[name].shape, values)
         for group, loaded in zip(self.param_groups, options, strict=True):
             group.update(loaded)
             for name in group["names"]:
@@ -258,7 +250,7 @@ def _whole_state(
         return dict(states[0])
     result: dict[str, Any] = {}
     for key, value in states[0].items():
-        if is_elements(key, value, tensors[0].shape):
+        if by_name.is_elements(key, value, tensors[0].shape):
             parts = [state[key] for state in states]
             result[key] = param.with_tensors(parts if param.tensors else [], anchor=parts[0].new_empty(0))
         elif isinstance(value, Tensor) and value.numel() != 1:
@@ -275,8 +267,8 @@ def _local_state(param: Tensor, tensors: Sequence[Tensor], values: Mapping[str, 
     """Return the state of each of this rank's shards of a parameter."""
     parts: list[dict[str, Any]] = [{} for _ in tensors]
     for key, value in values.items():
-        cut: Sequence[Any] = [copied(value) for _ in tensors]
-        if is_elements(key, value, param.shape):
+        cut: Sequence[Any] = [by_name.copied(value) for _ in tensors]
+        if by_name.is_elements(key, value, param.shape):
             cut = [torch.empty_like(tensor, dtype=value.dtype, requires_grad=False) for tensor in tensors]
             if isinstance(param, ShardedTensor):
                 whole = param.with_tensors(cut if param.tensors else [], anchor=cut[0].new_empty(0))
