@@ -123,8 +123,8 @@ class ContiguousGroup(ParamGroup):
                 found = ", ".join([f"'{name}' is {dtype}" for dtype, name in names.items()])
                 raise ShardingError(
                     f"{here()}: parameters of group '{self.name}' were converted to different dtypes"
-                    f" ({found}); convert them together, or before fully_shard. Modules that were removed from"
-                    " the model since must be converted first, as their group still holds their parameters"
+                    f" ({found}); convert them together, or before fully_shard. Modules removed from"
+                    " the model since must be converted first: their group still holds their parameters"
                 )
             dtype, gather_dtype = dtypes.pop()
             segments.append(replace(segment, dtype=dtype, gather_dtype=gather_dtype))
