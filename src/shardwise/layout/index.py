@@ -101,13 +101,10 @@ def _along_curve(middles: Ints) -> Ints:
     key = np.zeros(middles.shape[1], np.int64)
     if varying:
         bits = _KEY_BITS // len(varying)
-        scaled = [_shifted(rank, bits - int(rank.max()).bit_length()) for rank in varying]
+        shifts = [bits - int(rank.max()).bit_length() for rank in varying]
+        scaled = [rank << max(n, 0) >> max(-n, 0) for rank, n in zip(varying, shifts, strict=True)]
         for bit in range(bits - 1, -1, -1):
             for rank in scaled:
                 key = key << 1 | rank >> bit & 1
     order: Ints = np.argsort(key, kind="stable")
     return order
-
-
-def _shifted(values: Ints, bits: int) -> Ints:
-    return values << bits if bits >= 0 else values >> -bits
