@@ -146,7 +146,7 @@ def _cut(spec: ParamSpec, ranks: int) -> _Cut:
                 f"{here()}: cannot shard '{spec.name}' on dim {placement.dim}: the contiguous layout"
                 ' shards parameters on dim 0 only; shard it on dim 0, or use layout="interleaved"'
             )
-        return _ROWS
+        return RaggedShard()
     if isinstance(placement, Owned) and placement.rank is not None and placement.rank >= ranks:
         raise ShardingError(
             f"{here()}: rank {placement.rank} cannot own '{spec.name}': the shard axis has {ranks} ranks; use"
@@ -155,41 +155,33 @@ def _cut(spec: ParamSpec, ranks: int) -> _Cut:
     return placement
 
 
-_ROWS = RaggedShard()
-
-
 @lru_cache(maxsize=1024)
 def _segments(
     shaped: tuple[_Shaped, ...], ranks: int, rank: int, align_bytes: int
 ) -> tuple[ContiguousSegment, ...]:
-    keys = dict.fromkeys(key for _, key, _ in shaped)
-    return tuple(_segment(shaped, key, ranks=ranks, rank=rank, align_bytes=align_bytes) for key in keys)
-
-
-def _segment(
-    shaped: Sequence[_Shaped], key: _Key, *, ranks: int, rank: int, align_bytes: int
-) -> ContiguousSegment:
-    dtype, gather_dtype, trainable = key
-    members = [(index, shape, cut) for index, (shape, of, cut) in enumerate(shaped) if of == key]
-    numels = tuple(math.prod(shape) for _, shape, _ in members)
-    packing = pack(
-        numels,
-        tuple(_block_numel(shape, cut) for _, shape, cut in members),
-        ranks=ranks,
-        align=max(1, align_bytes // min(dtype.itemsize, gather_dtype.itemsize)),
-        owners=tuple(cut.rank if isinstance(cut, Owned) else None for _, _, cut in members),
-    )
-    places, begin = [], rank * packing.shard_numel
-    for (index, shape, _), start, numel in zip(members, packing.starts, numels, strict=True):
-        box = rows_between(shape, start, begin, begin + packing.shard_numel)
-        places.append(Place(index, start, numel, box, 0 if box.is_empty else max(start - begin, 0)))
-    places.sort(key=lambda place: (place.start, place.numel, place.index))
-    return ContiguousSegment(dtype, gather_dtype, trainable, ranks, packing.shard_numel, tuple(places))
-
-
-def _block_numel(shape: tuple[int, ...], cut: _Cut) -> int:
-    """Return the number of elements that no rank boundary divides; at least 1, even without elements."""
-    return max(1, math.prod(shape) if isinstance(cut, Owned) else cut.block * math.prod(shape[1:]))
+    segments = []
+    for key in dict.fromkeys(key for _, key, _ in shaped):
+        dtype, gather_dtype, trainable = key
+        members = [(index, shape, cut) for index, (shape, of, cut) in enumerate(shaped) if of == key]
+        numels = tuple(math.prod(shape) for _, shape, _ in members)
+        blocks = (
+            math.prod(shape) if isinstance(cut, Owned) else cut.block * math.prod(shape[1:])
+            for _, shape, cut in members
+        )
+        packing = pack(
+            numels,
+            tuple(max(1, block) for block in blocks),
+            ranks=ranks,
+            align=max(1, align_bytes // min(dtype.itemsize, gather_dtype.itemsize)),
+            owners=tuple(cut.rank if isinstance(cut, Owned) else None for _, _, cut in members),
+        )
+        places, size = [], packing.shard_numel
+        for (index, shape, _), start, numel in zip(members, packing.starts, numels, strict=True):
+            box = rows_between(shape, start, rank * size, (rank + 1) * size)
+            places.append(Place(index, start, numel, box, 0 if box.is_empty else max(start - rank * size, 0)))
+        places.sort(key=lambda place: (place.start, place.numel, place.index))
+        segments.append(ContiguousSegment(dtype, gather_dtype, trainable, ranks, size, tuple(places)))
+    return tuple(segments)
 
 
 def gaps_between(used: Iterable[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:

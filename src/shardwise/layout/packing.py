@@ -211,8 +211,8 @@ def _place(items: Sequence[_Item], shard: int, ranks: int) -> dict[int, int] | N
 class _Space:
     """The gathered buffer while it is filled: a cursor, free space after it, and gaps before it.
 
-    Owned parameters have their places from the beginning, at the shard's start on even ranks and at its end on
-    odd ranks, so that the space in between is as long as possible.
+    Owned parameters are in it from the beginning, at the shard's start on even ranks and at its end on odd
+    ranks, so that the space in between is as long as possible.
     """
 
     def __init__(self, items: Sequence[_Item], shard: int, ranks: int) -> None:

@@ -39,8 +39,8 @@ from shardwise.sharded_tensor.metadata import (
     size_of,
 )
 from shardwise.sharded_tensor.move import boxes_of, describe, with_description
+from shardwise.sharded_tensor.pickling import register_shards
 from shardwise.sharded_tensor.registry import does
-from shardwise.sharded_tensor.remote import register_shards
 from shardwise.sharded_tensor.spec import ShardingSpec, spec_of
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
