@@ -98,9 +98,6 @@ def subtract(box: Box, other: Box) -> list[Box]:
     return rest
 
 
-# Boxes as arrays
-
-
 @dataclass(frozen=True, slots=True)
 class _Boxes:
     """Non-empty boxes, each a column in `starts` and `ends` [dims, boxes]."""
@@ -196,9 +193,6 @@ class _Sources:
 
     def boxes(self, columns: Ints) -> list[Box]:
         return _as_boxes(self.starts[:, columns], self.ends[:, columns])
-
-
-# Pairs of a source and a target box that have elements in common, and the parts of them that move
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,9 +106,6 @@ def _kinds(items: Iterable[_Item]) -> list[tuple[int, int]]:
     return sorted({(item.size, item.step) for item in items}, reverse=True)
 
 
-# ---------------------------------------------------------------- limits of the shard's size
-
-
 def _smallest_shard(items: Sequence[_Item], ranks: int) -> int:
     even = -(-sum(item.size for item in items) // ranks)
     owned = _by_owner(items).values()
@@ -147,9 +144,6 @@ def _next_possible(shard: int, kinds: Sequence[tuple[int, int]]) -> int:
         if not stuck:
             return shard
         shard = max(min(size - whole * step, (whole + 1) * step) for size, step, whole in stuck)
-
-
-# ---------------------------------------------------------------- the search
 
 
 def _search(items: Sequence[_Item], ranks: int) -> tuple[int, dict[int, int]]:
@@ -194,9 +188,6 @@ def _candidates(smallest: int, kinds: Sequence[tuple[int, int]]) -> Iterator[int
             if series[j] <= shard:
                 low = max(series[j] + stride, shard + 1)
                 series[j] = low + -low % m
-
-
-# ---------------------------------------------------------------- placing at one size
 
 
 def _place(items: Sequence[_Item], shard: int, ranks: int) -> dict[int, int] | None:

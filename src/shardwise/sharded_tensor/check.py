@@ -69,10 +69,10 @@ def gather_shards(
     if problems:
         raise ShardingError(f"{here()}: the local shards make no sharded tensor: " + "; ".join(problems))
     merged = {name: value for entry in reversed(by_rank) for name, value in entry.items()}
-    properties = {name: merged[name] for name in ("requires_grad", "pin_memory") if name in merged}
-    for name in ("dtype", "memory_format"):
-        if name in merged:
-            properties[name] = getattr(torch, merged[name].removeprefix("torch."))
+    values = {name: merged[name] for name in vars(TensorProperties()) if name in merged}
+    properties = {
+        n: v if isinstance(v, bool) else getattr(torch, v.removeprefix("torch.")) for n, v in values.items()
+    }
     places = [ShardMetadata(*place) for entry in by_rank for place in entry["shards"]]
     metadata = ShardedTensorMetadata(places, size_of(global_size), TensorProperties(**properties))
     metadata.check(ranks)
@@ -174,34 +174,30 @@ def _mismatches(
             yield f"shard {index} ({_position(shard)}) has {name} {value}, but {reference} {expected[name]}"
 
 
-def _problems(index: int, shard: Shard) -> list[str]:
-    """List the problems of a shard by itself."""
+def _problems(index: int, shard: Shard) -> Iterator[str]:
+    """Yield the problems of a shard by itself."""
     tensor, place, rank = shard.tensor, shard.metadata, dist.get_rank()
     name = f"shard {index} ({_position(shard)})"
-    problems: list[str] = []
     if any(value < 0 for value in (*place.shard_offsets, *place.shard_sizes)):
-        problems.append(f"{name} has a negative offset or size")
+        yield f"{name} has a negative offset or size"
     if len(place.shard_offsets) != len(place.shard_sizes):
-        problems.append(f"{name} has {len(place.shard_offsets)} offsets but {len(place.shard_sizes)} sizes")
+        yield f"{name} has {len(place.shard_offsets)} offsets but {len(place.shard_sizes)} sizes"
     if list(tensor.shape) != place.shard_sizes:
-        problems.append(f"{name} has a tensor of shape {list(tensor.shape)}, expected {place.shard_sizes}")
+        yield f"{name} has a tensor of shape {list(tensor.shape)}, expected {place.shard_sizes}"
     if tensor.layout != torch.strided:
-        problems.append(f"{name} has layout {tensor.layout}, expected torch.strided")
+        yield f"{name} has layout {tensor.layout}, expected torch.strided"
     elif memory_format_of(tensor) is torch.preserve_format:
-        problems.append(f"{name} is not contiguous (strides {tensor.stride()}); pass tensor.contiguous()")
+        yield f"{name} is not contiguous (strides {tensor.stride()}); pass tensor.contiguous()"
     if not tensor.is_leaf:
-        problems.append(
-            f"{name} is the result of a differentiable operation, expected a leaf; pass tensor.detach()"
-        )
+        yield f"{name} is the result of a differentiable operation, expected a leaf; pass tensor.detach()"
     if place.placement is None or place.placement.rank() is None:
-        problems.append(f'{name} has placement {place.placement}, expected "rank:{rank}/{tensor.device}"')
+        yield f'{name} has placement {place.placement}, expected "rank:{rank}/{tensor.device}"'
     elif place.placement.rank() != rank:
-        problems.append(f"{name} is placed on rank {place.placement.rank()}, but rank {rank} holds it")
+        yield f"{name} is placed on rank {place.placement.rank()}, but rank {rank} holds it"
     elif (device := place.placement.device()).type != tensor.device.type or (
         device.index not in (None, tensor.device.index)
     ):
-        problems.append(f"{name} is placed on {device}, but its tensor is on {tensor.device}")
-    return problems
+        yield f"{name} is placed on {device}, but its tensor is on {tensor.device}"
 
 
 def _position(shard: Shard) -> str:

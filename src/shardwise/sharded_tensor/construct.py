@@ -38,7 +38,7 @@ from shardwise.sharded_tensor.metadata import (
     check_pinnable,
     size_of,
 )
-from shardwise.sharded_tensor.move import boxes_of, describe, with_description
+from shardwise.sharded_tensor.move import boxes_of, describe
 from shardwise.sharded_tensor.pickling import register_shards
 from shardwise.sharded_tensor.registry import does
 from shardwise.sharded_tensor.spec import ShardingSpec, spec_of
@@ -238,9 +238,8 @@ def init_from_local_tensor(
 
     gathered = gather_shards(make_shards, global_size, group=group)
     build = partial(cut_by, sharding_spec, gathered.size, gathered.tensor_properties, group)
-    metadata = agree_on(
-        lambda: with_description(build()), group=group, subject="the spec of the local tensors"
-    )
+    subject = "the spec of the local tensors"
+    metadata = agree_on(lambda: (cut := build(), describe(cut)), group=group, subject=subject)
     return _wrap(local, metadata, group, sharding_spec, init_rrefs)
 
 
@@ -373,7 +372,6 @@ def fill_shards(sharded: ShardedTensor, fill: Callable[..., object]) -> ShardedT
 
 
 def _allocate_shards(metadata: ShardedTensorMetadata) -> list[Shard]:
-    """Return memory for this rank's shards."""
     properties, shards = metadata.tensor_properties, []
     for place in metadata.held_by(dist.get_rank()):
         assert place.placement is not None

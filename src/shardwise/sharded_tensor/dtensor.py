@@ -144,9 +144,6 @@ def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Pl
     return _compat.dtensor(local, spec)
 
 
-# Checks of conversions: placements, meshes and groups
-
-
 def check_detached(tensor: Tensor) -> None:
     """Raise, in grad mode, for a result whose gradient a conversion would lose."""
     if torch.is_grad_enabled() and not tensor.is_leaf:

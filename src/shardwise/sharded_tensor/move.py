@@ -111,11 +111,6 @@ def describe(metadata: ShardedTensorMetadata) -> str:
     return "\n".join([f"{tuple(metadata.size)} {metadata.tensor_properties.dtype}", *shards])
 
 
-def with_description(metadata: ShardedTensorMetadata) -> tuple[ShardedTensorMetadata, str]:
-    """Return `metadata` and its description, for ranks to agree on."""
-    return metadata, describe(metadata)
-
-
 @does(ShardedTensor.full_tensor)
 def _full_tensor(sharded: ShardedTensor) -> Tensor:
     source, group, rank = sharded.metadata(), sharded.process_group, sharded.process_group.rank()

@@ -99,9 +99,6 @@ def bernoulli(box: Box, *, shape: Sequence[int], seed: int, p: float, device: to
     return out
 
 
-# The checks
-
-
 def _check_box(box: Box, shape: Sequence[int]) -> None:
     if len(box.sizes) != len(shape) or any(end > size for end, size in zip(box.ends, shape, strict=True)):
         raise ShardingError(f"{here()}: expected a box within the tensor's shape {tuple(shape)}, got {box}")
@@ -135,9 +132,6 @@ def _bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
     if least > most:
         raise ShardingError(f"{here()}: {dtype} has no number in [{low}, {high}); widen the range")
     return least, most
-
-
-# The integers
 
 
 def _random_bits(

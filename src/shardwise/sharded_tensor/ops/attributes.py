@@ -65,9 +65,6 @@ for _func, _answer in _ANSWERS.items():
     called_as(_func)(_answer)
 
 
-# ---------------------------------------------------------------- autograd
-
-
 @called_as(_T.requires_grad_, _T.requires_grad.__set__)
 def _requires_grad_(sharded: ShardedTensor, requires_grad: bool = True) -> ShardedTensor:
     for tensor in sharded.tracked:
@@ -129,9 +126,6 @@ def _detach_(func: Any, sharded: ShardedTensor) -> ShardedTensor:
     return sharded
 
 
-# ---------------------------------------------------------------- other memory
-
-
 @rule(_T.data.__set__, takes="input value")
 def _set_data(func: Any, sharded: ShardedTensor, value: Any) -> None:
     """Replace the shards by those of a tensor of the same shape; keep leaf objects if the cut is the same."""
@@ -190,9 +184,6 @@ def _share_memory_(func: Any, sharded: ShardedTensor) -> ShardedTensor:
     for tensor in sharded.tensors:
         tensor.share_memory_()
     return sharded
-
-
-# ---------------------------------------------------------------- other devices, dtypes and values
 
 
 @handles(_T.to)

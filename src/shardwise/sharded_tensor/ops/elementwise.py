@@ -169,9 +169,6 @@ def _positive(func: Any, sharded: ShardedTensor) -> ShardedTensor:
     return convert(sharded, func)
 
 
-# ---------------------------------------------------------------- one answer for all ranks of the group
-
-
 @called_as(torch.equal, Tensor.equal)
 def _equal(input: Tensor, other: Tensor) -> bool:
     """Compare as `torch.equal`. Collective over the group, unless shapes differ."""

@@ -45,8 +45,6 @@ from shardwise.sharded_tensor.refuse import refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
-# ------------------------------------------------------------ the two functions
-
 
 @handles(F.embedding, F.embedding_bag)
 def _look_up(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
@@ -131,9 +129,6 @@ def _lead(lookup: Lookup) -> tuple[int, ...]:
     return lookup.shape if lookup.mode == "row" else (lookup.bags,)
 
 
-# ------------------------------------------------------------ arguments
-
-
 def _check_cut(func: Any, weight: ShardedTensor, max_norm: float | None, mode: str | None) -> None:
     if mode == "max" and weight.metadata().is_cut((0,)):
         refuse_case(
@@ -190,9 +185,6 @@ def _bags_of_ids(ids: Tensor, offsets: Tensor | None, bags: int, include_last_of
     return numbers.repeat_interleave(sizes.to(numbers.device))
 
 
-# ------------------------------------------------------------ what becomes of the table
-
-
 def _divide_by_frequency(weight: Tensor, ids: Tensor) -> Tensor:
     """Return `weight` with each row's gradient divided by its number of occurrences in `ids`. Local."""
     counts = torch.bincount(ids.reshape(-1), minlength=weight.shape[0]).clamp(min=1).unsqueeze(1)
@@ -218,9 +210,6 @@ def _renormalize(weight: Tensor, ids: Tensor, max_norm: float, norm_type: float)
         local_rows = rows[(rows >= box.offsets[0]) & (rows < box.ends[0])]
         if local_rows.numel() and not box.is_empty:
             torch.embedding_renorm_(table.detach(), local_rows - box.offsets[0], max_norm, norm_type)
-
-
-# ------------------------------------------------------------ whole rows, whole tables
 
 
 def _on_columns(

@@ -104,9 +104,6 @@ def _check_places(func: Any, args: Args, kwargs: Kwargs) -> None:
         refuse(func, args, kwargs)
 
 
-# Norms
-
-
 def _norm(func: Any, args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
     """Return every tensor's p-norm, plain and the same on every rank. Collective."""
     _check_places(func, args, kwargs)

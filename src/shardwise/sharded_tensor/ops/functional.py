@@ -15,7 +15,6 @@ a batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -27,7 +26,7 @@ from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import nothing_of, tied
 from shardwise.sharded_tensor.construct import shared_seed
 from shardwise.sharded_tensor.ops.elementwise import elementwise
-from shardwise.sharded_tensor.ops.operands import anchor_of, by_name, called_as, parts, probe, rule, unsharded
+from shardwise.sharded_tensor.ops.operands import anchor_of, by_name, parts, probe, rule, unsharded
 from shardwise.sharded_tensor.ops.reduce import dims_of, log_of_exponentials, refuse_cut
 from shardwise.sharded_tensor.ops.shape import derive
 from shardwise.sharded_tensor.random import bernoulli
@@ -68,29 +67,13 @@ def _widen(sharded: ShardedTensor, out_dtype: torch.dtype) -> ShardedTensor:
     return sharded.to(torch.promote_types(torch.promote_types(sharded.dtype, torch.float32), out_dtype))
 
 
-@called_as(F.layer_norm, torch.layer_norm)
-def _layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Tensor:
-    return _normalize(F.layer_norm, input, tuple(normalized_shape), (weight, bias), eps)
-
-
-@called_as(F.rms_norm, torch.rms_norm)
-def _rms_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    return _normalize(F.rms_norm, input, tuple(normalized_shape), (weight,), eps)
-
-
-def _normalize(
-    func: Any, input: Tensor, shape: tuple[int, ...], affine: tuple[Tensor | None, ...], eps: Any
-) -> Tensor:
+@handles(F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
+def _normalize(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """Apply `func` to shards that have whole slices; else compute it over ranks."""
+    kwargs.pop("cudnn_enable", None)
+    func = getattr(F, func.__name__)
+    input, shape, *affine, eps = by_name(func, args[:5], kwargs).values()
+    shape = tuple(shape)
     func(probe(input), shape, *(None if t is None else probe(t) for t in affine), eps)  # torch judges shapes
     if not isinstance(input, ShardedTensor):
         return cast(Tensor, func(input, shape, *map(unsharded, affine), eps))

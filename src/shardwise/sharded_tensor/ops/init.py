@@ -98,9 +98,6 @@ def _eye(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     return fill_shards(out, diagonal)
 
 
-# Tensors like a sharded one
-
-
 @handles(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like)
 def _like(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Apply `func` to every shard, for a tensor of the same cut: in memory of its own, an autograd leaf."""

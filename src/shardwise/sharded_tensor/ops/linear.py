@@ -63,8 +63,6 @@ def _rmatmul(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     return _product(args[1], args[0], name="matmul")
 
 
-# ------------------------------------------------------------ one product
-#
 # Of matrices [*batch, rows, columns]. `summed_dim` is the dim, from the last, of the leading factor that is
 # summed over: -1 of a left one, -2 of a right one. Of the other factor it is -3 - summed_dim.
 
@@ -153,9 +151,6 @@ def _leader(left: Tensor, right: Tensor, name: str) -> tuple[ShardedTensor, Tens
 
 def _shards(sharded: ShardedTensor) -> list[tuple[int, Box]]:
     return [(shard.rank, shard.box) for shard in sharded.metadata().shards_metadata]
-
-
-# ------------------------------------------------------------ boxes
 
 
 def _matching_box(box: Box, leader: Sequence[int], other: Sequence[int], summed_dim: int) -> Box:

@@ -126,9 +126,6 @@ def _total(parts: Sequence[tuple[Box, Tensor]], rows: int, columns: int, anchor:
     return total_of(boxed, (rows, columns), anchor)
 
 
-# ------------------------------------------------------------ sharded ids
-
-
 def to_holders(weight: ShardedTensor, lookup: Lookup, ids: ShardedTensor) -> ShardedTensor:
     """Return the result on the ranks that hold the ids, cut like them."""
     rank, tables = weight.process_group.rank(), weight.metadata().shards_metadata

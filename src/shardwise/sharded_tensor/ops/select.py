@@ -35,9 +35,6 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 _T: Any = Tensor
 
 
-# ---------------------------------------------------------------- by an index
-
-
 @rule(_T.__getitem__, takes="input index")
 def _getitem(func: Any, sharded: ShardedTensor, index: Any) -> ShardedTensor:
     items = [_item(sharded, item) for item in (index if isinstance(index, tuple) else (index,))]
@@ -106,9 +103,6 @@ def _setitem(func: Any, sharded: ShardedTensor, index: Any, value: Any) -> None:
     cast(Tensor, part).fill_(value)
 
 
-# ---------------------------------------------------------------- along one dim
-
-
 @handles(*functions("narrow select unbind chunk split split_with_sizes tensor_split"))
 def _along(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Cut along one dim; torch's own result for a tensor of that dim determines the elements of each part."""
@@ -132,9 +126,6 @@ def _along(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return _pick(sharded, picks, [*size[:dim], *count, *size[dim + 1 :]])
 
     return make_part(parts) if isinstance(parts, Tensor) else type(parts)(map(make_part, parts))
-
-
-# ---------------------------------------------------------------- several together
 
 
 @handles(torch.cat, torch.concat, torch.concatenate, torch.stack)

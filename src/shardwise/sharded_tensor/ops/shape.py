@@ -33,9 +33,6 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 _T: Any = Tensor
 
 
-# ---------------------------------------------------------------- for every operation here and in `select`
-
-
 def split_operand(args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
     """Return the first operand, and the other arguments."""
     if args:
@@ -129,9 +126,6 @@ def writable(*targets: ShardedTensor) -> Iterator[None]:
             target._ends = ends
 
 
-# ---------------------------------------------------------------- dims in another order
-
-
 @handles(*functions("transpose swapaxes swapdims t permute movedim moveaxis"), _T.T.__get__, _T.mT.__get__)
 def _permute(func: Any, args: Args, kwargs: Kwargs) -> Any:
     sharded, rest, kwargs = split_operand(args, kwargs)
@@ -146,9 +140,6 @@ def _permute(func: Any, args: Args, kwargs: Kwargs) -> Any:
     views, ends = views_of(sharded)
     tensors = [tensor.permute(tuple(order)) for tensor in views]
     return _connect(sharded, tensors, places, ends)
-
-
-# ---------------------------------------------------------------- the same elements in other dims
 
 
 @handles(*functions("reshape flatten unflatten ravel squeeze unsqueeze view view_as reshape_as"))
@@ -216,9 +207,6 @@ def _refuse_reshape(name: str, sharded: ShardedTensor, size: Sequence[int], brok
         reason=f"the shard at {broken.offsets} of size {broken.sizes} does not stay one box",
         hint=hint,
     )
-
-
-# ---------------------------------------------------------------- the same elements several times
 
 
 @handles(*functions("expand broadcast_to expand_as"))

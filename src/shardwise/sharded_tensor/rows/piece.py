@@ -238,31 +238,26 @@ def piece_of(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
 ) -> Piece:
     """Return this rank's part of a tensor of `shape` with these placements. No communication."""
-    key = (id(mesh), tuple(placements), tuple(shape), dtype)
-    piece = _pieces.get(key)
-    if piece is None:  # a living piece keeps its mesh alive, so no other mesh gets its id
-        piece = _pieces[key] = _piece_of(mesh, tuple(placements), torch.Size(shape), dtype)
-    return piece
-
-
-def _piece_of(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
-) -> Piece:
+    size = torch.Size(shape)
+    key = (id(mesh), tuple(placements), size, dtype)
+    if known := _pieces.get(key):  # a living piece keeps its mesh alive, so no other mesh gets its id
+        return known
     cuts = {axis: p for axis, p in enumerate(placements) if isinstance(p, RowShard)}
     even_cuts = even_cuts_of(mesh, [_REPLICATE if axis in cuts else p for axis, p in enumerate(placements)])
-    part = _even_part(shape, even_cuts)
+    part = _even_part(size, even_cuts)
     row_axes = sorted(cuts, key=lambda axis: cuts[axis].step)
     groups = tuple(mesh.get_group(axis) for axis in row_axes)
-    counts = cuts[row_axes[0]].counts if row_axes else (shape[0],)
+    counts = cuts[row_axes[0]].counts if row_axes else (size[0],)
     if part.numel and sum(counts) != part.sizes[0]:
         raise ShardingError(
-            f"{here()}: {placements} cut {sum(counts)} rows, but this rank's part of a tensor of shape"
-            f" {tuple(shape)} has {part.sizes[0]}; use placements of a tensor of the same shape"
+            f"{here()}: {tuple(placements)} cut {sum(counts)} rows, but this rank's part of a tensor of shape"
+            f" {tuple(size)} has {part.sizes[0]}; use placements of a tensor of the same shape"
         )
     trailing = part.sizes[1:]
-    starts = list(accumulate(counts, initial=0))
+    starts = accumulate(counts, initial=0)
     boxes = [Box((a, *[0] * len(trailing)), (n, *trailing)) for a, n in zip(starts, counts, strict=False)]
-    return Piece(shape, groups, boxes.__getitem__, even_cuts, on_mesh=mesh)
+    piece = _pieces[key] = Piece(size, groups, boxes.__getitem__, even_cuts, on_mesh=mesh)
+    return piece
 
 
 def even_cuts_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> EvenCuts:

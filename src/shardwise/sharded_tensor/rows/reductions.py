@@ -164,9 +164,6 @@ def cut_gradient(tensor: ShardedRows) -> None:
     Tensor.register_hook(tensor, cut)  # type: ignore[no-untyped-call]
 
 
-# Rules
-
-
 def _along(call: _Call) -> Any:
     """Apply an op that has a result for each row."""
     if call.groups:
