@@ -9,9 +9,7 @@ Two parameters A and B over two ranks::
 Rank `r` holds the elements from `r * S` to `(r + 1) * S`: rows of some parameters, and with many ranks none
 of most others. `shardwise.layout.packing` orders the parameters so that these boundaries fall between blocks
 of rows. Parameters that differ in dtype, or in whether they are trained, lie in separate buffers (segments),
-so that a frozen parameter costs no gradient.
-
-The arithmetic depends on shapes, not on names, and is done once for all equal modules.
+so that a frozen parameter costs no gradient. The arithmetic is done once for all modules of equal shapes.
 """
 
 from __future__ import annotations

@@ -61,11 +61,7 @@ class Index:
             self._levels.append(around)
 
     def meeting(self, starts: Ints, ends: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Yield pairs (column of `starts` and `ends`, column of this index) of boxes that overlap.
-
-        Column by column, in portions. One column's pairs are all in the same portion, in the index's own
-        order.
-        """
+        """Yield pairs (given column, own column) that overlap; all of one in one portion, in own order."""
         if not len(self._order):
             return
         columns = np.arange(starts.shape[1])

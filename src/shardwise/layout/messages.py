@@ -115,7 +115,6 @@ class _Boxes:
 
 
 def _common_ndim(source: Sequence[Sequence[Box]], target: Sequence[Sequence[Box]]) -> int:
-    """Return the number of dims of all boxes; 0 if there is no box."""
     first: Box | None = None
     for verb, side in (("holds", source), ("wants", target)):
         for rank, boxes in enumerate(side):
@@ -170,7 +169,6 @@ class _Sources:
         self._bounds = np.searchsorted(self._box, np.arange(self.starts.shape[1] + 1))
 
     def of(self, rank: int) -> Ints:
-        """Return the boxes that `rank` holds."""
         return self._box[np.flatnonzero(self.rank == rank)]
 
     def nearest(self, box: Ints, receiver: Ints) -> Ints:
@@ -258,10 +256,7 @@ def _parts(sources: _Sources, targets: _Boxes, pairs: Ints) -> _Parts:
 
 
 def _remainders(pairs: list[int], common: list[Box], cuts: list[Box]) -> Iterator[tuple[int, Box]]:
-    """Yield the remainder of each pair's overlap after subtracting every box in `cuts`.
-
-    The result depends on the order of `cuts`, which is the index's, so that sender and receiver cut alike.
-    """
+    """Yield what `cuts` leave of each pair's overlap, in the index's order: sender and receiver cut alike."""
     for pair, rows in itertools.groupby(zip(pairs, common, cuts, strict=True), key=lambda row: row[0]):
         rest: list[Box] | None = None
         for _, box, cut in rows:

@@ -191,7 +191,6 @@ def _candidates(smallest: int, kinds: Sequence[tuple[int, int]]) -> Iterator[int
 
 
 def _place(items: Sequence[_Item], shard: int, ranks: int) -> dict[int, int] | None:
-    """Return the starts by index, from the first strategy that succeeds."""
     for strategy in _STRATEGIES:
         space = _Space(items, shard, ranks)
         if strategy(space, [item for item in items if item.owner is None]):
@@ -255,7 +254,6 @@ class _Space:
         return False
 
     def append(self, item: _Item) -> bool:
-        """Place `item` after the cursor."""
         start = self.first_start(self.cursor, item.size, item.step)
         self.add_gap(self.cursor, start)
         self.starts[item.index] = start

@@ -151,7 +151,6 @@ _PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"
 
 
 def _properties(tensor: torch.Tensor) -> dict[str, Any]:
-    """Describe the properties that a tensor has, in texts and bools."""
     properties: dict[str, Any] = {
         "dtype": str(tensor.dtype),
         "layout": str(tensor.layout),
@@ -175,7 +174,6 @@ def _mismatches(
 
 
 def _problems(index: int, shard: Shard) -> Iterator[str]:
-    """Yield the problems of a shard by itself."""
     tensor, place, rank = shard.tensor, shard.metadata, dist.get_rank()
     name = f"shard {index} ({_position(shard)})"
     if any(value < 0 for value in (*place.shard_offsets, *place.shard_sizes)):

@@ -352,7 +352,6 @@ def _wrap(
 def _make_random(
     spec: ShardingSpec, size: Sequence[Any], options: dict[str, Any], seed: int | None, draw: partial[Tensor]
 ) -> ShardedTensor:
-    """Make a tensor filled by `draw`, a function of `sharded_tensor.random`."""
     sharded = _make(spec, size, values=f"{draw.func.__name__} {draw.keywords} of seed {seed}", **options)
     if seed is None:
         seed = shared_seed(sharded.process_group)

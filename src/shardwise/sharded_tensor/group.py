@@ -41,11 +41,7 @@ def ranks_of(group: dist.ProcessGroup) -> list[int] | None:
 
 
 def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return `process_group`, or the default group for None; `OUTSIDE` if this process is not in it.
-
-    Raises:
-        ShardingError: there is no default group, or the argument is not a process group.
-    """
+    """Return `process_group`, or the default group for None; `OUTSIDE` if this process is not in it."""
     if isinstance(process_group, dist.ProcessGroup):
         return process_group
     if process_group is OUTSIDE or process_group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -74,11 +70,7 @@ def cut_by(
 
 
 def with_ranks(metadata: ShardedTensorMetadata) -> ShardedTensorMetadata:
-    """Return the metadata with placements by worker name replaced by placements by rank. Local.
-
-    Raises:
-        ShardingError: there is no such worker, or RPC is not initialised.
-    """
+    """Replace placements by worker name by those by rank. Raises ShardingError for an unknown worker."""
     if not any(shard.placement and shard.placement.worker_name() for shard in metadata.shards_metadata):
         return metadata
     return metadata.placed(_by_rank)

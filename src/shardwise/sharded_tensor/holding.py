@@ -6,16 +6,14 @@
     a ShardedTensor    Listed      boxes anywhere, listed in its metadata
 
 `kinds.holding_of` returns a tensor's holding. Nothing here communicates, and boxes are computed on first use.
-
 A rank of a DTensor holds certain indices of each dim, found by splitting the dim's range over the mesh axes
-that cut it, one after the other. After a strided split they may form several runs:
+that cut it, one after the other. After a strided split they may form several runs, and each combination of
+runs, one per dim, is a box:
 
     dim of 8 over a mesh of 2 x 2                   (0, 0)   (0, 1)   (1, 0)   (1, 1)
     [Shard(0), Shard(0)]                            0 1      2 3      4 5      6 7
     [Replicate(), Shard(0)]                         0-3      4-7      0-3      4-7
     [strided Shard(0) of 2, Replicate()]            0 1 4 5  0 1 4 5  2 3 6 7  2 3 6 7
-
-Each combination of runs, one per dim, is a box.
 
 Ranks must ascend along every axis that cuts. Where they do not, torch itself is inconsistent: its collectives
 order parts by rank in the axis' group, which ascends, and all other code orders them by coordinate.
@@ -92,7 +90,6 @@ class Part:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Sizes of the local tensor."""
         return tuple(map(_length, self.runs))
 
     @property
@@ -237,7 +234,6 @@ def _length(runs: _Runs) -> int:
 
 
 def _split(runs: _Runs, placement: Placement, count: int) -> list[_Runs]:
-    """Split `runs` over the `count` coordinates of an axis."""
     if isinstance(placement, OwnShard):
         spans = [placement.local_rows(_length(runs), count, index) for index in range(count)]
         return [_slice_runs(runs, first, first + rows) for rows, first in spans]
@@ -265,7 +261,6 @@ def _slice_runs(runs: _Runs, begin: int, end: int) -> _Runs:
 
 
 def _join_runs(runs: Iterable[range]) -> _Runs:
-    """Join adjacent runs."""
     joined: _Runs = []
     for run in runs:
         if joined and joined[-1].stop == run.start:

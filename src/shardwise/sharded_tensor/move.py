@@ -25,7 +25,6 @@ from shardwise.sharded_tensor.tensor import ShardedTensor, device_of
 
 
 def boxes_of(metadata: ShardedTensorMetadata, group: dist.ProcessGroup) -> list[list[Box]]:
-    """List the boxes that each rank of `group` holds."""
     return metadata.boxes_by_rank(dist.get_process_group_ranks(group))
 
 
@@ -91,10 +90,7 @@ class _Cut:
 
 @lru_cache(maxsize=64)
 def _plan(source: _Cut, target: _Cut | None, ranks: tuple[int, ...], rank: int) -> tuple[str, autograd.Route]:
-    """Describe a move and route `rank` of the group of global `ranks`; `target` None: the whole on each.
-
-    Cached, since moves are the same each time.
-    """
+    """Describe a move and route `rank` of the group of global `ranks`; `target` None: the whole on each."""
     source_boxes = source.metadata.boxes_by_rank(ranks)
     if target is None:
         text, target_boxes = "the whole", [[Box.whole(source.metadata.size)] for _ in ranks]

@@ -62,7 +62,6 @@ def refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
 
 
 def refuse_case(name: str, *sharded: Any, reason: str, hint: str) -> NoReturn:
-    """Raise ShardingError for one case of the operation `name`, which is supported in others."""
     raise ShardingError(
         f"{here()}: {name} is not possible on this ShardedTensor ({_specs(sharded)}): {reason}; {hint}"
     )

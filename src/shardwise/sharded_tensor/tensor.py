@@ -126,10 +126,7 @@ class ShardedTensor(ShardedTensorBase):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The local shards' tensors, to read.
-
-        Of a part of another tensor, the first is connected in the autograd graph to what the part leaves out.
-        """
+        """The local shards' tensors, to read; the first is connected to what a part leaves out (`_ends`)."""
         tensors = self.views
         if tensors and self._ends and torch.is_grad_enabled():
             tensors[0] = tied(tensors[0], self._ends)
@@ -161,7 +158,6 @@ class ShardedTensor(ShardedTensorBase):
 
     @property
     def boxes(self) -> list[Box]:
-        """The local shards' boxes."""
         return [shard.metadata.box for shard in self._shards]
 
     @between_graphs
@@ -359,7 +355,6 @@ class ShardedTensor(ShardedTensorBase):
 
 
 def _map_shards(function: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    """Handle `ShardedTensor.map` as an operation."""
     sharded: ShardedTensor = args[0]
     tensors = [function(tensor) for tensor in sharded.views]
     result = sharded.with_tensors(tensors, anchor=None if tensors else function(sharded.anchor))

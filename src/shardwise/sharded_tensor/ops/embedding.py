@@ -1,20 +1,16 @@
 """Lookups in a sharded table: `embedding` and `embedding_bag`, and so `nn.Embedding` and `nn.EmbeddingBag`.
 
-    ids                   table                        result                        communication
-    plain                 cut along columns only       sharded, cut along the last   none
-    plain                 any other boxes              plain                         one all-reduce of it
-    plain, other ones     any boxes                    plain: of each rank's ids     ids to all, rows to
-    on each rank                                                                     the ids' ranks
-    sharded along dim 0   any boxes                    sharded like the ids          ids to all, rows to
-                                                                                     the ids' holders
-    sharded along dim 0   plain                        sharded like the ids          ids to all
+    ids                   table                    result                        communication
+    plain                 cut along columns only   sharded, cut along the last   none
+    plain                 any other boxes          plain                         one all-reduce of it
+    of each rank, plain   any boxes                plain: of each rank's ids     ids to all, rows to each rank
+    sharded along dim 0   any boxes                sharded like the ids          ids to all, rows to the holders
+    sharded along dim 0   plain                    sharded like the ids          ids to all
 
-Ranks first compare plain ids in a small all-reduce (`ops.lookup`), whatever the table.
-A table that one rank holds completely counts as "any other boxes". Gradients go back in the same
-way; `sparse=True` gives local shards sparse ones. For bags, ids sharded along dim 0 have shape (bags,
-ids in each).
-
-The maximum of a bag (`mode="max"`) needs all rows in every shard, `max_norm` all columns.
+Ranks first compare plain ids in a small all-reduce (`ops.lookup`). A table that one rank holds completely
+counts as "any other boxes". Gradients go back in the same way; `sparse=True` gives local shards sparse ones.
+For bags, ids sharded along dim 0 have shape (bags, ids in each); their maximum (`mode="max"`) needs all rows
+in every shard, `max_norm` all columns.
 """
 
 from __future__ import annotations
@@ -92,7 +88,6 @@ def _look_up(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def _make_lookup(func: Any, ids: Tensor, weight: Tensor, options: dict[str, Any]) -> Lookup:
-    """Return the lookup that this rank's arguments ask for."""
     offsets, weights = options.get("offsets"), options.get("per_sample_weights")
     # On the meta device torch checks the arguments, in its own words, and allocates nothing.
     probes = {name: probe(value) if isinstance(value, Tensor) else value for name, value in options.items()}

@@ -9,8 +9,7 @@ rank: one broadcast, of a seed.
 
 Losses are functions of every element, or of every row, and their mean or sum. With `reduction="none"` they
 are local and cut like their input; a mean or sum is a plain tensor, after all-reduces of one number.
-Cross-entropy takes logits cut along any dims except the classes, for example if each rank has its rows of
-a batch.
+Cross-entropy takes logits cut along any dims except the classes.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ def _softmax(func: Any, sharded: ShardedTensor, dim: Any, dtype: torch.dtype | N
 
 
 def _widen(sharded: ShardedTensor, out_dtype: torch.dtype) -> ShardedTensor:
-    """Cast to the dtype in which statistics are computed."""
     return sharded.to(torch.promote_types(torch.promote_types(sharded.dtype, torch.float32), out_dtype))
 
 

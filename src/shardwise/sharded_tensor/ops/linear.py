@@ -9,8 +9,7 @@ other factor, which the rank must also have. Every rank has a plain factor.
 
     linear(plain, weight cut along dim 0)          sharded along the last dim          none
     linear(plain, weight cut along dim 1)          plain                               one all-reduce
-    linear(input cut along its last dim,
-           weight cut equally on dim 1)            plain                               one all-reduce
+    linear(input, weight: both cut on the last)    plain                               one all-reduce
     linear(input cut along batch dims, plain)      sharded like the input              none
 
 A right factor of which one rank holds all gives a plain result. A bias or addend joins after the sum, once.

@@ -7,12 +7,10 @@ Ranks compare a hash of their plain ids, in one small all-reduce:
                            of all ranks'. Ids go to all ranks, rows to the rank that asks (`to_holders`)
 
 An error in one rank's ids raises on all ranks. After that, every rank knows all ids and all boxes, so each
-determines by itself what it finds, sends and receives:
+determines by itself what it finds, sends and receives; an id whose row is on another rank adds nothing.
 
     to_all        the result on every rank: each adds its part, in one all-reduce
     to_holders    the result on the ranks that hold the ids: each shard of the table sends to each of theirs
-
-An id whose row is on another rank adds nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +64,6 @@ class Lookup:
     sparse: bool = False
 
     def counted_mask(self) -> Tensor:
-        """Return [ids] whether each id counts in its bag."""
         if self.padding is None or self.mode == "row":
             return torch.ones_like(self.ids, dtype=torch.bool)
         return self.ids != self.padding

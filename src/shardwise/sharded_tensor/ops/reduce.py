@@ -9,9 +9,8 @@ any other dims, and all dims together           a plain tensor, the same on ever
 
 Only the cut decides which it is. Ranks combine values in fp32 or wider (norms: fp64), and round them to the
 result's dtype at the end. Gradients equal torch's for the whole tensor: that of an extreme is spread evenly
-over all elements with that value, and that of a norm of zero is zero.
-
-Indices of extremes are refused along dims that shards cut.
+over all elements with that value, and that of a norm of zero is zero. Indices of extremes are refused along
+dims that shards cut.
 """
 
 from __future__ import annotations
@@ -82,7 +81,6 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
 
 
 def _count(sharded: ShardedTensor, dims: Dims) -> int:
-    """Count the elements of which a reduction along `dims` makes one."""
     return math.prod(sharded.metadata().size[d] for d in dims)
 
 
@@ -127,10 +125,7 @@ def _reduce(
 def _fold(
     subject: str, sharded: ShardedTensor, dims: Dims, start: Tensor, join: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Return `join(start, shard)` of this rank's shards, each in its place after `dims` become one element.
-
-    On the CPU ranks compare what they reduce: unequal collectives would hang or give garbage.
-    """
+    """Return `join(start, shard)` of this rank's shards, each in its place once `dims` are one element."""
     sharded.ask_history()
     size = sharded.metadata().size
     result = start.expand([1 if d in dims else length for d, length in enumerate(size)]).clone()

@@ -34,7 +34,6 @@ _T: Any = Tensor
 
 
 def split_operand(args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
-    """Return the first operand, and the other arguments."""
     if args:
         return args[0], args[1:], kwargs
     rest = dict(kwargs)
@@ -159,12 +158,7 @@ def _reshape(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def reshaped(sharded: ShardedTensor, size: Sequence[int], *, name: str, view: bool = False) -> ShardedTensor:
-    """Return the elements in dims of `size`. Local.
-
-    Args:
-        name: of the operation, for messages.
-        view: raise if the memory of a local shard does not allow a view, instead of copying it.
-    """
+    """Return the elements in dims of `size`; with `view`, raise where a shard's memory allows no view."""
     metadata = sharded.metadata()
     sources = [shard.box for shard in metadata.shards_metadata]
     boxes = reshape_boxes(sources, old=metadata.size, new=size)

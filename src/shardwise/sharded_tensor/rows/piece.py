@@ -209,10 +209,7 @@ class Piece(Holding):
     def with_trailing(self, trailing: Sequence[int], *, dims: Sequence[int | None] | None = None) -> Piece:
         """Return the piece of a tensor with the same rows but other trailing dims: `(rows, *trailing)`.
 
-        Args:
-            trailing: sizes of its dims from 1 on.
-            dims: for each of them, the dim of this piece as which it is cut; None (the default for all) for
-                one that every rank holds whole.
+        Each is cut as the dim of this piece that `dims` gives; None (by default all) is whole on every rank.
         """
         trailing = tuple(trailing)
         dims = tuple(dims) if dims is not None else (None,) * len(trailing)
@@ -278,7 +275,6 @@ def even_boxes(sizes: tuple[int, ...], group: dist.ProcessGroup, dim: int) -> li
 
 
 def _even_part(shape: torch.Size, even_cuts: EvenCuts) -> Box:
-    """Return the part of a tensor that `even_cuts` leave to this rank."""
     box = Box.whole(shape)
     for group, dim in even_cuts:
         box = even_boxes(box.sizes, group, dim)[group.rank()].shifted(box.offsets)
