@@ -95,10 +95,7 @@ class ContiguousLayout:
         self.specs = tuple(specs)
         self.ranks = ranks
         self.rank = rank
-        shaped = tuple(
-            (spec.shape, (spec.dtype, spec.gather_dtype, spec.trainable), _cut(spec, ranks))
-            for spec in self.specs
-        )
+        shaped = tuple((s.shape, (s.dtype, s.gather_dtype, s.trainable), _cut(s, ranks)) for s in self.specs)
         self.segments = _segments(shaped, ranks, rank, align_bytes)
 
     def box(self, index: int, rank: int) -> Box:
@@ -128,11 +125,7 @@ class ContiguousLayout:
     @cached_property
     def _spans(self) -> dict[int, tuple[int, int]]:
         """The start of each parameter and the shard size of its segment, by the parameter's index."""
-        return {
-            place.index: (place.start, segment.shard_numel)
-            for segment in self.segments
-            for place in segment.places
-        }
+        return {p.index: (p.start, segment.shard_numel) for segment in self.segments for p in segment.places}
 
 
 def _cut(spec: ParamSpec, ranks: int) -> _Cut:

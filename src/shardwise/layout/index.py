@@ -148,11 +148,9 @@ def cover(boxes: Sequence[Box], shape: Sequence[int]) -> None:
         if len(box.sizes) != len(shape) or any(end > size for end, size in zip(box.ends, shape, strict=True)):
             raise ShardingError(f"{box} extends outside the tensor of shape {tuple(shape)}")
     disjoint(boxes)
-    covered = sum(box.numel for box in boxes)
-    if covered != math.prod(shape):
-        raise ShardingError(
-            f"the boxes cover {covered} of the {math.prod(shape)} elements of shape {tuple(shape)}"
-        )
+    covered, whole = sum(box.numel for box in boxes), math.prod(shape)
+    if covered != whole:
+        raise ShardingError(f"the boxes cover {covered} of the {whole} elements of shape {tuple(shape)}")
 
 
 def _add_up(starts: Ints, ends: Ints) -> bool:

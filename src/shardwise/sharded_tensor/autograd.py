@@ -17,7 +17,8 @@ Autograd runs them in the reverse order of their creation, which is the same on 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -118,12 +119,7 @@ def all_extreme(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -> T
     return extreme(tensor.detach(), lambda part: all_reduced(part, group, op), largest=largest)
 
 
-class Route(NamedTuple):
-    """A rank's part in a move: the messages, the boxes that it has, and those that it gets."""
-
-    messages: list[Message]
-    source: list[Box]
-    target: list[Box]
+Route = tuple[list[Message], list[Box], list[Box]]  # of a rank: messages, boxes that it has and gets
 
 
 def moved(
@@ -152,10 +148,8 @@ def moved(
     messages, source, target = route
 
     def forward(_: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results = [
-            torch.empty(box.sizes, dtype=nothing.dtype, device=nothing.device, memory_format=like)
-            for box in target
-        ]
+        make = partial(torch.empty, dtype=nothing.dtype, device=nothing.device, memory_format=like)
+        results = [make(box.sizes) for box in target]
         sent = list(zip(source, tensors, strict=True))
         if to_all is None or nothing.is_meta or backend_of(group, nothing.device) == "gloo":
             buffers = list(zip(target, results, strict=True))
@@ -218,9 +212,8 @@ def fill(
         wire: a tensor with the dtype and device in which values are sent; others are converted.
     """
     rank, target = group.rank(), [tensor.detach() for tensor in target]
-    buffers = [
-        t if (t.dtype, t.device) == (wire.dtype, wire.device) else wire.new_empty(t.shape) for t in target
-    ]
+    kind = wire.dtype, wire.device
+    buffers = [t if (t.dtype, t.device) == kind else wire.new_empty(t.shape) for t in target]
     messages = transfer(source_boxes, target_boxes, rank=rank)
     received = list(zip(target_boxes[rank], buffers, strict=True))
     sent = [(box, t.detach().to(wire)) for box, t in zip(source_boxes[rank], source, strict=True)]

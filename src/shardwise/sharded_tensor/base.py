@@ -54,10 +54,9 @@ class ShardedTensorBase(Tensor):
         for shard in shards:
             if shard.metadata not in metadata.shards_metadata:
                 raise ShardingError(f"{here()}: the metadata has no {shard.metadata}")
-            if list(shard.tensor.shape) != shard.metadata.shard_sizes:
-                raise ShardingError(
-                    f"{here()}: {shard.metadata} has a tensor of shape {list(shard.tensor.shape)}"
-                )
+            found = list(shard.tensor.shape)
+            if found != shard.metadata.shard_sizes:
+                raise ShardingError(f"{here()}: {shard.metadata} has a tensor of shape {found}")
         return _wrap(shards, metadata, None if sharding_spec is None else spec_of(sharding_spec))
 
     def metadata(self) -> ShardedTensorMetadata:

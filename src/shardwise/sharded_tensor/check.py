@@ -59,18 +59,18 @@ def gather_shards(
     problems: list[str] = []
     for name in ("size", *_PROPERTIES):
         values = {rank: entry[name] for rank, entry in zip(ranks, by_rank, strict=True) if name in entry}
-        first = next(iter(values), 0)
-        other = next((rank for rank, value in values.items() if value != values[first]), None)
+        one = next(iter(values), 0)
+        other = next((rank for rank, value in values.items() if value != values[one]), None)
         if other is not None:
             subject = "global size" if name == "size" else f"{name} of the shards"
             problems.append(
-                f"the {subject} is {values[first]} on rank {first} but {values[other]} on rank {other}"
+                f"the {subject} is {values[one]} on rank {one} but {values[other]} on rank {other}"
             )
     if problems:
         raise ShardingError(f"{here()}: the local shards make no sharded tensor: " + "; ".join(problems))
     merged = {name: value for entry in reversed(by_rank) for name, value in entry.items()}
     values = {name: merged[name] for name in vars(TensorProperties()) if name in merged}
-    properties = {
+    properties: dict[str, Any] = {
         n: v if isinstance(v, bool) else getattr(torch, v.removeprefix("torch.")) for n, v in values.items()
     }
     places = [ShardMetadata(*place) for entry in by_rank for place in entry["shards"]]

@@ -45,9 +45,7 @@ current: Failures = {}  # failures of the current operation's operands
 
 
 class _InProgress(threading.local):
-    """The operation that the user called, of those in progress: a torch function and its arguments."""
-
-    called: tuple[Any, list[Any]] | None = None
+    called: tuple[Any, list[Any]] | None = None  # the torch function that the user called, and its arguments
 
 
 _in_progress = _InProgress()

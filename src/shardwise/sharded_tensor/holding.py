@@ -43,11 +43,7 @@ Groups = tuple[dist.ProcessGroup, ...]
 
 @dataclass(frozen=True, eq=False)
 class Holding:
-    """The ranks that hold a tensor, and its boxes; this base class is for a tensor whole on each rank.
-
-    Attributes:
-        shape: of the whole tensor.
-    """
+    """The ranks that hold a tensor of `shape`, and its boxes; this class: whole on each rank."""
 
     shape: torch.Size
 

@@ -256,7 +256,6 @@ class ShardedTensorMetadata:
         return self.size == other.size and self.places() == other.places()
 
     def places(self) -> list[tuple[int, list[int], list[int]]]:
-        """List rank, offsets and sizes of every shard."""
         return [(shard.rank, shard.shard_offsets, shard.shard_sizes) for shard in self.shards_metadata]
 
     def with_properties(self, **changes: Any) -> ShardedTensorMetadata:

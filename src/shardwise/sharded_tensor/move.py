@@ -98,7 +98,7 @@ def _plan(source: _Cut, target: _Cut | None, ranks: tuple[int, ...], rank: int) 
         target.metadata.check(ranks)
         text, target_boxes = target.text, target.metadata.boxes_by_rank(ranks)
     messages = transfer(source_boxes, target_boxes, rank=rank)
-    return f"{source.text}\nto\n{text}", autograd.Route(messages, source_boxes[rank], target_boxes[rank])
+    return f"{source.text}\nto\n{text}", (messages, source_boxes[rank], target_boxes[rank])
 
 
 def describe(metadata: ShardedTensorMetadata) -> str:

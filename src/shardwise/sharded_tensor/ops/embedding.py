@@ -4,7 +4,7 @@
     plain                 cut along columns only   sharded, cut along the last   none
     plain                 any other boxes          plain                         one all-reduce of it
     of each rank, plain   any boxes                plain: of each rank's ids     ids to all, rows to each rank
-    sharded along dim 0   any boxes                sharded like the ids          ids to all, rows to the holders
+    sharded along dim 0   any boxes                sharded like the ids          ids to all, rows to holders
     sharded along dim 0   plain                    sharded like the ids          ids to all
 
 Ranks first compare plain ids in a small all-reduce (`ops.lookup`). A table that one rank holds completely

@@ -31,7 +31,7 @@ from shardwise.comm.agree import fingerprint, together
 from shardwise.errors import ShardingError
 from shardwise.layout import Box, transfer
 from shardwise.sharded_tensor import failure
-from shardwise.sharded_tensor.autograd import Route, all_reduced, moved, nothing_of, replicated, summed
+from shardwise.sharded_tensor.autograd import all_reduced, moved, nothing_of, replicated, summed
 from shardwise.sharded_tensor.group import is_outside
 from shardwise.sharded_tensor.metadata import Shard, TensorProperties
 from shardwise.sharded_tensor.ops.operands import total_of
@@ -130,7 +130,7 @@ def to_holders(weight: ShardedTensor, lookup: Lookup, ids: ShardedTensor) -> Sha
     local = [places for shard, places in zip(tables, positions, strict=True) if shard.rank == dist.get_rank()]
     shards = zip(weight.tensors, weight.boxes, local, strict=True)
     sent = [_partial(table, box, lookup, places).unsqueeze(0) for table, box, places in shards]
-    route = Route(transfer(source, target, rank=rank), source[rank], target[rank])
+    route = transfer(source, target, rank=rank), source[rank], target[rank]
     anchor = stand_in(weight, lookup.weights)
     received, anchor = moved(sent, route, group=weight.process_group, anchor=anchor)
     results = []

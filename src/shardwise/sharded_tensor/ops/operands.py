@@ -154,9 +154,7 @@ def broadcast(operands: Sequence[Any]) -> tuple[ShardedTensor, ShardedTensorMeta
         if size != largest and (size.numel(), len(size)) > (largest.numel(), len(largest)):
             leader = candidate
     metadata = leader.metadata()
-    shapes = [
-        tensor.metadata().size if isinstance(tensor, ShardedTensor) else tensor.shape for tensor in tensors
-    ]
+    shapes = [t.metadata().size if isinstance(t, ShardedTensor) else t.shape for t in tensors]
     old = metadata.size
     size = old if all(shape in (metadata.size, ()) for shape in shapes) else torch.broadcast_shapes(*shapes)
     if size != old:

@@ -199,6 +199,5 @@ def _join_shards(tensors: Sequence[Tensor], *, dim: int, size: torch.Size) -> Sh
     columns = [t.tensors or [t.anchor] if isinstance(t, ShardedTensor) else cut(t) for t in tensors]
     if not first.tensors:
         return first.with_tensors([], metadata=metadata, anchor=torch.cat([piece for [piece] in columns]))
-    return first.with_tensors(
-        [torch.cat(pieces, dim) for pieces in zip(*columns, strict=True)], metadata=metadata
-    )
+    joined = [torch.cat(pieces, dim) for pieces in zip(*columns, strict=True)]
+    return first.with_tensors(joined, metadata=metadata)

@@ -23,7 +23,7 @@ from shardwise import _compat
 from shardwise.layout import Box
 from shardwise.layout.regroup import expand_box, reshape_boxes
 from shardwise.sharded_tensor.autograd import nothing_of
-from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
+from shardwise.sharded_tensor.metadata import ShardMetadata
 from shardwise.sharded_tensor.ops.operands import functions, probe
 from shardwise.sharded_tensor.refuse import refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
@@ -59,8 +59,8 @@ def derive(
         boxes: for every shard of all ranks, its box in the result; None leaves the shard out.
         make: from the tensor of a local shard, the shard's number and its new box, the new tensor.
     """
-    views, ends = views_of(sharded)
-    rank, local = dist.get_rank(), iter(views)
+    ends = list(map(nothing_of, sharded._ends or ([] if sharded._shards else [sharded.anchor])))
+    rank, local = dist.get_rank(), iter(sharded.views)
     shards: list[ShardMetadata] = []
     tensors: list[Tensor] = []
     for number, (shard, box) in enumerate(zip(sharded.metadata().shards_metadata, boxes, strict=True)):
@@ -92,22 +92,10 @@ def assemble(
     metadata = replace(like.metadata(), shards_metadata=shards, size=torch.Size(size))
     if len(size) != len(like.metadata().size):
         metadata = metadata.with_properties(memory_format=torch.contiguous_format)
-    return _connect(like, tensors, metadata, ends)
-
-
-def _connect(
-    like: ShardedTensor, tensors: list[Tensor], metadata: ShardedTensorMetadata, ends: Sequence[Tensor]
-) -> ShardedTensor:
     anchor = None if tensors else nothing_of(*ends)
     result = like.with_tensors(tensors, metadata=metadata, anchor=anchor)
     result._ends = ends
     return result
-
-
-def views_of(sharded: ShardedTensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Return this rank's tensors, and the ends of a result that is made of views of them (`assemble`)."""
-    ends = sharded._ends or ([] if sharded._shards else [sharded.anchor])
-    return sharded.views, list(map(nothing_of, ends))
 
 
 @contextmanager
@@ -128,17 +116,18 @@ def writable(*targets: ShardedTensor) -> Iterator[None]:
 @handles(*functions("transpose swapaxes swapdims t permute movedim moveaxis"), _T.T.__get__, _T.mT.__get__)
 def _permute(func: Any, args: Args, kwargs: Kwargs) -> Any:
     sharded, rest, kwargs = split_operand(args, kwargs)
-    metadata = sharded.metadata()
     # Torch itself says where each dim goes: to where its size does, if no two have the same.
     moved = func(torch.empty([*range(2, 2 + sharded.ndim)], device="meta"), *rest, **kwargs)
-    order = [number - 2 for number in moved.shape]
-    places = metadata.map(
-        [metadata.size[d] for d in order],
-        lambda box: Box(tuple(box.offsets[d] for d in order), tuple(box.sizes[d] for d in order)),
-    ).with_properties(memory_format=torch.contiguous_format)
-    views, ends = views_of(sharded)
-    tensors = [tensor.permute(tuple(order)) for tensor in views]
-    return _connect(sharded, tensors, places, ends)
+
+    def permuted(values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(values[number - 2] for number in moved.shape)
+
+    order, old = permuted(range(sharded.ndim)), [shard.box for shard in sharded.metadata().shards_metadata]
+    boxes = [Box(permuted(box.offsets), permuted(box.sizes)) for box in old]
+    size = permuted(sharded.metadata().size)
+    result = derive(sharded, size=size, boxes=boxes, make=lambda tensor, *_: tensor.permute(order))
+    result._metadata = result.metadata().with_properties(memory_format=torch.contiguous_format)
+    return result
 
 
 @handles(*functions("reshape flatten unflatten ravel squeeze unsqueeze view view_as reshape_as"))

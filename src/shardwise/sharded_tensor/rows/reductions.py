@@ -239,7 +239,5 @@ _RULES: dict[str, Callable[[_Call], Any]] = {
          "_softmax", "_log_softmax"), _along,
     ),
 }  # fmt: skip
-REDUCTIONS: dict[str, Handler] = {
-    "equal": equal,
-    **{name: partial(reduction, rule=rule) for name, rule in _RULES.items()},
-}
+REDUCTIONS: dict[str, Handler] = {name: partial(reduction, rule=rule) for name, rule in _RULES.items()}
+REDUCTIONS["equal"] = equal
