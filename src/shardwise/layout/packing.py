@@ -53,7 +53,7 @@ def pack(
     align: int,
     owners: tuple[int | None, ...] | None = None,
 ) -> Packing:
-    """Choose starts for parameters of `numels` elements, cut between blocks of `blocks`, over `ranks`.
+    """Choose starts for parameters of `numels` elements, cut between blocks of `blocks`; equal on all ranks.
 
     Args:
         numels: elements of each parameter, in registration order; may be 0.
@@ -61,9 +61,6 @@ def pack(
         ranks: size of the shard axis.
         align: starts and the shard's size are multiples of this many elements.
         owners: for each parameter, the rank that must hold all of it, or None.
-
-    Returns:
-        A packing that depends only on the arguments, so all ranks find the same one.
     """
     items = _items(numels, blocks, align, owners)
     if not items:
@@ -92,11 +89,10 @@ def _items(
     numels: Sequence[int], blocks: Sequence[int], align: int, owners: Sequence[int | None] | None
 ) -> list[_Item]:
     """Return the parameters that have elements, in units of `align`."""
+    params = zip(numels, blocks, owners or [None] * len(numels), strict=True)
     return [
         _Item(index, -(-numel // align), math.lcm(block, align) // align, owner)
-        for index, (numel, block, owner) in enumerate(
-            zip(numels, blocks, owners or [None] * len(numels), strict=True)
-        )
+        for index, (numel, block, owner) in enumerate(params)
         if numel
     ]
 

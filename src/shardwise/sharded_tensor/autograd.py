@@ -132,17 +132,15 @@ def moved(
     agreement: Agreement | None = None,
     to_all: Sequence[Sequence[Box]] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the boxes that this rank gets, filled from the ranks' own. Collective.
+    """Return the boxes that this rank gets, and an empty tensor that stands for them in the autograd graph.
+
+    Collective. The boxes of all ranks are an exact cover before and after.
 
     Args:
-        tensors: of the boxes that this rank has. Those of all ranks are an exact cover before and after.
         anchor: an empty tensor that requires grad if the whole source does.
         like: memory format of the results.
         agreement: an agreement about these messages, in progress; see `exchange`.
         to_all: if the target, and so its gradient, is the whole tensor on every rank: each rank's boxes.
-
-    Returns:
-        The target tensors, and an empty one that keeps a rank without any in the autograd graph.
     """
     nothing = anchor.detach().new_empty(0)
     messages, source, target = route

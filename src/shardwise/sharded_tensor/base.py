@@ -102,13 +102,9 @@ class ShardedTensorBase(Tensor):
 def _wrap(
     shards: list[Shard], metadata: ShardedTensorMetadata, spec: ShardingSpec | None
 ) -> ShardedTensorBase:
-    properties = metadata.tensor_properties
+    kind, device = metadata.tensor_properties, shards[0].tensor.device if shards else torch.device("cpu")
     base: ShardedTensorBase = _compat.make_wrapper(
-        ShardedTensorBase,
-        metadata.size,
-        dtype=properties.dtype,
-        device=shards[0].tensor.device if shards else torch.device("cpu"),
-        requires_grad=properties.requires_grad,
+        ShardedTensorBase, metadata.size, dtype=kind.dtype, device=device, requires_grad=kind.requires_grad
     )
     base._shards, base._metadata, base._spec = shards, metadata, spec
     return base

@@ -63,16 +63,13 @@ def gather_shards(
         other = next((rank for rank, value in values.items() if value != values[one]), None)
         if other is not None:
             subject = "global size" if name == "size" else f"{name} of the shards"
-            problems.append(
-                f"the {subject} is {values[one]} on rank {one} but {values[other]} on rank {other}"
-            )
+            found = f"{values[one]} on rank {one} but {values[other]} on rank {other}"
+            problems.append(f"the {subject} is {found}")
     if problems:
         raise ShardingError(f"{here()}: the local shards make no sharded tensor: " + "; ".join(problems))
     merged = {name: value for entry in reversed(by_rank) for name, value in entry.items()}
-    values = {name: merged[name] for name in vars(TensorProperties()) if name in merged}
-    properties: dict[str, Any] = {
-        n: v if isinstance(v, bool) else getattr(torch, v.removeprefix("torch.")) for n, v in values.items()
-    }
+    known: dict[str, Any] = {name: merged[name] for name in vars(TensorProperties()) if name in merged}
+    properties = {n: getattr(torch, v[6:]) if str(v).startswith("torch.") else v for n, v in known.items()}
     places = [ShardMetadata(*place) for entry in by_rank for place in entry["shards"]]
     metadata = ShardedTensorMetadata(places, size_of(global_size), TensorProperties(**properties))
     metadata.check(ranks)
@@ -128,16 +125,11 @@ def tell_all(
 def agree_on(make: Callable[[], tuple[_T, str]], *, group: dist.ProcessGroup, subject: str) -> _T:
     """Call `make()`, pure arithmetic, and raise unless all ranks make the same. Collective over `group`.
 
-    A process outside the group only calls `make()`.
-
-    Args:
-        make: returns a result and words for it, equal for equal results. It may raise; only if ranks get
-            different arguments may it raise on some of them.
-        subject: the result's name, for the error.
+    A process outside the group only calls `make()`. It returns a result and words for it, equal for equal
+    results. It may raise; only if ranks get different arguments may it raise on some of them.
 
     Raises:
         RankMismatchError: on every rank, if ranks make different things or only some can.
-        Exception: the exception of `make`, if it raises on all ranks.
     """
     if is_outside(group):
         return make()[0]
@@ -151,12 +143,8 @@ _PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"
 
 
 def _properties(tensor: torch.Tensor) -> dict[str, Any]:
-    properties: dict[str, Any] = {
-        "dtype": str(tensor.dtype),
-        "layout": str(tensor.layout),
-        "requires_grad": tensor.requires_grad,
-        "device_type": tensor.device.type,
-    }
+    properties: dict[str, Any] = {"dtype": str(tensor.dtype), "layout": str(tensor.layout)}
+    properties |= {"requires_grad": tensor.requires_grad, "device_type": tensor.device.type}
     if tensor.layout == torch.strided:
         properties["pin_memory"] = tensor.is_pinned()
         if tensor.numel() > 1:  # others have every format

@@ -59,11 +59,7 @@ def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
 def cut_by(
     spec: Any, size: Sequence[int], properties: TensorProperties, group: dist.ProcessGroup
 ) -> ShardedTensorMetadata:
-    """Return the shards that `spec` gives a tensor of `size`, on ranks of `group`. Local.
-
-    Raises:
-        ShardingError: `spec` is no spec, its shards do not cover the tensor once, or other ranks get shards.
-    """
+    """Return a tensor's shards by `spec`, or raise unless they cover it, on ranks of `group`. Local."""
     metadata = with_ranks(spec_of(spec).build_metadata(torch.Size(size), properties))
     metadata.check(ranks_of(group))
     return metadata

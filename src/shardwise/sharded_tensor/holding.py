@@ -106,16 +106,11 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Placed(Holding):
-    """Holding of a DTensor: the part that its placements give to each rank.
-
-    Attributes:
-        placements: of any kind but `Partial`, with dims counted from the first; see `Placed.of`.
-        order: the axes that cut each dim, in the order in which they cut; None means the mesh's order.
-    """
+    """Holding of a DTensor: the part that its placements give to each rank."""
 
     mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    order: Any = None
+    placements: tuple[Placement, ...]  # of any kind but `Partial`, with dims counted from the first
+    order: Any = None  # the axes that cut each dim, in the order in which they cut; None: that of the mesh
 
     @staticmethod
     def of(mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int], order: Any = None) -> Placed:

@@ -42,8 +42,7 @@ def _dense(sharded: ShardedTensor, memory_format: torch.memory_format = torch.co
 
 
 def _pinned(sharded: ShardedTensor, device: Any = None) -> bool:
-    pinned = sharded.metadata().tensor_properties.pin_memory
-    return pinned and all(tensor.is_pinned() for tensor in sharded.tensors)
+    return sharded.metadata().tensor_properties.pin_memory and all(t.is_pinned() for t in sharded.tensors)
 
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {

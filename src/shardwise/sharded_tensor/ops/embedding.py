@@ -105,18 +105,11 @@ def _make_lookup(func: Any, ids: Tensor, weight: Tensor, options: dict[str, Any]
     else:
         mode, bags = options["mode"], result.shape[0]
         bag = _bags_of_ids(ids, offsets, bags, options["include_last_offset"])
-    padding = options["padding_idx"]
+    padding, flat = options["padding_idx"], ids.reshape(-1)[: len(bag)]
+    padding = None if padding is None else padding % max(1, rows)
     is_plain = isinstance(weights, Tensor) and not isinstance(weights, ShardedTensor)
-    return Lookup(
-        ids=ids.reshape(-1)[: len(bag)],
-        bag=bag,
-        bags=bags,
-        mode=mode,
-        padding=None if padding is None else padding % max(1, rows),
-        shape=tuple(ids.shape),
-        weights=cast(Tensor, weights).reshape(-1)[: len(bag)] if is_plain else None,
-        sparse=options["sparse"],
-    )
+    factors = cast(Tensor, weights).reshape(-1)[: len(bag)] if is_plain else None
+    return Lookup(flat, bag, bags, mode, padding, tuple(ids.shape), factors, options["sparse"])
 
 
 def _lead(lookup: Lookup) -> tuple[int, ...]:
@@ -126,19 +119,13 @@ def _lead(lookup: Lookup) -> tuple[int, ...]:
 
 def _check_cut(func: Any, weight: ShardedTensor, max_norm: float | None, mode: str | None) -> None:
     if mode == "max" and weight.metadata().is_cut((0,)):
-        refuse_case(
-            func.__name__,
-            weight,
-            reason="the greatest of a bag needs all rows of the table in every shard",
-            hint="cut it by columns, with reshard(), or pass mode='sum' or 'mean'",
-        )
+        reason = "the greatest of a bag needs all rows of the table in every shard"
+        hint = "cut it by columns, with reshard(), or pass mode='sum' or 'mean'"
+        refuse_case(func.__name__, weight, reason=reason, hint=hint)
     if max_norm is not None and weight.metadata().is_cut((1,)):
-        refuse_case(
-            func.__name__,
-            weight,
-            reason="max_norm needs whole rows of the table in every shard",
-            hint="cut it by rows, with reshard()",
-        )
+        reason = "max_norm needs whole rows of the table in every shard"
+        hint = "cut it by rows, with reshard()"
+        refuse_case(func.__name__, weight, reason=reason, hint=hint)
 
 
 def _check(ids: Tensor, weight: Tensor, name: str, offsets: Tensor | None) -> None:

@@ -165,12 +165,9 @@ def _row_losses(func: Any, arguments: dict[str, Any]) -> Tensor:
     input, target, weight = (arguments.pop(name) for name in ("input", "target", "weight"))
     sharded = [t for t in (input, target, weight) if isinstance(t, ShardedTensor)]
     if not isinstance(input, ShardedTensor) or isinstance(weight, ShardedTensor):
-        refuse_case(
-            func.__name__,
-            *sharded,
-            reason="the logits must be sharded, and weights of classes plain",
-            hint="pass full_tensor() of the target and weights, or shard the logits",
-        )
+        reason = "the logits must be sharded, and weights of classes plain"
+        hint = "pass full_tensor() of the target and weights, or shard the logits"
+        refuse_case(func.__name__, *sharded, reason=reason, hint=hint)
     func(probe(input), probe(target), None if weight is None else probe(weight), **arguments)  # torch judges
     dim = min(1, input.ndim - 1)
     if input.metadata().is_cut((dim,)):

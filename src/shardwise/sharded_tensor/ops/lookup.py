@@ -41,26 +41,15 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 @dataclass(frozen=True)
 class Lookup:
-    """A lookup of rows: of one rank, or of all together.
+    """A lookup of rows: of one rank, or of all together."""
 
-    Attributes:
-        ids: [ids] rows of the table.
-        bag: [ids] the row of the result that each belongs to, ascending.
-        bags: number of rows of the result.
-        mode: "row" (each id is a bag and `padding` gets no gradient), or "sum", "mean", "max" of a bag (and
-            `padding` is left out); "max" of tables whose shards have all rows.
-        padding: a row of the table.
-        shape: of the ids as they were given.
-        weights: [ids] factors of the rows; of all together they are `replicated`.
-    """
-
-    ids: Tensor
-    bag: Tensor
-    bags: int
-    mode: str
-    padding: int | None
-    shape: tuple[int, ...]
-    weights: Tensor | None = None
+    ids: Tensor  # [ids] rows of the table
+    bag: Tensor  # [ids] the row of the result that each belongs to, ascending
+    bags: int  # rows of the result
+    mode: str  # "row": each id is a bag, `padding` gets no gradient; "sum", "mean", "max" leave `padding` out
+    padding: int | None  # a row of the table
+    shape: tuple[int, ...]  # of the ids as they were given
+    weights: Tensor | None = None  # [ids] factors of the rows; of all together they are `replicated`
     sparse: bool = False
 
     def counted_mask(self) -> Tensor:

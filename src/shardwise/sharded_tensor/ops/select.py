@@ -84,12 +84,9 @@ def _pick(sharded: ShardedTensor, picks: Sequence[Pick], size: Sequence[int]) ->
 @rule(_T.__setitem__, takes="input index value")
 def _setitem(func: Any, sharded: ShardedTensor, index: Any, value: Any) -> None:
     if torch.is_grad_enabled() and sharded.requires_grad and sharded.is_leaf:
-        refuse_case(
-            "assignment to an index",
-            sharded,
-            reason="it is not differentiable on a leaf of the autograd graph",
-            hint="assign within torch.no_grad(), or to a clone()",
-        )
+        reason = "it is not differentiable on a leaf of the autograd graph"
+        hint = "assign within torch.no_grad(), or to a clone()"
+        refuse_case("assignment to an index", sharded, reason=reason, hint=hint)
     is_scalar = not isinstance(value, Tensor) or value.ndim == 0
     if isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == sharded.shape and is_scalar:
         cast(Tensor, sharded).masked_fill_(index, value)
@@ -154,12 +151,9 @@ def _join(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     if all(_can_join(tensor, sharded[0], dim) for tensor in sharded):
         return _join_shards(tensors, dim=dim, size=result.shape)
     if len(sharded) < len(tensors):
-        refuse_case(
-            name,
-            *sharded,
-            reason=f"beside a plain tensor, the sharded ones must be cut alike and whole in dim {dim}",
-            hint="cut the plain tensor by shard_tensor(), or reshard() the others",
-        )
+        reason = f"beside a plain tensor, the sharded ones must be cut alike and whole in dim {dim}"
+        hint = "cut the plain tensor by shard_tensor(), or reshard() the others"
+        refuse_case(name, *sharded, reason=reason, hint=hint)
     shards: list[ShardMetadata] = []
     start = [0] * result.ndim
     for tensor in sharded:

@@ -55,9 +55,8 @@ def derive(
 ) -> ShardedTensor:
     """Return a tensor of `size` made shard by shard. Local; every rank passes the same size and boxes.
 
-    Args:
-        boxes: for every shard of all ranks, its box in the result; None leaves the shard out.
-        make: from the tensor of a local shard, the shard's number and its new box, the new tensor.
+    `boxes` has the box in the result of every shard of all ranks; None leaves the shard out. `make` returns
+    the new tensor, from that of a local shard, the shard's number and its new box.
     """
     ends = list(map(nothing_of, sharded._ends or ([] if sharded._shards else [sharded.anchor])))
     rank, local = dist.get_rank(), iter(sharded.views)
@@ -84,10 +83,9 @@ def assemble(
 ) -> ShardedTensor:
     """Return a tensor of this rank's `tensors`, cut as all ranks' `shards`, over the group of `like`.
 
-    Args:
-        ends: empty tensors to which the result must be connected in the autograd graph: views of shards left
-            out, or of anchors. Other ranks' results may depend on earlier collectives, whose backward needs
-            this rank. Operations that write the result write them.
+    `ends` are empty tensors to which the result must be connected in the autograd graph: views of shards
+    left out, or of anchors. Other ranks' results may depend on earlier collectives, whose backward needs this
+    rank. Operations that write the result write them.
     """
     metadata = replace(like.metadata(), shards_metadata=shards, size=torch.Size(size))
     if len(size) != len(like.metadata().size):
@@ -136,12 +134,9 @@ def _reshape(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     if not isinstance(sharded, ShardedTensor):
         return cast(Tensor, func(sharded, *rest, **kwargs))
     if any(isinstance(value, torch.dtype) for value in [*rest, *kwargs.values()]):
-        refuse_case(
-            "view(dtype)",
-            sharded,
-            reason="the bytes of a shard in another dtype are no part of the whole tensor's",
-            hint="to(dtype) converts values; local_shards() has the tensors",
-        )
+        reason = "the bytes of a shard in another dtype are no part of the whole tensor's"
+        hint = "to(dtype) converts values; local_shards() has the tensors"
+        refuse_case("view(dtype)", sharded, reason=reason, hint=hint)
     size = func(probe(sharded), *rest, **kwargs).shape
     return reshaped(sharded, size, name=func.__name__, view=func in (_T.view, _T.view_as))
 
@@ -161,13 +156,12 @@ def reshaped(sharded: ShardedTensor, size: Sequence[int], *, name: str, view: bo
         try:
             return tensor.view(box.sizes)
         except RuntimeError:
-            refuse_case(
-                name,
-                sharded,
-                reason=f"a shard of size {tuple(tensor.shape)} and stride {tensor.stride()} has no view of"
-                f" size {box.sizes}",
-                hint="use reshape(), which copies where it must",
+            found = f"a shard of size {tuple(tensor.shape)} and stride {tensor.stride()}"
+            reason, hint = (
+                f"{found} has no view of size {box.sizes}",
+                "use reshape(), which copies where it must",
             )
+            refuse_case(name, sharded, reason=reason, hint=hint)
 
     return derive(sharded, size=size, boxes=boxes, make=make)
 
@@ -184,12 +178,8 @@ def _refuse_reshape(name: str, sharded: ShardedTensor, size: Sequence[int], brok
         if all(box is not None or source.is_empty for source, box in zip(boxes, fit, strict=True)):
             hint = f"reshard to ChunkShardingSpec(dim={dim}, placements={placements}) before"
             break
-    refuse_case(
-        f"{name} to {tuple(size)}",
-        sharded,
-        reason=f"the shard at {broken.offsets} of size {broken.sizes} does not stay one box",
-        hint=hint,
-    )
+    reason = f"the shard at {broken.offsets} of size {broken.sizes} does not stay one box"
+    refuse_case(f"{name} to {tuple(size)}", sharded, reason=reason, hint=hint)
 
 
 @handles(*functions("expand broadcast_to expand_as"))

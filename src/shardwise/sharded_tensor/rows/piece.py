@@ -96,23 +96,16 @@ class Piece(Holding):
     Pieces are equal if they cut tensors of one shape equally, on every rank. Ranks never disagree about
     this, so equality may decide whether they communicate.
 
-    Attributes:
-        groups: the process groups over which rows are cut, fastest-varying first. Empty if every rank holds
-            the whole tensor.
-        box_of: returns the rows of an index counted over `groups` (the first group's rank varies fastest).
-            Rows follow each other in order of indices. They are in coordinates of the tensor that the groups
-            cut: the whole one, or with tensor parallelism this rank's part of it.
-        even_cuts: the process groups of tensor parallelism, outermost first, with the dim that each cuts
-            evenly, before `groups` cut the rest.
-        name: the parameter's name, for errors.
-        on_mesh: the mesh of the DTensor, whose axes include the groups of all cuts.
+    `box_of` returns the rows of an index counted over `groups` (the first group's rank varies fastest); they
+    follow each other in order of indices. They are in coordinates of the tensor that the groups cut: the
+    whole one, or with tensor parallelism this rank's part of it.
     """
 
-    groups: Groups
+    groups: Groups  # over which rows are cut, fastest-varying first; none if all ranks hold the whole tensor
     box_of: Callable[[int], Box] = field(repr=False)
-    even_cuts: EvenCuts = ()
-    name: str = ""
-    on_mesh: DeviceMesh | None = field(default=None, repr=False)
+    even_cuts: EvenCuts = ()  # tensor parallelism, outermost first: cuts of dims before `groups` cut the rest
+    name: str = ""  # of the parameter, for errors
+    on_mesh: DeviceMesh | None = field(default=None, repr=False)  # its axes include the groups of all cuts
     # Groups of `on_mesh` by axis. A mesh looks them up by name, which fails once they are gone or in tracing.
     mesh_groups: Groups = field(default=(), repr=False)
 
