@@ -118,10 +118,7 @@ def _along_curve(middles: Ints) -> Ints:
 
 
 def disjoint(boxes: Sequence[Box]) -> None:
-    """Check that no two of `boxes`, of equally many dims, have an element in common.
-
-    Raises a ShardingError that names two that do.
-    """
+    """Raise a ShardingError that names two of `boxes`, of equally many dims, with an element in common."""
     filled = [box for box in boxes if not box.is_empty]
     if len(filled) < 2:
         return
@@ -154,10 +151,7 @@ def cover(boxes: Sequence[Box], shape: Sequence[int]) -> None:
 
 
 def _add_up(starts: Ints, ends: Ints) -> bool:
-    """Return whether boxes, columns of [dims, boxes] and none empty, fill the box around them exactly once.
-
-    Also returns False if there are too many corners to count, or too many points to number.
-    """
+    """Return whether boxes [dims, boxes], none empty, fill the box around them once; False for too many."""
     low, high = starts.min(axis=1, keepdims=True), ends.max(axis=1, keepdims=True)
     cut = [d for d in range(len(starts)) if (starts[d] > low[d]).any() or (ends[d] < high[d]).any()]
     if starts.shape[1] << len(cut) > _CORNERS:

@@ -31,10 +31,7 @@ _Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One box that moves from a rank that holds it to a rank that wants it.
-
-    If `sender == receiver`, it is a local copy.
-    """
+    """One box that moves from a rank that holds it to one that wants it; if they are one, a local copy."""
 
     sender: int
     receiver: int

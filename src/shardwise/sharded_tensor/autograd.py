@@ -91,11 +91,7 @@ def nothing_of(*tensors: Tensor) -> Tensor:
 
 
 def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Return a reduction without gradient, in new memory. Collective over `group`.
-
-    Raises:
-        ShardingError: on every rank, if the operation that needs it has failed on one (`failure`).
-    """
+    """Return a reduction without gradient, in new memory, or raise if a rank has failed. Collective."""
     # gloo cannot reduce bool, nor bfloat16 before some version: use a dtype that holds their values.
     carrier = {torch.bool: torch.uint8}.get(tensor.dtype, tensor.dtype)
     if group.size() == 1:

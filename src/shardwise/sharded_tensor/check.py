@@ -31,11 +31,7 @@ _T = TypeVar("_T")
 def gather_shards(
     shards: Callable[[], Sequence[Shard]], global_size: Sequence[int], *, group: dist.ProcessGroup
 ) -> ShardedTensorMetadata:
-    """Return the description of the tensor that all ranks' `shards()` make together. Collective over `group`.
-
-    Raises:
-        ShardingError: on every rank, if they make none; it names the rank, the shard and both values.
-    """
+    """Describe the tensor that all ranks' `shards()` make, or raise on all of them. Collective."""
 
     def describe() -> dict[str, Any]:
         values = shards()

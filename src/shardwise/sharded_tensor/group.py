@@ -67,9 +67,8 @@ def cut_by(
 
 def with_ranks(metadata: ShardedTensorMetadata) -> ShardedTensorMetadata:
     """Replace placements by worker name by those by rank. Raises ShardingError for an unknown worker."""
-    if not any(shard.placement and shard.placement.worker_name() for shard in metadata.shards_metadata):
-        return metadata
-    return metadata.placed(_by_rank)
+    named = any(shard.placement and shard.placement.worker_name() for shard in metadata.shards_metadata)
+    return metadata.placed(_by_rank) if named else metadata
 
 
 def _by_rank(place: RemoteDevice) -> RemoteDevice:

@@ -269,10 +269,7 @@ def pre_load_state_dict_hook(
 def _attributes(
     module: nn.Module, state_dict: dict[str, Any] | None = None, prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield name, owner and attribute of every sharded tensor that is neither a parameter nor a buffer.
-
-    Includes attributes that are None and have a sharded tensor in `state_dict`.
-    """
+    """Yield name, owner and attribute of unregistered sharded tensors, or None with one in `state_dict`."""
     for path, owner in module.named_modules(remove_duplicate=False):
         for attribute, value in vars(owner).items():
             name = f"{path}.{attribute}" if path else attribute

@@ -36,11 +36,7 @@ _numbers = itertools.count()
 
 
 def register_shards(sharded: ShardedTensor) -> None:
-    """Make every rank's shards reachable from the others. Collective over the group.
-
-    Raises:
-        ShardingError: on every rank, if RPC is not initialised on some, or a worker's id is not its rank.
-    """
+    """Make every rank's shards reachable from the others, or raise on all. Collective over the group."""
     group = sharded.process_group
     operation = "referring to shards by torch RPC"
     references: dict[int, list[rpc.RRef[Shard]]] = {}

@@ -38,10 +38,7 @@ _T: Any = Tensor
 @rule(_T.uniform_, nn.init.uniform_, takes="input a b generator")
 @rule(_T.normal_, nn.init.normal_, takes="input mean std generator")
 def _draw_(func: Any, sharded: ShardedTensor, first: Any, second: Any, generator: Any) -> ShardedTensor:
-    """Fill with uniform values in [first, second), by default [0, 1); or normal ones of that mean and std.
-
-    Collective over the group, unless there is a generator.
-    """
+    """Fill with uniform values in [first, second) or normal ones of that mean and std, by default 0 and 1."""
     first, second = 0.0 if first is None else first, 1.0 if second is None else second
     fill: Any = partial(random.uniform_, low=first, high=second)
     if func.__name__ == "normal_":

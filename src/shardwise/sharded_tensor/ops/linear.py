@@ -118,10 +118,7 @@ def _product(left: Tensor, right: Tensor, *, name: str, vector: bool = False) ->
 
 
 def _leader(left: Tensor, right: Tensor, name: str) -> tuple[ShardedTensor, Tensor, int]:
-    """Return the factor whose boxes determine the products, the other factor, and the first's summed dim.
-
-    They are the same on every rank.
-    """
+    """Return the factor whose boxes determine products, the other, and the first's summed dim. Local."""
     if not isinstance(left, ShardedTensor):
         return cast(ShardedTensor, right), left, -2
     if not isinstance(right, ShardedTensor):
