@@ -1,15 +1,10 @@
 """Which boxes overlap given ones, by a spatial index; whether boxes cover a tensor exactly once.
 
-The index has boxes as columns of two integer arrays [dims, boxes]: their first elements and their ends. They
-are sorted along a space-filling curve (Morton's, over the ranks of their midpoints), so that neighbours are
-mostly adjacent. Every 8 neighbours have a bounding box, every 8 of those another, up to a single one:
-
-    level 2    one box around all
-    level 1    a box around every 8 of those below        overlaps are searched from the top, only
-    level 0    the boxes, in the order of the curve       below boxes that overlap
-
-So for tiles of any number of dims, time grows with their number and the number of overlaps, up to a
-logarithmic factor. Columns are compared in portions: memory grows with the overlaps.
+Boxes, columns of first elements and ends [dims, boxes], are sorted along a space-filling curve (Morton's, by
+the ranks of their midpoints), so that neighbours are mostly adjacent. Every 8 neighbours have a bounding box,
+every 8 of those another, up to a single one; overlaps are searched from the top, below those that overlap.
+So for tiles of any number of dims, time grows with their number and that of overlaps, up to a logarithmic
+factor. Columns are compared in portions: memory grows with the overlaps.
 
 A cover is found without comparing boxes. A box is a sum of signed quadrants, one starting at each of its
 corners; quadrants that start at different points are linearly independent functions. So boxes count every
