@@ -121,7 +121,7 @@ def tell_all(
 def agree_on(make: Callable[[], tuple[_T, str]], *, group: dist.ProcessGroup, subject: str) -> _T:
     """Call `make()`, pure arithmetic, and raise unless all ranks make the same. Collective over `group`.
 
-    A process outside the group only calls `make()`. It returns a result and words for it, equal for equal
+    A process outside the group only calls `make`, which returns a result and words for it, equal for equal
     results. It may raise; only if ranks get different arguments may it raise on some of them.
 
     Raises:
