@@ -55,11 +55,11 @@ def gather_shards(
     problems: list[str] = []
     for name in ("size", *_PROPERTIES):
         values = {rank: entry[name] for rank, entry in zip(ranks, by_rank, strict=True) if name in entry}
-        one = next(iter(values), 0)
-        other = next((rank for rank, value in values.items() if value != values[one]), None)
+        first = next(iter(values), 0)
+        other = next((rank for rank, value in values.items() if value != values[first]), None)
         if other is not None:
             subject = "global size" if name == "size" else f"{name} of the shards"
-            found = f"{values[one]} on rank {one} but {values[other]} on rank {other}"
+            found = f"{values[first]} on rank {first} but {values[other]} on rank {other}"
             problems.append(f"the {subject} is {found}")
     if problems:
         raise ShardingError(f"{here()}: the local shards make no sharded tensor: " + "; ".join(problems))
