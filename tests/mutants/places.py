@@ -29,7 +29,7 @@ import shardwise
 SOURCE = Path(shardwise.__file__).parent
 NOT_LOOKED_AT = ("verify/", "planner/")  # which run nothing on a device
 # What waits there is the host: for threads, files, the store and words of other processes.
-HOST = ("checkpoint/", "comm/agree.py", "comm/order.py", "comm/watch.py", "sharded_tensor/remote.py")
+HOST = ("checkpoint/", "comm/agree.py", "comm/order.py", "comm/watch.py", "sharded_tensor/pickling.py")
 
 CALLS = {
     "wait": {

@@ -163,7 +163,7 @@ TRUSTED = {
     "_Unpickler(content, find, records, persistent).load",  # which knows a few instructions alone
 }
 ASKED_FOR = {
-    "sharded_tensor/remote.py",
+    "sharded_tensor/pickling.py",
     "tensor_parallel/aot.py",
     "tensor_parallel/package.py",
     "verify/streams/check.py",  # a user's own torch.load in a simulation

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import shardwise.sharded_tensor as st
 from ranks import on_ranks
 from shardwise.errors import ShardingError
-from shardwise.sharded_tensor import custom, registry
+from shardwise.sharded_tensor import refuse, registry
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -167,7 +167,7 @@ def test_a_base_has_metadata_and_shards_and_no_group() -> None:
 
 @on_ranks(2)
 @mock.patch.dict(registry.HANDLERS)
-@mock.patch.dict(custom._BY_SPEC)
+@mock.patch.dict(refuse._BY_SPEC)
 def test_an_operation_of_one_kind_of_spec_leaves_the_others_as_they_were() -> None:
     @st.custom_sharding_spec_op(their_specs.ChunkShardingSpec, torch.special.expit)
     def chunks(types: Any, args: Any, kwargs: Any, process_group: Any) -> str:

@@ -2,8 +2,8 @@
 
 from shardwise.layout.box import Box
 from shardwise.layout.contiguous import ContiguousLayout, ContiguousSegment, Place, gaps_between, rows_between
-from shardwise.layout.cover import cover, disjoint
 from shardwise.layout.group_layout import InterleavedLayout, ParamSpec, Segment, Slot
+from shardwise.layout.index import cover, disjoint
 from shardwise.layout.messages import Message, transfer
 from shardwise.layout.packing import Packing, least_shard_numel, pack
 from shardwise.layout.placement import EvenShard, Owned, Placement, RaggedShard

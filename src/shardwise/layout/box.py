@@ -6,8 +6,7 @@ cover of the tensor's shape::
 
     shape (4, 6) over two ranks     rank 0: Box((0, 0), (2, 6))     rank 1: Box((2, 0), (2, 6))
 
-A scalar is a box with no dims (one element). A box with a zero size is empty, and may lie anywhere
-inside the shape.
+A scalar is a box with no dims (one element). A box with a zero size may lie anywhere inside the shape.
 """
 
 from __future__ import annotations

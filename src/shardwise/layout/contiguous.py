@@ -9,9 +9,7 @@ Two parameters A and B over two ranks::
 Rank `r` holds the elements from `r * S` to `(r + 1) * S`: rows of some parameters, and with many ranks none
 of most others. `shardwise.layout.packing` orders the parameters so that these boundaries fall between blocks
 of rows. Parameters that differ in dtype, or in whether they are trained, lie in separate buffers (segments),
-so that a frozen parameter costs no gradient.
-
-The arithmetic depends on shapes, not on names, and is done once for all equal modules.
+so that a frozen parameter costs no gradient. The arithmetic is done once for all modules of equal shapes.
 """
 
 from __future__ import annotations
@@ -97,10 +95,7 @@ class ContiguousLayout:
         self.specs = tuple(specs)
         self.ranks = ranks
         self.rank = rank
-        shaped = tuple(
-            (spec.shape, (spec.dtype, spec.gather_dtype, spec.trainable), _cut(spec, ranks))
-            for spec in self.specs
-        )
+        shaped = tuple((s.shape, (s.dtype, s.gather_dtype, s.trainable), _cut(s, ranks)) for s in self.specs)
         self.segments = _segments(shaped, ranks, rank, align_bytes)
 
     def box(self, index: int, rank: int) -> Box:
@@ -130,11 +125,7 @@ class ContiguousLayout:
     @cached_property
     def _spans(self) -> dict[int, tuple[int, int]]:
         """The start of each parameter and the shard size of its segment, by the parameter's index."""
-        return {
-            place.index: (place.start, segment.shard_numel)
-            for segment in self.segments
-            for place in segment.places
-        }
+        return {p.index: (p.start, segment.shard_numel) for segment in self.segments for p in segment.places}
 
 
 def _cut(spec: ParamSpec, ranks: int) -> _Cut:
@@ -146,7 +137,7 @@ def _cut(spec: ParamSpec, ranks: int) -> _Cut:
                 f"{here()}: cannot shard '{spec.name}' on dim {placement.dim}: the contiguous layout"
                 ' shards parameters on dim 0 only; shard it on dim 0, or use layout="interleaved"'
             )
-        return _ROWS
+        return RaggedShard()
     if isinstance(placement, Owned) and placement.rank is not None and placement.rank >= ranks:
         raise ShardingError(
             f"{here()}: rank {placement.rank} cannot own '{spec.name}': the shard axis has {ranks} ranks; use"
@@ -155,41 +146,33 @@ def _cut(spec: ParamSpec, ranks: int) -> _Cut:
     return placement
 
 
-_ROWS = RaggedShard()
-
-
 @lru_cache(maxsize=1024)
 def _segments(
     shaped: tuple[_Shaped, ...], ranks: int, rank: int, align_bytes: int
 ) -> tuple[ContiguousSegment, ...]:
-    keys = dict.fromkeys(key for _, key, _ in shaped)
-    return tuple(_segment(shaped, key, ranks=ranks, rank=rank, align_bytes=align_bytes) for key in keys)
-
-
-def _segment(
-    shaped: Sequence[_Shaped], key: _Key, *, ranks: int, rank: int, align_bytes: int
-) -> ContiguousSegment:
-    dtype, gather_dtype, trainable = key
-    members = [(index, shape, cut) for index, (shape, of, cut) in enumerate(shaped) if of == key]
-    numels = tuple(math.prod(shape) for _, shape, _ in members)
-    packing = pack(
-        numels,
-        tuple(_block_numel(shape, cut) for _, shape, cut in members),
-        ranks=ranks,
-        align=max(1, align_bytes // min(dtype.itemsize, gather_dtype.itemsize)),
-        owners=tuple(cut.rank if isinstance(cut, Owned) else None for _, _, cut in members),
-    )
-    places, begin = [], rank * packing.shard_numel
-    for (index, shape, _), start, numel in zip(members, packing.starts, numels, strict=True):
-        box = rows_between(shape, start, begin, begin + packing.shard_numel)
-        places.append(Place(index, start, numel, box, 0 if box.is_empty else max(start - begin, 0)))
-    places.sort(key=lambda place: (place.start, place.numel, place.index))
-    return ContiguousSegment(dtype, gather_dtype, trainable, ranks, packing.shard_numel, tuple(places))
-
-
-def _block_numel(shape: tuple[int, ...], cut: _Cut) -> int:
-    """Return the number of elements that no rank boundary divides; at least 1, even without elements."""
-    return max(1, math.prod(shape) if isinstance(cut, Owned) else cut.block * math.prod(shape[1:]))
+    segments = []
+    for key in dict.fromkeys(key for _, key, _ in shaped):
+        dtype, gather_dtype, trainable = key
+        members = [(index, shape, cut) for index, (shape, of, cut) in enumerate(shaped) if of == key]
+        numels = tuple(math.prod(shape) for _, shape, _ in members)
+        blocks = (
+            math.prod(shape) if isinstance(cut, Owned) else cut.block * math.prod(shape[1:])
+            for _, shape, cut in members
+        )
+        packing = pack(
+            numels,
+            tuple(max(1, block) for block in blocks),
+            ranks=ranks,
+            align=max(1, align_bytes // min(dtype.itemsize, gather_dtype.itemsize)),
+            owners=tuple(cut.rank if isinstance(cut, Owned) else None for _, _, cut in members),
+        )
+        places, size = [], packing.shard_numel
+        for (index, shape, _), start, numel in zip(members, packing.starts, numels, strict=True):
+            box = rows_between(shape, start, rank * size, (rank + 1) * size)
+            places.append(Place(index, start, numel, box, 0 if box.is_empty else max(start - rank * size, 0)))
+        places.sort(key=lambda place: (place.start, place.numel, place.index))
+        segments.append(ContiguousSegment(dtype, gather_dtype, trainable, ranks, size, tuple(places)))
+    return tuple(segments)
 
 
 def gaps_between(used: Iterable[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:

@@ -10,10 +10,8 @@ per stored dtype (a segment). A gather returns the shard buffers of all ranks, o
     unsharded                 A0 A1 | B0 B1           one copy-out per parameter, to a multiple of 16 bytes
 
 That is the interleaved layout: every parameter is an even chunk of dim 0 (or another dim) and can
-be a DTensor. `shardwise.layout.contiguous` makes `gathered` equal `unsharded` and needs no copy-out.
-
-This file handles only shapes, dtypes and offsets: no processes, no tensors. The arithmetic depends on shapes,
-not on names, and is done once for all equal groups.
+be a DTensor. `shardwise.layout.contiguous` makes `gathered` equal `unsharded` and needs no copy-out. The
+arithmetic depends on shapes, not on names, and is done once for all equal groups.
 """
 
 from __future__ import annotations

@@ -1,25 +1,29 @@
-"""A spatial index that finds the boxes that overlap given ones.
+"""Which boxes overlap given ones, by a spatial index; whether boxes cover a tensor exactly once.
 
-Boxes are columns of two integer arrays [dims, boxes]: their first elements and their ends. They are sorted
-along a space-filling curve (Morton's, over the ranks of their midpoints), so that neighbours are mostly
-adjacent. Every 8 neighbours have a bounding box, every 8 of those another, up to a single one:
+Boxes, columns of first elements and ends [dims, boxes], are sorted along a space-filling curve (Morton's, by
+the ranks of their midpoints), so that neighbours are mostly adjacent. Every 8 neighbours have a bounding box,
+every 8 of those another, up to a single one; overlaps are searched from the top, below those that overlap.
+So for tiles of any number of dims, time grows with their number and that of overlaps, up to a logarithmic
+factor. Columns are compared in portions: memory grows with the overlaps.
 
-    level 2    one box around all
-    level 1    a box around every 8 of those below        overlaps are searched from the top, only
-    level 0    the boxes, in the order of the curve       below boxes that overlap
+A cover is found without comparing boxes. A box is a sum of signed quadrants, one starting at each of its
+corners; quadrants that start at different points are linearly independent functions. So boxes count every
+element of a whole once, and no other, if and only if their signed corners add up to those of the whole:
 
-So for tiles of any number of dims, time grows with their number and the number of overlaps, up to a
-logarithmic factor. Columns are compared in portions: memory grows with the overlaps.
+    +1    -1+1    -1         two boxes side by side: shared corners cancel
+    -1    +1-1    +1
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.errors import ShardingError
 from shardwise.layout.box import Box
 
 Ints = npt.NDArray[np.int64]
@@ -27,6 +31,8 @@ Ints = npt.NDArray[np.int64]
 _AROUND = 8  # boxes per bounding box
 _PORTION = 1 << 16  # pairs of boxes compared at a time
 _KEY_BITS = 62  # of a position on the curve
+_CORNERS = 1 << 24  # if there are more corners, the boxes are compared instead
+_NUMBERS = 1 << 62
 
 
 def corners(boxes: Sequence[Box], ndim: int) -> tuple[Ints, Ints]:
@@ -50,11 +56,7 @@ class Index:
             self._levels.append(around)
 
     def meeting(self, starts: Ints, ends: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Yield pairs (column of `starts` and `ends`, column of this index) of boxes that overlap.
-
-        Column by column, in portions. One column's pairs are all in the same portion, in the index's own
-        order.
-        """
+        """Yield pairs (given column, own column) that overlap; all of one in one portion, in own order."""
         if not len(self._order):
             return
         columns = np.arange(starts.shape[1])
@@ -101,7 +103,8 @@ def _along_curve(middles: Ints) -> Ints:
     key = np.zeros(middles.shape[1], np.int64)
     if varying:
         bits = _KEY_BITS // len(varying)
-        scaled = [_shifted(rank, bits - int(rank.max()).bit_length()) for rank in varying]
+        shifts = [bits - int(rank.max()).bit_length() for rank in varying]
+        scaled = [rank << max(n, 0) >> max(-n, 0) for rank, n in zip(varying, shifts, strict=True)]
         for bit in range(bits - 1, -1, -1):
             for rank in scaled:
                 key = key << 1 | rank >> bit & 1
@@ -109,5 +112,55 @@ def _along_curve(middles: Ints) -> Ints:
     return order
 
 
-def _shifted(values: Ints, bits: int) -> Ints:
-    return values << bits if bits >= 0 else values >> -bits
+def disjoint(boxes: Sequence[Box]) -> None:
+    """Raise a ShardingError that names two of `boxes`, of equally many dims, with an element in common."""
+    filled = [box for box in boxes if not box.is_empty]
+    if len(filled) < 2:
+        return
+    ndim = len(filled[0].sizes)
+    if not ndim:
+        raise ShardingError(f"{filled[0]} and {filled[1]} overlap")
+    starts, sizes = corners(filled, ndim)
+    if _add_up(starts, starts + sizes):
+        return
+    for query, hit in Index(starts, starts + sizes).meeting(starts, starts + sizes):
+        pairs = np.flatnonzero(query != hit)
+        if len(pairs):
+            first, second = sorted((int(query[pairs[0]]), int(hit[pairs[0]])))
+            raise ShardingError(f"{filled[first]} and {filled[second]} overlap")
+
+
+def cover(boxes: Sequence[Box], shape: Sequence[int]) -> None:
+    """Check that `boxes` cover a tensor of `shape` exactly once.
+
+    Raises a ShardingError that names the box that extends outside the shape, the two boxes that overlap, or
+    the number of elements that the boxes cover.
+    """
+    for box in boxes:
+        if len(box.sizes) != len(shape) or any(end > size for end, size in zip(box.ends, shape, strict=True)):
+            raise ShardingError(f"{box} extends outside the tensor of shape {tuple(shape)}")
+    disjoint(boxes)
+    covered, whole = sum(box.numel for box in boxes), math.prod(shape)
+    if covered != whole:
+        raise ShardingError(f"the boxes cover {covered} of the {whole} elements of shape {tuple(shape)}")
+
+
+def _add_up(starts: Ints, ends: Ints) -> bool:
+    """Return whether boxes [dims, boxes], none empty, fill the box around them once; False for too many."""
+    low, high = starts.min(axis=1, keepdims=True), ends.max(axis=1, keepdims=True)
+    cut = [d for d in range(len(starts)) if (starts[d] > low[d]).any() or (ends[d] < high[d]).any()]
+    if starts.shape[1] << len(cut) > _CORNERS:
+        return False
+    starts, ends = np.append(starts, low, axis=1), np.append(ends, high, axis=1)
+    signs = np.ones((1, starts.shape[1]), np.int64)  # of a corner of each box
+    signs[0, -1] = -1  # the opposite sign for the box around them
+    places, points = np.zeros_like(signs), 1  # that corner's point as a number; the count of numbers
+    for d in cut:
+        values, edges = np.unique(np.stack([starts[d], ends[d]]), return_inverse=True)
+        if points > _NUMBERS // len(values):
+            return False
+        places = (places * len(values) + edges.reshape(2, 1, -1)).reshape(-1, starts.shape[1])
+        signs, points = np.concatenate([signs, -signs]), points * len(values)
+    order = np.argsort(places, axis=None)
+    first = np.flatnonzero(np.diff(places.ravel()[order], prepend=-1))
+    return not np.add.reduceat(signs.ravel()[order], first).any()

@@ -31,10 +31,7 @@ _Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One box that moves from a rank that holds it to a rank that wants it.
-
-    If `sender == receiver`, it is a local copy.
-    """
+    """One box that moves from a rank that holds it to one that wants it; if they are one, a local copy."""
 
     sender: int
     receiver: int
@@ -91,14 +88,10 @@ def subtract(box: Box, other: Box) -> list[Box]:
     for dim, (start, end) in enumerate(zip(common.offsets, common.ends, strict=True)):
         for begin, size in ((offsets[dim], start - offsets[dim]), (end, offsets[dim] + sizes[dim] - end)):
             if size:
-                rest.append(
-                    Box((*offsets[:dim], begin, *offsets[dim + 1 :]), (*sizes[:dim], size, *sizes[dim + 1 :]))
-                )
+                corner = (*offsets[:dim], begin, *offsets[dim + 1 :])
+                rest.append(Box(corner, (*sizes[:dim], size, *sizes[dim + 1 :])))
         offsets[dim], sizes[dim] = start, end - start
     return rest
-
-
-# Boxes as arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +111,6 @@ class _Boxes:
 
 
 def _common_ndim(source: Sequence[Sequence[Box]], target: Sequence[Sequence[Box]]) -> int:
-    """Return the number of dims of all boxes; 0 if there is no box."""
     first: Box | None = None
     for verb, side in (("holds", source), ("wants", target)):
         for rank, boxes in enumerate(side):
@@ -173,18 +165,15 @@ class _Sources:
         self._bounds = np.searchsorted(self._box, np.arange(self.starts.shape[1] + 1))
 
     def of(self, rank: int) -> Ints:
-        """Return the boxes that `rank` holds."""
         return self._box[np.flatnonzero(self.rank == rank)]
 
     def nearest(self, box: Ints, receiver: Ints) -> Ints:
         """Return the copy (an index into `rank` and `place`) of each box that is nearest to its receiver."""
         upper = np.searchsorted(self._keys, box * self.ranks + receiver)
         lower = upper - 1
-        last = len(self.rank) - 1
+        above = np.minimum(upper, len(self.rank) - 1)
         down = np.where(lower >= self._bounds[box], receiver - self.rank[lower], self.ranks)
-        up = np.where(
-            upper < self._bounds[box + 1], self.rank[np.minimum(upper, last)] - receiver, self.ranks
-        )
+        up = np.where(upper < self._bounds[box + 1], self.rank[above] - receiver, self.ranks)
         copy: Ints = np.where(down <= up, lower, upper)
         return copy
 
@@ -198,17 +187,7 @@ class _Sources:
         return _as_boxes(self.starts[:, columns], self.ends[:, columns])
 
 
-# Pairs of a source and a target box that have elements in common, and the parts of them that move
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """Boxes to move: source `copy` sends the part from `starts` to `ends` [dims, parts] to `target`."""
-
-    copy: Ints
-    target: Ints
-    starts: Ints
-    ends: Ints
+_Parts = tuple[Ints, Ints, Ints, Ints]  # to move: source copy, target, starts and ends [dims, parts]
 
 
 def _join(portions: Sequence[Ints]) -> Ints:
@@ -255,7 +234,7 @@ def _parts(sources: _Sources, targets: _Boxes, pairs: Ints) -> _Parts:
         pieces += _remainders(pair.tolist(), common, sources.boxes(rival))
     numbers = np.concatenate([np.flatnonzero(whole), np.array([n for n, _ in pieces], np.int64)])
     offsets, sizes = corners([piece for _, piece in pieces], len(starts))
-    return _Parts(
+    return (
         copy[numbers],
         target[numbers],
         np.concatenate([starts[:, whole], offsets], axis=1),
@@ -264,10 +243,7 @@ def _parts(sources: _Sources, targets: _Boxes, pairs: Ints) -> _Parts:
 
 
 def _remainders(pairs: list[int], common: list[Box], cuts: list[Box]) -> Iterator[tuple[int, Box]]:
-    """Yield the remainder of each pair's overlap after subtracting every box in `cuts`.
-
-    The result depends on the order of `cuts`, which is the index's, so that sender and receiver cut alike.
-    """
+    """Yield what `cuts` leave of each pair's overlap, in the index's order: sender and receiver cut alike."""
     for pair, rows in itertools.groupby(zip(pairs, common, cuts, strict=True), key=lambda row: row[0]):
         rest: list[Box] | None = None
         for _, box, cut in rows:
@@ -287,8 +263,9 @@ def _meets_another(sources: _Sources, box: Ints) -> _Bools:
 
 def _check_filled(sources: _Sources, targets: _Boxes, parts: _Parts, checked: Ints, ndim: int) -> None:
     """Raise unless parts fill each box: they are disjoint, so their elements must add up to the box's."""
+    _, target, starts, ends = parts
     missing = (targets.ends - targets.starts).prod(axis=0)
-    np.subtract.at(missing, parts.target, (parts.ends - parts.starts).prod(axis=0))
+    np.subtract.at(missing, target, (ends - starts).prod(axis=0))
     for number in checked[missing[checked] != 0].tolist():
         column = targets.take(np.array([number]))
         rest = whole = _as_boxes(column.starts, column.ends)
@@ -303,16 +280,16 @@ def _check_filled(sources: _Sources, targets: _Boxes, parts: _Parts, checked: In
 
 
 def _messages(sources: _Sources, targets: _Boxes, parts: _Parts, ndim: int) -> list[Message]:
-    sender, receiver = sources.rank[parts.copy], targets.rank[parts.target]
-    target = targets.place[parts.target]
-    order = np.lexsort((*parts.starts[::-1], target, receiver, sender))
+    copy, target, starts, ends = parts
+    sender, receiver, place = sources.rank[copy], targets.rank[target], targets.place[target]
+    order = np.lexsort((*starts[::-1], place, receiver, sender))
     return list(
         map(
             Message,
             sender[order].tolist(),
             receiver[order].tolist(),
-            _as_boxes(parts.starts[:ndim, order], parts.ends[:ndim, order]),
-            sources.place[parts.copy[order]].tolist(),
-            target[order].tolist(),
+            _as_boxes(starts[:ndim, order], ends[:ndim, order]),
+            sources.place[copy[order]].tolist(),
+            place[order].tolist(),
         )
     )

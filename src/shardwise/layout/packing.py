@@ -53,7 +53,7 @@ def pack(
     align: int,
     owners: tuple[int | None, ...] | None = None,
 ) -> Packing:
-    """Choose starts for parameters of `numels` elements, cut between blocks of `blocks`, over `ranks`.
+    """Choose starts for parameters of `numels` elements, cut between blocks of `blocks`; equal on all ranks.
 
     Args:
         numels: elements of each parameter, in registration order; may be 0.
@@ -61,9 +61,6 @@ def pack(
         ranks: size of the shard axis.
         align: starts and the shard's size are multiples of this many elements.
         owners: for each parameter, the rank that must hold all of it, or None.
-
-    Returns:
-        A packing that depends only on the arguments, so all ranks find the same one.
     """
     items = _items(numels, blocks, align, owners)
     if not items:
@@ -92,11 +89,10 @@ def _items(
     numels: Sequence[int], blocks: Sequence[int], align: int, owners: Sequence[int | None] | None
 ) -> list[_Item]:
     """Return the parameters that have elements, in units of `align`."""
+    params = zip(numels, blocks, owners or [None] * len(numels), strict=True)
     return [
         _Item(index, -(-numel // align), math.lcm(block, align) // align, owner)
-        for index, (numel, block, owner) in enumerate(
-            zip(numels, blocks, owners or [None] * len(numels), strict=True)
-        )
+        for index, (numel, block, owner) in enumerate(params)
         if numel
     ]
 
@@ -104,9 +100,6 @@ def _items(
 def _kinds(items: Iterable[_Item]) -> list[tuple[int, int]]:
     """Return the distinct (size, step), the largest first."""
     return sorted({(item.size, item.step) for item in items}, reverse=True)
-
-
-# ---------------------------------------------------------------- limits of the shard's size
 
 
 def _smallest_shard(items: Sequence[_Item], ranks: int) -> int:
@@ -127,36 +120,26 @@ def _by_owner(items: Sequence[_Item]) -> dict[int, list[_Item]]:
     return by_owner
 
 
-def _can_cut(size: int, step: int, shard: int) -> bool:
-    """Return whether some start puts all boundaries inside a parameter between its blocks."""
-    return size <= shard or shard % step == 0 or shard // step * step + shard >= size
-
-
 def _next_possible(shard: int, kinds: Sequence[tuple[int, int]]) -> int:
     """Return the least size, at least `shard`, at which every kind of parameter can be cut."""
     while True:
         several = [(size, step) for size, step in kinds if size > 2 * shard]  # these contain two boundaries
-        multiple = _lcm((step for _, step in several), at_most=kinds[0][0])
+        multiple = 1
+        for _, step in several:
+            if multiple <= kinds[0][0]:  # a larger one need not be exact
+                multiple = math.lcm(multiple, step)
         if shard % multiple:
             shard = min(shard + -shard % multiple, -(-several[-1][0] // 2))
             continue
-        stuck = [(size, step, shard // step) for size, step in kinds if not _can_cut(size, step, shard)]
+        # Kinds of which no start puts all boundaries inside between blocks, and the whole blocks of a shard.
+        stuck = [
+            (size, step, shard // step)
+            for size, step in kinds
+            if shard < size > shard // step * step + shard and shard % step
+        ]
         if not stuck:
             return shard
         shard = max(min(size - whole * step, (whole + 1) * step) for size, step, whole in stuck)
-
-
-def _lcm(steps: Iterable[int], *, at_most: int) -> int:
-    """Return the least common multiple of `steps`, or any multiple found that exceeds `at_most`."""
-    multiple = 1
-    for step in steps:
-        multiple = math.lcm(multiple, step)
-        if multiple > at_most:
-            break
-    return multiple
-
-
-# ---------------------------------------------------------------- the search
 
 
 def _search(items: Sequence[_Item], ranks: int) -> tuple[int, dict[int, int]]:
@@ -203,28 +186,36 @@ def _candidates(smallest: int, kinds: Sequence[tuple[int, int]]) -> Iterator[int
                 series[j] = low + -low % m
 
 
-# ---------------------------------------------------------------- placing at one size
-
-
 def _place(items: Sequence[_Item], shard: int, ranks: int) -> dict[int, int] | None:
-    """Return the starts by index, from the first strategy that succeeds."""
     for strategy in _STRATEGIES:
-        starts = strategy(items, shard, ranks)
-        if starts is not None:
-            return starts
+        space = _Space(items, shard, ranks)
+        if strategy(space, [item for item in items if item.owner is None]):
+            return space.starts
     return None
 
 
 class _Space:
-    """The gathered buffer while it is filled: a cursor, free space after it, and gaps before it."""
+    """The gathered buffer while it is filled: a cursor, free space after it, and gaps before it.
 
-    def __init__(self, shard: int, ranks: int) -> None:
+    Owned parameters are in it from the beginning, at the shard's start on even ranks and at its end on odd
+    ranks, so that the space in between is as long as possible.
+    """
+
+    def __init__(self, items: Sequence[_Item], shard: int, ranks: int) -> None:
         self.shard = shard
         self.end = shard * ranks
         self.cursor = 0
         self.gaps: list[tuple[int, int]] = []
         self.largest_gap = 0
         self.starts: dict[int, int] = {}
+        for rank, owned in sorted(_by_owner(items).items()):
+            total = sum(item.size for item in owned)
+            start = rank * shard if rank % 2 == 0 else (rank + 1) * shard - total
+            self.add_gap(self.cursor, start)
+            for item in owned:
+                self.starts[item.index] = start
+                start += item.size
+            self.cursor = start
 
     def first_start(self, position: int, size: int, step: int) -> int:
         """Return the first position from `position` on where a parameter may begin."""
@@ -259,7 +250,6 @@ class _Space:
         return False
 
     def append(self, item: _Item) -> bool:
-        """Place `item` after the cursor."""
         start = self.first_start(self.cursor, item.size, item.step)
         self.add_gap(self.cursor, start)
         self.starts[item.index] = start
@@ -270,47 +260,10 @@ class _Space:
         return self.fill_gap(item) or self.append(item)
 
 
-def _space(items: Sequence[_Item], shard: int, ranks: int) -> tuple[_Space, list[_Item]] | None:
-    """Return the buffer with all owned parameters placed, and the parameters left to place.
-
-    Owned parameters go to the shard's start on even ranks and to its end on odd ranks, so that the space in
-    between is as long as possible.
-    """
-    space = _Space(shard, ranks)
-    for rank, owned in sorted(_by_owner(items).items()):
-        total = sum(item.size for item in owned)
-        if total > shard:
-            return None
-        start = rank * shard if rank % 2 == 0 else (rank + 1) * shard - total
-        space.add_gap(space.cursor, start)
-        for item in owned:
-            space.starts[item.index] = start
-            start += item.size
-        space.cursor = start
-    return space, [item for item in items if item.owner is None]
-
-
-def _in_order(key: Callable[[_Item], tuple[int, ...]]) -> Callable[..., dict[int, int] | None]:
-    """Return the strategy that places parameters in order of `key`, and then of registration."""
-
-    def place(items: Sequence[_Item], shard: int, ranks: int) -> dict[int, int] | None:
-        prepared = _space(items, shard, ranks)
-        if prepared is None:
-            return None
-        space, free = prepared
-        return space.starts if all(map(space.add, sorted(free, key=key))) else None
-
-    return place
-
-
-def _least_push(items: Sequence[_Item], shard: int, ranks: int) -> dict[int, int] | None:
+def _least_push(space: _Space, items: Sequence[_Item]) -> bool:
     """Always place the parameter that leaves the smallest gap; those that can be cut anywhere come last."""
-    prepared = _space(items, shard, ranks)
-    if prepared is None:
-        return None
-    space, free = prepared
     waiting: dict[tuple[int, int], list[_Item]] = {}
-    for item in sorted(free, key=lambda item: (-item.step, -item.size)):
+    for item in sorted(items, key=lambda item: (-item.step, -item.size)):
         if item.step == 1 or not space.fill_gap(item):
             waiting.setdefault((item.size, item.step), []).append(item)
     for queue in waiting.values():
@@ -318,15 +271,15 @@ def _least_push(items: Sequence[_Item], shard: int, ranks: int) -> dict[int, int
     while window := [kind for kind in islice(waiting, _WINDOW) if kind[1] > 1]:
         kind = min(window, key=lambda kind: space.first_start(space.cursor, *kind))
         if not space.append(waiting[kind].pop()):
-            return None
+            return False
         if not waiting[kind]:
             del waiting[kind]
-    rest = [item for queue in waiting.values() for item in reversed(queue)]
-    return space.starts if all(map(space.add, rest)) else None
+    return all(space.add(item) for queue in waiting.values() for item in reversed(queue))
 
 
-_STRATEGIES: tuple[Callable[[Sequence[_Item], int, int], dict[int, int] | None], ...] = (
-    _in_order(lambda item: (-item.step,)),
+# Each places the parameters without an owner; equal ones in order of registration.
+_STRATEGIES: tuple[Callable[[_Space, Sequence[_Item]], bool], ...] = (
+    lambda space, items: all(map(space.add, sorted(items, key=lambda item: -item.step))),
     _least_push,
-    _in_order(lambda item: (-item.size, -item.step)),
+    lambda space, items: all(map(space.add, sorted(items, key=lambda item: (-item.size, -item.step)))),
 )

@@ -9,12 +9,7 @@ placement            a rank holds                                 layout
 ===================  ===========================================  =======================
 
 `EvenShard(dim)` equals DTensor's `Shard(dim)`: chunks of `ceil(size / ranks)`, the last chunks short
-or empty. Five rows over four ranks::
-
-    rank 0: rows 0-1    rank 1: rows 2-3    rank 2: row 4    rank 3: none
-
-Each rank stores its chunk padded to the first rank's size, so that all ranks send the same amount.
-
+or empty. Each rank stores its chunk padded to the first rank's size, so that all ranks send the same amount.
 For the other two, packing the parameters of a group (`shardwise.layout.packing`) decides which rank holds
 what; the placement says only where a parameter may be cut.
 """

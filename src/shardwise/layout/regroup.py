@@ -36,10 +36,7 @@ def regrouped(
 ) -> Groups:
     """Group dims of `old` and of `new`; without elements, only equal dims at the ends are separate.
 
-    Args:
-        old, new: sizes, numbers or symbols, with the same number of elements.
-        same: returns whether two sizes are equal.
-        hint: returns a size as a number, to find the smaller of two.
+    Sizes are numbers or symbols: `same` compares two, `hint` returns one as a number, to find the smaller.
     """
     if any(isinstance(size, int) and size == 0 for size in old):
         return _without_elements(old, new, same)

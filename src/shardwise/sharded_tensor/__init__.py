@@ -16,7 +16,6 @@ from shardwise.sharded_tensor.construct import (
     shard_tensor,
     zeros,
 )
-from shardwise.sharded_tensor.custom import custom_sharded_op_impl, custom_sharding_spec_op
 from shardwise.sharded_tensor.dtensor import from_dtensor, from_rows, to_dtensor, to_rows
 from shardwise.sharded_tensor.metadata import (
     RemoteDevice,
@@ -38,6 +37,7 @@ from shardwise.sharded_tensor.module import (
     state_dict_hook,
 )
 from shardwise.sharded_tensor.pickling import load_with_process_group
+from shardwise.sharded_tensor.refuse import custom_sharded_op_impl, custom_sharding_spec_op
 from shardwise.sharded_tensor.rows import RowShard, ShardedParameter, ShardedRows
 from shardwise.sharded_tensor.spec import (
     ChunkShardingSpec,

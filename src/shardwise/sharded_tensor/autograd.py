@@ -17,7 +17,8 @@ Autograd runs them in the reverse order of their creation, which is the same on 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -90,11 +91,7 @@ def nothing_of(*tensors: Tensor) -> Tensor:
 
 
 def all_reduced(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Return a reduction without gradient, in new memory. Collective over `group`.
-
-    Raises:
-        ShardingError: on every rank, if the operation that needs it has failed on one (`failure`).
-    """
+    """Return a reduction without gradient, in new memory, or raise if a rank has failed. Collective."""
     # gloo cannot reduce bool, nor bfloat16 before some version: use a dtype that holds their values.
     carrier = {torch.bool: torch.uint8}.get(tensor.dtype, tensor.dtype)
     if group.size() == 1:
@@ -118,12 +115,7 @@ def all_extreme(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -> T
     return extreme(tensor.detach(), lambda part: all_reduced(part, group, op), largest=largest)
 
 
-class Route(NamedTuple):
-    """A rank's part in a move: the messages, the boxes that it has, and those that it gets."""
-
-    messages: list[Message]
-    source: list[Box]
-    target: list[Box]
+Route = tuple[list[Message], list[Box], list[Box]]  # of a rank: messages, boxes that it has and gets
 
 
 def moved(
@@ -136,26 +128,22 @@ def moved(
     agreement: Agreement | None = None,
     to_all: Sequence[Sequence[Box]] | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the boxes that this rank gets, filled from the ranks' own. Collective.
+    """Return the boxes that this rank gets, and an empty tensor that stands for them in the autograd graph.
+
+    Collective. The boxes of all ranks are an exact cover before and after.
 
     Args:
-        tensors: of the boxes that this rank has. Those of all ranks are an exact cover before and after.
         anchor: an empty tensor that requires grad if the whole source does.
         like: memory format of the results.
         agreement: an agreement about these messages, in progress; see `exchange`.
         to_all: if the target, and so its gradient, is the whole tensor on every rank: each rank's boxes.
-
-    Returns:
-        The target tensors, and an empty one that keeps a rank without any in the autograd graph.
     """
     nothing = anchor.detach().new_empty(0)
     messages, source, target = route
 
     def forward(_: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results = [
-            torch.empty(box.sizes, dtype=nothing.dtype, device=nothing.device, memory_format=like)
-            for box in target
-        ]
+        make = partial(torch.empty, dtype=nothing.dtype, device=nothing.device, memory_format=like)
+        results = [make(box.sizes) for box in target]
         sent = list(zip(source, tensors, strict=True))
         if to_all is None or nothing.is_meta or backend_of(group, nothing.device) == "gloo":
             buffers = list(zip(target, results, strict=True))
@@ -218,9 +206,8 @@ def fill(
         wire: a tensor with the dtype and device in which values are sent; others are converted.
     """
     rank, target = group.rank(), [tensor.detach() for tensor in target]
-    buffers = [
-        t if (t.dtype, t.device) == (wire.dtype, wire.device) else wire.new_empty(t.shape) for t in target
-    ]
+    kind = wire.dtype, wire.device
+    buffers = [t if (t.dtype, t.device) == kind else wire.new_empty(t.shape) for t in target]
     messages = transfer(source_boxes, target_boxes, rank=rank)
     received = list(zip(target_boxes[rank], buffers, strict=True))
     sent = [(box, t.detach().to(wire)) for box, t in zip(source_boxes[rank], source, strict=True)]

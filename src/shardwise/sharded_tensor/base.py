@@ -54,10 +54,9 @@ class ShardedTensorBase(Tensor):
         for shard in shards:
             if shard.metadata not in metadata.shards_metadata:
                 raise ShardingError(f"{here()}: the metadata has no {shard.metadata}")
-            if list(shard.tensor.shape) != shard.metadata.shard_sizes:
-                raise ShardingError(
-                    f"{here()}: {shard.metadata} has a tensor of shape {list(shard.tensor.shape)}"
-                )
+            found = list(shard.tensor.shape)
+            if found != shard.metadata.shard_sizes:
+                raise ShardingError(f"{here()}: {shard.metadata} has a tensor of shape {found}")
         return _wrap(shards, metadata, None if sharding_spec is None else spec_of(sharding_spec))
 
     def metadata(self) -> ShardedTensorMetadata:
@@ -103,13 +102,9 @@ class ShardedTensorBase(Tensor):
 def _wrap(
     shards: list[Shard], metadata: ShardedTensorMetadata, spec: ShardingSpec | None
 ) -> ShardedTensorBase:
-    properties = metadata.tensor_properties
+    kind, device = metadata.tensor_properties, shards[0].tensor.device if shards else torch.device("cpu")
     base: ShardedTensorBase = _compat.make_wrapper(
-        ShardedTensorBase,
-        metadata.size,
-        dtype=properties.dtype,
-        device=shards[0].tensor.device if shards else torch.device("cpu"),
-        requires_grad=properties.requires_grad,
+        ShardedTensorBase, metadata.size, dtype=kind.dtype, device=device, requires_grad=kind.requires_grad
     )
     base._shards, base._metadata, base._spec = shards, metadata, spec
     return base

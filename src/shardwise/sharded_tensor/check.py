@@ -31,11 +31,7 @@ _T = TypeVar("_T")
 def gather_shards(
     shards: Callable[[], Sequence[Shard]], global_size: Sequence[int], *, group: dist.ProcessGroup
 ) -> ShardedTensorMetadata:
-    """Return the description of the tensor that all ranks' `shards()` make together. Collective over `group`.
-
-    Raises:
-        ShardingError: on every rank, if they make none; it names the rank, the shard and both values.
-    """
+    """Describe the tensor that all ranks' `shards()` make, or raise on all of them. Collective."""
 
     def describe() -> dict[str, Any]:
         values = shards()
@@ -63,16 +59,13 @@ def gather_shards(
         other = next((rank for rank, value in values.items() if value != values[first]), None)
         if other is not None:
             subject = "global size" if name == "size" else f"{name} of the shards"
-            problems.append(
-                f"the {subject} is {values[first]} on rank {first} but {values[other]} on rank {other}"
-            )
+            found = f"{values[first]} on rank {first} but {values[other]} on rank {other}"
+            problems.append(f"the {subject} is {found}")
     if problems:
         raise ShardingError(f"{here()}: the local shards make no sharded tensor: " + "; ".join(problems))
     merged = {name: value for entry in reversed(by_rank) for name, value in entry.items()}
-    properties = {name: merged[name] for name in ("requires_grad", "pin_memory") if name in merged}
-    for name in ("dtype", "memory_format"):
-        if name in merged:
-            properties[name] = getattr(torch, merged[name].removeprefix("torch."))
+    known: dict[str, Any] = {name: merged[name] for name in vars(TensorProperties()) if name in merged}
+    properties = {n: getattr(torch, v[6:]) if str(v).startswith("torch.") else v for n, v in known.items()}
     places = [ShardMetadata(*place) for entry in by_rank for place in entry["shards"]]
     metadata = ShardedTensorMetadata(places, size_of(global_size), TensorProperties(**properties))
     metadata.check(ranks)
@@ -128,16 +121,11 @@ def tell_all(
 def agree_on(make: Callable[[], tuple[_T, str]], *, group: dist.ProcessGroup, subject: str) -> _T:
     """Call `make()`, pure arithmetic, and raise unless all ranks make the same. Collective over `group`.
 
-    A process outside the group only calls `make()`.
-
-    Args:
-        make: returns a result and words for it, equal for equal results. It may raise; only if ranks get
-            different arguments may it raise on some of them.
-        subject: the result's name, for the error.
+    A process outside the group only calls `make`, which returns a result and words for it, equal for equal
+    results. It may raise; only if ranks get different arguments may it raise on some of them.
 
     Raises:
         RankMismatchError: on every rank, if ranks make different things or only some can.
-        Exception: the exception of `make`, if it raises on all ranks.
     """
     if is_outside(group):
         return make()[0]
@@ -151,13 +139,8 @@ _PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"
 
 
 def _properties(tensor: torch.Tensor) -> dict[str, Any]:
-    """Describe the properties that a tensor has, in texts and bools."""
-    properties: dict[str, Any] = {
-        "dtype": str(tensor.dtype),
-        "layout": str(tensor.layout),
-        "requires_grad": tensor.requires_grad,
-        "device_type": tensor.device.type,
-    }
+    properties: dict[str, Any] = {"dtype": str(tensor.dtype), "layout": str(tensor.layout)}
+    properties |= {"requires_grad": tensor.requires_grad, "device_type": tensor.device.type}
     if tensor.layout == torch.strided:
         properties["pin_memory"] = tensor.is_pinned()
         if tensor.numel() > 1:  # others have every format
@@ -174,34 +157,29 @@ def _mismatches(
             yield f"shard {index} ({_position(shard)}) has {name} {value}, but {reference} {expected[name]}"
 
 
-def _problems(index: int, shard: Shard) -> list[str]:
-    """List the problems of a shard by itself."""
+def _problems(index: int, shard: Shard) -> Iterator[str]:
     tensor, place, rank = shard.tensor, shard.metadata, dist.get_rank()
     name = f"shard {index} ({_position(shard)})"
-    problems: list[str] = []
     if any(value < 0 for value in (*place.shard_offsets, *place.shard_sizes)):
-        problems.append(f"{name} has a negative offset or size")
+        yield f"{name} has a negative offset or size"
     if len(place.shard_offsets) != len(place.shard_sizes):
-        problems.append(f"{name} has {len(place.shard_offsets)} offsets but {len(place.shard_sizes)} sizes")
+        yield f"{name} has {len(place.shard_offsets)} offsets but {len(place.shard_sizes)} sizes"
     if list(tensor.shape) != place.shard_sizes:
-        problems.append(f"{name} has a tensor of shape {list(tensor.shape)}, expected {place.shard_sizes}")
+        yield f"{name} has a tensor of shape {list(tensor.shape)}, expected {place.shard_sizes}"
     if tensor.layout != torch.strided:
-        problems.append(f"{name} has layout {tensor.layout}, expected torch.strided")
+        yield f"{name} has layout {tensor.layout}, expected torch.strided"
     elif memory_format_of(tensor) is torch.preserve_format:
-        problems.append(f"{name} is not contiguous (strides {tensor.stride()}); pass tensor.contiguous()")
+        yield f"{name} is not contiguous (strides {tensor.stride()}); pass tensor.contiguous()"
     if not tensor.is_leaf:
-        problems.append(
-            f"{name} is the result of a differentiable operation, expected a leaf; pass tensor.detach()"
-        )
+        yield f"{name} is the result of a differentiable operation, expected a leaf; pass tensor.detach()"
     if place.placement is None or place.placement.rank() is None:
-        problems.append(f'{name} has placement {place.placement}, expected "rank:{rank}/{tensor.device}"')
+        yield f'{name} has placement {place.placement}, expected "rank:{rank}/{tensor.device}"'
     elif place.placement.rank() != rank:
-        problems.append(f"{name} is placed on rank {place.placement.rank()}, but rank {rank} holds it")
+        yield f"{name} is placed on rank {place.placement.rank()}, but rank {rank} holds it"
     elif (device := place.placement.device()).type != tensor.device.type or (
         device.index not in (None, tensor.device.index)
     ):
-        problems.append(f"{name} is placed on {device}, but its tensor is on {tensor.device}")
-    return problems
+        yield f"{name} is placed on {device}, but its tensor is on {tensor.device}"
 
 
 def _position(shard: Shard) -> str:

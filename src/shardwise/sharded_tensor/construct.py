@@ -38,9 +38,9 @@ from shardwise.sharded_tensor.metadata import (
     check_pinnable,
     size_of,
 )
-from shardwise.sharded_tensor.move import boxes_of, describe, with_description
+from shardwise.sharded_tensor.move import boxes_of, describe
+from shardwise.sharded_tensor.pickling import register_shards
 from shardwise.sharded_tensor.registry import does
-from shardwise.sharded_tensor.remote import register_shards
 from shardwise.sharded_tensor.spec import ShardingSpec, spec_of
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -238,9 +238,8 @@ def init_from_local_tensor(
 
     gathered = gather_shards(make_shards, global_size, group=group)
     build = partial(cut_by, sharding_spec, gathered.size, gathered.tensor_properties, group)
-    metadata = agree_on(
-        lambda: with_description(build()), group=group, subject="the spec of the local tensors"
-    )
+    subject = "the spec of the local tensors"
+    metadata = agree_on(lambda: (cut := build(), describe(cut)), group=group, subject=subject)
     return _wrap(local, metadata, group, sharding_spec, init_rrefs)
 
 
@@ -353,7 +352,6 @@ def _wrap(
 def _make_random(
     spec: ShardingSpec, size: Sequence[Any], options: dict[str, Any], seed: int | None, draw: partial[Tensor]
 ) -> ShardedTensor:
-    """Make a tensor filled by `draw`, a function of `sharded_tensor.random`."""
     sharded = _make(spec, size, values=f"{draw.func.__name__} {draw.keywords} of seed {seed}", **options)
     if seed is None:
         seed = shared_seed(sharded.process_group)
@@ -373,7 +371,6 @@ def fill_shards(sharded: ShardedTensor, fill: Callable[..., object]) -> ShardedT
 
 
 def _allocate_shards(metadata: ShardedTensorMetadata) -> list[Shard]:
-    """Return memory for this rank's shards."""
     properties, shards = metadata.tensor_properties, []
     for place in metadata.held_by(dist.get_rank()):
         assert place.placement is not None

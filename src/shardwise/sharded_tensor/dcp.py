@@ -45,7 +45,6 @@ def write_items(
 
 
 def _write_items(sharded: ShardedTensor, name: str, value: Any) -> list[WriteItem]:
-    """List the write items of this rank in a checkpoint; maybe none."""
     return write_items(name, _chunks(sharded), sharded.metadata().size, like=sharded.anchor.detach())
 
 
@@ -57,7 +56,6 @@ def _chunks(sharded: ShardedTensor) -> list[ChunkStorageMetadata]:
 
 
 def _shard_at(sharded: ShardedTensor, index: MetadataIndex) -> Tensor:
-    """Return the local shard that begins at the offset of `index`."""
     if sharded.metadata().size.numel() == 0:
         return sharded.anchor.detach().new_empty(sharded.metadata().size)
     for shard in sharded.local_shards():

@@ -144,9 +144,6 @@ def to_dtensor(sharded: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Pl
     return _compat.dtensor(local, spec)
 
 
-# Checks of conversions: placements, meshes and groups
-
-
 def check_detached(tensor: Tensor) -> None:
     """Raise, in grad mode, for a result whose gradient a conversion would lose."""
     if torch.is_grad_enabled() and not tensor.is_leaf:
@@ -233,9 +230,7 @@ def to_rows(sharded: ShardedTensor, rows: ShardedRows) -> None:
     fill(source_boxes, target_boxes, source=source, target=[rows.local], group=group, wire=sharded.anchor)
 
 
-def _all_boxes(
-    rows: ShardedRows, *, group: dist.ProcessGroup, shape: Sequence[int] | None = None
-) -> list[Box]:
+def _all_boxes(rows: ShardedRows, group: dist.ProcessGroup, shape: Sequence[int] | None = None) -> list[Box]:
     """Return every rank's box. Raises on every rank if rows are not of one tensor."""
     tensor = f"{tuple(rows.shape)} of {rows.dtype}" if shape is None else f"{tuple(rows.shape)}"
     by_rank = tell_all("comparing rows", lambda: (tensor, rows.box.offsets, rows.box.sizes), group=group)

@@ -1,16 +1,14 @@
 """Errors on a single rank: they are sent with the next collective, where all ranks raise.
 
-Most errors follow from what all ranks know, and raise on all. Some follow from one rank's values: a
-division of integers by zero, a probability beyond 1. If a rank raised such an error at once, the others would
-wait for it in their next collective. So it continues with stand-ins of the right shape, and keeps the error
-with them:
+Most errors follow from what all ranks know, and raise on all. Some follow from one rank's values. If a rank
+raised such an error at once, the others would wait for it in their next collective. So it continues with
+stand-ins of the right shape, and keeps the error with them:
 
     half = number // divisor         rank 1 divides by zero: it keeps the error
     more = half * 2                  and passes it on
     more.sum()                       every rank raises, naming rank 1 and its error
 
-The memory of the shards is what has failed, so views, parts, `detach()` and `.data` have, too, whenever they
-were made; the tensors that share it need not know each other.
+The memory of the shards is what has failed, so views, parts, `detach()` and `.data` have, too.
 
 Stand-ins are the operation's results for ones. If the operation fails for ones too, values are not the cause:
 all ranks with elements fail, at once if these are all ranks. A rank reports its failure in one more element
@@ -47,9 +45,7 @@ current: Failures = {}  # failures of the current operation's operands
 
 
 class _InProgress(threading.local):
-    """The operation that the user called, of those in progress: a torch function and its arguments."""
-
-    called: tuple[Any, list[Any]] | None = None
+    called: tuple[Any, list[Any]] | None = None  # the torch function that the user called, and its arguments
 
 
 _in_progress = _InProgress()
@@ -73,10 +69,9 @@ def run(handler: Handler, func: Any, args: Args, kwargs: Kwargs) -> Any:
 def comparing(
     text: str, *, device: torch.device, group: dist.ProcessGroup, subject: str
 ) -> AbstractContextManager[Agreement | None]:
-    """Compare `text`, and the torch function that the user called, on all ranks of `group`; in a block.
+    """Compare `text`, and the torch function that the user called, before the collective after the block.
 
-    The collective that `text` describes must follow the block. On the CPU only: there unequal collectives
-    would hang or give garbage. An accelerator would have to wait.
+    On the CPU only: there unequal collectives would hang or give garbage. An accelerator would have to wait.
     """
     if device.type != "cpu":
         return nullcontext()
@@ -155,7 +150,6 @@ def with_failures(text: str, sharded: Any) -> str:
 
 
 def raise_here(failures: Failures) -> None:
-    """Raise the errors of this rank, if there are any."""
     if failures:
         raise ShardingError("; ".join(failures)) from next(iter(failures.values()))
 

@@ -41,11 +41,7 @@ def ranks_of(group: dist.ProcessGroup) -> list[int] | None:
 
 
 def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return `process_group`, or the default group for None; `OUTSIDE` if this process is not in it.
-
-    Raises:
-        ShardingError: there is no default group, or the argument is not a process group.
-    """
+    """Return `process_group`, or the default group for None; `OUTSIDE` if this process is not in it."""
     if isinstance(process_group, dist.ProcessGroup):
         return process_group
     if process_group is OUTSIDE or process_group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -63,25 +59,16 @@ def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
 def cut_by(
     spec: Any, size: Sequence[int], properties: TensorProperties, group: dist.ProcessGroup
 ) -> ShardedTensorMetadata:
-    """Return the shards that `spec` gives a tensor of `size`, on ranks of `group`. Local.
-
-    Raises:
-        ShardingError: `spec` is no spec, its shards do not cover the tensor once, or other ranks get shards.
-    """
+    """Return a tensor's shards by `spec`, or raise unless they cover it, on ranks of `group`. Local."""
     metadata = with_ranks(spec_of(spec).build_metadata(torch.Size(size), properties))
     metadata.check(ranks_of(group))
     return metadata
 
 
 def with_ranks(metadata: ShardedTensorMetadata) -> ShardedTensorMetadata:
-    """Return the metadata with placements by worker name replaced by placements by rank. Local.
-
-    Raises:
-        ShardingError: there is no such worker, or RPC is not initialised.
-    """
-    if not any(shard.placement and shard.placement.worker_name() for shard in metadata.shards_metadata):
-        return metadata
-    return metadata.placed(_by_rank)
+    """Replace placements by worker name by those by rank. Raises ShardingError for an unknown worker."""
+    named = any(shard.placement and shard.placement.worker_name() for shard in metadata.shards_metadata)
+    return metadata.placed(_by_rank) if named else metadata
 
 
 def _by_rank(place: RemoteDevice) -> RemoteDevice:

@@ -6,16 +6,14 @@
     a ShardedTensor    Listed      boxes anywhere, listed in its metadata
 
 `kinds.holding_of` returns a tensor's holding. Nothing here communicates, and boxes are computed on first use.
-
 A rank of a DTensor holds certain indices of each dim, found by splitting the dim's range over the mesh axes
-that cut it, one after the other. After a strided split they may form several runs:
+that cut it, one after the other. After a strided split they may form several runs, and each combination of
+runs, one per dim, is a box:
 
     dim of 8 over a mesh of 2 x 2                   (0, 0)   (0, 1)   (1, 0)   (1, 1)
     [Shard(0), Shard(0)]                            0 1      2 3      4 5      6 7
     [Replicate(), Shard(0)]                         0-3      4-7      0-3      4-7
     [strided Shard(0) of 2, Replicate()]            0 1 4 5  0 1 4 5  2 3 6 7  2 3 6 7
-
-Each combination of runs, one per dim, is a box.
 
 Ranks must ascend along every axis that cuts. Where they do not, torch itself is inconsistent: its collectives
 order parts by rank in the axis' group, which ascends, and all other code orders them by coordinate.
@@ -45,11 +43,7 @@ Groups = tuple[dist.ProcessGroup, ...]
 
 @dataclass(frozen=True, eq=False)
 class Holding:
-    """The ranks that hold a tensor, and its boxes; this base class is for a tensor whole on each rank.
-
-    Attributes:
-        shape: of the whole tensor.
-    """
+    """The ranks that hold a tensor of `shape`, and its boxes; this class: whole on each rank."""
 
     shape: torch.Size
 
@@ -92,7 +86,6 @@ class Part:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Sizes of the local tensor."""
         return tuple(map(_length, self.runs))
 
     @property
@@ -113,16 +106,11 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Placed(Holding):
-    """Holding of a DTensor: the part that its placements give to each rank.
-
-    Attributes:
-        placements: of any kind but `Partial`, with dims counted from the first; see `Placed.of`.
-        order: the axes that cut each dim, in the order in which they cut; None means the mesh's order.
-    """
+    """Holding of a DTensor: the part that its placements give to each rank."""
 
     mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    order: Any = None
+    placements: tuple[Placement, ...]  # of any kind but `Partial`, with dims counted from the first
+    order: Any = None  # the axes that cut each dim, in the order in which they cut; None: that of the mesh
 
     @staticmethod
     def of(mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int], order: Any = None) -> Placed:
@@ -237,7 +225,6 @@ def _length(runs: _Runs) -> int:
 
 
 def _split(runs: _Runs, placement: Placement, count: int) -> list[_Runs]:
-    """Split `runs` over the `count` coordinates of an axis."""
     if isinstance(placement, OwnShard):
         spans = [placement.local_rows(_length(runs), count, index) for index in range(count)]
         return [_slice_runs(runs, first, first + rows) for rows, first in spans]
@@ -265,7 +252,6 @@ def _slice_runs(runs: _Runs, begin: int, end: int) -> _Runs:
 
 
 def _join_runs(runs: Iterable[range]) -> _Runs:
-    """Join adjacent runs."""
     joined: _Runs = []
     for run in runs:
         if joined and joined[-1].stop == run.start:

@@ -19,11 +19,7 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
 def holding_of(tensor: Tensor) -> Holding:
-    """Return which rank holds what of a tensor of any kind. Local.
-
-    Raises:
-        ShardingError: a DTensor that holds partial sums.
-    """
+    """Return which rank holds what. Local. Raises ShardingError for a DTensor that holds partial sums."""
     if isinstance(tensor, ShardedRows):
         return tensor.piece
     if isinstance(tensor, DTensor):
@@ -53,10 +49,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def held_by_this_rank(tensor: Tensor) -> list[tuple[Box, Tensor]]:
-    """Return this rank's boxes of a plain tensor, rows or a DTensor, and views of its memory. Local.
-
-    Includes replicas; a rank outside a DTensor's mesh has no boxes.
-    """
+    """Return this rank's boxes, replicas too, of a plain tensor, rows or a DTensor, and views of memory."""
     if not isinstance(tensor, DTensor):
         return [(Box.whole(tensor.shape), tensor.detach())]
     if isinstance(tensor, ShardedRows):
@@ -67,7 +60,6 @@ def held_by_this_rank(tensor: Tensor) -> list[tuple[Box, Tensor]]:
 
 
 def store_whole(tensor: Tensor, whole: Tensor) -> None:
-    """Copy this rank's part of `whole` into a tensor of its shape. Local."""
     for box, local in held_by_this_rank(tensor):
         local.copy_(whole[tuple(map(slice, box.offsets, box.ends))])
 
@@ -78,10 +70,7 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 
 def to_sharded(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return rows or a DTensor as a sharded tensor over `group`, detached; other tensors as they are.
-
-    Collective over `group` for rows, as `from_rows`.
-    """
+    """Return rows (collective) or a DTensor as a sharded tensor over `group`, detached; others as is."""
     if isinstance(tensor, ShardedRows):
         return from_rows(cast(ShardedRows, tensor.detach()), process_group=group)
     if isinstance(tensor, DTensor):
@@ -96,10 +85,8 @@ def by_axes(
 ) -> tuple[dict[Groups, list[Tensor]], Counter[Groups]]:
     """Return this rank's memory of all tensors by the process groups that cut them, and how many each cut.
 
-    Args:
-        groups: by ranks, the first group seen, which represents others of the same ranks, since equal meshes
-            have separate groups; filled here.
-        merge: returns fewer tensors with the same elements as the local rows of one cut.
+    `groups`, filled here, has the first group seen of each ranks: equal meshes have separate ones. `merge`
+    returns fewer tensors with the same elements as the local rows of one cut.
     """
     shards: dict[Groups, list[Tensor]] = {}
     rows: dict[Groups, list[Tensor]] = {}

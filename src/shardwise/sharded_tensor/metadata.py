@@ -256,7 +256,6 @@ class ShardedTensorMetadata:
         return self.size == other.size and self.places() == other.places()
 
     def places(self) -> list[tuple[int, list[int], list[int]]]:
-        """List rank, offsets and sizes of every shard."""
         return [(shard.rank, shard.shard_offsets, shard.shard_sizes) for shard in self.shards_metadata]
 
     def with_properties(self, **changes: Any) -> ShardedTensorMetadata:
@@ -265,11 +264,8 @@ class ShardedTensorMetadata:
 
     def map(self, size: Sequence[int], box: Callable[[Box], Box]) -> ShardedTensorMetadata:
         """Replace every shard's box, on the same placements, for a tensor of another `size`."""
-        shards = [
-            ShardMetadata(new.offsets, new.sizes, shard.placement)
-            for shard in self.shards_metadata
-            for new in [box(shard.box)]
-        ]
+        places = [(box(shard.box), shard.placement) for shard in self.shards_metadata]
+        shards = [ShardMetadata(new.offsets, new.sizes, placement) for new, placement in places]
         return replace(self, shards_metadata=shards, size=torch.Size(size))
 
     def placed(self, place: Callable[[RemoteDevice], RemoteDevice]) -> ShardedTensorMetadata:
@@ -278,10 +274,7 @@ class ShardedTensorMetadata:
         return replace(self, shards_metadata=shards)
 
     def check(self, ranks: Sequence[int] | None) -> None:
-        """Raise ShardingError, naming the shards, unless they cover the tensor once on members of `ranks`.
-
-        `ranks` is None if this process is not in the group and does not know its ranks.
-        """
+        """Raise ShardingError, naming the shards, unless they cover the tensor once on `ranks`, if known."""
         _check_movable(self.tensor_properties.dtype)
         if not self.shards_metadata:
             raise ShardingError(

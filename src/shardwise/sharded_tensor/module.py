@@ -33,7 +33,7 @@ from shardwise.sharded_tensor.check import agree_on
 from shardwise.sharded_tensor.construct import empty, from_torch, shard_tensor
 from shardwise.sharded_tensor.group import cut_by, group_or_default
 from shardwise.sharded_tensor.metadata import Shard, TensorProperties
-from shardwise.sharded_tensor.move import boxes_of, with_description
+from shardwise.sharded_tensor.move import boxes_of, describe
 from shardwise.sharded_tensor.spec import ChunkShardingSpec, ShardingSpec, spec_of
 from shardwise.sharded_tensor.tensor import ShardedTensor
 
@@ -269,19 +269,13 @@ def pre_load_state_dict_hook(
 def _attributes(
     module: nn.Module, state_dict: dict[str, Any] | None = None, prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield name, owner and attribute of every sharded tensor that is neither a parameter nor a buffer.
-
-    Includes attributes that are None and have a sharded tensor in `state_dict`.
-    """
+    """Yield name, owner and attribute of unregistered sharded tensors, or None with one in `state_dict`."""
     for path, owner in module.named_modules(remove_duplicate=False):
         for attribute, value in vars(owner).items():
             name = f"{path}.{attribute}" if path else attribute
             candidate = (state_dict or {}).get(prefix + name) if value is None else value
             if isinstance(candidate, ShardedTensor) or (value is None and is_foreign(candidate)):
                 yield name, owner, attribute
-
-
-# Parameters
 
 
 def _check_parameter(module: nn.Module, name: str, spec: Any, group: dist.ProcessGroup) -> None:
@@ -345,14 +339,11 @@ def _unknown(module: nn.Module, kind: str, name: str, names: Sequence[str]) -> S
     return ShardingError(f"{type(module).__name__} has no {kind} {name!r}{hint}")
 
 
-# Outputs
-
-
 def _cut(whole: Tensor, spec: ShardingSpec, group: dist.ProcessGroup, *, compare: bool) -> ShardedTensor:
     """Copy this rank's shards out of a replicated tensor; differentiable."""
     build = partial(cut_by, spec, whole.shape, TensorProperties.create_from_tensor(whole), group)
     agree = partial(agree_on, group=group, subject="the output to cut")
-    metadata = agree(lambda: with_description(build())) if compare else build()
+    metadata = agree(lambda: (cut := build(), describe(cut))) if compare else build()
     differentiable = whole.requires_grad and torch.is_grad_enabled()
     metadata = metadata.with_properties(requires_grad=differentiable, memory_format=torch.contiguous_format)
     whole_box = Box.whole(whole.shape)

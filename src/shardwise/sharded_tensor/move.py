@@ -25,7 +25,6 @@ from shardwise.sharded_tensor.tensor import ShardedTensor, device_of
 
 
 def boxes_of(metadata: ShardedTensorMetadata, group: dist.ProcessGroup) -> list[list[Box]]:
-    """List the boxes that each rank of `group` holds."""
     return metadata.boxes_by_rank(dist.get_process_group_ranks(group))
 
 
@@ -91,10 +90,7 @@ class _Cut:
 
 @lru_cache(maxsize=64)
 def _plan(source: _Cut, target: _Cut | None, ranks: tuple[int, ...], rank: int) -> tuple[str, autograd.Route]:
-    """Describe a move and route `rank` of the group of global `ranks`; `target` None: the whole on each.
-
-    Cached, since moves are the same each time.
-    """
+    """Describe a move and route `rank` of the group of global `ranks`; `target` None: the whole on each."""
     source_boxes = source.metadata.boxes_by_rank(ranks)
     if target is None:
         text, target_boxes = "the whole", [[Box.whole(source.metadata.size)] for _ in ranks]
@@ -102,18 +98,13 @@ def _plan(source: _Cut, target: _Cut | None, ranks: tuple[int, ...], rank: int) 
         target.metadata.check(ranks)
         text, target_boxes = target.text, target.metadata.boxes_by_rank(ranks)
     messages = transfer(source_boxes, target_boxes, rank=rank)
-    return f"{source.text}\nto\n{text}", autograd.Route(messages, source_boxes[rank], target_boxes[rank])
+    return f"{source.text}\nto\n{text}", (messages, source_boxes[rank], target_boxes[rank])
 
 
 def describe(metadata: ShardedTensorMetadata) -> str:
     """Describe `metadata` completely; equal metadata give equal texts."""
     shards = [f"{s.shard_offsets}+{s.shard_sizes} on {s.placement}" for s in metadata.shards_metadata]
     return "\n".join([f"{tuple(metadata.size)} {metadata.tensor_properties.dtype}", *shards])
-
-
-def with_description(metadata: ShardedTensorMetadata) -> tuple[ShardedTensorMetadata, str]:
-    """Return `metadata` and its description, for ranks to agree on."""
-    return metadata, describe(metadata)
 
 
 @does(ShardedTensor.full_tensor)

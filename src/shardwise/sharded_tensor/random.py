@@ -99,9 +99,6 @@ def bernoulli(box: Box, *, shape: Sequence[int], seed: int, p: float, device: to
     return out
 
 
-# The checks
-
-
 def _check_box(box: Box, shape: Sequence[int]) -> None:
     if len(box.sizes) != len(shape) or any(end > size for end, size in zip(box.ends, shape, strict=True)):
         raise ShardingError(f"{here()}: expected a box within the tensor's shape {tuple(shape)}, got {box}")
@@ -135,9 +132,6 @@ def _bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
     if least > most:
         raise ShardingError(f"{here()}: {dtype} has no number in [{low}, {high}); widen the range")
     return least, most
-
-
-# The integers
 
 
 def _random_bits(
@@ -196,10 +190,7 @@ def _xor_shift(bits: Tensor, shift: int, spare: Tensor) -> Tensor:
 
 
 def _stream(seed: int) -> tuple[int, int]:
-    """Return start and increment of the stream that a generator at `seed` splits off.
-
-    Each stream has its own increment, so no stream is another one shifted, however long both are.
-    """
+    """Return start and increment of the stream of `seed`; by its own increment it is no other one shifted."""
     start = _mix_bits(seed + _GOLDEN_GAMMA, (30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
     gamma = _mix_bits(seed + 2 * _GOLDEN_GAMMA, (33, 33, 33), (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)) | 1
     # Increments of long runs of equal bits make neighbours' sums too similar.
@@ -215,6 +206,5 @@ def _mix_bits(word: int, shifts: tuple[int, int, int], factors: tuple[int, int])
 
 
 def _to_signed(word: int) -> int:
-    """Return the int64 with the same 64 bits."""
     word &= _WORD
     return word - (1 << 64) if word >> 63 else word

@@ -126,10 +126,7 @@ class ShardedTensor(ShardedTensorBase):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The local shards' tensors, to read.
-
-        Of a part of another tensor, the first is connected in the autograd graph to what the part leaves out.
-        """
+        """The local shards' tensors, to read; the first is connected to what a part leaves out (`_ends`)."""
         tensors = self.views
         if tensors and self._ends and torch.is_grad_enabled():
             tensors[0] = tied(tensors[0], self._ends)
@@ -161,7 +158,6 @@ class ShardedTensor(ShardedTensorBase):
 
     @property
     def boxes(self) -> list[Box]:
-        """The local shards' boxes."""
         return [shard.metadata.box for shard in self._shards]
 
     @between_graphs
@@ -181,9 +177,8 @@ class ShardedTensor(ShardedTensorBase):
     # ------------------------------------------------------------ the same values elsewhere
 
     @declared
-    def full_tensor(self) -> Tensor:
+    def full_tensor(self) -> Tensor:  # type: ignore[empty-body]
         """Return the whole as a plain tensor on every rank of the group; differentiable. Collective."""
-        raise NotImplementedError
 
     @declared
     def gather(  # type: ignore[override]
@@ -205,10 +200,9 @@ class ShardedTensor(ShardedTensorBase):
             ShardingError: on every rank, an `out` of another shape or dtype, `out` on another rank than
                 `dst`, or no such rank.
         """
-        raise NotImplementedError
 
     @declared
-    def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
+    def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:  # type: ignore[empty-body]
         """Return the values cut by another spec over the same group, as a new tensor; differentiable.
 
         Every element that its new holder lacks is sent once, directly from its old holder. If both specs give
@@ -218,12 +212,10 @@ class ShardedTensor(ShardedTensorBase):
             ShardingError: the spec cannot cut this shape, or names ranks outside the group.
             RankMismatchError: on every rank, if ranks ask for different specs.
         """
-        raise NotImplementedError
 
     @declared
-    def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
+    def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:  # type: ignore[empty-body]
         """Convert as `torch.Tensor.to` does: to a device, a dtype, or another tensor's. Local."""
-        raise NotImplementedError
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> ShardedTensor:
         """Return every shard on the CPU of its rank. Local."""
@@ -265,14 +257,12 @@ class ShardedTensor(ShardedTensorBase):
             spec, places = None, metadata.held_by(dist.get_rank())
         if anchor is None:
             anchor = tensors[0].detach().new_empty(0) if tensors else self.anchor
-        example = tensors[0] if tensors else anchor
+        like = tensors[0] if tensors else anchor
         needs_grad = anchor.requires_grad or any(tensor.requires_grad for tensor in tensors)
         old = metadata.tensor_properties
-        pinned = old.pin_memory and example.is_pinned()
-        if (example.dtype, needs_grad, pinned) != (old.dtype, old.requires_grad, old.pin_memory):
-            metadata = metadata.with_properties(
-                dtype=example.dtype, requires_grad=needs_grad, pin_memory=pinned
-            )
+        pinned = old.pin_memory and like.is_pinned()
+        if (like.dtype, needs_grad, pinned) != (old.dtype, old.requires_grad, old.pin_memory):
+            metadata = metadata.with_properties(dtype=like.dtype, requires_grad=needs_grad, pin_memory=pinned)
         shards = [Shard(tensor, place) for tensor, place in zip(tensors, places, strict=True)]
         result = ShardedTensor.wrap(
             shards, metadata, process_group=self.process_group, sharding_spec=spec, anchor=anchor
@@ -359,7 +349,6 @@ class ShardedTensor(ShardedTensorBase):
 
 
 def _map_shards(function: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
-    """Handle `ShardedTensor.map` as an operation."""
     sharded: ShardedTensor = args[0]
     tensors = [function(tensor) for tensor in sharded.views]
     result = sharded.with_tensors(tensors, anchor=None if tensors else function(sharded.anchor))

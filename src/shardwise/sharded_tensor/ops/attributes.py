@@ -42,8 +42,7 @@ def _dense(sharded: ShardedTensor, memory_format: torch.memory_format = torch.co
 
 
 def _pinned(sharded: ShardedTensor, device: Any = None) -> bool:
-    pinned = sharded.metadata().tensor_properties.pin_memory
-    return pinned and all(tensor.is_pinned() for tensor in sharded.tensors)
+    return sharded.metadata().tensor_properties.pin_memory and all(t.is_pinned() for t in sharded.tensors)
 
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {
@@ -63,9 +62,6 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 
 for _func, _answer in _ANSWERS.items():
     called_as(_func)(_answer)
-
-
-# ---------------------------------------------------------------- autograd
 
 
 @called_as(_T.requires_grad_, _T.requires_grad.__set__)
@@ -129,9 +125,6 @@ def _detach_(func: Any, sharded: ShardedTensor) -> ShardedTensor:
     return sharded
 
 
-# ---------------------------------------------------------------- other memory
-
-
 @rule(_T.data.__set__, takes="input value")
 def _set_data(func: Any, sharded: ShardedTensor, value: Any) -> None:
     """Replace the shards by those of a tensor of the same shape; keep leaf objects if the cut is the same."""
@@ -190,9 +183,6 @@ def _share_memory_(func: Any, sharded: ShardedTensor) -> ShardedTensor:
     for tensor in sharded.tensors:
         tensor.share_memory_()
     return sharded
-
-
-# ---------------------------------------------------------------- other devices, dtypes and values
 
 
 @handles(_T.to)

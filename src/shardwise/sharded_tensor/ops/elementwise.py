@@ -6,9 +6,7 @@ largest sharded operand. An operand with another cut raises; it is never moved.
 
 In-place functions write the local tensors of the sharded left operand, which is returned; `out=` of the
 result's shape is written likewise. Sharded values cannot be written into a plain tensor.
-
-`equal` and `allclose` compare shards of the same cut in place. If two tensors of one shape have different
-cuts, the second moves to the first's cut, each element at most once.
+`equal` and `allclose` move the second tensor to the cut of the first.
 """
 
 from __future__ import annotations
@@ -169,9 +167,6 @@ def _positive(func: Any, sharded: ShardedTensor) -> ShardedTensor:
     return convert(sharded, func)
 
 
-# ---------------------------------------------------------------- one answer for all ranks of the group
-
-
 @called_as(torch.equal, Tensor.equal)
 def _equal(input: Tensor, other: Tensor) -> bool:
     """Compare as `torch.equal`. Collective over the group, unless shapes differ."""
@@ -186,7 +181,6 @@ def _allclose(input: Tensor, other: Tensor, *options: Any, **named: Any) -> bool
 
 @torch.no_grad()
 def _everywhere(func: Any, left: Any, right: Any, *options: Any, **named: Any) -> bool:
-    """Return whether `func` holds of all parts of the two, on all ranks."""
     if isinstance(left, ShardedTensor) and isinstance(right, ShardedTensor) and left.shape == right.shape:
         cut = left.metadata()
         if not right.metadata().cut_as(cut):

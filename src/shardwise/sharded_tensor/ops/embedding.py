@@ -1,20 +1,16 @@
 """Lookups in a sharded table: `embedding` and `embedding_bag`, and so `nn.Embedding` and `nn.EmbeddingBag`.
 
-    ids                   table                        result                        communication
-    plain                 cut along columns only       sharded, cut along the last   none
-    plain                 any other boxes              plain                         one all-reduce of it
-    plain, other ones     any boxes                    plain: of each rank's ids     ids to all, rows to
-    on each rank                                                                     the ids' ranks
-    sharded along dim 0   any boxes                    sharded like the ids          ids to all, rows to
-                                                                                     the ids' holders
-    sharded along dim 0   plain                        sharded like the ids          ids to all
+    ids                   table                    result                        communication
+    plain                 cut along columns only   sharded, cut along the last   none
+    plain                 any other boxes          plain                         one all-reduce of it
+    of each rank, plain   any boxes                plain: of each rank's ids     ids to all, rows to each rank
+    sharded along dim 0   any boxes                sharded like the ids          ids to all, rows to holders
+    sharded along dim 0   plain                    sharded like the ids          ids to all
 
-Ranks first compare plain ids in a small all-reduce (`ops.lookup`), whatever the table.
-A table that one rank holds completely counts as "any other boxes". Gradients go back in the same
-way; `sparse=True` gives local shards sparse ones. For bags, ids sharded along dim 0 have shape (bags,
-ids in each).
-
-The maximum of a bag (`mode="max"`) needs all rows in every shard, `max_norm` all columns.
+Ranks first compare plain ids in a small all-reduce (`ops.lookup`). A table that one rank holds completely
+counts as "any other boxes". Gradients go back in the same way; `sparse=True` gives local shards sparse ones.
+For bags, ids sharded along dim 0 have shape (bags, ids in each); their maximum (`mode="max"`) needs all rows
+in every shard, `max_norm` all columns.
 """
 
 from __future__ import annotations
@@ -44,8 +40,6 @@ from shardwise.sharded_tensor.ops.operands import by_name, check_group, parts, p
 from shardwise.sharded_tensor.refuse import refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
 from shardwise.sharded_tensor.tensor import ShardedTensor
-
-# ------------------------------------------------------------ the two functions
 
 
 @handles(F.embedding, F.embedding_bag)
@@ -94,7 +88,6 @@ def _look_up(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def _make_lookup(func: Any, ids: Tensor, weight: Tensor, options: dict[str, Any]) -> Lookup:
-    """Return the lookup that this rank's arguments ask for."""
     offsets, weights = options.get("offsets"), options.get("per_sample_weights")
     # On the meta device torch checks the arguments, in its own words, and allocates nothing.
     probes = {name: probe(value) if isinstance(value, Tensor) else value for name, value in options.items()}
@@ -112,18 +105,11 @@ def _make_lookup(func: Any, ids: Tensor, weight: Tensor, options: dict[str, Any]
     else:
         mode, bags = options["mode"], result.shape[0]
         bag = _bags_of_ids(ids, offsets, bags, options["include_last_offset"])
-    padding = options["padding_idx"]
+    padding, flat = options["padding_idx"], ids.reshape(-1)[: len(bag)]
+    padding = None if padding is None else padding % max(1, rows)
     is_plain = isinstance(weights, Tensor) and not isinstance(weights, ShardedTensor)
-    return Lookup(
-        ids=ids.reshape(-1)[: len(bag)],
-        bag=bag,
-        bags=bags,
-        mode=mode,
-        padding=None if padding is None else padding % max(1, rows),
-        shape=tuple(ids.shape),
-        weights=cast(Tensor, weights).reshape(-1)[: len(bag)] if is_plain else None,
-        sparse=options["sparse"],
-    )
+    factors = cast(Tensor, weights).reshape(-1)[: len(bag)] if is_plain else None
+    return Lookup(flat, bag, bags, mode, padding, tuple(ids.shape), factors, options["sparse"])
 
 
 def _lead(lookup: Lookup) -> tuple[int, ...]:
@@ -131,24 +117,15 @@ def _lead(lookup: Lookup) -> tuple[int, ...]:
     return lookup.shape if lookup.mode == "row" else (lookup.bags,)
 
 
-# ------------------------------------------------------------ arguments
-
-
 def _check_cut(func: Any, weight: ShardedTensor, max_norm: float | None, mode: str | None) -> None:
     if mode == "max" and weight.metadata().is_cut((0,)):
-        refuse_case(
-            func.__name__,
-            weight,
-            reason="the greatest of a bag needs all rows of the table in every shard",
-            hint="cut it by columns, with reshard(), or pass mode='sum' or 'mean'",
-        )
+        reason = "the greatest of a bag needs all rows of the table in every shard"
+        hint = "cut it by columns, with reshard(), or pass mode='sum' or 'mean'"
+        refuse_case(func.__name__, weight, reason=reason, hint=hint)
     if max_norm is not None and weight.metadata().is_cut((1,)):
-        refuse_case(
-            func.__name__,
-            weight,
-            reason="max_norm needs whole rows of the table in every shard",
-            hint="cut it by rows, with reshard()",
-        )
+        reason = "max_norm needs whole rows of the table in every shard"
+        hint = "cut it by rows, with reshard()"
+        refuse_case(func.__name__, weight, reason=reason, hint=hint)
 
 
 def _check(ids: Tensor, weight: Tensor, name: str, offsets: Tensor | None) -> None:
@@ -190,9 +167,6 @@ def _bags_of_ids(ids: Tensor, offsets: Tensor | None, bags: int, include_last_of
     return numbers.repeat_interleave(sizes.to(numbers.device))
 
 
-# ------------------------------------------------------------ what becomes of the table
-
-
 def _divide_by_frequency(weight: Tensor, ids: Tensor) -> Tensor:
     """Return `weight` with each row's gradient divided by its number of occurrences in `ids`. Local."""
     counts = torch.bincount(ids.reshape(-1), minlength=weight.shape[0]).clamp(min=1).unsqueeze(1)
@@ -218,9 +192,6 @@ def _renormalize(weight: Tensor, ids: Tensor, max_norm: float, norm_type: float)
         local_rows = rows[(rows >= box.offsets[0]) & (rows < box.ends[0])]
         if local_rows.numel() and not box.is_empty:
             torch.embedding_renorm_(table.detach(), local_rows - box.offsets[0], max_norm, norm_type)
-
-
-# ------------------------------------------------------------ whole rows, whole tables
 
 
 def _on_columns(

@@ -6,10 +6,8 @@ The local shards of all tensors in a list become one list, for one call of torch
     torch._foreach_mul_([A0, A1, b, c], 2)     c stands for the missing shards of C
 
 Tensors at the same place of several lists fit together as operands of elementwise functions do
-(`ops.elementwise`), with the same errors. A list may have plain tensors among the sharded ones; its other
-arguments are numbers, lists of numbers, and plain tensors.
-
-Norms of all the tensors of one process group take one all-reduce together.
+(`ops.elementwise`), with the same errors. A list may have plain tensors among the sharded ones. Norms of all
+the tensors of one process group take one all-reduce together.
 """
 
 from __future__ import annotations
@@ -99,12 +97,8 @@ def _check_target(func: Any, target: Any, size: torch.Size) -> None:
 
 
 def _check_places(func: Any, args: Args, kwargs: Kwargs) -> None:
-    """Refuse a sharded tensor in any other place than a list."""
     if any(isinstance(value, ShardedTensor) for value in (*args, *kwargs.values())) or "out" in kwargs:
         refuse(func, args, kwargs)
-
-
-# Norms
 
 
 def _norm(func: Any, args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:

@@ -9,13 +9,11 @@ rank: one broadcast, of a seed.
 
 Losses are functions of every element, or of every row, and their mean or sum. With `reduction="none"` they
 are local and cut like their input; a mean or sum is a plain tensor, after all-reduces of one number.
-Cross-entropy takes logits cut along any dims except the classes, for example if each rank has its rows of
-a batch.
+Cross-entropy takes logits cut along any dims except the classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -27,7 +25,7 @@ from shardwise.layout import Box
 from shardwise.sharded_tensor.autograd import nothing_of, tied
 from shardwise.sharded_tensor.construct import shared_seed
 from shardwise.sharded_tensor.ops.elementwise import elementwise
-from shardwise.sharded_tensor.ops.operands import anchor_of, by_name, called_as, parts, probe, rule, unsharded
+from shardwise.sharded_tensor.ops.operands import anchor_of, by_name, parts, probe, rule, unsharded
 from shardwise.sharded_tensor.ops.reduce import dims_of, log_of_exponentials, refuse_cut
 from shardwise.sharded_tensor.ops.shape import derive
 from shardwise.sharded_tensor.random import bernoulli
@@ -64,33 +62,16 @@ def _softmax(func: Any, sharded: ShardedTensor, dim: Any, dtype: torch.dtype | N
 
 
 def _widen(sharded: ShardedTensor, out_dtype: torch.dtype) -> ShardedTensor:
-    """Cast to the dtype in which statistics are computed."""
     return sharded.to(torch.promote_types(torch.promote_types(sharded.dtype, torch.float32), out_dtype))
 
 
-@called_as(F.layer_norm, torch.layer_norm)
-def _layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Tensor:
-    return _normalize(F.layer_norm, input, tuple(normalized_shape), (weight, bias), eps)
-
-
-@called_as(F.rms_norm, torch.rms_norm)
-def _rms_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    return _normalize(F.rms_norm, input, tuple(normalized_shape), (weight,), eps)
-
-
-def _normalize(
-    func: Any, input: Tensor, shape: tuple[int, ...], affine: tuple[Tensor | None, ...], eps: Any
-) -> Tensor:
+@handles(F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
+def _normalize(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """Apply `func` to shards that have whole slices; else compute it over ranks."""
+    kwargs.pop("cudnn_enable", None)
+    func = getattr(F, func.__name__)
+    input, shape, *affine, eps = by_name(func, args[:5], kwargs).values()
+    shape = tuple(shape)
     func(probe(input), shape, *(None if t is None else probe(t) for t in affine), eps)  # torch judges shapes
     if not isinstance(input, ShardedTensor):
         return cast(Tensor, func(input, shape, *map(unsharded, affine), eps))
@@ -184,12 +165,9 @@ def _row_losses(func: Any, arguments: dict[str, Any]) -> Tensor:
     input, target, weight = (arguments.pop(name) for name in ("input", "target", "weight"))
     sharded = [t for t in (input, target, weight) if isinstance(t, ShardedTensor)]
     if not isinstance(input, ShardedTensor) or isinstance(weight, ShardedTensor):
-        refuse_case(
-            func.__name__,
-            *sharded,
-            reason="the logits must be sharded, and weights of classes plain",
-            hint="pass full_tensor() of the target and weights, or shard the logits",
-        )
+        reason = "the logits must be sharded, and weights of classes plain"
+        hint = "pass full_tensor() of the target and weights, or shard the logits"
+        refuse_case(func.__name__, *sharded, reason=reason, hint=hint)
     func(probe(input), probe(target), None if weight is None else probe(weight), **arguments)  # torch judges
     dim = min(1, input.ndim - 1)
     if input.metadata().is_cut((dim,)):

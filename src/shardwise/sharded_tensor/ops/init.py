@@ -4,15 +4,12 @@ Random values depend on a seed and on the place of each element in the whole ten
 whatever the cut and the number of ranks. Each draw takes a new seed:
 
     without a generator   from torch's default one for the CPU on the group's first rank, sent to all
-                          (collective)
     with `generator=`     from that generator on every rank: it must be in the same state on all of them
 
 They are not the values that torch would draw for a plain tensor of that seed. Fans are those of the whole
-tensor's shape. Where an autograd graph records what is overwritten, so does this, with torch's errors.
-
-The other functions of `torch.nn.init` are composed of these, of elementwise functions and of `any`. All work
-except `orthogonal_` and `sparse_`, which need the whole tensor and are refused: fill a plain tensor and
-`copy_` it, or make the sharded one from it by `shard_tensor`.
+tensor's shape. Where an autograd graph records what is overwritten, so does this, with torch's errors. The
+other functions of `torch.nn.init` are composed of these, of elementwise functions and of `any`, except
+`orthogonal_` and `sparse_`, which need the whole tensor and are refused.
 """
 
 from __future__ import annotations
@@ -41,10 +38,7 @@ _T: Any = Tensor
 @rule(_T.uniform_, nn.init.uniform_, takes="input a b generator")
 @rule(_T.normal_, nn.init.normal_, takes="input mean std generator")
 def _draw_(func: Any, sharded: ShardedTensor, first: Any, second: Any, generator: Any) -> ShardedTensor:
-    """Fill with uniform values in [first, second), by default [0, 1); or normal ones of that mean and std.
-
-    Collective over the group, unless there is a generator.
-    """
+    """Fill with uniform values in [first, second) or normal ones of that mean and std, by default 0 and 1."""
     first, second = 0.0 if first is None else first, 1.0 if second is None else second
     fill: Any = partial(random.uniform_, low=first, high=second)
     if func.__name__ == "normal_":
@@ -98,9 +92,6 @@ def _eye(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     return fill_shards(out, diagonal)
 
 
-# Tensors like a sharded one
-
-
 @handles(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like)
 def _like(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     """Apply `func` to every shard, for a tensor of the same cut: in memory of its own, an autograd leaf."""
@@ -125,7 +116,6 @@ def _random_like(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
 
 @handles(_T.new_tensor)
 def _new_tensor(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
-    """Return a plain tensor of the same dtype."""
     plain = [value.anchor if isinstance(value, ShardedTensor) else value for value in args[:1]]
     return cast(Tensor, func(*plain, *args[1:], **kwargs))
 

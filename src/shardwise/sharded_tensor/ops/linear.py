@@ -9,8 +9,7 @@ other factor, which the rank must also have. Every rank has a plain factor.
 
     linear(plain, weight cut along dim 0)          sharded along the last dim          none
     linear(plain, weight cut along dim 1)          plain                               one all-reduce
-    linear(input cut along its last dim,
-           weight cut equally on dim 1)            plain                               one all-reduce
+    linear(input, weight: both cut on the last)    plain                               one all-reduce
     linear(input cut along batch dims, plain)      sharded like the input              none
 
 A right factor of which one rank holds all gives a plain result. A bias or addend joins after the sum, once.
@@ -63,8 +62,6 @@ def _rmatmul(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     return _product(args[1], args[0], name="matmul")
 
 
-# ------------------------------------------------------------ one product
-#
 # Of matrices [*batch, rows, columns]. `summed_dim` is the dim, from the last, of the leading factor that is
 # summed over: -1 of a left one, -2 of a right one. Of the other factor it is -3 - summed_dim.
 
@@ -121,10 +118,7 @@ def _product(left: Tensor, right: Tensor, *, name: str, vector: bool = False) ->
 
 
 def _leader(left: Tensor, right: Tensor, name: str) -> tuple[ShardedTensor, Tensor, int]:
-    """Return the factor whose boxes determine the products, the other factor, and the first's summed dim.
-
-    They are the same on every rank.
-    """
+    """Return the factor whose boxes determine products, the other, and the first's summed dim. Local."""
     if not isinstance(left, ShardedTensor):
         return cast(ShardedTensor, right), left, -2
     if not isinstance(right, ShardedTensor):
@@ -153,9 +147,6 @@ def _leader(left: Tensor, right: Tensor, name: str) -> tuple[ShardedTensor, Tens
 
 def _shards(sharded: ShardedTensor) -> list[tuple[int, Box]]:
     return [(shard.rank, shard.box) for shard in sharded.metadata().shards_metadata]
-
-
-# ------------------------------------------------------------ boxes
 
 
 def _matching_box(box: Box, leader: Sequence[int], other: Sequence[int], summed_dim: int) -> Box:

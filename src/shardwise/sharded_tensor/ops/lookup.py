@@ -7,12 +7,10 @@ Ranks compare a hash of their plain ids, in one small all-reduce:
                            of all ranks'. Ids go to all ranks, rows to the rank that asks (`to_holders`)
 
 An error in one rank's ids raises on all ranks. After that, every rank knows all ids and all boxes, so each
-determines by itself what it finds, sends and receives:
+determines by itself what it finds, sends and receives; an id whose row is on another rank adds nothing.
 
     to_all        the result on every rank: each adds its part, in one all-reduce
     to_holders    the result on the ranks that hold the ids: each shard of the table sends to each of theirs
-
-An id whose row is on another rank adds nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from shardwise.comm.agree import fingerprint, together
 from shardwise.errors import ShardingError
 from shardwise.layout import Box, transfer
 from shardwise.sharded_tensor import failure
-from shardwise.sharded_tensor.autograd import Route, all_reduced, moved, nothing_of, replicated, summed
+from shardwise.sharded_tensor.autograd import all_reduced, moved, nothing_of, replicated, summed
 from shardwise.sharded_tensor.group import is_outside
 from shardwise.sharded_tensor.metadata import Shard, TensorProperties
 from shardwise.sharded_tensor.ops.operands import total_of
@@ -43,30 +41,18 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 
 @dataclass(frozen=True)
 class Lookup:
-    """A lookup of rows: of one rank, or of all together.
+    """A lookup of rows: of one rank, or of all together."""
 
-    Attributes:
-        ids: [ids] rows of the table.
-        bag: [ids] the row of the result that each belongs to, ascending.
-        bags: number of rows of the result.
-        mode: "row" (each id is a bag and `padding` gets no gradient), or "sum", "mean", "max" of a bag (and
-            `padding` is left out); "max" of tables whose shards have all rows.
-        padding: a row of the table.
-        shape: of the ids as they were given.
-        weights: [ids] factors of the rows; of all together they are `replicated`.
-    """
-
-    ids: Tensor
-    bag: Tensor
-    bags: int
-    mode: str
-    padding: int | None
-    shape: tuple[int, ...]
-    weights: Tensor | None = None
+    ids: Tensor  # [ids] rows of the table
+    bag: Tensor  # [ids] the row of the result that each belongs to, ascending
+    bags: int  # rows of the result
+    mode: str  # "row": each id is a bag, `padding` gets no gradient; "sum", "mean", "max" leave `padding` out
+    padding: int | None  # a row of the table
+    shape: tuple[int, ...]  # of the ids as they were given
+    weights: Tensor | None = None  # [ids] factors of the rows; of all together they are `replicated`
     sparse: bool = False
 
     def counted_mask(self) -> Tensor:
-        """Return [ids] whether each id counts in its bag."""
         if self.padding is None or self.mode == "row":
             return torch.ones_like(self.ids, dtype=torch.bool)
         return self.ids != self.padding
@@ -126,9 +112,6 @@ def _total(parts: Sequence[tuple[Box, Tensor]], rows: int, columns: int, anchor:
     return total_of(boxed, (rows, columns), anchor)
 
 
-# ------------------------------------------------------------ sharded ids
-
-
 def to_holders(weight: ShardedTensor, lookup: Lookup, ids: ShardedTensor) -> ShardedTensor:
     """Return the result on the ranks that hold the ids, cut like them."""
     rank, tables = weight.process_group.rank(), weight.metadata().shards_metadata
@@ -136,7 +119,7 @@ def to_holders(weight: ShardedTensor, lookup: Lookup, ids: ShardedTensor) -> Sha
     local = [places for shard, places in zip(tables, positions, strict=True) if shard.rank == dist.get_rank()]
     shards = zip(weight.tensors, weight.boxes, local, strict=True)
     sent = [_partial(table, box, lookup, places).unsqueeze(0) for table, box, places in shards]
-    route = Route(transfer(source, target, rank=rank), source[rank], target[rank])
+    route = transfer(source, target, rank=rank), source[rank], target[rank]
     anchor = stand_in(weight, lookup.weights)
     received, anchor = moved(sent, route, group=weight.process_group, anchor=anchor)
     results = []

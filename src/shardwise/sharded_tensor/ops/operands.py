@@ -144,10 +144,6 @@ def broadcast(operands: Sequence[Any]) -> tuple[ShardedTensor, ShardedTensorMeta
 
     It is the first of the largest. If plain operands make the result larger still, its shards are expanded
     along the dims that it lacks or that have one element.
-
-    Raises:
-        RuntimeError: shapes that do not broadcast (torch's own).
-        ShardingError: sharded operands on different groups of ranks.
     """
     tensors = [operand for operand in operands if isinstance(operand, Tensor)]
     sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
@@ -158,9 +154,7 @@ def broadcast(operands: Sequence[Any]) -> tuple[ShardedTensor, ShardedTensorMeta
         if size != largest and (size.numel(), len(size)) > (largest.numel(), len(largest)):
             leader = candidate
     metadata = leader.metadata()
-    shapes = [
-        tensor.metadata().size if isinstance(tensor, ShardedTensor) else tensor.shape for tensor in tensors
-    ]
+    shapes = [t.metadata().size if isinstance(t, ShardedTensor) else t.shape for t in tensors]
     old = metadata.size
     size = old if all(shape in (metadata.size, ()) for shape in shapes) else torch.broadcast_shapes(*shapes)
     if size != old:
@@ -172,10 +166,7 @@ def parts(operand: Any, *, leader: ShardedTensor, metadata: ShardedTensorMetadat
     """List the part of `operand` at each local shard of `metadata`, which `broadcast` cut by `leader`.
 
     On a rank without shards, returns one stand-in: empty, and of the same dtype, number of dims (none or
-    some) and autograd graph.
-
-    Raises:
-        ShardingError: on every rank, if a sharded operand lacks a part on the rank that needs it.
+    some) and autograd graph. Raises ShardingError, on every rank, if a rank lacks a part that it needs.
     """
     count = max(1, len(leader.tensors))
     if not isinstance(operand, Tensor):
@@ -255,7 +246,6 @@ def _stand_in(sharded: ShardedTensor) -> Tensor:
 
 
 def check_group(left: ShardedTensor, right: ShardedTensor) -> None:
-    """Raise ShardingError if two tensors belong to different ranks."""
     if left.process_group is right.process_group:
         return
     left_ranks, right_ranks = (dist.get_process_group_ranks(tensor.process_group) for tensor in (left, right))

@@ -9,9 +9,8 @@ any other dims, and all dims together           a plain tensor, the same on ever
 
 Only the cut decides which it is. Ranks combine values in fp32 or wider (norms: fp64), and round them to the
 result's dtype at the end. Gradients equal torch's for the whole tensor: that of an extreme is spread evenly
-over all elements with that value, and that of a norm of zero is zero.
-
-Indices of extremes are refused along dims that shards cut.
+over all elements with that value, and that of a norm of zero is zero. Indices of extremes are refused along
+dims that shards cut.
 """
 
 from __future__ import annotations
@@ -39,9 +38,6 @@ _T: Any = Tensor
 Dims = tuple[int, ...]
 
 
-# ---------------------------------------------------------------- dims
-
-
 def dims_of(sharded: Tensor, dim: Any) -> Dims:
     """Return the dims that `dim` names, from 0 on and in order; all of them for None and for none."""
     ndim = sharded.ndim
@@ -61,12 +57,9 @@ def dims_of(sharded: Tensor, dim: Any) -> Dims:
 def refuse_cut(func: Any, sharded: ShardedTensor, dims: Dims) -> NoReturn:
     """Raise ShardingError for a function that needs all elements along `dims` on one rank."""
     names = ", ".join(map(str, dims))
-    refuse_case(
-        func.__name__,
-        sharded,
-        reason=f"it needs all elements of dim {names} in every shard, and other dims beside",
-        hint="reshard() it so, or use full_tensor()",
-    )
+    reason = f"it needs all elements of dim {names} in every shard, and other dims beside"
+    hint = "reshard() it so, or use full_tensor()"
+    refuse_case(func.__name__, sharded, reason=reason, hint=hint)
 
 
 def needs_grad(sharded: ShardedTensor) -> bool:
@@ -82,7 +75,6 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
 
 
 def _count(sharded: ShardedTensor, dims: Dims) -> int:
-    """Count the elements of which a reduction along `dims` makes one."""
     return math.prod(sharded.metadata().size[d] for d in dims)
 
 
@@ -93,9 +85,6 @@ def worst_of(dtype: torch.dtype, *, largest: bool) -> float:
     if dtype == torch.bool:
         return not largest
     return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
-
-
-# ---------------------------------------------------------------- how shards are combined
 
 
 def _reduce(
@@ -127,10 +116,7 @@ def _reduce(
 def _fold(
     subject: str, sharded: ShardedTensor, dims: Dims, start: Tensor, join: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Return `join(start, shard)` of this rank's shards, each in its place after `dims` become one element.
-
-    On the CPU ranks compare what they reduce: unequal collectives would hang or give garbage.
-    """
+    """Return `join(start, shard)` of this rank's shards, each in its place once `dims` are one element."""
     sharded.ask_history()
     size = sharded.metadata().size
     result = start.expand([1 if d in dims else length for d, length in enumerate(size)]).clone()
@@ -192,9 +178,6 @@ def _shared_extreme(sharded: Any, dims: Dims, *, largest: bool) -> Tensor:
         ties = _sum(mask, dims)
     shares: Any = torch.where(mask, sharded, 0) / ties
     return with_value(_sum(shares, dims), value)
-
-
-# ---------------------------------------------------------------- sums
 
 
 def _sum(sharded: ShardedTensor, dims: Dims, dtype: torch.dtype | None = None) -> Tensor:
@@ -292,9 +275,6 @@ def _variance(
 def _power(value: Tensor, p: float) -> Tensor:
     """Raise non-negative numbers to the power of `p`; the gradient of zero is zero."""
     return value.masked_fill(value == 0, 1).pow(p).masked_fill(value == 0, 0 if p > 0 else math.inf)
-
-
-# ---------------------------------------------------------------- extremes and norms
 
 
 @rule(torch.amax, _T.amax, torch.amin, _T.amin, takes="input dim keepdim")

@@ -35,9 +35,6 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 _T: Any = Tensor
 
 
-# ---------------------------------------------------------------- by an index
-
-
 @rule(_T.__getitem__, takes="input index")
 def _getitem(func: Any, sharded: ShardedTensor, index: Any) -> ShardedTensor:
     items = [_item(sharded, item) for item in (index if isinstance(index, tuple) else (index,))]
@@ -87,12 +84,9 @@ def _pick(sharded: ShardedTensor, picks: Sequence[Pick], size: Sequence[int]) ->
 @rule(_T.__setitem__, takes="input index value")
 def _setitem(func: Any, sharded: ShardedTensor, index: Any, value: Any) -> None:
     if torch.is_grad_enabled() and sharded.requires_grad and sharded.is_leaf:
-        refuse_case(
-            "assignment to an index",
-            sharded,
-            reason="it is not differentiable on a leaf of the autograd graph",
-            hint="assign within torch.no_grad(), or to a clone()",
-        )
+        reason = "it is not differentiable on a leaf of the autograd graph"
+        hint = "assign within torch.no_grad(), or to a clone()"
+        refuse_case("assignment to an index", sharded, reason=reason, hint=hint)
     is_scalar = not isinstance(value, Tensor) or value.ndim == 0
     if isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == sharded.shape and is_scalar:
         cast(Tensor, sharded).masked_fill_(index, value)
@@ -104,9 +98,6 @@ def _setitem(func: Any, sharded: ShardedTensor, index: Any, value: Any) -> None:
         return
     probe(part).fill_(value)
     cast(Tensor, part).fill_(value)
-
-
-# ---------------------------------------------------------------- along one dim
 
 
 @handles(*functions("narrow select unbind chunk split split_with_sizes tensor_split"))
@@ -132,9 +123,6 @@ def _along(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return _pick(sharded, picks, [*size[:dim], *count, *size[dim + 1 :]])
 
     return make_part(parts) if isinstance(parts, Tensor) else type(parts)(map(make_part, parts))
-
-
-# ---------------------------------------------------------------- several together
 
 
 @handles(torch.cat, torch.concat, torch.concatenate, torch.stack)
@@ -163,12 +151,9 @@ def _join(func: Any, args: Args, kwargs: Kwargs) -> ShardedTensor:
     if all(_can_join(tensor, sharded[0], dim) for tensor in sharded):
         return _join_shards(tensors, dim=dim, size=result.shape)
     if len(sharded) < len(tensors):
-        refuse_case(
-            name,
-            *sharded,
-            reason=f"beside a plain tensor, the sharded ones must be cut alike and whole in dim {dim}",
-            hint="cut the plain tensor by shard_tensor(), or reshard() the others",
-        )
+        reason = f"beside a plain tensor, the sharded ones must be cut alike and whole in dim {dim}"
+        hint = "cut the plain tensor by shard_tensor(), or reshard() the others"
+        refuse_case(name, *sharded, reason=reason, hint=hint)
     shards: list[ShardMetadata] = []
     start = [0] * result.ndim
     for tensor in sharded:
@@ -208,6 +193,5 @@ def _join_shards(tensors: Sequence[Tensor], *, dim: int, size: torch.Size) -> Sh
     columns = [t.tensors or [t.anchor] if isinstance(t, ShardedTensor) else cut(t) for t in tensors]
     if not first.tensors:
         return first.with_tensors([], metadata=metadata, anchor=torch.cat([piece for [piece] in columns]))
-    return first.with_tensors(
-        [torch.cat(pieces, dim) for pieces in zip(*columns, strict=True)], metadata=metadata
-    )
+    joined = [torch.cat(pieces, dim) for pieces in zip(*columns, strict=True)]
+    return first.with_tensors(joined, metadata=metadata)

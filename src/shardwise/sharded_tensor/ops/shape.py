@@ -23,7 +23,7 @@ from shardwise import _compat
 from shardwise.layout import Box
 from shardwise.layout.regroup import expand_box, reshape_boxes
 from shardwise.sharded_tensor.autograd import nothing_of
-from shardwise.sharded_tensor.metadata import ShardedTensorMetadata, ShardMetadata
+from shardwise.sharded_tensor.metadata import ShardMetadata
 from shardwise.sharded_tensor.ops.operands import functions, probe
 from shardwise.sharded_tensor.refuse import refuse_case
 from shardwise.sharded_tensor.registry import Args, Kwargs, handles
@@ -33,11 +33,7 @@ from shardwise.sharded_tensor.tensor import ShardedTensor
 _T: Any = Tensor
 
 
-# ---------------------------------------------------------------- for every operation here and in `select`
-
-
 def split_operand(args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
-    """Return the first operand, and the other arguments."""
     if args:
         return args[0], args[1:], kwargs
     rest = dict(kwargs)
@@ -59,12 +55,11 @@ def derive(
 ) -> ShardedTensor:
     """Return a tensor of `size` made shard by shard. Local; every rank passes the same size and boxes.
 
-    Args:
-        boxes: for every shard of all ranks, its box in the result; None leaves the shard out.
-        make: from the tensor of a local shard, the shard's number and its new box, the new tensor.
+    `boxes` has the box in the result of every shard of all ranks; None leaves the shard out. `make` returns
+    the new tensor, from that of a local shard, the shard's number and its new box.
     """
-    views, ends = views_of(sharded)
-    rank, local = dist.get_rank(), iter(views)
+    ends = list(map(nothing_of, sharded._ends or ([] if sharded._shards else [sharded.anchor])))
+    rank, local = dist.get_rank(), iter(sharded.views)
     shards: list[ShardMetadata] = []
     tensors: list[Tensor] = []
     for number, (shard, box) in enumerate(zip(sharded.metadata().shards_metadata, boxes, strict=True)):
@@ -88,30 +83,17 @@ def assemble(
 ) -> ShardedTensor:
     """Return a tensor of this rank's `tensors`, cut as all ranks' `shards`, over the group of `like`.
 
-    Args:
-        ends: empty tensors to which the result must be connected in the autograd graph: views of shards left
-            out, or of anchors. Other ranks' results may depend on earlier collectives, whose backward needs
-            this rank. Operations that write the result write them.
+    `ends` are empty tensors to which the result must be connected in the autograd graph: views of shards
+    left out, or of anchors. Other ranks' results may depend on earlier collectives, whose backward needs this
+    rank. Operations that write the result write them.
     """
     metadata = replace(like.metadata(), shards_metadata=shards, size=torch.Size(size))
     if len(size) != len(like.metadata().size):
         metadata = metadata.with_properties(memory_format=torch.contiguous_format)
-    return _connect(like, tensors, metadata, ends)
-
-
-def _connect(
-    like: ShardedTensor, tensors: list[Tensor], metadata: ShardedTensorMetadata, ends: Sequence[Tensor]
-) -> ShardedTensor:
     anchor = None if tensors else nothing_of(*ends)
     result = like.with_tensors(tensors, metadata=metadata, anchor=anchor)
     result._ends = ends
     return result
-
-
-def views_of(sharded: ShardedTensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Return this rank's tensors, and the ends of a result that is made of views of them (`assemble`)."""
-    ends = sharded._ends or ([] if sharded._shards else [sharded.anchor])
-    return sharded.views, list(map(nothing_of, ends))
 
 
 @contextmanager
@@ -129,26 +111,21 @@ def writable(*targets: ShardedTensor) -> Iterator[None]:
             target._ends = ends
 
 
-# ---------------------------------------------------------------- dims in another order
-
-
 @handles(*functions("transpose swapaxes swapdims t permute movedim moveaxis"), _T.T.__get__, _T.mT.__get__)
 def _permute(func: Any, args: Args, kwargs: Kwargs) -> Any:
     sharded, rest, kwargs = split_operand(args, kwargs)
-    metadata = sharded.metadata()
     # Torch itself says where each dim goes: to where its size does, if no two have the same.
     moved = func(torch.empty([*range(2, 2 + sharded.ndim)], device="meta"), *rest, **kwargs)
-    order = [number - 2 for number in moved.shape]
-    places = metadata.map(
-        [metadata.size[d] for d in order],
-        lambda box: Box(tuple(box.offsets[d] for d in order), tuple(box.sizes[d] for d in order)),
-    ).with_properties(memory_format=torch.contiguous_format)
-    views, ends = views_of(sharded)
-    tensors = [tensor.permute(tuple(order)) for tensor in views]
-    return _connect(sharded, tensors, places, ends)
 
+    def permuted(values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(values[number - 2] for number in moved.shape)
 
-# ---------------------------------------------------------------- the same elements in other dims
+    order, old = permuted(range(sharded.ndim)), [shard.box for shard in sharded.metadata().shards_metadata]
+    boxes = [Box(permuted(box.offsets), permuted(box.sizes)) for box in old]
+    size = permuted(sharded.metadata().size)
+    result = derive(sharded, size=size, boxes=boxes, make=lambda tensor, *_: tensor.permute(order))
+    result._metadata = result.metadata().with_properties(memory_format=torch.contiguous_format)
+    return result
 
 
 @handles(*functions("reshape flatten unflatten ravel squeeze unsqueeze view view_as reshape_as"))
@@ -157,23 +134,15 @@ def _reshape(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     if not isinstance(sharded, ShardedTensor):
         return cast(Tensor, func(sharded, *rest, **kwargs))
     if any(isinstance(value, torch.dtype) for value in [*rest, *kwargs.values()]):
-        refuse_case(
-            "view(dtype)",
-            sharded,
-            reason="the bytes of a shard in another dtype are no part of the whole tensor's",
-            hint="to(dtype) converts values; local_shards() has the tensors",
-        )
+        reason = "the bytes of a shard in another dtype are no part of the whole tensor's"
+        hint = "to(dtype) converts values; local_shards() has the tensors"
+        refuse_case("view(dtype)", sharded, reason=reason, hint=hint)
     size = func(probe(sharded), *rest, **kwargs).shape
     return reshaped(sharded, size, name=func.__name__, view=func in (_T.view, _T.view_as))
 
 
 def reshaped(sharded: ShardedTensor, size: Sequence[int], *, name: str, view: bool = False) -> ShardedTensor:
-    """Return the elements in dims of `size`. Local.
-
-    Args:
-        name: of the operation, for messages.
-        view: raise if the memory of a local shard does not allow a view, instead of copying it.
-    """
+    """Return the elements in dims of `size`; with `view`, raise where a shard's memory allows no view."""
     metadata = sharded.metadata()
     sources = [shard.box for shard in metadata.shards_metadata]
     boxes = reshape_boxes(sources, old=metadata.size, new=size)
@@ -187,13 +156,12 @@ def reshaped(sharded: ShardedTensor, size: Sequence[int], *, name: str, view: bo
         try:
             return tensor.view(box.sizes)
         except RuntimeError:
-            refuse_case(
-                name,
-                sharded,
-                reason=f"a shard of size {tuple(tensor.shape)} and stride {tensor.stride()} has no view of"
-                f" size {box.sizes}",
-                hint="use reshape(), which copies where it must",
+            found = f"a shard of size {tuple(tensor.shape)} and stride {tensor.stride()}"
+            reason, hint = (
+                f"{found} has no view of size {box.sizes}",
+                "use reshape(), which copies where it must",
             )
+            refuse_case(name, sharded, reason=reason, hint=hint)
 
     return derive(sharded, size=size, boxes=boxes, make=make)
 
@@ -210,15 +178,8 @@ def _refuse_reshape(name: str, sharded: ShardedTensor, size: Sequence[int], brok
         if all(box is not None or source.is_empty for source, box in zip(boxes, fit, strict=True)):
             hint = f"reshard to ChunkShardingSpec(dim={dim}, placements={placements}) before"
             break
-    refuse_case(
-        f"{name} to {tuple(size)}",
-        sharded,
-        reason=f"the shard at {broken.offsets} of size {broken.sizes} does not stay one box",
-        hint=hint,
-    )
-
-
-# ---------------------------------------------------------------- the same elements several times
+    reason = f"the shard at {broken.offsets} of size {broken.sizes} does not stay one box"
+    refuse_case(f"{name} to {tuple(size)}", sharded, reason=reason, hint=hint)
 
 
 @handles(*functions("expand broadcast_to expand_as"))

@@ -113,10 +113,7 @@ def make_dtensor(local: Tensor, piece: Piece, mesh: DeviceMesh, placements: Sequ
 
 @torch.no_grad()
 def rows_of(value: Tensor, piece: Piece) -> Tensor:
-    """Return a copy of the rows of `piece` of any tensor; a plain one is whole.
-
-    Collective over a DTensor's mesh; local where each rank has its rows.
-    """
+    """Return a copy of the rows of `piece`; a plain `value` is whole. Collective where rows must move."""
     if value.shape != piece.shape:
         raise ShardingError(
             f"{here()}: expected a {type(value).__name__} of shape {tuple(piece.shape)}, got"

@@ -156,7 +156,6 @@ def elementwise(op: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def elementwise_(op: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run an elementwise op that writes into its first argument."""
     target = args[0]
     if not isinstance(target, ShardedRows):
         raise ShardingError(

@@ -42,10 +42,7 @@ def foreach(op: Any, args: Args, kwargs: Kwargs) -> Any:
     numels = list(map(Tensor.numel, locals_[0])) if type(locals_[0]) is list and not named else ()
     if 0 in numels:  # each would cost as much as one with rows
         count = len(numels)
-        locals_ = [
-            list(compress(value, numels)) if type(value) is list and len(value) == count else value
-            for value in locals_
-        ]
+        locals_ = [list(compress(v, numels)) if type(v) is list and len(v) == count else v for v in locals_]
     if not numels or locals_[0]:
         op(*locals_, **named)
     return None
@@ -95,9 +92,7 @@ def _foreach_mixed(op: Any, args: Args, kwargs: Kwargs) -> Any:
     results = _run_by_kind(places, run)
     if not op._schema.returns:
         return None
-    return [
-        local if piece is None else rows(local, piece) for local, piece in zip(results, pieces, strict=True)
-    ]
+    return [v if piece is None else rows(v, piece) for v, piece in zip(results, pieces, strict=True)]
 
 
 def _piece_at(op: Any, place: Sequence[Any]) -> Piece | None:
@@ -123,9 +118,7 @@ def _piece_at(op: Any, place: Sequence[Any]) -> Piece | None:
 def _run_by_kind(places: Sequence[Sequence[Any]], run: Callable[[list[int]], Any]) -> list[Any]:
     """Return the results of `run` by place; plain DTensors get a separate call."""
     results: list[Any] = [None] * len(places)
-    native = [
-        any(isinstance(v, ShardedRows) for v in place) or not any(map(is_foreign, place)) for place in places
-    ]
+    native = [any(isinstance(v, ShardedRows) for v in p) or not any(map(is_foreign, p)) for p in places]
     for kind in (True, False):
         indices = [i for i, is_native in enumerate(native) if is_native == kind]
         if indices and (outputs := run(indices)) is not None:

@@ -36,7 +36,6 @@ _KNOWN: dict[str, Handler] = {**SPECIAL, **LISTS, **REDUCTIONS}
 
 @does(handler_of)
 def find_handler(op: Any) -> Handler:
-    """Choose how to run `op`."""
     name = op._schema.name.removeprefix("aten::")
     if op.namespace == "prims":  # of which tracers make steps of optimizers
         return elementwise if torch.Tag.pointwise in op.tags or name == "prims::fma" else refuse

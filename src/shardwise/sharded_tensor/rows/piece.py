@@ -96,23 +96,16 @@ class Piece(Holding):
     Pieces are equal if they cut tensors of one shape equally, on every rank. Ranks never disagree about
     this, so equality may decide whether they communicate.
 
-    Attributes:
-        groups: the process groups over which rows are cut, fastest-varying first. Empty if every rank holds
-            the whole tensor.
-        box_of: returns the rows of an index counted over `groups` (the first group's rank varies fastest).
-            Rows follow each other in order of indices. They are in coordinates of the tensor that the groups
-            cut: the whole one, or with tensor parallelism this rank's part of it.
-        even_cuts: the process groups of tensor parallelism, outermost first, with the dim that each cuts
-            evenly, before `groups` cut the rest.
-        name: the parameter's name, for errors.
-        on_mesh: the mesh of the DTensor, whose axes include the groups of all cuts.
+    `box_of` returns the rows of an index counted over `groups` (the first group's rank varies fastest); they
+    follow each other in order of indices. They are in coordinates of the tensor that the groups cut: the
+    whole one, or with tensor parallelism this rank's part of it.
     """
 
-    groups: Groups
+    groups: Groups  # over which rows are cut, fastest-varying first; none if all ranks hold the whole tensor
     box_of: Callable[[int], Box] = field(repr=False)
-    even_cuts: EvenCuts = ()
-    name: str = ""
-    on_mesh: DeviceMesh | None = field(default=None, repr=False)
+    even_cuts: EvenCuts = ()  # tensor parallelism, outermost first: cuts of dims before `groups` cut the rest
+    name: str = ""  # of the parameter, for errors
+    on_mesh: DeviceMesh | None = field(default=None, repr=False)  # its axes include the groups of all cuts
     # Groups of `on_mesh` by axis. A mesh looks them up by name, which fails once they are gone or in tracing.
     mesh_groups: Groups = field(default=(), repr=False)
 
@@ -209,10 +202,7 @@ class Piece(Holding):
     def with_trailing(self, trailing: Sequence[int], *, dims: Sequence[int | None] | None = None) -> Piece:
         """Return the piece of a tensor with the same rows but other trailing dims: `(rows, *trailing)`.
 
-        Args:
-            trailing: sizes of its dims from 1 on.
-            dims: for each of them, the dim of this piece as which it is cut; None (the default for all) for
-                one that every rank holds whole.
+        Each is cut as the dim of this piece that `dims` gives; None (by default all) is whole on every rank.
         """
         trailing = tuple(trailing)
         dims = tuple(dims) if dims is not None else (None,) * len(trailing)
@@ -238,31 +228,26 @@ def piece_of(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
 ) -> Piece:
     """Return this rank's part of a tensor of `shape` with these placements. No communication."""
-    key = (id(mesh), tuple(placements), tuple(shape), dtype)
-    piece = _pieces.get(key)
-    if piece is None:  # a living piece keeps its mesh alive, so no other mesh gets its id
-        piece = _pieces[key] = _piece_of(mesh, tuple(placements), torch.Size(shape), dtype)
-    return piece
-
-
-def _piece_of(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
-) -> Piece:
+    size = torch.Size(shape)
+    key = (id(mesh), tuple(placements), size, dtype)
+    if known := _pieces.get(key):  # a living piece keeps its mesh alive, so no other mesh gets its id
+        return known
     cuts = {axis: p for axis, p in enumerate(placements) if isinstance(p, RowShard)}
     even_cuts = even_cuts_of(mesh, [_REPLICATE if axis in cuts else p for axis, p in enumerate(placements)])
-    part = _even_part(shape, even_cuts)
+    part = _even_part(size, even_cuts)
     row_axes = sorted(cuts, key=lambda axis: cuts[axis].step)
     groups = tuple(mesh.get_group(axis) for axis in row_axes)
-    counts = cuts[row_axes[0]].counts if row_axes else (shape[0],)
+    counts = cuts[row_axes[0]].counts if row_axes else (size[0],)
     if part.numel and sum(counts) != part.sizes[0]:
         raise ShardingError(
-            f"{here()}: {placements} cut {sum(counts)} rows, but this rank's part of a tensor of shape"
-            f" {tuple(shape)} has {part.sizes[0]}; use placements of a tensor of the same shape"
+            f"{here()}: {tuple(placements)} cut {sum(counts)} rows, but this rank's part of a tensor of shape"
+            f" {tuple(size)} has {part.sizes[0]}; use placements of a tensor of the same shape"
         )
     trailing = part.sizes[1:]
-    starts = list(accumulate(counts, initial=0))
+    starts = accumulate(counts, initial=0)
     boxes = [Box((a, *[0] * len(trailing)), (n, *trailing)) for a, n in zip(starts, counts, strict=False)]
-    return Piece(shape, groups, boxes.__getitem__, even_cuts, on_mesh=mesh)
+    piece = _pieces[key] = Piece(size, groups, boxes.__getitem__, even_cuts, on_mesh=mesh)
+    return piece
 
 
 def even_cuts_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> EvenCuts:
@@ -283,7 +268,6 @@ def even_boxes(sizes: tuple[int, ...], group: dist.ProcessGroup, dim: int) -> li
 
 
 def _even_part(shape: torch.Size, even_cuts: EvenCuts) -> Box:
-    """Return the part of a tensor that `even_cuts` leave to this rank."""
     box = Box.whole(shape)
     for group, dim in even_cuts:
         box = even_boxes(box.sizes, group, dim)[group.rank()].shifted(box.offsets)

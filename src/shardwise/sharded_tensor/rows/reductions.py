@@ -81,13 +81,7 @@ def combine_powers(norms: Tensor, axes: Sequence[Groups], p: float, *, root: boo
 
 
 class _Call:
-    """One call of a reduction of rows.
-
-    Attributes:
-        dims: the reduced dims; all if the call names none.
-        groups: the process groups that cut the tensor along them.
-        dtype: the requested dtype, or that of the rows.
-    """
+    """One call of a reduction of rows along `dims`, which `groups` cut; `dtype` is requested or the rows'."""
 
     def __init__(self, op: Any, args: Args, kwargs: Kwargs) -> None:
         self.op, self.args, self.kwargs = op, args, kwargs
@@ -111,11 +105,9 @@ class _Call:
 
     @property
     def count(self) -> int:
-        """Number of elements that become one."""
         return math.prod(self.tensor.shape[d] for d in self.dims)
 
     def on(self, local: Tensor, **options: Any) -> Any:
-        """Apply the op to local rows."""
         return self.op(local, *self.args[1:], **{**self.kwargs, **options})
 
     def fill_empty(self, neutral: float) -> Tensor:
@@ -164,9 +156,6 @@ def cut_gradient(tensor: ShardedRows) -> None:
     Tensor.register_hook(tensor, cut)  # type: ignore[no-untyped-call]
 
 
-# Rules
-
-
 def _along(call: _Call) -> Any:
     """Apply an op that has a result for each row."""
     if call.groups:
@@ -175,7 +164,6 @@ def _along(call: _Call) -> Any:
 
 
 def _combine_results(call: _Call, *, reduce: Any) -> Tensor:
-    """Reduce the op's results for each rank's rows."""
     if reduce == PRODUCT and call.dtype.is_complex and call.groups:
         call.refuse()
     if call.dtype not in HALF or not any(argument.name == "dtype" for argument in call.op._schema.arguments):
@@ -251,7 +239,5 @@ _RULES: dict[str, Callable[[_Call], Any]] = {
          "_softmax", "_log_softmax"), _along,
     ),
 }  # fmt: skip
-REDUCTIONS: dict[str, Handler] = {
-    "equal": equal,
-    **{name: partial(reduction, rule=rule) for name, rule in _RULES.items()},
-}
+REDUCTIONS: dict[str, Handler] = {name: partial(reduction, rule=rule) for name, rule in _RULES.items()}
+REDUCTIONS["equal"] = equal

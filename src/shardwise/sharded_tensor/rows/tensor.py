@@ -318,10 +318,9 @@ class ShardedParameter(ShardedRows, nn.Parameter, metaclass=_IsParameter):
 
 
 def cut_like(param: Tensor, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return `local` as this rank's part of a tensor cut like `param`: rows, a DTensor, or a plain tensor.
+    """Return `local` as this rank's part of a tensor of `shape` cut like `param`: rows, a DTensor, or plain.
 
-    Args:
-        shape: of the whole tensor; None means that of `param`. For rows, the first dim must not differ.
+    By default it has the shape of `param`. For rows, the first dim must not differ.
     """
     if isinstance(param, ShardedRows):
         piece = param.piece
