@@ -92,6 +92,25 @@ def released_on_a_stream_of_its_own(**options: Any) -> list[Tensor]:
         return [model(batch()) for _ in range(3)]
 
 
+def evaluated_on_a_stream_before_backward(**options: Any) -> list[Tensor]:
+    """The evaluation gathers what forward has left on fewer ranks."""
+    model = sharded(Layers().to(DEVICE), reshard_after_forward=2, **options)
+    main, side = torch.accelerator.current_stream(), torch.Stream(device=DEVICE)
+    optimizer = sgd(model)
+    loss_of(model).backward()
+    for _ in range(2):
+        loss = loss_of(model)
+        side.wait_stream(main)
+        with side, torch.no_grad():
+            result = model(batch())
+        loss.backward()
+        del loss
+        main.wait_stream(side)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [result, *model.parameters()]
+
+
 def evaluated_before_the_step(**options: Any) -> None:
     model = sharded(Layers().to(DEVICE), offload_policy=CPUOffloadPolicy(), **options)
     optimizer = sgd(model)
@@ -149,6 +168,7 @@ def not_the_last(model: Any) -> None:
         prefetched_for_nothing,
         prefetched_and_resharded,
         released_on_a_stream_of_its_own,
+        evaluated_on_a_stream_before_backward,
         evaluated_before_the_step,
         pytest.param(steps_in_backward(twice_through_one_forward), id="two backwards"),
         pytest.param(steps_in_backward(an_earlier_forward_last), id="an earlier forward"),

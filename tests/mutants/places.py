@@ -35,7 +35,7 @@ CALLS = {
     "wait": {
         "wait", "wait_event", "wait_stream", "wait_tensor", "wait_for", "synchronize", "wait_for_gather",
         "wait_for_unshard", "wait_for_reductions", "wait_for_offload", "follow_optimizer",
-        "finish_gather", "make_room_for_reduction",
+        "finish_gather", "make_room_for_reduction", "follow_gather",
     },
     "event": {"record_event", "record"},
     "keep-alive": {"track_reductions", "record_stream"},
@@ -46,7 +46,7 @@ CALLS = {
 STREAMS = {"stream", "copy_in", "all_gather", "reduce_scatter", "all_reduce", "where"}
 KEEPS = {
     "_freed", "copy_out_pending", "offload_events", "reduce_inputs", "reduce_shards",
-    "reduced", "smaller_ready", "reducing_from", "stepped", "owner",
+    "reduced", "smaller_ready", "reducing_from", "stepped", "owner", "ready", "made_on",
 }  # fmt: skip
 _NAMES = re.compile(rf"\b({'|'.join(set().union(*CALLS.values()))})\(|with .*stream|{'|'.join(KEEPS)}")
 _NOTHING = ast.Tuple([], ast.Load())

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from fsdp import test_streams_of_users as streams_of_users
+from fsdp.test_simulated_streams import evaluated_on_a_stream_before_backward
 from shardwise import CPUOffloadPolicy, fully_shard
 from shardwise.verify.streams import DEVICE
 
@@ -161,6 +162,10 @@ PROGRAMS: dict[str, tuple[Callable[[], list[Tensor]], int]] = {
     "a weight used twice on a stream of its own": (partial(weights_used_twice, layout="contiguous"), 2),
     "a stream entered inside": (partial(stream_entered_inside, layout="interleaved"), 2),
     "smaller shards cut on a stream of its own": (partial(gathered_ahead, layout="contiguous"), 4),
+    "smaller shards that an evaluation gathers": (
+        partial(evaluated_on_a_stream_before_backward, layout="interleaved"),
+        4,
+    ),
     "offloaded gradients that the host looks at": (partial(offloaded_and_unused, layout="contiguous"), 2),
     **{
         program.__name__.replace("_", " "): (partial(program, layout="interleaved"), 2)
@@ -175,6 +180,7 @@ PROGRAMS: dict[str, tuple[Callable[[], list[Tensor]], int]] = {
             (streams_of_users.branches, "fsdp", 2),
             (streams_of_users.branches_that_prefetch_each_other, "zero1", 2),
             (streams_of_users.gathered_on_a_stream, "fsdp", 2),
+            (streams_of_users.accumulated_on_two_streams, "fsdp", 2),
             (streams_of_users.gathered_on_a_stream_for_nothing, "fsdp", 1),
             (streams_of_users.used_twice_with_steps_in_hooks, "zero1", 2),
         ]

@@ -83,9 +83,10 @@ class ParamGroup(ABC):
     streams: CommStreams | None = None  # allocate unsharded buffers; None: the current stream does
     read_guard: ReadGuard | None = None  # made with the unsharded memory, if that is ever freed
     smaller_shards: Sequence[Tensor] = ()  # POST_FORWARD: pieces over the smaller mesh, by segment
-    smaller_ready: torch.Event | None = None  # recorded after `smaller_shards` were written
+    smaller_ready: tuple[torch.Stream, torch.Event] | None = None  # on which, and when, they were written
     stepped: Sequence[torch.Event] = ()  # after optimizers in hooks, or loading, have changed the shards
     owner: torch.Stream | None = None  # has the unsharded memory, or the all-gather stream
+    ready: tuple[torch.Stream, torch.Event] | None = None  # which finished the latest gather, and when
     orders: Sequence[Order] = ()  # of the process groups it communicates over, from its first forward
     traced: list[TracedSegment] | str | None = None  # what a compiler reads of it, or why it cannot
     gather_event: Event | None = None  # the gather in words; None, as `layout_words`, after a change
@@ -370,6 +371,8 @@ class ParamGroup(ABC):
             self._make_room(streams)  # also before the first allocation
         if not self._has_unsharded:
             self._make_unsharded(streams)
+            if streams is not None:  # a module on another stream may write there
+                streams.wait(record_event(current_stream(self.device)))
             for buffer in self.buffers:
                 if buffer.storage is not None:
                     buffer.storage.resize_(0)  # the gather allocates it where it writes
@@ -380,7 +383,7 @@ class ParamGroup(ABC):
                 streams.wait(event)
         self.stepped = ()
         if streams is not None and self.smaller_shards and self.smaller_ready is not None:
-            streams.wait(self.smaller_ready)
+            streams.wait(self.smaller_ready[1])
         self.gather = self._start_gather(async_op, streams)
         if self.gather.event is None and self.device.type not in WITHOUT_STREAMS:
             self.gather = on_current_stream(self.gather, self.device)
@@ -402,7 +405,10 @@ class ParamGroup(ABC):
             self.assignments = [(*owner, param.sharded, cast(Any, param.unsharded)) for param, owner in pairs]
         for parameters, name, _, unsharded in self.assignments:
             parameters[name] = unsharded
-        self.smaller_shards = ()  # computation has waited for their readers
+        if self.smaller_shards:
+            self._drop_smaller()
+        if self.device.type not in WITHOUT_STREAMS:
+            self.ready = (stream := current_stream(self.device)), record_event(stream)
         if self.read_guard is not None:
             self.read_guard.open()  # the memory has its values again
         self.form = _UNSHARDED
@@ -443,8 +449,16 @@ class ParamGroup(ABC):
             self._free_unsharded()
         elif self.gather is not None:  # it reads smaller shards, for a backward that did not come
             self.abandon_gather()
-        self.smaller_shards = ()
+        if self.smaller_shards:
+            self._drop_smaller()
         self.form = _SHARDED
+
+    def _drop_smaller(self) -> None:
+        if self.smaller_ready is not None and self.smaller_ready[0] != (
+            stream := current_stream(self.device)
+        ):
+            self.smaller_ready[0].wait_stream(stream)  # which has waited for their readers
+        self.smaller_shards, self.smaller_ready = (), None
 
     def _free_unsharded(self) -> None:
         if self.read_guard is not None:
@@ -484,7 +498,7 @@ class ParamGroup(ABC):
             with torch.inference_mode(False):  # users change `requires_grad` of these later
                 self.smaller_shards = self._smaller(mesh)
             if streams is not None:
-                self.smaller_ready = record_event(current_stream(self.device))  # on which they are written
+                self.smaller_ready = (stream := current_stream(self.device)), record_event(stream)
             self._free_unsharded()
             self.form = Form.POST_FORWARD
 

@@ -91,6 +91,7 @@ class ModuleState:
     prefetch_in_backward: Sequence[weakref.ref[ModuleState]] = ()
     shared_streams: CommStreams | None = None
     stream: torch.Stream | None = None  # accelerators: on which its forward last ran with gradients
+    made_on: tuple[torch.Stream, ...] = ()  # and all on which gradients since the last reductions were made
     schedule_settings: dict[str, Any] = field(default_factory=dict)  # for one that may not exist yet
 
     def __post_init__(self, call_modules: Sequence[nn.Module]) -> None:
@@ -290,6 +291,8 @@ class ModuleState:
 
     def gather(self, group: ParamGroup, schedule: Schedule, *, forward: bool) -> None:
         if group.form is _UNSHARDED:
+            if group.ready is not None:
+                self.follow_gather(group.ready)
             for parameters, name, sharded, unsharded in group.assignments:
                 if name in parameters and parameters[name] is sharded:
                     parameters[name] = unsharded  # functional_call restored what it found before the gather
@@ -308,6 +311,28 @@ class ModuleState:
         # Interleaved only: the gathered buffer is separate from the parameters, and may be reused.
         if result is not None and schedule.streams is not None:
             schedule.finish_gather(result, forward=forward)
+
+    def follow_gather(self, ready: tuple[torch.Stream, torch.Event]) -> None:
+        """Make the current stream wait for a gather that was finished on another."""
+        finished_on, event = ready
+        if finished_on != (stream := current_stream(self.device)):
+            stream.wait_event(event)
+
+    def note_stream(self) -> torch.Stream:
+        """Return the current stream, on which gradients are made."""
+        stream = current_stream(self.device)
+        if stream not in self.made_on:
+            self.made_on = (*self.made_on, stream)
+        return stream
+
+    def keep_gradients(self, streams: CommStreams) -> None:
+        """Keep gradients, maybe of other streams' memory, until the streams that reduce have read them."""
+        for group in self.groups:
+            for param in group.params:
+                for grad in (param.accumulated, None if param.unsharded is None else param.unsharded.grad):
+                    for stream in (current_stream(self.device), streams.reduce_scatter):
+                        if grad is not None:
+                            _compat.local_of(grad).record_stream(stream)
 
     def prefetch(self, state: ModuleState | None, schedule: Schedule, *, forward: bool) -> None:
         """Start another state's gathers; it waits for them when it runs."""

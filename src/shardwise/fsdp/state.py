@@ -103,7 +103,7 @@ class FSDPState(ModuleState):
         if action is _GATHER:
             if self.groups and is_grad_enabled():  # else the end of its backward has nothing to do
                 if schedule.streams is not None:
-                    self.stream = current_stream(self.device)
+                    self.stream = self.note_stream()
                 latest = None if kwargs or args[1:] else schedule.latest_output
                 if latest is not None and args and args[0] is latest[0]() is not None:
                     latest[1].append((self, self.stream))  # the hook on it ends its backward: one node less
@@ -318,6 +318,9 @@ class FSDPState(ModuleState):
         if not schedule.callback_queued:
             self._await_end(schedule)
         if action is _SKIP:
+            for group in self.groups:
+                if group.ready is not None:
+                    self.follow_gather(group.ready)
             return grad
         schedule.pending_release = None  # from here on backward decides
         for group in self.groups:
@@ -382,6 +385,8 @@ class FSDPState(ModuleState):
         Args:
             unsynced_only: reduce only gradients that were kept.
         """
+        if len(self.made_on) > 1 and schedule.streams is not None:
+            self.keep_gradients(schedule.streams)
         for group, reducer in self.in_reverse:
             settings = group.settings
             is_done = unsynced_only and not reducer.unsynced
@@ -393,6 +398,8 @@ class FSDPState(ModuleState):
                 reducer.unsynced = not settings.reduce_grads
                 if reducer.unsynced:
                     reducer.store_unreduced()
+                    if schedule.streams is not None:
+                        self.note_stream()
             if not collected:
                 continue
             if schedule.streams is not None:
@@ -461,6 +468,9 @@ class FSDPState(ModuleState):
         schedule.unfinished = False
         schedule.order.clear()
         schedule.wait_for_reductions()
+        for state in (self, *self.below) if schedule.streams is not None else ():
+            if not any(reducer.unsynced for _, reducer in state.in_reverse):
+                state.made_on = ()
         for group, reducer in self.all_groups:
             # Prefetched for a backward that did not come.
             if group.gather is not None:
