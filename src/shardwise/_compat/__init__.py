@@ -58,18 +58,9 @@ from shardwise._compat.groups import *
 from shardwise._compat.inductor import *
 from shardwise._compat.optimizers import *
 
-
-def dtensor(local: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
-    """Return `local` as this rank's piece of the DTensor that `spec` describes; no communication.
-
-    `DTensor.from_local` runs under autograd and checks what the caller already knows. `__init__` is
-    skipped: it does nothing, and its three wrappers cost more than `__new__`.
-    """
-    wrapper: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
-    return wrapper
-
-
-new_dtensor: Callable[..., Any] = DTensor.__new__
+# Returns a local tensor as this rank's piece of the DTensor that a spec describes; no communication. Unlike
+# `from_local` it is not under autograd. `__init__` is skipped: its three wrappers cost more than `__new__`.
+dtensor: Callable[..., DTensor] = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
 # planner.record: CUDA's kernel for values of another width than keys; the CPU's public function never runs it
 efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention
 
@@ -80,7 +71,7 @@ def dtensor_at(local: Tensor, spec: DTensorSpec, *, begin: Tensor, requires_grad
     The wrapper inherits its tensor's storage offset, and torch neither copies nor saves a wrapper with an
     offset. So it is first made over `begin`, any tensor of the same dtype and device without an offset.
     """
-    wrapper: DTensor = DTensor.__new__(DTensor, begin, spec, requires_grad=requires_grad)
+    wrapper = dtensor(begin, spec, requires_grad=requires_grad)
     wrapper._local_tensor = local
     return wrapper
 
@@ -165,13 +156,9 @@ _scatter_of: Callable[[dist.ProcessGroup], Callable[..., Any]] = attrgetter(
 )
 
 
-def _gather_options(*, async_op: bool) -> AllgatherOptions:
-    options = AllgatherOptions()
-    options.asyncOp = async_op
-    return options
-
-
-_GATHER_OPTIONS = {async_op: _gather_options(async_op=async_op) for async_op in (False, True)}
+_GATHER_OPTIONS = {False: AllgatherOptions(), True: AllgatherOptions()}
+for _async_op, _options in _GATHER_OPTIONS.items():
+    _options.asyncOp = _async_op
 
 # By id of the op, which is kept alive: its own hash and equality are slow.
 _SCATTER_OPTIONS: dict[tuple[int, bool], tuple[ReduceScatterOptions, Any]] = {}
@@ -208,9 +195,8 @@ def reduce_scatter_single(
     return None
 
 
-def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
-    """Pad, chunk and concatenate in one kernel on accelerators; there is no public name for it."""
-    torch._chunk_cat(list(tensors), dim, num_chunks, out=out)
+# Pads, chunks and concatenates in one kernel on accelerators; there is no public name for it.
+chunk_cat: Callable[..., Tensor] = torch._chunk_cat
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -247,19 +233,10 @@ def fakes_convert() -> Iterator[None]:
 # Whether a tensor is zeros without memory, as autograd makes for zero derivatives.
 is_lazily_zero: Callable[[Tensor], bool] = methodcaller("_is_zerotensor")
 
-# Copy many tensors in one kernel where the device has one; foreach functions have no public names.
+# One kernel for many tensors where the device has one; foreach functions have no public names.
 foreach_copy: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = torch._foreach_copy_  # type: ignore[assignment]
-
-
-def foreach_mul(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply many tensors in place by one scalar tensor."""
-    torch._foreach_mul_(list(tensors), factor)
-
-
-def foreach_norm(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> Sequence[Tensor]:
-    """Return the p-norm of each of many tensors, computed in `dtype`."""
-    return torch._foreach_norm(list(tensors), p, dtype)
-
+foreach_mul: Callable[[Sequence[Tensor], Tensor], None] = torch._foreach_mul_  # type: ignore[assignment]
+foreach_norm: Callable[[Sequence[Tensor], float, torch.dtype], Sequence[Tensor]] = torch._foreach_norm  # type: ignore[assignment]
 
 # The version that autograd compares, when it reads a saved tensor, with the version saved; and sets it.
 version_of: Callable[[Tensor], int] = attrgetter("_version")
@@ -296,7 +273,6 @@ def explain_backward_errors(explain: Callable[[Exception], Exception | None]) ->
 
 # Read once a pass, so that profiles get named ranges and other passes pay nothing for them.
 profiler_runs: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-
 
 # Which backward pass autograd runs in this thread, -1 outside. (Activation checkpointing recomputes there.)
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
@@ -390,12 +366,10 @@ functional_collectives: Any = torch.ops._c10d_functional
 
 
 def is_operator(target: Any) -> bool:
-    """Return whether the target of a graph's node is one overload of an operator."""
     return isinstance(target, torch._ops.OpOverload)
 
 
 def schema(target: Any) -> Any | None:
-    """Return the schema of an operator; None for a Python function."""
     return target._schema if is_operator(target) else None
 
 
@@ -464,13 +438,10 @@ def no_process_groups() -> Iterator[None]:
         sys.excepthook = hook
 
 
-_SHAPES_OF_DTENSORS = (ShardingPropagator, "_propagate_tensor_meta_non_cached")
-
-
 def shapes_of_dtensors_unseen(watcher: Any) -> Any:
     """Return a patch that sets a watcher's `looks_away` while DTensor computes shapes."""
-    kind, name = _SHAPES_OF_DTENSORS
-    original = getattr(kind, name)
+    name = "_propagate_tensor_meta_non_cached"
+    original = getattr(ShardingPropagator, name)
 
     def unseen(*args: Any, **kwargs: Any) -> Any:
         previous, watcher.looks_away = watcher.looks_away, True
@@ -479,4 +450,4 @@ def shapes_of_dtensors_unseen(watcher: Any) -> Any:
         finally:
             watcher.looks_away = previous
 
-    return mock.patch.object(kind, name, unseen)
+    return mock.patch.object(ShardingPropagator, name, unseen)

@@ -247,9 +247,8 @@ def compiled_frame() -> tuple[int, int] | None:
     from torch._guards import CompileContext
 
     current = CompileContext.current_compile_id()
-    if current is None or current.frame_id is None or current.frame_compile_id is None:
-        return None
-    return current.frame_id, current.frame_compile_id
+    numbers: Any = (getattr(current, "frame_id", None), getattr(current, "frame_compile_id", None))
+    return None if None in numbers else numbers
 
 
 def graph_breaks() -> int:

@@ -24,7 +24,6 @@ from torch.utils import checkpoint as _checkpoint
 # Within it, torch does not look up `__torch_function__` by name at every attribute of a tensor subclass.
 plain_attributes: Any = torch._C.DisableTorchFunctionSubclass
 
-
 # By default FSDP2 sums gradients in their parameters' stored dtype since 2.15, before in their own dtype.
 SUMS_AS_KEPT = torch.torch_version.TorchVersion(torch.__version__) >= "2.15"
 
@@ -40,17 +39,10 @@ def chosen_grad_dtype(tensor: Tensor) -> tuple[torch.dtype | None, ...]:
     return (dtype,) if chosen else ()
 
 
-# Hooks from `register_post_accumulate_grad_hook`, which autograd does not run for gradients we set: a
-# dict by handle, or None.
-post_accumulate_grad_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | None] = attrgetter(
-    "_post_accumulate_grad_hooks"
-)
-
-
-# Hooks from `register_hook`, which autograd does not run for gradients we set either.
-grad_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], Tensor | None]] | None] = attrgetter(
-    "_backward_hooks"
-)
+# Hooks of `register_post_accumulate_grad_hook` and `register_hook`: a dict by handle, or None. Autograd does
+# not run them for gradients that we set.
+post_accumulate_grad_hooks: Callable[[Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
+grad_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> None:

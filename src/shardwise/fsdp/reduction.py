@@ -19,7 +19,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise import _compat
 from shardwise.comm import CommStreams, ReduceResult, divide_factors, foreach_reduce
@@ -387,6 +386,6 @@ class InterleavedReducer(GradReducer):
                     sharded.grad = param.as_grad(piece)
                 else:  # as `dtensor_at` makes it
                     begin = sharded._local_tensor  # type: ignore[attr-defined]
-                    grad = _compat.new_dtensor(DTensor, begin, param.spec, requires_grad=False)
+                    grad = _compat.dtensor(begin, param.spec)
                     grad._local_tensor = piece
                     sharded.grad = grad
