@@ -172,7 +172,7 @@ class _AllGatherWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether `wait` has returned; before that, gloo's point-to-point works do not say."""
+        # Whether `wait` has returned; before that, gloo's point-to-point works do not say.
         return not self._works
 
 
@@ -254,19 +254,15 @@ class _ReduceScatterWork(dist.Work):
             output.div_(self._divisor)
 
     def is_completed(self) -> bool:
-        """Return whether `wait` has returned; the sum is not complete before."""
-        return not self._receives and not self._sends
+        return not self._receives and not self._sends  # the sum is not complete before `wait` has returned
 
 
 @lru_cache(256)
 def _started_elsewhere(rank: int, ranks: int, numel: int, itemsize: int) -> list[tuple[slice, int]]:
-    """Return the parts of slice `rank` whose sum gloo's ring starts at another rank: first addends come last.
+    """Return parts of slice `rank` whose sum gloo's ring starts elsewhere, and how many addends come last.
 
     The ring cuts the whole buffer into equal segments of at most `_SEGMENT_BYTES`, at least two and equally
     many for each rank. So a run that starts at one rank can be a few elements longer than a slice.
-
-    Returns:
-        Parts of the slice, each with the number of addends that come last.
     """
     segments = max(math.ceil(ranks * numel / (_SEGMENT_BYTES // itemsize)), 2 * ranks)
     per_rank = math.ceil(segments / ranks)
@@ -327,15 +323,10 @@ _counters: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyD
 
 def operation_counter(group: dist.ProcessGroup) -> itertools.count[int]:
     """Return the counter of operations in `group`, equal on all ranks, which issue them in one order."""
-    counter = _counters.get(group)
-    if counter is None:
-        # If another thread was faster, its counter is kept.
-        counter = _counters.setdefault(group, itertools.count())
-    return counter
+    return _counters.setdefault(group, itertools.count())
 
 
 def _check(kind: str, *, whole: Tensor, shard: Tensor, ranks: int) -> None:
-    """Raise ShardingError unless both are flat CPU buffers of one dtype, `whole` of `ranks` shards."""
     if whole.numel() != ranks * shard.numel() or whole.dtype is not shard.dtype:
         raise ShardingError(
             f"{here()}: the {kind} over {ranks} ranks of a shard of {shard.numel()} elements of {shard.dtype}"

@@ -34,7 +34,6 @@ class CommStreams:
 
     @staticmethod
     def create(device: torch.device) -> CommStreams | None:
-        """Return new streams on `device`; None on devices without streams."""
         if device.type in WITHOUT_STREAMS:
             return None
 
@@ -60,12 +59,9 @@ class CommStreams:
         self._freed.append((owner, storages, record_event(current)))
 
     def reclaim(self, owner: Any = None, *, keep: int) -> bool:
-        """Free waiting memory except the `keep` latest; return its own to `owner`, which gathers again.
+        """Free waiting memory except the `keep` latest; return whether `owner`, to gather again, still has its own.
 
         Later work on the all-gather stream runs after the computation that used that memory.
-
-        Returns:
-            Whether `owner` still has its memory.
         """
         waiting, has_memory = self._freed, False
         # From the end, since removing an entry moves those behind it.
@@ -85,7 +81,6 @@ class CommStreams:
 
 
 def record_event(stream: torch.Stream) -> torch.Event:
-    """Return an event that marks the work issued to `stream` so far."""
     event: torch.Event = stream.record_event()
     return event
 
