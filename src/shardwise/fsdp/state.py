@@ -24,7 +24,7 @@ from shardwise.fsdp.autograd_hooks import attach_post_backward, attach_within_tr
 from shardwise.fsdp.fast import process
 from shardwise.fsdp.group import Form
 from shardwise.fsdp.lifecycle import TABLE, Action, Event, TrainingState, advance
-from shardwise.fsdp.module_state import ModuleState, live_states
+from shardwise.fsdp.module_state import ModuleState
 from shardwise.fsdp.optimizer_watch import look_for_compiler
 from shardwise.fsdp.reduction import check_grad_dtypes
 from shardwise.fsdp.schedule import Schedule
@@ -54,7 +54,7 @@ class FSDPState(ModuleState):
 
     def become_root(self) -> Schedule:
         schedule = super().become_root()
-        interrupted.watch_backward(live_states)
+        interrupted.watch_backward()
         return schedule
 
     # Forward
