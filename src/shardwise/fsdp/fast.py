@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import FunctionType
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -220,13 +220,9 @@ def rekey_state(optimizer: Optimizer) -> None:
     steps.moved.clear()
 
 
-class _EmptyParam(NamedTuple):
-    """A parameter without rows on this rank, which has a gradient, and state if its optimizer keeps any."""
-
-    param: ShardedRows
-    options: dict[str, Any]
-    state: dict[str, Any] | None
-    step: Tensor | None  # its step count, which state dicts may hold too
+# A parameter without rows on this rank, which has a gradient: its group's options, its state if its optimizer
+# keeps any, and its step count, which state dicts may hold too.
+_EmptyParam = tuple[ShardedRows, dict[str, Any], dict[str, Any] | None, Tensor | None]
 
 
 @dataclass
@@ -274,8 +270,7 @@ def restore_gradients(optimizer: Optimizer) -> None:
 
 
 def forget_empty_params(optimizer: Optimizer) -> None:
-    """Forget which parameters have no rows here; the next step finds them anew."""
-    _empty_params.pop(optimizer, None)
+    _empty_params.pop(optimizer, None)  # the next step finds them anew
 
 
 def _find_empty_params(optimizer: Optimizer) -> _EmptyParams:
@@ -293,6 +288,6 @@ def _find_empty_params(optimizer: Optimizer) -> _EmptyParams:
                 return _EmptyParams(optimizer.state)
             step = state.get("step") if state else None
             count = step if isinstance(step, Tensor) else None
-            empty.members.append(_EmptyParam(param, options, state, count))
+            empty.members.append((param, options, state, count))
     _empty_params[optimizer] = empty
     return empty
