@@ -66,11 +66,9 @@ efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attentio
 
 
 def dtensor_at(local: Tensor, spec: DTensorSpec, *, begin: Tensor, requires_grad: bool = False) -> DTensor:
-    """Return a DTensor, as `dtensor` does, over a part of a buffer.
-
-    The wrapper inherits its tensor's storage offset, and torch neither copies nor saves a wrapper with an
-    offset. So it is first made over `begin`, any tensor of the same dtype and device without an offset.
-    """
+    """Return a DTensor, as `dtensor` does, over a part of a buffer."""
+    # The wrapper inherits its tensor's storage offset, and torch neither copies nor saves a wrapper with an
+    # offset. So it is first made over `begin`, any tensor of the same dtype and device without an offset.
     wrapper = dtensor(begin, spec, requires_grad=requires_grad)
     wrapper._local_tensor = local
     return wrapper
@@ -95,11 +93,9 @@ _specs: weakref.WeakValueDictionary[Any, DTensorSpec] = weakref.WeakValueDiction
 
 
 def shared_spec(mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta | None) -> DTensorSpec:
-    """Return the description that all equal DTensors share.
-
-    DTensor looks operations up by their arguments' descriptions, and compares different objects field by
-    field: 8 Python calls per operation and tensor.
-    """
+    """Return the description that all equal DTensors share."""
+    # DTensor looks operations up by their arguments' descriptions, and compares different objects field by
+    # field: 8 Python calls per operation and tensor.
     # A live description keeps its mesh alive, so the mesh's id is not reused.
     key = (id(mesh), tuple(placements), meta)
     spec = _specs.get(key)
@@ -206,10 +202,8 @@ def is_fake(tensor: Tensor) -> bool:
 
 @contextmanager
 def fakes_convert() -> Iterator[None]:
-    """Let modules of fake tensors be cast: parameters are replaced, and shared ones stay shared.
-
-    `nn.Module._apply` swaps fakes in place, and fails, as torch keeps weak references to them.
-    """
+    """Let modules of fake tensors be cast: parameters are replaced, and shared ones stay shared."""
+    # `nn.Module._apply` swaps fakes in place, and fails, as torch keeps weak references to them.
     converted: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the first is kept: its id is not reused
 
     def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -250,10 +244,8 @@ increment_versions: Callable[[tuple[Tensor, ...]], None] = torch._C._increment_v
 
 
 def explain_backward_errors(explain: Callable[[Exception], Exception | None]) -> None:
-    """Call `explain` with each error that backward raises; raise the better error that it returns, if any.
-
-    Errors inside autograd's engine reach no hook, only the patched function, which every backward calls.
-    """
+    """Call `explain` with each error that backward raises; raise the better error that it returns, if any."""
+    # Errors inside autograd's engine reach no hook, only the patched function, which every backward calls.
     from torch.autograd import graph
 
     run = graph._engine_run_backward
@@ -294,11 +286,9 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def mark_fully_sharded(module: nn.Module) -> None:
-    """Make torch's `replicate`, applied to a module around this one, skip this module's parameters.
-
-    `replicate` looks for a mark under a key drawn anew in each process; there is no public way to set it.
-    The file that has the key was loaded with the state dict helpers that are extended below.
-    """
+    """Make torch's `replicate`, applied to a module around this one, skip this module's parameters."""
+    # `replicate` looks for a mark under a key drawn anew in each process; there is no public way to set it.
+    # The file that has the key was loaded with the state dict helpers that are extended below.
     contract: Any = sys.modules.get("torch.distributed._composable.contract")
     if contract is not None:
         registry = module.__dict__.setdefault(contract.REGISTRY_KEY, OrderedDict())
@@ -308,19 +298,15 @@ def mark_fully_sharded(module: nn.Module) -> None:
 def hook_state_dicts(
     module: nn.Module, key: Any, *, before: Callable[..., None], after_loading: Callable[..., None]
 ) -> None:
-    """Call `before` when the module's state dict is taken or loaded, `after_loading` after it is loaded.
-
-    torch's functions that register hooks make handles and wrap the hooks: half of the cost.
-    """
+    """Call `before` when the module's state dict is taken or loaded, `after_loading` after it is loaded."""
+    # torch's functions that register hooks make handles and wrap the hooks: half of the cost.
     module._state_dict_pre_hooks[key] = module._load_state_dict_pre_hooks[key] = before
     module._load_state_dict_post_hooks[key] = after_loading
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return a module's own dict of parameters by name: switching one is a single assignment.
-
-    `setattr` would repeat checks that both sides of the switch have already passed.
-    """
+    """Return a module's own dict of parameters by name: switching one is a single assignment."""
+    # `setattr` would repeat checks that both sides of the switch have already passed.
     return module._parameters
 
 
@@ -381,12 +367,10 @@ def forget_placements() -> None:
 
 @contextmanager
 def _own_placements(*, of_a_rank: bool) -> Iterator[None]:
-    """Separate DTensor's operator look-ups in this context from those outside.
-
-    A look-up finds the first of equal meshes, whose groups may be gone, or be a job's. With `of_a_rank`, the
-    look-ups outside are a job's, and are kept: a rank that lost them might send over the groups of a second,
-    equal mesh while others use the first. So meshes made here then equal none outside.
-    """
+    """Separate DTensor's operator look-ups in this context from those outside."""
+    # A look-up finds the first of equal meshes, whose groups may be gone, or be a job's. With `of_a_rank`,
+    # the look-ups outside are a job's, and are kept: a rank that lost them might send over the groups of a
+    # second, equal mesh while others use the first. So meshes made here then equal none outside.
     if not of_a_rank:
         forget_placements()
         try:
@@ -409,11 +393,9 @@ _simulations = itertools.count(1)
 
 @contextmanager
 def no_process_groups() -> Iterator[None]:
-    """Hide this process's groups, including the default one, and restore them afterwards.
-
-    planner.noop_group: a plan may be made in a process that is a rank of a job. torch keeps one world per
-    process, in dicts that these properties expose.
-    """
+    """Hide this process's groups, including the default one, and restore them afterwards."""
+    # planner.noop_group: a plan may be made in a process that is a rank of a job. torch keeps one world per
+    # process, in dicts that these properties expose.
     world = c10d._world
     tables: list[dict[Any, Any]] = [
         world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config,

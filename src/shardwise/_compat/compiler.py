@@ -112,12 +112,10 @@ cast(Any, depth_in_graph)._dynamo_marked_constant = True
 
 
 def runs_eagerly(function: Function, reason: str | None = None) -> Function:
-    """Mark a function, and what it calls, as never compiled, at no cost per call.
-
-    A tracer that meets it breaks its graph; with `fullgraph=True` the compiler raises with the reason. While
-    a compiled function calls `backward`, the tracer compiles whatever Python autograd calls. The wrapper of
-    `torch.compiler.disable` costs several calls each time, in uncompiled training too.
-    """
+    """Mark a function, and what it calls, as never compiled, at no cost per call."""
+    # A tracer that meets it breaks its graph; with `fullgraph=True` the compiler raises with the reason.
+    # While a compiled function calls `backward`, the tracer compiles whatever Python autograd calls. The
+    # wrapper of `torch.compiler.disable` costs several calls each time, in uncompiled training too.
     _pass_by(function, _frames._FrameAction.SKIP)
     marked = cast(Any, function)
     marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason
@@ -147,10 +145,8 @@ def _pass_by(function: Callable[..., Any], callees: Any) -> None:
 
 
 def traced_side_effect(setter: Callable[..., None], *args: Any) -> None:
-    """Call a setter inside a checkpointed region, where tracers refuse to change outer objects.
-
-    Tracers cannot know that the change is undone before the region ends.
-    """
+    """Call a setter inside a checkpointed region, where tracers refuse to change outer objects."""
+    # Tracers cannot know that the change is undone before the region ends.
     from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as allow
 
     allow(setter, *args)

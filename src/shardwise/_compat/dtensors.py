@@ -121,11 +121,9 @@ def _distribute(
 
 
 def fill_whole(name: str, is_sharded: Callable[[Any], bool]) -> None:
-    """Make a function of `torch.nn.init` that writes by indices fill a whole plain tensor if `is_sharded`.
-
-    Sharded tensors do not support indices, and the function would change the tensor before the first index
-    raises; it has no hook for subclasses.
-    """
+    """Make a function of `torch.nn.init` that writes by indices fill a whole plain tensor if `is_sharded`."""
+    # Sharded tensors do not support indices, and the function would change the tensor before the first index
+    # raises; it has no hook for subclasses.
     fill: Callable[..., Tensor] = getattr(torch.nn.init, name)
 
     @functools.wraps(fill)
@@ -162,11 +160,9 @@ def traced_by(own_storage: Callable[[Tensor], Tensor]) -> None:
 
 
 def route_dtensors(kind: type[DTensor], make: MakesOwn) -> None:
-    """Make torch's functions that create DTensors from placements call `make` if the placements are ours.
-
-    These functions know only `Shard` and its one way of cutting. The code of `distribute_tensor` is replaced
-    in place, since many modules have imported it by name.
-    """
+    """Make torch's functions that create DTensors from placements call `make` if the placements are ours."""
+    # These functions know only `Shard` and its one way of cutting. The code of `distribute_tensor` is
+    # replaced in place, since many modules have imported it by name.
     distribute: Any = api.distribute_tensor
     original = FunctionType(distribute.__code__, distribute.__globals__, "distribute_tensor")
     original.__defaults__, original.__kwdefaults__ = distribute.__defaults__, distribute.__kwdefaults__

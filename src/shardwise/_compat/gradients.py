@@ -29,10 +29,8 @@ SUMS_AS_KEPT = torch.torch_version.TorchVersion(torch.__version__) >= "2.15"
 
 
 def chosen_grad_dtype(tensor: Tensor) -> tuple[torch.dtype | None, ...]:
-    """Return the `grad_dtype` that the user set on a leaf, in a tuple; empty if none.
-
-    Before 2.15 torch does not say whether it was set: then the tensor's own dtype counts as not set.
-    """
+    """Return the `grad_dtype` that the user set on a leaf, in a tuple; empty if none."""
+    # Before 2.15 torch does not say whether it was set: then the tensor's own dtype counts as not set.
     with plain_attributes():
         dtype = tensor.grad_dtype
         chosen = getattr(tensor, "_has_grad_dtype_override", dtype != tensor.dtype)
@@ -64,11 +62,9 @@ is_forward_grad_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 
 
 def function_arguments() -> list[Any]:
-    """Return arguments of the innermost `torch.autograd.Function` whose forward runs.
-
-    There is no hook: since 2.15 `apply` is C++, and users keep it under other names. So they are found on the
-    stack, for callers that know from `is_forward_grad_enabled` that there may be any.
-    """
+    """Return arguments of the innermost `torch.autograd.Function` whose forward runs."""
+    # There is no hook: since 2.15 `apply` is C++, and users keep it under other names. So they are found on
+    # the stack, for callers that know from `is_forward_grad_enabled` that there may be any.
     frame = None if torch.is_inference_mode_enabled() else sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "forward":

@@ -124,7 +124,7 @@ class AllToAll:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Lay out buffers for messages that name this rank, equally ordered and of one `dtype` on all. Local."""
+        """Lay out buffers for messages that name this rank, in equal order and `dtype` on all. Local."""
         rank, self._group = group.rank(), group
         outbound = [m for m in messages if m.sender == rank != m.receiver]
         inbound = [m for m in messages if m.receiver == rank != m.sender]

@@ -259,11 +259,9 @@ class _ReduceScatterWork(dist.Work):
 
 @lru_cache(256)
 def _started_elsewhere(rank: int, ranks: int, numel: int, itemsize: int) -> list[tuple[slice, int]]:
-    """Return parts of slice `rank` whose sum gloo's ring starts elsewhere, and how many addends come last.
-
-    The ring cuts the whole buffer into equal segments of at most `_SEGMENT_BYTES`, at least two and equally
-    many for each rank. So a run that starts at one rank can be a few elements longer than a slice.
-    """
+    """Return parts of slice `rank` whose sum gloo's ring starts elsewhere, and how many addends come last."""
+    # The ring cuts the whole buffer into equal segments of at most `_SEGMENT_BYTES`, at least two and equally
+    # many for each rank. So a run that starts at one rank can be a few elements longer than a slice.
     segments = max(math.ceil(ranks * numel / (_SEGMENT_BYTES // itemsize)), 2 * ranks)
     per_rank = math.ceil(segments / ranks)
     length = per_rank * math.ceil(ranks * numel / (per_rank * ranks))
@@ -291,22 +289,18 @@ def sources(rank: int, ranks: int) -> tuple[int, ...]:
 
 @cache
 def targets(rank: int, ranks: int) -> tuple[int, ...]:
-    """Return the other ranks in the order of sends to them, which come before receives: round the ring.
-
-    A late rank then writes at once to the ranks that are already there, which write nothing to it until it
-    receives: while a caller writes, gloo's input thread can only spin.
-    """
+    """Return the other ranks in the order of sends to them, which come before receives: round the ring."""
+    # A late rank then writes at once to the ranks that are already there, which write nothing to it until it
+    # receives: while a caller writes, gloo's input thread can only spin.
     return tuple((rank + step) % ranks for step in range(1, ranks))
 
 
 def set_batch_scheduling() -> None:
-    """Make gloo's input threads in this process wait for an idle or yielded core. Local.
-
-    A send or receive locks the connection for some microseconds, and wakes the other rank's input thread. If
-    that thread preempts the caller while cores are busy, the caller holds the lock for milliseconds, in which
-    this rank's own input thread spins. A thread under SCHED_BATCH keeps its share of time, but preempts no
-    other thread when it wakes.
-    """
+    """Make gloo's input threads in this process wait for an idle or yielded core. Local."""
+    # A send or receive locks the connection for some microseconds, and wakes the other rank's input thread.
+    # If that thread preempts the caller while cores are busy, the caller holds the lock for milliseconds, in
+    # which this rank's own input thread spins. A thread under SCHED_BATCH keeps its share of time, but
+    # preempts no other thread when it wakes.
     if sys.platform != "linux":
         return
     for comm in Path("/proc/self/task").glob("*/comm"):

@@ -132,10 +132,8 @@ def _wrong(report: Any) -> str:
 
 
 def verdict(reports: Mapping[int, Report], damaged: Mapping[str, str] | None = None) -> list[str]:
-    """Return lines that say who waits for whom; `damaged` maps unreadable reports to the reason.
-
-    Passes are counted per process group, so only reports of the same group are compared.
-    """
+    """Return lines that say who waits for whom; `damaged` maps unreadable reports to the reason."""
+    # Passes are counted per process group, so only reports of the same group are compared.
     damaged = damaged or {}
     groups: dict[tuple[int, ...], dict[int, Report]] = {}
     for rank, report in reports.items():

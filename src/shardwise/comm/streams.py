@@ -51,15 +51,13 @@ class CommStreams:
         self.all_gather.wait_event(event)
 
     def free_later(self, owner: Any, storages: list[torch.UntypedStorage], current: torch.Stream) -> None:
-        """Free memory of the all-gather stream later, once `current` has finished its work so far.
-
-        If it was freed at once, the next gather would wait for this computation instead of overlapping it.
-        """
+        """Free memory of the all-gather stream later, once `current` has finished its work so far."""
+        # If it was freed at once, the next gather would wait for this computation instead of overlapping it.
         # Recorded now: an event at the time of freeing would also cover computation issued since.
         self._freed.append((owner, storages, record_event(current)))
 
     def reclaim(self, owner: Any = None, *, keep: int) -> bool:
-        """Free waiting memory except the `keep` latest; return whether `owner`, to gather again, still has its own.
+        """Free waiting memory except the `keep` latest; return whether `owner` still has its own.
 
         Later work on the all-gather stream runs after the computation that used that memory.
         """

@@ -296,10 +296,8 @@ def _broken(order: Order) -> set[int]:
 
 
 def _interrupt(order: Order) -> None:
-    """End this rank's pending sends and receives.
-
-    gloo ends all messages of a group when one of them times out.
-    """
+    """End this rank's pending sends and receives."""
+    # gloo ends all messages of a group when one of them times out.
     for group in list(order.groups):
         with suppress(RuntimeError, ValueError):
             peer = (group.rank() + 1) % group.size()

@@ -229,11 +229,9 @@ class ContiguousReducer(GradReducer):
                 sharded.grad._local_tensor.add_(local)  # type: ignore[attr-defined]
 
     def _check_unused(self, unused: list[RowsParam], shard: Tensor) -> None:
-        """Raise if other ranks have gradients of parameters that this one did not use.
-
-        This rank owns rows of them, and would leave these out of its step. Each set of parameters is checked
-        once, since the check waits for the reduction on an accelerator.
-        """
+        """Raise if other ranks have gradients of parameters that this one did not use."""
+        # This rank owns rows of them, and would leave these out of its step. Each set of parameters is
+        # checked once, since the check waits for the reduction on an accelerator.
         names = frozenset(param.name for param in unused)
         if names in self._unused or _compat.is_fake(shard):  # a fake one has no values
             return
@@ -332,10 +330,8 @@ _Parts = list[tuple[int, Tensor]]
 
 
 def _split(sources: dict[int, Tensor], *, ranks: int, width: int, step: int) -> list[_Parts]:
-    """Split gradients, keyed by their offsets, over the slices of `step` of a rank's `width` elements.
-
-    One operation splits a gradient for all slices.
-    """
+    """Split gradients, keyed by their offsets, over the slices of `step` of a rank's `width` elements."""
+    # One operation splits a gradient for all slices.
     slices: list[_Parts] = [[] for _ in range(0, width, step)]
     cuts = [rank * width + begin for rank in range(ranks) for begin in range(0, width, step)]
     for start, grad in sources.items():
@@ -384,10 +380,8 @@ def _fill(out: Tensor, parts: _Parts) -> None:
 
 
 def merge_views(locals_: Sequence[Tensor]) -> list[Tensor]:
-    """Replace views of a marked shard by the shard, if all are there, and drop tensors without elements.
-
-    At least one tensor of each dtype stays: ranks without rows of a dtype join its reductions too.
-    """
+    """Replace views of a marked shard by the shard, if all are there, and drop tensors without elements."""
+    # At least one tensor of each dtype stays: ranks without rows of a dtype join its reductions too.
     tensors: list[Tensor] = []
     views: dict[int, tuple[Tensor, list[Tensor]]] = {}
     latest, members = None, tensors

@@ -73,11 +73,9 @@ def allocates_plain(comm: object) -> bool:
 
 
 def own_storage(piece: Tensor) -> Tensor:
-    """Return the memory of `piece`, a part of a buffer, as a tensor that begins its own storage.
-
-    A DTensor takes over its local tensor's offset, and copying or saving one that has an offset
-    fails in torch; besides, saving a part of a buffer would save all of it.
-    """
+    """Return the memory of `piece`, a part of a buffer, as a tensor that begins its own storage."""
+    # A DTensor takes over its local tensor's offset, and copying or saving one that has an offset
+    # fails in torch; besides, saving a part of a buffer would save all of it.
     if piece.is_meta or _compat.is_fake(piece):
         return piece
     start = piece.storage_offset() * piece.element_size()

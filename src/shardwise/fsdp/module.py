@@ -202,12 +202,10 @@ def sharded_class(cls: type[nn.Module]) -> type[FSDPModule]:
 
 
 def become_sharded(module: nn.Module, state: FSDPState) -> None:
-    """Give a module the class that gathers on a call, and give compilers a frame to begin at.
-
-    `module(x)` calls the class's `__call__`. A compiled function that breaks there would call it again, as
-    another frame to compile, which breaks again; so that frame is only inlined into its callers' graphs.
-    `torch.compile(module)` reads the instance's `__call__`, a frame that is compiled on its own.
-    """
+    """Give a module the class that gathers on a call, and give compilers a frame to begin at."""
+    # `module(x)` calls the class's `__call__`. A compiled function that breaks there would call it again, as
+    # another frame to compile, which breaks again; so that frame is only inlined into its callers' graphs.
+    # `torch.compile(module)` reads the instance's `__call__`, a frame that is compiled on its own.
     cls: Any = sharded_class(cast(Any, type(module)))
     object.__setattr__(module, "__class__", cls)  # nn.Module's own `__setattr__` is slow
     # A weak reference, since it is in the module's own dict.

@@ -45,10 +45,8 @@ _watching = False
 
 
 def look_for_compiler(optimizer: Optimizer | None = None) -> None:
-    """Make gradients in a form that tracers accept, once any function is compiled.
-
-    Optimizers of other libraries may compile parts of their step.
-    """
+    """Make gradients in a form that tracers accept, once any function is compiled."""
+    # Optimizers of other libraries may compile parts of their step.
     foreign = optimizer is not None and not type(optimizer).__module__.startswith(("torch.", "shardwise."))
     process.compiler = process.compiler or foreign or _compat.compiler_in_use()
 
@@ -112,10 +110,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def keep_gradients(params: Iterable[Tensor]) -> None:
-    """Keep the memory of freed gradients from being reused before this stream has read it in a step.
-
-    It belongs to the streams of backward, which need not wait for that step (`set_post_optim_event`).
-    """
+    """Keep the memory of freed gradients from being reused before this stream has read it in a step."""
+    # It belongs to the streams of backward, which need not wait for that step (`set_post_optim_event`).
     grads = [param.grad for param in params if param.grad is not None]
     if not process.computing or not grads or grads[0].device.type in WITHOUT_STREAMS:
         return

@@ -239,11 +239,9 @@ class ShardedParam(ABC):
         self.grads_have_stored_dtype = self.sharded_grad_dtype == self.dtype
 
     def set_leaf_grad_dtype(self, leaf: nn.Parameter) -> None:
-        """Make autograd leave gradients on the unsharded form in the dtype in which they are summed.
-
-        To widen a gradient, autograd would copy it. So gradients that are reduced next stay as they come, and
-        the reduction's copy widens them; gradients added to a wider sum need no copy either.
-        """
+        """Make autograd leave gradients on the unsharded form in the dtype in which they are summed."""
+        # To widen a gradient, autograd would copy it. So gradients that are reduced next stay as they come,
+        # and the reduction's copy widens them; gradients added to a wider sum need no copy either.
         dtype = self.sum_dtype
         if dtype == leaf.dtype or not leaf.is_floating_point():
             return

@@ -192,11 +192,9 @@ class GradReducer(ABC):
         return plan
 
     def shard_becomes_grads(self, params: Sequence[ShardedParam], plan: Reduction) -> bool:
-        """Return whether the shard that a reduce-scatter leaves becomes the gradients unchanged.
-
-        Such a shard is memory of computation's stream, to reuse what logits and activations free. A shard
-        that is freed before computation has waited for it is memory of the stream that reduces.
-        """
+        """Return whether the shard that a reduce-scatter leaves becomes the gradients unchanged."""
+        # Such a shard is memory of computation's stream, to reuse what logits and activations free. A shard
+        # that is freed before computation has waited for it is memory of the stream that reduces.
         return (
             plan.shard_ranks > 1
             and plan.dtype == plan.result_dtype

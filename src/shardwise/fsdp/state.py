@@ -182,11 +182,9 @@ class FSDPState(ModuleState):
 
     @_compat.runs_eagerly
     def abandon_forward(self) -> None:
-        """Undo all effects of a forward that raised, so that it may be tried again.
-
-        Inside backward the state stays: recomputation raises on purpose once it has what it needs, and
-        backward continues.
-        """
+        """Undo all effects of a forward that raised, so that it may be tried again."""
+        # Inside backward the state stays: recomputation raises on purpose once it has what it needs, and
+        # backward continues.
         self.running -= 1
         if not self.running and self.training_state is _FORWARD and not _compat.in_backward():
             interrupted.forget_forward(self)
@@ -204,11 +202,9 @@ class FSDPState(ModuleState):
             order.leave(reason)
 
     def _leave(self, schedule: Schedule, output: Any) -> Any:
-        """Defer this module's release until the next module runs, and hook its output.
-
-        A module larger than most, such as a head over a large vocabulary, is released at once: kept for
-        backward, it would take memory beside the loss's own.
-        """
+        """Defer this module's release until the next module runs, and hook its output."""
+        # A module larger than most, such as a head over a large vocabulary, is released at once: kept for
+        # backward, it would take memory beside the loss's own.
         grad_enabled = is_grad_enabled()
         # A recomputation frees nothing, since its backward follows, and is not part of forward's order.
         if _compat.backward_pass() == -1:

@@ -80,10 +80,8 @@ def _prepare(state: ModuleState) -> None:
 
 
 def needs_segments(group: ParamGroup) -> bool:
-    """Return whether the group has no segments, or other parameters train than when they were made.
-
-    Settles first which ones do: the user may have set it on gathered parameters.
-    """
+    """Return whether the group has no segments, or other parameters train than when they were made."""
+    # Settles first which ones do: the user may have set it on gathered parameters.
     ParamGroup.follow_changes(group)  # not the layout's, which checks memory: it may be half-way converted
     return group.traced is None or (
         isinstance(group.traced, list)
@@ -218,10 +216,8 @@ def _take(
     group: weakref.ref[ParamGroup],
     leaf: Tensor,
 ) -> None:
-    """Hand parameters the gradient that a backward left on a leaf: a reduced one, or one to reduce.
-
-    Keeps the sum of unsynchronised backwards; the first backward that synchronises again reduces it.
-    """
+    """Hand parameters the gradient that a backward left on a leaf: a reduced one, or one to reduce."""
+    # Keeps the sum of unsynchronised backwards; the first backward that synchronises again reduces it.
     alive, live_state, owner, grad = segment(), state(), group(), leaf.grad
     if live_state is not None and live_state.schedule is not None and live_state.schedule.manual:
         live_state.schedule.unfinished = True  # until `finalize_backward`
