@@ -212,11 +212,9 @@ def aot_edited(
 
 @contextmanager
 def tracing_autograd() -> Iterator[None]:
-    """Let calls that compile in this context trace `torch.autograd.grad`, which is off by default in torch.
-
-    Torch's own recomputation in the resulting graphs is turned off: it expects backward to be one run of
-    nodes, refuses regions with random numbers, and keeps tensors alive through views of recomputed ones.
-    """
+    """Let calls that compile in this context trace `torch.autograd.grad`, which is off by default."""
+    # Torch's own recomputation in the resulting graphs is turned off: it expects backward to be one run of
+    # nodes, refuses regions with random numbers, and keeps tensors alive through views of recomputed ones.
     from torch._dynamo import config as tracer
     from torch._functorch import config as graphs
 

@@ -44,10 +44,8 @@ grad_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
-    """Call `hook` with the gradient of `tensor`, the result of an op; like `register_hook` without a handle.
-
-    The handle costs more than the hook, and these hooks are never removed.
-    """
+    """Call `hook` with the gradient of `tensor`, an op's result; like `register_hook` without a handle."""
+    # The handle costs more than the hook, and these hooks are never removed.
     node: Any = tensor.grad_fn
     if node is None or tensor._backward_hooks is not None:
         tensor.register_hook(hook)

@@ -157,11 +157,7 @@ class Agreement:
             self.confirm()
 
     def confirm(self) -> None:
-        """Wait for everyone's word.
-
-        Raises:
-            RankMismatchError: on every rank of the group, if any two descriptions differ.
-        """
+        """Wait for everyone's word; raise RankMismatchError on every rank if any two differ."""
         texts = self.differing()
         if texts:
             raise _mismatch(self._subject, differences(texts))

@@ -282,11 +282,9 @@ class ContiguousReducer(GradReducer):
         return shard
 
     def _staging(self, members: _SegmentParams, plan: Reduction) -> _Staging:
-        """Return the reduction's input with each gradient's place in it; if it is large, memory for a slice.
-
-        The input is kept from step to step, without its memory, where the reduction ends within the call and
-        returns another buffer.
-        """
+        """Return the reduction's input with each gradient's place in it; if large, memory for a slice."""
+        # It is kept from step to step, without its memory, if the reduction ends within the call and returns
+        # another buffer.
         limit, ranks = self.group.settings.staging_bytes // plan.dtype.itemsize, plan.shard_ranks
         if members.segment.unsharded_numel > max(1, limit) and plan.shard_group is not None:
             size = (max(1, limit // ranks) * ranks,)

@@ -55,12 +55,10 @@ process = _Process()
 def copy_code(function: Callable[..., Any], *, own_globals: bool = False) -> FunctionType:
     """Return a copy of a function with its own code object, for which compilers keep its graphs.
 
-    Compilers limit the number of graphs per code object, and a nested function has one for all its closures.
-
-    Args:
-        own_globals: free what its graphs refer to with the copy, not with the module that defines the
-            function. The function may then use cells and builtins, but no globals.
+    With `own_globals`, what its graphs refer to is freed with the copy, not with the module that defines the
+    function, which may then use cells and builtins, but no globals.
     """
+    # Compilers limit the number of graphs per code object, and a nested function has one for all closures.
     of = cast(FunctionType, function)
     names = {"__name__": of.__module__, "__builtins__": __builtins__} if own_globals else of.__globals__
     return FunctionType(of.__code__.replace(), names, of.__name__, of.__defaults__, of.__closure__)

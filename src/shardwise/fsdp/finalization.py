@@ -44,7 +44,6 @@ class GradientReductionHandle:
 
 
 def set_manual(state: State, enabled: bool) -> None:
-    """Implement `FSDPModule.set_manual_backward_finalization`."""
     schedule = state.schedule
     if schedule is not None:
         state.check_is_root("set_manual_backward_finalization")
@@ -57,7 +56,6 @@ def set_manual(state: State, enabled: bool) -> None:
 
 
 def finalize(state: State, *, async_op: bool) -> GradientReductionHandle | None:
-    """Implement `FSDPModule.finalize_backward`."""
     schedule = state.schedule
     if schedule is None:
         return GradientReductionHandle(None) if async_op else None

@@ -319,11 +319,9 @@ class ParamGroup(ABC):
         return shard
 
     def _make_unsharded(self, streams: CommStreams | None) -> None:
-        """Make the unsharded parameters on the current stream, over memory that every gather allocates anew.
-
-        Gathers write through `data` aliases, which share memory but not version counters. So autograd sees
-        no modification when a buffer is refilled, and its saved tensors have the same values again.
-        """
+        """Make unsharded parameters on the current stream, over memory that every gather allocates anew."""
+        # Gathers write through `data` aliases, which share memory but not version counters. So autograd sees
+        # no modification when a buffer is refilled, and its saved tensors have the same values again.
         memory = []
         # The first forward may run in inference mode, whose tensors autograd refuses later.
         with torch.inference_mode(False), torch.no_grad():
@@ -400,10 +398,8 @@ class ParamGroup(ABC):
         return still_read
 
     def follow_changes(self) -> None:
-        """Give all forms of each parameter the `requires_grad` that the user has set on one of them. Local.
-
-        Until then all have `trainable`. Setting what a form has leaves no trace: it undoes no other change.
-        """
+        """Give all forms of a parameter the `requires_grad` that the user has set on one of them. Local."""
+        # Until then all have `trainable`. Setting what a form has leaves no trace: it undoes no other change.
         with _compat.plain_attributes():
             for param in self.params:
                 piece = param.smaller() if self.form is Form.POST_FORWARD else None

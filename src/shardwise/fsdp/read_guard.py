@@ -46,11 +46,7 @@ ESCAPED = (
 
 
 class ReadGuard:
-    """Allows or forbids reading saved tensors of a group's memory; `explain` says what went wrong.
-
-    Args:
-        tensors: the tensors that autograd sees of it, one per version counter.
-    """
+    """Allows or forbids reading saved tensors of a group's memory: of `tensors`, one per version counter."""
 
     def __init__(self, group: Group, tensors: Iterable[Tensor]) -> None:
         number = next(_numbers)

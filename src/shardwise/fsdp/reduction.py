@@ -173,7 +173,7 @@ class GradReducer(ABC):
             factor=settings.divide_factor,
             force_sum=settings.force_sum,
         )
-        plan = Reduction(
+        plan = self._plans[kind] = Reduction(
             shard_group=shard_group,
             replicate_group=replicate_group,
             dtype=dtype,
@@ -188,7 +188,6 @@ class GradReducer(ABC):
             hook_stream=settings.all_reduce_hook_stream,
             replicate_scatter=settings.reduce_scatter if scatters_twice else None,
         )
-        self._plans[kind] = plan
         return plan
 
     def shard_becomes_grads(self, params: Sequence[ShardedParam], plan: Reduction) -> bool:

@@ -228,7 +228,7 @@ class FSDPState(ModuleState):
         return output
 
     def _end_pass(self, schedule: Schedule, output: Any) -> Any:
-        """End a pass when its first module ends: complete unfinished lists; keep what backward needs first.
+        """End a pass when its first module ends: complete lists; keep what backward needs first.
 
         Nothing is kept if the root reshards, since the user then wants the memory between forward and
         backward, or if forward ran without gradients, since no backward follows. Without gradients the root's
@@ -373,11 +373,7 @@ class FSDPState(ModuleState):
         self.reduce(schedule)
 
     def reduce(self, schedule: Schedule, *, unsynced_only: bool = False) -> None:
-        """Reduce gradients, or keep them for a later reduction, and reshard.
-
-        Args:
-            unsynced_only: reduce only gradients that were kept.
-        """
+        """Reduce gradients (with `unsynced_only`, those that were kept) or keep them for later; reshard."""
         for group, reducer in self.in_reverse:
             settings = group.settings
             is_done = unsynced_only and not reducer.unsynced
