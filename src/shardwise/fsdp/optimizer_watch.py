@@ -81,7 +81,7 @@ def sharded_form(param: Tensor) -> Tensor:
     if param not in _watched:
         return param
     _, reason, ref = _watched[param]
-    owner = None if ref is None else ref()
+    owner: Any = None if ref is None else ref()
     is_form = owner is not None and (reason is _SMALLER or owner.unsharded is param)
     return owner.sharded if is_form else param
 
