@@ -379,10 +379,10 @@ def _rows_first(grads: Sequence[Tensor], dims: Sequence[int], ranks: int) -> lis
     rows = list(grads)
     if not any(dims) or ranks == 1:
         return rows
-    for i, dim in enumerate(dims):
+    for i, (grad, dim) in enumerate(zip(grads, dims, strict=True)):
         if dim == 0:
             continue
-        if (grad := grads[i]).size(dim) % ranks:
+        if grad.size(dim) % ranks:
             raise ShardingError(
                 f"{here()}: a gradient of shape {tuple(grad.shape)} does not divide over {ranks} ranks"
                 f" on dim {dim}"

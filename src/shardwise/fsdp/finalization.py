@@ -89,12 +89,9 @@ def reduce_unsynced(state: State) -> GradientReductionHandle:
             module_state.reduce_where_it_ran(state.schedule, unsynced_only=True)
             # The sums of compiled backwards after eager ones, module by module: one order on all ranks.
             for group, _ in module_state.in_reverse:
-                for segment in group.traced if isinstance(group.traced, list) else ():
-                    if (
-                        segment.earlier is not None
-                        and segment.assign is not None
-                        and group.settings.reduce_grads
-                    ):
+                reduces = group.settings.reduce_grads and isinstance(group.traced, list)
+                for segment in group.traced if reduces else ():
+                    if segment.earlier is not None and segment.assign is not None:
                         segment.assign(segment.comm.reduce(segment.earlier))
     # No gather follows that would free this memory.
     state.schedule.free_gathered()
