@@ -237,7 +237,7 @@ def test_foreach_functions_do_what_a_loop_would() -> None:
     _compat.foreach_mul(targets, torch.tensor(0.5))
     assert [t.flatten().tolist() for t in targets] == [[1.5, 2.0], [3.0, 4.0]]
     out = torch.empty(2, 3)
-    _compat.chunk_cat([torch.arange(3.0), torch.tensor([7.0])], 0, 2, out)
+    _compat.chunk_cat([torch.arange(3.0), torch.tensor([7.0])], 0, 2, out=out)
     assert out.tolist() == [[0.0, 1.0, 7.0], [2.0, 0.0, 0.0]]
 
 

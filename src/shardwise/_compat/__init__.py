@@ -58,29 +58,18 @@ from shardwise._compat.groups import *
 from shardwise._compat.inductor import *
 from shardwise._compat.optimizers import *
 
-
-def dtensor(local: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
-    """Return `local` as this rank's piece of the DTensor that `spec` describes; no communication.
-
-    `DTensor.from_local` runs under autograd and checks what the caller already knows. `__init__` is
-    skipped: it does nothing, and its three wrappers cost more than `__new__`.
-    """
-    wrapper: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
-    return wrapper
-
-
-new_dtensor: Callable[..., Any] = DTensor.__new__
+# Returns a local tensor as this rank's piece of the DTensor that a spec describes; no communication. Unlike
+# `from_local` it is not under autograd. `__init__` is skipped: its three wrappers cost more than `__new__`.
+dtensor: Callable[..., DTensor] = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
 # planner.record: CUDA's kernel for values of another width than keys; the CPU's public function never runs it
 efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention
 
 
 def dtensor_at(local: Tensor, spec: DTensorSpec, *, begin: Tensor, requires_grad: bool = False) -> DTensor:
-    """Return a DTensor, as `dtensor` does, over a part of a buffer.
-
-    The wrapper inherits its tensor's storage offset, and torch neither copies nor saves a wrapper with an
-    offset. So it is first made over `begin`, any tensor of the same dtype and device without an offset.
-    """
-    wrapper: DTensor = DTensor.__new__(DTensor, begin, spec, requires_grad=requires_grad)
+    """Return a DTensor, as `dtensor` does, over a part of a buffer."""
+    # The wrapper inherits its tensor's storage offset, and torch neither copies nor saves a wrapper with an
+    # offset. So it is first made over `begin`, any tensor of the same dtype and device without an offset.
+    wrapper = dtensor(begin, spec, requires_grad=requires_grad)
     wrapper._local_tensor = local
     return wrapper
 
@@ -104,11 +93,9 @@ _specs: weakref.WeakValueDictionary[Any, DTensorSpec] = weakref.WeakValueDiction
 
 
 def shared_spec(mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta | None) -> DTensorSpec:
-    """Return the description that all equal DTensors share.
-
-    DTensor looks operations up by their arguments' descriptions, and compares different objects field by
-    field: 8 Python calls per operation and tensor.
-    """
+    """Return the description that all equal DTensors share."""
+    # DTensor looks operations up by their arguments' descriptions, and compares different objects field by
+    # field: 8 Python calls per operation and tensor.
     # A live description keeps its mesh alive, so the mesh's id is not reused.
     key = (id(mesh), tuple(placements), meta)
     spec = _specs.get(key)
@@ -165,13 +152,9 @@ _scatter_of: Callable[[dist.ProcessGroup], Callable[..., Any]] = attrgetter(
 )
 
 
-def _gather_options(*, async_op: bool) -> AllgatherOptions:
-    options = AllgatherOptions()
-    options.asyncOp = async_op
-    return options
-
-
-_GATHER_OPTIONS = {async_op: _gather_options(async_op=async_op) for async_op in (False, True)}
+_GATHER_OPTIONS = {False: AllgatherOptions(), True: AllgatherOptions()}
+for _async_op, _options in _GATHER_OPTIONS.items():
+    _options.asyncOp = _async_op
 
 # By id of the op, which is kept alive: its own hash and equality are slow.
 _SCATTER_OPTIONS: dict[tuple[int, bool], tuple[ReduceScatterOptions, Any]] = {}
@@ -208,9 +191,8 @@ def reduce_scatter_single(
     return None
 
 
-def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
-    """Pad, chunk and concatenate in one kernel on accelerators; there is no public name for it."""
-    torch._chunk_cat(list(tensors), dim, num_chunks, out=out)
+# Pads, chunks and concatenates in one kernel on accelerators; there is no public name for it.
+chunk_cat: Callable[..., Tensor] = torch._chunk_cat
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -220,10 +202,8 @@ def is_fake(tensor: Tensor) -> bool:
 
 @contextmanager
 def fakes_convert() -> Iterator[None]:
-    """Let modules of fake tensors be cast: parameters are replaced, and shared ones stay shared.
-
-    `nn.Module._apply` swaps fakes in place, and fails, as torch keeps weak references to them.
-    """
+    """Let modules of fake tensors be cast: parameters are replaced, and shared ones stay shared."""
+    # `nn.Module._apply` swaps fakes in place, and fails, as torch keeps weak references to them.
     converted: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the first is kept: its id is not reused
 
     def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -247,19 +227,10 @@ def fakes_convert() -> Iterator[None]:
 # Whether a tensor is zeros without memory, as autograd makes for zero derivatives.
 is_lazily_zero: Callable[[Tensor], bool] = methodcaller("_is_zerotensor")
 
-# Copy many tensors in one kernel where the device has one; foreach functions have no public names.
+# One kernel for many tensors where the device has one; foreach functions have no public names.
 foreach_copy: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = torch._foreach_copy_  # type: ignore[assignment]
-
-
-def foreach_mul(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply many tensors in place by one scalar tensor."""
-    torch._foreach_mul_(list(tensors), factor)
-
-
-def foreach_norm(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> Sequence[Tensor]:
-    """Return the p-norm of each of many tensors, computed in `dtype`."""
-    return torch._foreach_norm(list(tensors), p, dtype)
-
+foreach_mul: Callable[[Sequence[Tensor], Tensor], None] = torch._foreach_mul_  # type: ignore[assignment]
+foreach_norm: Callable[[Sequence[Tensor], float, torch.dtype], Sequence[Tensor]] = torch._foreach_norm  # type: ignore[assignment]
 
 # The version that autograd compares, when it reads a saved tensor, with the version saved; and sets it.
 version_of: Callable[[Tensor], int] = attrgetter("_version")
@@ -273,10 +244,8 @@ increment_versions: Callable[[tuple[Tensor, ...]], None] = torch._C._increment_v
 
 
 def explain_backward_errors(explain: Callable[[Exception], Exception | None]) -> None:
-    """Call `explain` with each error that backward raises; raise the better error that it returns, if any.
-
-    Errors inside autograd's engine reach no hook, only the patched function, which every backward calls.
-    """
+    """Call `explain` with each error that backward raises; raise the better error that it returns, if any."""
+    # Errors inside autograd's engine reach no hook, only the patched function, which every backward calls.
     from torch.autograd import graph
 
     run = graph._engine_run_backward
@@ -296,7 +265,6 @@ def explain_backward_errors(explain: Callable[[Exception], Exception | None]) ->
 
 # Read once a pass, so that profiles get named ranges and other passes pay nothing for them.
 profiler_runs: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-
 
 # Which backward pass autograd runs in this thread, -1 outside. (Activation checkpointing recomputes there.)
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
@@ -318,11 +286,9 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def mark_fully_sharded(module: nn.Module) -> None:
-    """Make torch's `replicate`, applied to a module around this one, skip this module's parameters.
-
-    `replicate` looks for a mark under a key drawn anew in each process; there is no public way to set it.
-    The file that has the key was loaded with the state dict helpers that are extended below.
-    """
+    """Make torch's `replicate`, applied to a module around this one, skip this module's parameters."""
+    # `replicate` looks for a mark under a key drawn anew in each process; there is no public way to set it.
+    # The file that has the key was loaded with the state dict helpers that are extended below.
     contract: Any = sys.modules.get("torch.distributed._composable.contract")
     if contract is not None:
         registry = module.__dict__.setdefault(contract.REGISTRY_KEY, OrderedDict())
@@ -332,19 +298,15 @@ def mark_fully_sharded(module: nn.Module) -> None:
 def hook_state_dicts(
     module: nn.Module, key: Any, *, before: Callable[..., None], after_loading: Callable[..., None]
 ) -> None:
-    """Call `before` when the module's state dict is taken or loaded, `after_loading` after it is loaded.
-
-    torch's functions that register hooks make handles and wrap the hooks: half of the cost.
-    """
+    """Call `before` when the module's state dict is taken or loaded, `after_loading` after it is loaded."""
+    # torch's functions that register hooks make handles and wrap the hooks: half of the cost.
     module._state_dict_pre_hooks[key] = module._load_state_dict_pre_hooks[key] = before
     module._load_state_dict_post_hooks[key] = after_loading
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return a module's own dict of parameters by name: switching one is a single assignment.
-
-    `setattr` would repeat checks that both sides of the switch have already passed.
-    """
+    """Return a module's own dict of parameters by name: switching one is a single assignment."""
+    # `setattr` would repeat checks that both sides of the switch have already passed.
     return module._parameters
 
 
@@ -390,12 +352,10 @@ functional_collectives: Any = torch.ops._c10d_functional
 
 
 def is_operator(target: Any) -> bool:
-    """Return whether the target of a graph's node is one overload of an operator."""
     return isinstance(target, torch._ops.OpOverload)
 
 
 def schema(target: Any) -> Any | None:
-    """Return the schema of an operator; None for a Python function."""
     return target._schema if is_operator(target) else None
 
 
@@ -407,12 +367,10 @@ def forget_placements() -> None:
 
 @contextmanager
 def _own_placements(*, of_a_rank: bool) -> Iterator[None]:
-    """Separate DTensor's operator look-ups in this context from those outside.
-
-    A look-up finds the first of equal meshes, whose groups may be gone, or be a job's. With `of_a_rank`, the
-    look-ups outside are a job's, and are kept: a rank that lost them might send over the groups of a second,
-    equal mesh while others use the first. So meshes made here then equal none outside.
-    """
+    """Separate DTensor's operator look-ups in this context from those outside."""
+    # A look-up finds the first of equal meshes, whose groups may be gone, or be a job's. With `of_a_rank`,
+    # the look-ups outside are a job's, and are kept: a rank that lost them might send over the groups of a
+    # second, equal mesh while others use the first. So meshes made here then equal none outside.
     if not of_a_rank:
         forget_placements()
         try:
@@ -435,11 +393,9 @@ _simulations = itertools.count(1)
 
 @contextmanager
 def no_process_groups() -> Iterator[None]:
-    """Hide this process's groups, including the default one, and restore them afterwards.
-
-    planner.noop_group: a plan may be made in a process that is a rank of a job. torch keeps one world per
-    process, in dicts that these properties expose.
-    """
+    """Hide this process's groups, including the default one, and restore them afterwards."""
+    # planner.noop_group: a plan may be made in a process that is a rank of a job. torch keeps one world per
+    # process, in dicts that these properties expose.
     world = c10d._world
     tables: list[dict[Any, Any]] = [
         world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config,
@@ -464,13 +420,10 @@ def no_process_groups() -> Iterator[None]:
         sys.excepthook = hook
 
 
-_SHAPES_OF_DTENSORS = (ShardingPropagator, "_propagate_tensor_meta_non_cached")
-
-
 def shapes_of_dtensors_unseen(watcher: Any) -> Any:
     """Return a patch that sets a watcher's `looks_away` while DTensor computes shapes."""
-    kind, name = _SHAPES_OF_DTENSORS
-    original = getattr(kind, name)
+    name = "_propagate_tensor_meta_non_cached"
+    original = getattr(ShardingPropagator, name)
 
     def unseen(*args: Any, **kwargs: Any) -> Any:
         previous, watcher.looks_away = watcher.looks_away, True
@@ -479,4 +432,4 @@ def shapes_of_dtensors_unseen(watcher: Any) -> Any:
         finally:
             watcher.looks_away = previous
 
-    return mock.patch.object(kind, name, unseen)
+    return mock.patch.object(ShardingPropagator, name, unseen)

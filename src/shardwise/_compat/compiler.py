@@ -112,12 +112,10 @@ cast(Any, depth_in_graph)._dynamo_marked_constant = True
 
 
 def runs_eagerly(function: Function, reason: str | None = None) -> Function:
-    """Mark a function, and what it calls, as never compiled, at no cost per call.
-
-    A tracer that meets it breaks its graph; with `fullgraph=True` the compiler raises with the reason. While
-    a compiled function calls `backward`, the tracer compiles whatever Python autograd calls. The wrapper of
-    `torch.compiler.disable` costs several calls each time, in uncompiled training too.
-    """
+    """Mark a function, and what it calls, as never compiled, at no cost per call."""
+    # A tracer that meets it breaks its graph; with `fullgraph=True` the compiler raises with the reason.
+    # While a compiled function calls `backward`, the tracer compiles whatever Python autograd calls. The
+    # wrapper of `torch.compiler.disable` costs several calls each time, in uncompiled training too.
     _pass_by(function, _frames._FrameAction.SKIP)
     marked = cast(Any, function)
     marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason
@@ -147,10 +145,8 @@ def _pass_by(function: Callable[..., Any], callees: Any) -> None:
 
 
 def traced_side_effect(setter: Callable[..., None], *args: Any) -> None:
-    """Call a setter inside a checkpointed region, where tracers refuse to change outer objects.
-
-    Tracers cannot know that the change is undone before the region ends.
-    """
+    """Call a setter inside a checkpointed region, where tracers refuse to change outer objects."""
+    # Tracers cannot know that the change is undone before the region ends.
     from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as allow
 
     allow(setter, *args)
@@ -216,11 +212,9 @@ def aot_edited(
 
 @contextmanager
 def tracing_autograd() -> Iterator[None]:
-    """Let calls that compile in this context trace `torch.autograd.grad`, which is off by default in torch.
-
-    Torch's own recomputation in the resulting graphs is turned off: it expects backward to be one run of
-    nodes, refuses regions with random numbers, and keeps tensors alive through views of recomputed ones.
-    """
+    """Let calls that compile in this context trace `torch.autograd.grad`, which is off by default."""
+    # Torch's own recomputation in the resulting graphs is turned off: it expects backward to be one run of
+    # nodes, refuses regions with random numbers, and keeps tensors alive through views of recomputed ones.
     from torch._dynamo import config as tracer
     from torch._functorch import config as graphs
 
@@ -247,9 +241,8 @@ def compiled_frame() -> tuple[int, int] | None:
     from torch._guards import CompileContext
 
     current = CompileContext.current_compile_id()
-    if current is None or current.frame_id is None or current.frame_compile_id is None:
-        return None
-    return current.frame_id, current.frame_compile_id
+    numbers: Any = (getattr(current, "frame_id", None), getattr(current, "frame_compile_id", None))
+    return None if None in numbers else numbers
 
 
 def graph_breaks() -> int:

@@ -26,11 +26,9 @@ NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 
 @cache
 def register_device(make: Callable[[], ModuleType]) -> None:
-    """Give torch's device type "lazy" a module, for the rest of the process.
-
-    Of the types without a backend, only "lazy" has the guard that autograd needs, runs backward in the
-    calling thread, and is never taken for the machine's accelerator.
-    """
+    """Give torch's device type "lazy" a module, for the rest of the process."""
+    # Of the types without a backend, only "lazy" has the guard that autograd needs, runs backward in the
+    # calling thread, and is never taken for the machine's accelerator.
     from torch._lazy import ts_backend
 
     ts_backend.init()
@@ -118,11 +116,10 @@ def nodes_of(outputs: Iterable[Any]) -> list[Any]:
 
 @contextmanager
 def device_is_known() -> Iterator[None]:
-    """Make torch treat "lazy" as a full device within this context.
-
-    torch's lists of devices with foreach and fused kernels get a custom device's name from the patched
-    function. And `torch.tensor(..., device=...)`, which fails otherwise, copies by an operator seen by modes.
-    """
+    """Make torch treat "lazy" as a full device within this context."""
+    # torch's lists of devices with foreach and fused kernels get a custom device's name from the patched
+    # function. And `torch.tensor(..., device=...)`, which fails otherwise, copies by an operator seen by
+    # modes.
     torch._C._set_only_lift_cpu_tensors(True)
     try:
         with mock.patch.object(torch._C, "_get_privateuse1_backend_name", partial(str, "lazy")):

@@ -121,11 +121,9 @@ def _distribute(
 
 
 def fill_whole(name: str, is_sharded: Callable[[Any], bool]) -> None:
-    """Make a function of `torch.nn.init` that writes by indices fill a whole plain tensor if `is_sharded`.
-
-    Sharded tensors do not support indices, and the function would change the tensor before the first index
-    raises; it has no hook for subclasses.
-    """
+    """Make a function of `torch.nn.init` that writes by indices fill a whole plain tensor if `is_sharded`."""
+    # Sharded tensors do not support indices, and the function would change the tensor before the first index
+    # raises; it has no hook for subclasses.
     fill: Callable[..., Tensor] = getattr(torch.nn.init, name)
 
     @functools.wraps(fill)
@@ -140,14 +138,9 @@ def fill_whole(name: str, is_sharded: Callable[[Any], bool]) -> None:
 
 
 def traced_by(own_storage: Callable[[Tensor], Tensor]) -> None:
-    """Let tracers take DTensors whose local tensor has another storage offset than their wrapper.
-
-    A tracer takes a DTensor apart by `__tensor_flatten__`, and makes one whose wrapper inherits the local
-    tensor's offset; then it finds that the two differ. There is no hook before that.
-
-    Args:
-        own_storage: returns the same memory as a tensor at the beginning of its storage.
-    """
+    """Let tracers take DTensors whose local tensor has another storage offset than their wrapper."""
+    # A tracer takes a DTensor apart by `__tensor_flatten__`, and makes one whose wrapper inherits the local
+    # tensor's offset; then it finds that the two differ. There is no hook before that.
     flatten: Any = DTensor.__tensor_flatten__
 
     @functools.wraps(flatten)
@@ -162,11 +155,9 @@ def traced_by(own_storage: Callable[[Tensor], Tensor]) -> None:
 
 
 def route_dtensors(kind: type[DTensor], make: MakesOwn) -> None:
-    """Make torch's functions that create DTensors from placements call `make` if the placements are ours.
-
-    These functions know only `Shard` and its one way of cutting. The code of `distribute_tensor` is replaced
-    in place, since many modules have imported it by name.
-    """
+    """Make torch's functions that create DTensors from placements call `make` if the placements are ours."""
+    # These functions know only `Shard` and its one way of cutting. The code of `distribute_tensor` is
+    # replaced in place, since many modules have imported it by name.
     distribute: Any = api.distribute_tensor
     original = FunctionType(distribute.__code__, distribute.__globals__, "distribute_tensor")
     original.__defaults__, original.__kwdefaults__ = distribute.__defaults__, distribute.__kwdefaults__
@@ -211,11 +202,8 @@ def route_dtensors(kind: type[DTensor], make: MakesOwn) -> None:
 
 
 def extend_state_dict_helpers(kind: type[Tensor], *, cut: Callable[[Any, Tensor], Tensor]) -> None:
-    """Make torch's `get_state_dict` and `set_state_dict` gather and cut tensors of `kind` like DTensors.
-
-    There is no hook for this, and otherwise `full_state_dict=True` would treat such tensors as whole.
-    `cut(sharded, whole)` returns this rank's part of `whole`, cut like `sharded`.
-    """
+    """Make torch's `get_state_dict` and `set_state_dict` gather and cut tensors of `kind` like DTensors."""
+    # There is no hook for this, and otherwise `full_state_dict=True` would treat such tensors as whole.
     from torch.distributed import _state_dict_utils
     from torch.distributed.checkpoint import state_dict
 

@@ -154,11 +154,9 @@ class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
 
 @contextmanager
 def operators_on_cpu(functions: dict[str, Callable[..., Any]]) -> Iterator[None]:
-    """Replace torch's composite operators by these functions on the CPU, for all callers.
-
-    Replacing a module's name affects only callers that look it up there. A mode of torch functions, which is
-    off within torch's own functions, takes a quarter more of a plan's time. `Library` has no public end.
-    """
+    """Replace torch's composite operators by these functions on the CPU, for all callers."""
+    # Replacing a module's name affects only callers that look it up there. A mode of torch functions, which
+    # is off within torch's own functions, takes a quarter more of a plan's time. `Library` has no public end.
     with torch.library._scoped_library("aten", "IMPL") as library:
         for name, function in functions.items():
             library.impl(name, function, "AutogradCPU")

@@ -24,40 +24,28 @@ from torch.utils import checkpoint as _checkpoint
 # Within it, torch does not look up `__torch_function__` by name at every attribute of a tensor subclass.
 plain_attributes: Any = torch._C.DisableTorchFunctionSubclass
 
-
 # By default FSDP2 sums gradients in their parameters' stored dtype since 2.15, before in their own dtype.
 SUMS_AS_KEPT = torch.torch_version.TorchVersion(torch.__version__) >= "2.15"
 
 
 def chosen_grad_dtype(tensor: Tensor) -> tuple[torch.dtype | None, ...]:
-    """Return the `grad_dtype` that the user set on a leaf, in a tuple; empty if none.
-
-    Before 2.15 torch does not say whether it was set: then the tensor's own dtype counts as not set.
-    """
+    """Return the `grad_dtype` that the user set on a leaf, in a tuple; empty if none."""
+    # Before 2.15 torch does not say whether it was set: then the tensor's own dtype counts as not set.
     with plain_attributes():
         dtype = tensor.grad_dtype
         chosen = getattr(tensor, "_has_grad_dtype_override", dtype != tensor.dtype)
     return (dtype,) if chosen else ()
 
 
-# Hooks from `register_post_accumulate_grad_hook`, which autograd does not run for gradients we set: a
-# dict by handle, or None.
-post_accumulate_grad_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | None] = attrgetter(
-    "_post_accumulate_grad_hooks"
-)
-
-
-# Hooks from `register_hook`, which autograd does not run for gradients we set either.
-grad_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], Tensor | None]] | None] = attrgetter(
-    "_backward_hooks"
-)
+# Hooks of `register_post_accumulate_grad_hook` and `register_hook`: a dict by handle, or None. Autograd does
+# not run them for gradients that we set.
+post_accumulate_grad_hooks: Callable[[Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
+grad_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
-    """Call `hook` with the gradient of `tensor`, the result of an op; like `register_hook` without a handle.
-
-    The handle costs more than the hook, and these hooks are never removed.
-    """
+    """Call `hook` with the gradient of `tensor`, an op's result; like `register_hook` without a handle."""
+    # The handle costs more than the hook, and these hooks are never removed.
     node: Any = tensor.grad_fn
     if node is None or tensor._backward_hooks is not None:
         tensor.register_hook(hook)
@@ -72,11 +60,9 @@ is_forward_grad_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 
 
 def function_arguments() -> list[Any]:
-    """Return arguments of the innermost `torch.autograd.Function` whose forward runs.
-
-    There is no hook: since 2.15 `apply` is C++, and users keep it under other names. So they are found on the
-    stack, for callers that know from `is_forward_grad_enabled` that there may be any.
-    """
+    """Return arguments of the innermost `torch.autograd.Function` whose forward runs."""
+    # There is no hook: since 2.15 `apply` is C++, and users keep it under other names. So they are found on
+    # the stack, for callers that know from `is_forward_grad_enabled` that there may be any.
     frame = None if torch.is_inference_mode_enabled() else sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "forward":

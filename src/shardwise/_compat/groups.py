@@ -72,10 +72,8 @@ def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
 
 
 def follow_timeout(group: dist.ProcessGroup) -> None:
-    """Give a mesh's group the default group's timeout if it has torch's default timeout.
-
-    Torch's default depends on the backend: 10 minutes over NCCL, else 30.
-    """
+    """Give a mesh's group the default group's timeout if it has torch's default timeout."""
+    # Torch's default depends on the backend: 10 minutes over NCCL, else 30.
     whole = c10d._get_default_group()
     if group is whole:
         return

@@ -59,13 +59,11 @@ def inductor_pass(edit: Callable[[torch.fx.Graph], Any], uuid: str | None) -> An
 
 
 def collectives_in_place() -> Any:
-    """Return a pass, before inductor fuses kernels, that keeps collectives where the graph has them.
-
-    Inductor fuses kernels that read the same memory, however far apart they are. What one of them waits for
-    then runs before all that follows the other: a reduction slipped behind the next block's products. So the
-    pass makes each collective and wait follow the library calls before it and precede those after it. Kernels
-    that inductor generates may still move: fusing them is worth more than their place.
-    """
+    """Return a pass, before inductor fuses kernels, that keeps collectives where the graph has them."""
+    # Inductor fuses kernels that read the same memory, however far apart they are. What one of them waits for
+    # then runs before all that follows the other: a reduction slipped behind the next block's products. So
+    # the pass makes each collective and wait follow the library calls before it and precede those after it.
+    # Kernels that inductor generates may still move: fusing them is worth more than their place.
     from torch._inductor import custom_graph_pass
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.utils import is_collective, is_wait

@@ -65,10 +65,8 @@ def in_compiled_call() -> bool:
 
 
 def drop_gradients_unread(optimizer: Optimizer) -> None:
-    """Make an optimizer's `zero_grad` set gradients to None without reading them first.
-
-    Each read or write of an attribute of a tensor subclass also looks up `__torch_function__` by name.
-    """
+    """Make an optimizer's `zero_grad` set gradients to None without reading them first."""
+    # Each read or write of an attribute of a tensor subclass also looks up `__torch_function__` by name.
     owner_ref, zero_grad = weakref.ref(optimizer), type(optimizer).zero_grad
 
     def zeroed(set_to_none: bool = True) -> None:

@@ -70,16 +70,18 @@ def install(*, interleave: Collection[str] = (), **defaults: Any) -> None:
     replacements = {name: _replacement_of(name) for name in twins}
     classes = {twins[name]: replacements[name] for name in twins}
     replacements["fully_shard"] = _fully_shard(defaults, frozenset(interleave), classes)
-    by_id = {id(original): (name, original) for name, original in twins.items()}
+    by_id = {id(original): replacements[name] for name, original in twins.items()}
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType) or module.__name__.startswith(_IMPLEMENTATION):
             continue
         for name, value in list(vars(module).items()):
-            if (twin := by_id.get(id(value))) is not None and twin[1] is value:
-                _replace(module, name, replacements[twin[0]])
+            if id(value) in by_id:
+                _replace(module, name, by_id[id(value)])
     places = sorted({module.__name__ for module, *_ in _replaced})
     _replace(Optimizer, "add_param_group", _checking_rows(Optimizer.add_param_group))
-    stage: Any = _stage_class()
+    # The base class of torch's pipeline stages.
+    kinds = importlib.import_module("torch.distributed.pipelining").PipelineStage.__mro__
+    stage: Any = next(kind for kind in kinds if "backward_maybe_with_nosync" in vars(kind))
     _replace(stage, "backward_maybe_with_nosync", backward_of_stages(stage.backward_maybe_with_nosync))
     _LOG.info("%s: shardwise now replaces FSDP2, with %s, in %s", here(), defaults or "its defaults", places)
 
@@ -87,13 +89,6 @@ def install(*, interleave: Collection[str] = (), **defaults: Any) -> None:
 def _replace(owner: Any, name: str, replacement: Any) -> None:
     _replaced.append((owner, name, getattr(owner, name), replacement))
     setattr(owner, name, replacement)
-
-
-def _stage_class() -> type:
-    """Return the base class of torch's pipeline stages."""
-    from torch.distributed.pipelining import PipelineStage
-
-    return next(kind for kind in PipelineStage.__mro__ if "backward_maybe_with_nosync" in vars(kind))
 
 
 def uninstall() -> None:

@@ -42,6 +42,8 @@ _AGREED_TAGS = 0x60000000
 _DIRECT_RANKS = 32  # up to this many ranks send each other words directly over gloo
 _NEXT = "\0"  # separates a description from the differences found in other groups
 
+_ADVICE = "Make the same call with the same arguments on every rank."
+
 _T = TypeVar("_T")
 
 
@@ -60,7 +62,7 @@ def agree(
     group: dist.ProcessGroup | Sequence[dist.ProcessGroup],
     subject: str,
     device: torch.device | None = None,
-    advice: str = "Make the same call with the same arguments on every rank.",
+    advice: str = _ADVICE,
 ) -> None:
     """Raise unless all ranks of `group` give the same description of their next operation.
 
@@ -82,9 +84,8 @@ def agree(
     reports: dict[str, None] = {}
     for subgroup in [group] if isinstance(group, dist.ProcessGroup) else group:
         # Includes earlier reports: ranks without them then differ, and all exchange texts.
-        agreement = Agreement(
-            _NEXT.join((description, *reports)), group=subgroup, subject=subject, device=device
-        )
+        text = _NEXT.join((description, *reports))
+        agreement = Agreement(text, group=subgroup, subject=subject, device=device)
         replies = {rank: text.split(_NEXT) for rank, text in agreement.differing().items()}
         described = {rank: words[0] for rank, words in replies.items()}
         if len(set(described.values())) > 1:
@@ -156,11 +157,7 @@ class Agreement:
             self.confirm()
 
     def confirm(self) -> None:
-        """Wait for everyone's word.
-
-        Raises:
-            RankMismatchError: on every rank of the group, if any two descriptions differ.
-        """
+        """Wait for everyone's word; raise RankMismatchError on every rank if any two differ."""
         texts = self.differing()
         if texts:
             raise _mismatch(self._subject, differences(texts))
@@ -169,12 +166,17 @@ class Agreement:
         """Return every rank's description if any two differ, else nothing; equal on every rank."""
         self._is_open = False
         with explaining(self._group, f"agree about {self._subject}"):
-            words = {peer: self._word_of(peer) for peer in self._words}
+            for peer, (receive, word) in self._words.items():
+                if receive is not None:
+                    receive.wait(_GROUP_TIMEOUT)
+                    # gloo completes a receive only once: a second wait would last until the timeout.
+                    self._words[peer] = (None, word)
+            words = [int(word.item()) for _, word in self._words.values()]
             # A peer whose word came may not have posted its receive yet; until then gloo reads this word.
             for work in self._sends:
                 work.wait(_GROUP_TIMEOUT)
         self._sends.clear()
-        if all(word == self._fingerprint for word in words.values()):
+        if all(word == self._fingerprint for word in words):
             return {}
         # All ranks have the same words, so all come here or none.
         _differences[self._group] = _differences.get(self._group, "") + "'"
@@ -182,18 +184,8 @@ class Agreement:
         texts = gather_text(self._description, group=self._group, device=self._device)
         return dict(zip(dist.get_process_group_ranks(self._group), texts, strict=True))
 
-    def _word_of(self, peer: int) -> int:
-        work, word = self._words[peer]
-        if work is not None:
-            work.wait(_GROUP_TIMEOUT)
-            # gloo completes a receive only once: a second wait would last until the timeout.
-            self._words[peer] = (None, word)
-        return int(word.item())
 
-
-def _mismatch(
-    subject: str, details: str, advice: str = "Make the same call with the same arguments on every rank."
-) -> RankMismatchError:
+def _mismatch(subject: str, details: str, advice: str = _ADVICE) -> RankMismatchError:
     return RankMismatchError(
         f"{here()}: ranks disagree about {subject}, so their messages would not match.\n{details}\n{advice}"
     )
@@ -217,8 +209,6 @@ def together(
         operation: the action in words, for the error: "loading x". Where the order of collectives is
             compared, ranks whose first words differ raise, so each public call uses its own first word.
         action: returns a value that JSON can hold (tuples come back as lists).
-        group: the ranks that take part.
-        kind: the class of the error.
 
     Raises:
         ShardwiseError: of `kind`, on every rank, with the problems of all, if `action` raised on any.
@@ -269,12 +259,8 @@ def merge_or_raise(
     """Merge what ranks described by name, for each of `kinds`; every rank must know `described`. Local.
 
     Args:
-        operation: the action in words, for the error.
         described: by rank, its entries by kind and name, as JSON; equal on every rank.
-        kinds: each kind, with the advice on how to fix a difference.
-
-    Raises:
-        CheckpointError: on every rank, naming the higher of two ranks whose entries differ.
+        kinds: each kind, with the advice on how to fix a difference. The error names the higher rank.
     """
     merged: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
     problems: dict[int, str | None] = {}
@@ -305,13 +291,8 @@ def gather_text(text: str, *, group: dist.ProcessGroup, device: torch.device | N
     """Return every rank's `text`, by rank in `group`.
 
     Collective over `group`: one all-gather of lengths, and one of bytes padded to the longest. The second is
-    omitted if all texts are empty, and both in a group of one rank.
-
-    Args:
-        text: any text, of any length on each rank.
-        group: the ranks to gather from.
-        device: the device whose tensors `group`'s backend moves; None asks the group, and takes the current
-            device if that is an accelerator.
+    omitted if all texts are empty, and both in a group of one rank. They run on `device`, or on one that the
+    group's backend serves.
     """
     ranks = group.size()
     if ranks == 1:

@@ -130,8 +130,7 @@ class SymmetricAllGather(DefaultAllGather):
         _compat.use_symmetric_memory(backend)
         self.group = group
         # By size and dtype: buffers, each with the tensor last returned for it and the stream that asked.
-        self.buffers: dict[tuple[int, torch.dtype], list[tuple[Tensor, weakref.ref[Tensor], torch.Stream]]]
-        self.buffers = {}
+        self.buffers: dict[Any, list[tuple[Tensor, weakref.ref[Tensor], torch.Stream]]] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         key = (math.prod(size), dtype)

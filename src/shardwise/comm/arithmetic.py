@@ -79,17 +79,10 @@ def divide_factors(
     total = float(ranks) if factor is None else factor
     if wide:
         return DivideFactors(None, total, ReduceOp.SUM, ReduceOp.SUM)
-    before = _near_square_root(total)
-    return DivideFactors(before, total / before, ReduceOp.SUM, ReduceOp.SUM)
-
-
-def _near_square_root(total: float) -> float:
-    """Return the smallest power of two that does not divide `total` or is at least its square root."""
-    before = 1.0
-    # A power of two divides without rounding, short of underflow.
+    before = 1.0  # a power of two near the square root, which divides without rounding, short of underflow
     while total % before == 0 and before * before < total:
         before *= 2
-    return before
+    return DivideFactors(before, total / before, ReduceOp.SUM, ReduceOp.SUM)
 
 
 def extreme(values: Tensor, reduce: Callable[[Tensor], Tensor], *, largest: bool) -> Tensor:

@@ -51,12 +51,15 @@ def collectives(namespace: str, name: str, args: tuple[Any, ...]) -> Iterator[Co
     form = form_of(namespace, name)
     if form is None:
         return
-    ranks = _boxed_group_size(args) if namespace == NATIVE else _named_group_size(args[-1])
-    yield collective(form, args, ranks=ranks)
+    group: Any = args[-1]  # its name; in older torch, its size
+    if namespace == NATIVE:
+        group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
+    elif not isinstance(group, int):
+        group = resolve_process_group(group)
+    yield collective(form, args, ranks=group if isinstance(group, int) else group.size())
 
 
 def collective(form: Form, args: tuple[Any, ...], *, ranks: int) -> Collective:
-    """Return the collective of this form over `ranks` ranks."""
     tensors = [] if form.argument is None else list(tensors_in(args[form.argument]))
     size = sum(t.numel() * t.element_size() for t in tensors)
     dtype = tensors[0].dtype if tensors else None
@@ -81,17 +84,6 @@ def on_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, dict):
         return {key: on_tensors(item, change) for key, item in value.items()}
     return value
-
-
-def _boxed_group_size(args: tuple[Any, ...]) -> int:
-    """Return the size of the process group, the first boxed object among a native operator's arguments."""
-    boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
-    return dist.ProcessGroup.unbox(boxed).size()
-
-
-def _named_group_size(group: Any) -> int:
-    """Return the size of the group with this name; in older torch, the argument is the size itself."""
-    return group if isinstance(group, int) else resolve_process_group(group).size()
 
 
 def _issues_its_own(kind: type[torch.Tensor]) -> bool:

@@ -17,11 +17,7 @@ _BEFORE = 100  # of these, characters before the first difference
 
 
 def differences(texts: Mapping[int, str]) -> str:
-    """Return the lines that only some ranks have, beginning with the largest set of equal ranks.
-
-    Args:
-        texts: texts by rank; at least two differ.
-    """
+    """Return the lines that only some ranks have, the largest set of equal ranks first; some texts differ."""
     sides: dict[str, list[int]] = {}
     for rank in sorted(texts):
         sides.setdefault(texts[rank], []).append(rank)

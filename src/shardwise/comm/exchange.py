@@ -20,6 +20,7 @@ one batch.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import cast
@@ -79,15 +80,12 @@ def exchange(
     # First, so that tensors that do not fit raise before anything is sent.
     _check(source, target)
     rank = group.rank()
-    sends: dict[int, list[Tensor]] = {}
-    receives: dict[int, list[Tensor]] = {}
+    sends, receives = defaultdict[int, list[Tensor]](list), defaultdict[int, list[Tensor]](list)
     for message in messages:
         if message.sender == rank:
-            piece = part(*source[message.source], message.box)
-            sends.setdefault(message.receiver, []).append(piece)
+            sends[message.receiver].append(part(*source[message.source], message.box))
         if message.receiver == rank:
-            filled = part(*target[message.target], message.box)
-            receives.setdefault(message.sender, []).append(filled)
+            receives[message.sender].append(part(*target[message.target], message.box))
     # Both are in the order of messages, so sources and targets match.
     local = list(zip(receives.pop(rank, []), sends.pop(rank, []), strict=True))
     if not sends and not receives:
@@ -126,11 +124,7 @@ class AllToAll:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Lay out buffers; every rank of `group` makes an `AllToAll`, of the same `dtype`. Local.
-
-        Args:
-            messages: those that name this rank; between two ranks, in the same order on both.
-        """
+        """Lay out buffers for messages that name this rank, in equal order and `dtype` on all. Local."""
         rank, self._group = group.rank(), group
         outbound = [m for m in messages if m.sender == rank != m.receiver]
         inbound = [m for m in messages if m.receiver == rank != m.sender]
@@ -140,9 +134,8 @@ class AllToAll:
 
     def send(self, *, back: bool = False) -> dist.Work:
         """Send `outgoing` to `incoming`, or `back`; wait for the returned work. Collective."""
-        (dst, dst_bytes), (src, src_bytes) = (
-            (self._sent, self._received) if back else (self._received, self._sent)
-        )
+        there = (self._received, self._sent)
+        (dst, dst_bytes), (src, src_bytes) = there[::-1] if back else there
         # Asynchronous, so that the caller can work meanwhile; `self` keeps both buffers until it has waited.
         work = dist.all_to_all_single(dst, src, dst_bytes, src_bytes, group=self._group, async_op=True)
         return cast(dist.Work, work)
@@ -166,11 +159,8 @@ def gather(held: Sequence[Sequence[Box]], whole: Tensor, *, group: dist.ProcessG
     """Fill in the boxes of all ranks in `whole`, which holds this rank's own. Collective over `group`.
 
     Uses one all-gather, padded to the rank that holds most. If only one rank holds any, or padding would more
-    than double the bytes, each rank that holds any broadcasts instead.
-
-    Args:
-        held: the boxes of each rank of the group; the same on all ranks.
-        whole: of any dtype. If it represents values in a graph, the all-gather becomes part of the graph.
+    than double the bytes, each rank that holds any broadcasts instead. `held` has the boxes of each rank. If
+    `whole` represents values in a graph, the all-gather becomes part of the graph.
     """
     all_of_it, ranks = Box.whole(whole.shape), len(held)
     parts = [[part(all_of_it, whole, box) for box in boxes if not box.is_empty] for boxes in held]
@@ -207,11 +197,7 @@ def gather(held: Sequence[Sequence[Box]], whole: Tensor, *, group: dist.ProcessG
 
 
 def part(box: Box, tensor: Tensor, inner: Box) -> Tensor:
-    """Return the view of the part `inner` in `tensor`, which holds `box`.
-
-    Raises:
-        ShardingError: `inner` leaves `box`.
-    """
+    """Return the view of the part `inner` in `tensor`, which holds `box`."""
     if inner == box:
         return tensor
     begins = [begin - offset for begin, offset in zip(inner.offsets, box.offsets, strict=True)]
@@ -233,10 +219,7 @@ def _exchange_over_gloo(
     group: dist.ProcessGroup,
     agreement: Agreement | None,
 ) -> None:
-    """Send, then receive; `comm.gloo` explains the order.
-
-    A message without a match writes nowhere, so an agreement may fail after messages are posted.
-    """
+    # `comm.gloo` explains the order. A message without a match writes nowhere: an agreement may fail later.
     rank, ranks, cpu = group.rank(), group.size(), torch.device("cpu")
     # With one tag for all, ranks that disagree would fill each other's targets before `confirm` raises.
     tag = _TAG if agreement is None else agreement.tag
@@ -272,7 +255,6 @@ def _exchange_in_batch(
     receives: dict[int, list[Tensor]],
     group: dist.ProcessGroup,
 ) -> None:
-    """Exchange all messages at once, for backends whose sends and receives wait for each other."""
     operations, arriving = [], []
     for peer, pieces in sorted(sends.items()):
         wire, staged = _buffer(pieces, pieces[0].device)
@@ -316,7 +298,6 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def _check(source: _Held, target: _Held) -> None:
-    """Raise ShardingError unless each tensor fits its box and all agree in dtype and device."""
     if not source and not target:
         return
     like = (source or target)[0][1]

@@ -231,7 +231,7 @@ def foreach_reduce_scatter_copy_in(grads: Sequence[Tensor], out: Tensor, ranks: 
     filled = list(compress(grads, map(Tensor.numel, grads)))  # torch's kernel refuses empty tensors
     rows, numel = out.view(ranks, -1), out.numel()
     if filled:
-        _compat.chunk_cat(filled, 0, ranks, rows)
+        _compat.chunk_cat(filled, 0, ranks, out=rows)
     if numel != (rows.numel() if filled else 0):  # torch's kernel resizes
         _raise_total("padded gradients", rows.numel() if filled else 0, numel)
 
@@ -278,7 +278,9 @@ def foreach_reduce(
     rows = _rows_first(grads, dims, ranks)
     # Gradients that `_rows_first` copied are freed here, the rest with `rows`.
     grads.clear()
-    numel = _shard_numel(rows, ranks) if shard_numel is None else shard_numel
+    if shard_numel is None:
+        shard_numel = sum(-(-row.size(0) // ranks) * row.shape[1:].numel() for row in rows)
+    numel = shard_numel
     padding = -numel % max(1, plan.align_bytes // plan.dtype.itemsize)
     if padding:
         # Zeros: padding is reduced with the rest.
@@ -387,11 +389,6 @@ def _rows_first(grads: Sequence[Tensor], dims: Sequence[int], ranks: int) -> lis
             )
         rows[i] = torch.cat(grad.chunk(ranks, dim=dim), dim=0)
     return rows
-
-
-def _shard_numel(rows: Sequence[Tensor], ranks: int) -> int:
-    """Return the number of elements in one rank's pieces, padded to equal size."""
-    return sum(-(-row.size(0) // ranks) * row.shape[1:].numel() for row in rows)
 
 
 def _reduce_over_replicas(shard: Tensor, plan: Reduction) -> tuple[Tensor, torch.Stream | None]:

@@ -172,7 +172,7 @@ class _AllGatherWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether `wait` has returned; before that, gloo's point-to-point works do not say."""
+        # Whether `wait` has returned; before that, gloo's point-to-point works do not say.
         return not self._works
 
 
@@ -254,20 +254,14 @@ class _ReduceScatterWork(dist.Work):
             output.div_(self._divisor)
 
     def is_completed(self) -> bool:
-        """Return whether `wait` has returned; the sum is not complete before."""
-        return not self._receives and not self._sends
+        return not self._receives and not self._sends  # the sum is not complete before `wait` has returned
 
 
 @lru_cache(256)
 def _started_elsewhere(rank: int, ranks: int, numel: int, itemsize: int) -> list[tuple[slice, int]]:
-    """Return the parts of slice `rank` whose sum gloo's ring starts at another rank: first addends come last.
-
-    The ring cuts the whole buffer into equal segments of at most `_SEGMENT_BYTES`, at least two and equally
-    many for each rank. So a run that starts at one rank can be a few elements longer than a slice.
-
-    Returns:
-        Parts of the slice, each with the number of addends that come last.
-    """
+    """Return parts of slice `rank` whose sum gloo's ring starts elsewhere, and how many addends come last."""
+    # The ring cuts the whole buffer into equal segments of at most `_SEGMENT_BYTES`, at least two and equally
+    # many for each rank. So a run that starts at one rank can be a few elements longer than a slice.
     segments = max(math.ceil(ranks * numel / (_SEGMENT_BYTES // itemsize)), 2 * ranks)
     per_rank = math.ceil(segments / ranks)
     length = per_rank * math.ceil(ranks * numel / (per_rank * ranks))
@@ -295,22 +289,18 @@ def sources(rank: int, ranks: int) -> tuple[int, ...]:
 
 @cache
 def targets(rank: int, ranks: int) -> tuple[int, ...]:
-    """Return the other ranks in the order of sends to them, which come before receives: round the ring.
-
-    A late rank then writes at once to the ranks that are already there, which write nothing to it until it
-    receives: while a caller writes, gloo's input thread can only spin.
-    """
+    """Return the other ranks in the order of sends to them, which come before receives: round the ring."""
+    # A late rank then writes at once to the ranks that are already there, which write nothing to it until it
+    # receives: while a caller writes, gloo's input thread can only spin.
     return tuple((rank + step) % ranks for step in range(1, ranks))
 
 
 def set_batch_scheduling() -> None:
-    """Make gloo's input threads in this process wait for an idle or yielded core. Local.
-
-    A send or receive locks the connection for some microseconds, and wakes the other rank's input thread. If
-    that thread preempts the caller while cores are busy, the caller holds the lock for milliseconds, in which
-    this rank's own input thread spins. A thread under SCHED_BATCH keeps its share of time, but preempts no
-    other thread when it wakes.
-    """
+    """Make gloo's input threads in this process wait for an idle or yielded core. Local."""
+    # A send or receive locks the connection for some microseconds, and wakes the other rank's input thread.
+    # If that thread preempts the caller while cores are busy, the caller holds the lock for milliseconds, in
+    # which this rank's own input thread spins. A thread under SCHED_BATCH keeps its share of time, but
+    # preempts no other thread when it wakes.
     if sys.platform != "linux":
         return
     for comm in Path("/proc/self/task").glob("*/comm"):
@@ -327,15 +317,10 @@ _counters: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyD
 
 def operation_counter(group: dist.ProcessGroup) -> itertools.count[int]:
     """Return the counter of operations in `group`, equal on all ranks, which issue them in one order."""
-    counter = _counters.get(group)
-    if counter is None:
-        # If another thread was faster, its counter is kept.
-        counter = _counters.setdefault(group, itertools.count())
-    return counter
+    return _counters.setdefault(group, itertools.count())
 
 
 def _check(kind: str, *, whole: Tensor, shard: Tensor, ranks: int) -> None:
-    """Raise ShardingError unless both are flat CPU buffers of one dtype, `whole` of `ranks` shards."""
     if whole.numel() != ranks * shard.numel() or whole.dtype is not shard.dtype:
         raise ShardingError(
             f"{here()}: the {kind} over {ranks} ranks of a shard of {shard.numel()} elements of {shard.dtype}"

@@ -82,10 +82,8 @@ _graph_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, GraphGroup]] = Wea
 
 
 def name_in_graphs(group: dist.ProcessGroup, transport: object, device: torch.device) -> str:
-    """Return the group name with which a graph gathers or reduces over `group` as `transport` does. Local.
-
-    That is `group`'s own name, for c10d's collectives, unless the direct exchange may be used.
-    """
+    """Return the group name with which a graph gathers or reduces over `group` as `transport` does. Local."""
+    # That is `group`'s own name, for c10d's collectives, unless the direct exchange may be used.
     if not isinstance(transport, (AutoAllGather, AutoReduceScatter)):
         return group.group_name
     if device.type != "cpu" or not over_gloo(group):

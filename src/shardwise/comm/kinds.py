@@ -87,22 +87,11 @@ def form_of(namespace: str, name: str) -> Form | None:
 
 
 def sent_bytes(kind: str, full_bytes: int, *, ranks: int) -> int:
-    """Return the bytes that each rank sends in the ideal ring algorithm, rounded up.
-
-    No algorithm can send less (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-    workstations", 2009; nccl-tests' PERFORMANCE.md has the factors for the other kinds).
-    """
-    ring = Fraction(ranks - 1, ranks)
-    share = {
-        GATHER: ring,
-        SCATTER: ring,
-        REDUCE: 2 * ring,
-        "all_to_all": ring,
-        "gather": ring,
-        "scatter": ring,
-        "broadcast": Fraction(ranks > 1),
-        "reduce": Fraction(ranks > 1),
-        "recv": Fraction(0),
-    }.get(kind, Fraction(1))
-    sent = full_bytes * share
+    """Return the bytes that each rank sends in the ideal ring algorithm, rounded up."""
+    # No algorithm can send less (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+    # workstations", 2009; nccl-tests' PERFORMANCE.md has the factors for the other kinds).
+    ring, whole = Fraction(ranks - 1, ranks), Fraction(ranks > 1)
+    shares = dict.fromkeys((GATHER, SCATTER, "all_to_all", "gather", "scatter"), ring)
+    shares |= {REDUCE: 2 * ring, "broadcast": whole, "reduce": whole, "recv": Fraction(0)}
+    sent = full_bytes * shares.get(kind, Fraction(1))
     return -(-sent.numerator // sent.denominator)

@@ -41,7 +41,7 @@ _LONGEST_PASS = 100_000  # events; a longer pass, without a forward, starts agai
 _LARGEST_TREE = 1_000_000  # events; a larger tree is dropped, on all ranks at the same event
 _DIGEST = 64  # characters
 TIME_TO_READ = timedelta(seconds=2)
-_POLL_LEAST_SECONDS, _POLL_MOST_SECONDS = 20e-6, 2e-3  # shortest and longest time between polls, in seconds
+_POLL_LEAST_SECONDS, _POLL_MOST_SECONDS = 20e-6, 2e-3  # between polls
 STORE_GONE = "the store of the process group is gone: the rank that holds it, usually rank 0, has ended"
 _LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 
@@ -54,14 +54,12 @@ class Event:
     __slots__ = ("__weakref__", "advice", "digest", "text")
 
     def __init__(self, text: str, advice: str) -> None:
-        self.text = text
-        self.advice = advice  # for the error if ranks differ
+        self.text, self.advice = text, advice  # the latter for the error if ranks differ
         self.digest = hashlib.sha256(text.encode()).digest()
 
 
 # `advance` compares by identity, so equal words are one object; held weakly, since models come and go.
 _events: WeakValueDictionary[str, Event] = WeakValueDictionary()
-
 
 _ADVICE = (
     "Build the same model, with the same fully_shard calls in the same order, and make the same calls on"
@@ -91,7 +89,6 @@ class Node:
         self.likely: Node | None = None  # what followed last time
 
     def ancestor(self, depth: int) -> Node:
-        """Return the event at `depth` on the path to this one."""
         node = self
         while node.depth > depth:
             assert node.parent is not None
@@ -164,20 +161,15 @@ class Order:
     def begin_backward(self, end: Callable[[], None]) -> None:
         """Note a backward in this thread, which calls `end` when it finishes; only autograd holds `end`."""
         self.backward = Backward(threading.get_ident(), ref(end))
-        # The error in forward was caught: the others may wait for this rank after all.
-        if self.left is not None:
-            self.stay()
+        if self.left is not None:  # the error was caught: others may wait for this rank after all
+            self.left = None
+            self.post()
 
     def leave(self, reason: str) -> None:
         """Tell the other ranks that this one does not continue its pass."""
         self.left = self.left or reason  # later errors follow from the first
         with suppress(RuntimeError):  # the store may be gone already, with the rank that holds it
             self.post()
-
-    def stay(self) -> None:
-        """Continue this rank's pass after all, since its error was caught."""
-        self.left = None
-        self.post()
 
     def _abandon_pass(self) -> None:
         reason = self.left or self._left_backward()
@@ -263,7 +255,6 @@ class Order:
     # Where ranks stand
 
     def post(self) -> None:
-        """Tell the other ranks where this one is."""
         if self.latest is not self._posted_at:  # in full, since errors print it where ranks differ
             self._posted_at = self.latest
             # Before the record: a rank that reads the record asks for this text next.
@@ -295,7 +286,6 @@ class Order:
         return str(self.store.get(f"{self.prefix}text/{rank}").decode())
 
     def doing(self) -> str:
-        """Return this rank's last announcement, in one line."""
         return first_line(self.latest.event.text) or "begin"
 
     def account(self, failure: str) -> str:
@@ -305,11 +295,9 @@ class Order:
         # The store may have ended with its rank: the error then says at least where this one is.
         with suppress(RuntimeError):
             records = self.read()
-            for rank in range(self.size):
-                record = records.get(rank)
-                if record is None:
-                    if rank != self.rank:
-                        lines.append(f"  rank {self.ranks[rank]} has not said where it is")
+            for rank in sorted({*range(self.size)} - {self.rank}):
+                if (record := records.get(rank)) is None:
+                    lines.append(f"  rank {self.ranks[rank]} has not said where it is")
                     continue
                 late = (record["passes"], record["depth"]) < (self.passes, self.latest.depth)
                 lines.append(
@@ -332,11 +320,8 @@ def first_line(text: str) -> str:
 
 
 def _frame() -> str:
-    """Return the line of user code that the main thread is at."""
     calls = calls_of(threading.main_thread().ident or 0)
     if calls is None:
         return "a compilation"
-    users = [call for call in calls if not call.file.startswith(_LIBRARIES)]
-    for call in (*users, *reversed(calls)):
-        return f"{call.file}:{call.line}, in {call.function}"
-    return "?"
+    users = [call for call in calls if not call.startswith(_LIBRARIES)]
+    return next(iter((*users, *reversed(calls))), "?")

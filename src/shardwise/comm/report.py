@@ -48,26 +48,22 @@ def write_report(order: Order, reason: str) -> None:
         return
     stacks = {}
     for thread in threading.enumerate():
-        calls = calls_of(thread.ident or 0)
         # None while torch compiles: the report then has no stack, since too little time may be left to wait.
-        stacks[thread.name] = [f"{call.file}:{call.line}, in {call.function}" for call in calls or []]
+        stacks[thread.name] = calls_of(thread.ident or 0) or []
     # RuntimeError: the watch thread runs this too, while the main thread may change `order.ended`.
     with suppress(OSError, RuntimeError):
         Path(folder).mkdir(parents=True, exist_ok=True)
         rank = order.ranks[order.rank]
-        report = {
-            "rank": rank,
-            "at": time.time(),
-            "why": reason,
-            "ranks": order.ranks,
-            # With their places in the mesh, which a reader of the files cannot know.
-            "placed": [placed(member) for member in order.ranks],
-            "timeout_s": order.timeout,
-        }
+        report = {"rank": rank, "at": time.time(), "why": reason, "ranks": order.ranks}
+        # With their places in the mesh, which a reader of the files cannot know.
+        report |= {"placed": [placed(member) for member in order.ranks], "timeout_s": order.timeout}
         report |= {"pass": order.passes, "event": order.latest.depth, "doing": order.doing()}
         report |= {"stacks": stacks, "digest": order.latest.digest.hex(), "left": order.left}
-        report |= {"verdict": order.verdict, "record": [*islice(_record(order), _EVENTS)]}
-        report["command"] = sys.argv
+        report |= {
+            "verdict": order.verdict,
+            "record": [*islice(_record(order), _EVENTS)],
+            "command": sys.argv,
+        }
         new = Path(folder, f".{_NAME.format(rank)}.{os.getpid()}")
         new.write_text(json.dumps(report, indent=1))
         # Whole or not at all: others may read the folder meanwhile.
@@ -136,10 +132,8 @@ def _wrong(report: Any) -> str:
 
 
 def verdict(reports: Mapping[int, Report], damaged: Mapping[str, str] | None = None) -> list[str]:
-    """Return lines that say who waits for whom; `damaged` maps unreadable reports to the reason.
-
-    Passes are counted per process group, so only reports of the same group are compared.
-    """
+    """Return lines that say who waits for whom; `damaged` maps unreadable reports to the reason."""
+    # Passes are counted per process group, so only reports of the same group are compared.
     damaged = damaged or {}
     groups: dict[tuple[int, ...], dict[int, Report]] = {}
     for rank, report in reports.items():
@@ -159,22 +153,15 @@ def verdict(reports: Mapping[int, Report], damaged: Mapping[str, str] | None = N
     lines += [f"Told to the ranks: {first_line(text)}" for text in verdicts]
     for rank in last:
         lines.append(f"The last of rank {rank}, the latest first:")
-        lines += [
-            f"  pass {event['pass']}, event {event['event']}: {first_line(event['what'])}"
-            for event in reports[rank]["record"][:_SHOWN]
-        ]
+        for event in reports[rank]["record"][:_SHOWN]:
+            lines.append(f"  pass {event['pass']}, event {event['event']}: {first_line(event['what'])}")
     return lines
 
 
 def _of_group(
     reports: Mapping[int, Report], silent: list[int], *, complete: bool
 ) -> tuple[list[str], list[int]]:
-    """Return lines about ranks of one group, and the ranks whose last events are most informative.
-
-    Args:
-        silent: ranks without a report.
-        complete: whether `reports` covers all ranks of the group.
-    """
+    """Return lines about a group, and the ranks whose last events tell most; `silent` have no report."""
     places = {rank: (report["pass"], report["event"]) for rank, report in reports.items()}
     # No rank gets past a collective alone, so the ranks that came furthest wait for the others.
     latest = max(places.values())
@@ -209,7 +196,5 @@ def _named(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
 
 def _innermost_line(report: Report) -> str:
     """Return the innermost line of user code in the main thread, else its innermost line."""
-    calls = report["stacks"].get("MainThread") or ["?"]
-    return str(
-        next((call for call in calls if "site-packages" not in call and "/shardwise/" not in call), calls[0])
-    )
+    calls: list[str] = report["stacks"].get("MainThread") or ["?"]
+    return next((c for c in calls if "site-packages" not in c and "/shardwise/" not in c), calls[0])

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from shardwise import _compat
 
@@ -22,16 +21,8 @@ _TURN_S = 0.05  # much longer than reading takes, in case the system lets anothe
 _reading = threading.Lock()
 
 
-class Call(NamedTuple):
-    """One line of a stack."""
-
-    file: str
-    line: int
-    function: str
-
-
-def calls_of(thread: int) -> list[Call] | None:
-    """Return the stack of a thread, innermost call first; None while torch compiles."""
+def calls_of(thread: int) -> list[str] | None:
+    """Return a thread's calls as `file:line, in function`, innermost first; None while torch compiles."""
     frames = []
     # Do not wait for a compilation: it may last longer than other ranks wait for a sign of life.
     with _compat.no_compilation() as quiet:
@@ -43,7 +34,7 @@ def calls_of(thread: int) -> list[Call] | None:
                 # Only what must be read in this turn.
                 frames.append((frame.f_code, frame.f_lineno))
                 frame = frame.f_back
-    return [Call(code.co_filename, line, code.co_name) for code, line in frames]
+    return [f"{code.co_filename}:{line}, in {code.co_name}" for code, line in frames]
 
 
 @contextmanager

@@ -34,7 +34,6 @@ class CommStreams:
 
     @staticmethod
     def create(device: torch.device) -> CommStreams | None:
-        """Return new streams on `device`; None on devices without streams."""
         if device.type in WITHOUT_STREAMS:
             return None
 
@@ -52,20 +51,15 @@ class CommStreams:
         self.all_gather.wait_event(event)
 
     def free_later(self, owner: Any, storages: list[torch.UntypedStorage], current: torch.Stream) -> None:
-        """Free memory of the all-gather stream later, once `current` has finished its work so far.
-
-        If it was freed at once, the next gather would wait for this computation instead of overlapping it.
-        """
+        """Free memory of the all-gather stream later, once `current` has finished its work so far."""
+        # If it was freed at once, the next gather would wait for this computation instead of overlapping it.
         # Recorded now: an event at the time of freeing would also cover computation issued since.
         self._freed.append((owner, storages, record_event(current)))
 
     def reclaim(self, owner: Any = None, *, keep: int) -> bool:
-        """Free waiting memory except the `keep` latest; return its own to `owner`, which gathers again.
+        """Free waiting memory except the `keep` latest; return whether `owner` still has its own.
 
         Later work on the all-gather stream runs after the computation that used that memory.
-
-        Returns:
-            Whether `owner` still has its memory.
         """
         waiting, has_memory = self._freed, False
         # From the end, since removing an entry moves those behind it.
@@ -85,7 +79,6 @@ class CommStreams:
 
 
 def record_event(stream: torch.Stream) -> torch.Event:
-    """Return an event that marks the work issued to `stream` so far."""
     event: torch.Event = stream.record_event()
     return event
 

@@ -92,15 +92,9 @@ def leave_all(reason: str) -> None:
 
 
 def explained(error: RuntimeError, orders: Sequence[Order], operation: str) -> RuntimeError:
-    """Return an error that explains a transport's failure: which rank has left, ended, or diverged.
+    """Return an error that explains a transport's failure, in one of `orders`; any other error unchanged.
 
-    Waits up to a few seconds for ranks to tell each other where they are. Returns any other error
-    unchanged.
-
-    Args:
-        error: the error of a collective.
-        orders: the orders of the process groups in which it may have run.
-        operation: what this rank was about to do.
+    Waits up to a few seconds for ranks to tell each other where they are.
     """
     if isinstance(error, ShardwiseError) or not orders:
         return error
@@ -122,7 +116,6 @@ def explained(error: RuntimeError, orders: Sequence[Order], operation: str) -> R
 
 
 def raise_explained(error: RuntimeError, orders: Sequence[Order], operation: str) -> NoReturn:
-    """Raise what `explained` returns, with `error` as its cause unless it is the same error."""
     explanation = explained(error, orders, operation)
     if explanation is error:
         raise error
@@ -130,17 +123,12 @@ def raise_explained(error: RuntimeError, orders: Sequence[Order], operation: str
 
 
 def of_transport(error: RuntimeError) -> bool:
-    """Return whether the error is a transport's failure."""
     return any(word in str(error) for word in _TRANSPORT_ERROR_WORDS)
 
 
 @contextmanager
 def announced(group: dist.ProcessGroup | None, operation: str) -> Iterator[None]:
-    """Announce a collective of `group` that the block issues, and explain its failure.
-
-    Args:
-        operation: the collective, in words equal on ranks that do the same.
-    """
+    """Announce a collective of `group` that the block issues, in words equal on ranks that do the same."""
     order = order_of(group)
     if order is None:
         yield
@@ -153,11 +141,7 @@ def announced(group: dist.ProcessGroup | None, operation: str) -> Iterator[None]
 
 
 def group_of_all(purpose: str) -> dist.ProcessGroup:
-    """Make a gloo group of all ranks beside the default group, with its timeout. Collective.
-
-    Args:
-        purpose: the group's purpose, as for `announced`.
-    """
+    """Make a gloo group of all ranks beside the default group, with its timeout. Collective."""
     whole = dist.group.WORLD
     assert whole is not None
     with announced(whole, purpose):
@@ -287,14 +271,9 @@ def _roll_call(order: Order, *, closed: bool = False) -> str | None:
 
 def _cut_off(order: Order, records: Mapping[int, Record]) -> str | None:
     """Return which rank all others have lost though it lives; None if no single rank is, as with two."""
-    cut = {order.rank: order.lost_connections} | {
-        rank: set(record["cut from"]) for rank, record in records.items()
-    }
-    lost = [
-        rank
-        for rank in cut
-        if all(rank in cut[other] and other in cut[rank] for other in cut if other != rank)
-    ]
+    cut = {rank: set(record["cut from"]) for rank, record in records.items()}
+    cut[order.rank] = order.lost_connections
+    lost = [a for a in cut if all(a in cut[b] and b in cut[a] for b in cut if b != a)]
     if order.size < 3 or len(cut) < order.size or len(lost) != 1:
         return None
     return (
@@ -317,10 +296,8 @@ def _broken(order: Order) -> set[int]:
 
 
 def _interrupt(order: Order) -> None:
-    """End this rank's pending sends and receives.
-
-    gloo ends all messages of a group when one of them times out.
-    """
+    """End this rank's pending sends and receives."""
+    # gloo ends all messages of a group when one of them times out.
     for group in list(order.groups):
         with suppress(RuntimeError, ValueError):
             peer = (group.rank() + 1) % group.size()

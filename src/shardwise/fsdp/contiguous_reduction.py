@@ -36,7 +36,7 @@ from shardwise.errors import ShardingError, here
 from shardwise.fsdp.contiguous import ContiguousGroup
 from shardwise.fsdp.fast import allocates_plain
 from shardwise.fsdp.parameter import ShardedParam
-from shardwise.fsdp.reduction import GradReducer, Kind, kind_of
+from shardwise.fsdp.reduction import GradReducer, kind_of
 from shardwise.fsdp.rows import RowsParam
 from shardwise.layout import ContiguousSegment
 from shardwise.sharded_tensor.rows import ShardedRows
@@ -44,20 +44,18 @@ from shardwise.sharded_tensor.rows import ShardedRows
 _MANY = 8  # from this many ranks on, one copy per rank costs the host more than one strided copy
 
 
-@dataclass
 class _SegmentParams:
     """The parameters of one segment, in the order in which they lie in its buffers."""
 
-    segment: ContiguousSegment
-    params: list[RowsParam]
-    count: int  # of `params`
-    kind: Kind
-    plain: bool  # no parameter is tensor-parallel
-    used: int  # elements of this rank's shard that are not padding
-    filled: list[RowsParam]  # those with rows on this rank
-    empty: list[RowsParam]
-    unsharded: list[nn.Parameter]
     staging: _Staging | None = None
+
+    def __init__(self, segment: ContiguousSegment, params: list[RowsParam]) -> None:
+        self.segment, self.params, self.count, self.kind = segment, params, len(params), kind_of(params)
+        self.plain = all(param.tp_spec is None for param in params)
+        self.used = sum([place.box.numel for place in segment.places])  # of this rank's elements, no padding
+        self.filled = [param for param in params if param.no_rows is None]  # with rows on this rank
+        self.empty = [param for param in params if param.no_rows is not None]
+        self.unsharded = [cast(nn.Parameter, param.unsharded) for param in params]
 
 
 @dataclass
@@ -87,22 +85,8 @@ class ContiguousReducer(GradReducer):
     _unused: set[frozenset[str]] = field(default_factory=set)
     _params_in_partials: dict[int, list[RowsParam]] = field(default_factory=dict)  # whose gradients are there
 
-    def _members_of(self, index: int) -> _SegmentParams:
-        segment, params = self.group.layout.segments[index], self.group.members[index]
-        return _SegmentParams(
-            segment,
-            params,
-            len(params),
-            kind_of(params),
-            plain=all(param.tp_spec is None for param in params),
-            used=sum([place.box.numel for place in segment.places]),
-            filled=[param for param in params if param.no_rows is None],
-            empty=[param for param in params if param.no_rows is not None],
-            unsharded=[cast(nn.Parameter, param.unsharded) for param in params],
-        )
-
     def assigner(self, segment: int, params: Sequence[ShardedParam]) -> Callable[[Tensor], None]:
-        members = self._members_of(segment)
+        members = _SegmentParams(self.group.layout.segments[segment], self.group.members[segment])
         trained = members.params if len(params) == len(members.params) else cast(list[RowsParam], params)
         return functools.partial(self._assign, members, trained)
 
@@ -111,8 +95,8 @@ class ContiguousReducer(GradReducer):
             return []  # never gathered
         # Packing makes a new list, so another identity means that the group was packed since.
         if self._buffers is not self.group.buffers:
-            self._buffers = self.group.buffers
-            self._members = [self._members_of(index) for index in range(len(self._buffers))]
+            self._buffers, segments = self.group.buffers, self.group.layout.segments
+            self._members = list(map(_SegmentParams, segments, self.group.members))
         collected: list[_Collected] = []
         for index, members in enumerate(self._members):
             if self.has_separate_sums or not members.plain or self.group.settings.reduce_unused:
@@ -245,11 +229,9 @@ class ContiguousReducer(GradReducer):
                 sharded.grad._local_tensor.add_(local)  # type: ignore[attr-defined]
 
     def _check_unused(self, unused: list[RowsParam], shard: Tensor) -> None:
-        """Raise if other ranks have gradients of parameters that this one did not use.
-
-        This rank owns rows of them, and would leave these out of its step. Each set of parameters is checked
-        once, since the check waits for the reduction on an accelerator.
-        """
+        """Raise if other ranks have gradients of parameters that this one did not use."""
+        # This rank owns rows of them, and would leave these out of its step. Each set of parameters is
+        # checked once, since the check waits for the reduction on an accelerator.
         names = frozenset(param.name for param in unused)
         if names in self._unused or _compat.is_fake(shard):  # a fake one has no values
             return
@@ -300,19 +282,15 @@ class ContiguousReducer(GradReducer):
         return shard
 
     def _staging(self, members: _SegmentParams, plan: Reduction) -> _Staging:
-        """Return the reduction's input with each gradient's place in it; if it is large, memory for a slice.
-
-        The input is kept from step to step, without its memory, where the reduction ends within the call and
-        returns another buffer.
-        """
+        """Return the reduction's input with each gradient's place in it; if large, memory for a slice."""
+        # It is kept from step to step, without its memory, if the reduction ends within the call and returns
+        # another buffer.
         limit, ranks = self.group.settings.staging_bytes // plan.dtype.itemsize, plan.shard_ranks
         if members.segment.unsharded_numel > max(1, limit) and plan.shard_group is not None:
             size = (max(1, limit // ranks) * ranks,)
             return _Staging(plan, plan.comm.allocate(size, dtype=plan.dtype, device=plan.device), [], [])
         buffer = plan.comm.allocate((members.segment.unsharded_numel,), dtype=plan.dtype, device=plan.device)
-        targets = [
-            buffer.narrow(0, param.place.start, param.numel).view(param.shape) for param in members.params
-        ]
+        targets = [param.whole_in(buffer) for param in members.params]
         staging = _Staging(plan, buffer, targets, [buffer.narrow(0, *gap) for gap in members.segment.gaps])
         # On one rank the shard is the buffer itself; memory from a user's communication may be for one use.
         if plan.streams is None and ranks > 1 and allocates_plain(plan.comm):
@@ -350,10 +328,8 @@ _Parts = list[tuple[int, Tensor]]
 
 
 def _split(sources: dict[int, Tensor], *, ranks: int, width: int, step: int) -> list[_Parts]:
-    """Split gradients, keyed by their offsets, over the slices of `step` of a rank's `width` elements.
-
-    One operation splits a gradient for all slices.
-    """
+    """Split gradients, keyed by their offsets, over the slices of `step` of a rank's `width` elements."""
+    # One operation splits a gradient for all slices.
     slices: list[_Parts] = [[] for _ in range(0, width, step)]
     cuts = [rank * width + begin for rank in range(ranks) for begin in range(0, width, step)]
     for start, grad in sources.items():
@@ -402,10 +378,8 @@ def _fill(out: Tensor, parts: _Parts) -> None:
 
 
 def merge_views(locals_: Sequence[Tensor]) -> list[Tensor]:
-    """Replace views of a marked shard by the shard, if all are there, and drop tensors without elements.
-
-    At least one tensor of each dtype stays: ranks without rows of a dtype join its reductions too.
-    """
+    """Replace views of a marked shard by the shard, if all are there, and drop tensors without elements."""
+    # At least one tensor of each dtype stays: ranks without rows of a dtype join its reductions too.
     tensors: list[Tensor] = []
     views: dict[int, tuple[Tensor, list[Tensor]]] = {}
     latest, members = None, tensors

@@ -115,10 +115,9 @@ class ExtendedParam:
         return inputs, metadata
 
     def allocate(self, inputs: Sequence[Tensor], ranks: int) -> list[Tensor]:
-        """Return memory for the gathered inputs, kept between gathers and refilled.
-
-        They are aliases without a shared version counter: the unsharded tensor may be a view of this memory.
-        """
+        """Return memory for the gathered inputs, kept between gathers and refilled."""
+        # They are aliases without a shared version counter: the unsharded tensor may be a view of this
+        # memory.
         if not self.outputs:
             # The first forward may run in inference mode, whose tensors autograd refuses later.
             with torch.inference_mode(False):

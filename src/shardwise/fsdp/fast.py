@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import FunctionType
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -55,12 +55,10 @@ process = _Process()
 def copy_code(function: Callable[..., Any], *, own_globals: bool = False) -> FunctionType:
     """Return a copy of a function with its own code object, for which compilers keep its graphs.
 
-    Compilers limit the number of graphs per code object, and a nested function has one for all its closures.
-
-    Args:
-        own_globals: free what its graphs refer to with the copy, not with the module that defines the
-            function. The function may then use cells and builtins, but no globals.
+    With `own_globals`, what its graphs refer to is freed with the copy, not with the module that defines the
+    function, which may then use cells and builtins, but no globals.
     """
+    # Compilers limit the number of graphs per code object, and a nested function has one for all closures.
     of = cast(FunctionType, function)
     names = {"__name__": of.__module__, "__builtins__": __builtins__} if own_globals else of.__globals__
     return FunctionType(of.__code__.replace(), names, of.__name__, of.__defaults__, of.__closure__)
@@ -73,11 +71,9 @@ def allocates_plain(comm: object) -> bool:
 
 
 def own_storage(piece: Tensor) -> Tensor:
-    """Return the memory of `piece`, a part of a buffer, as a tensor that begins its own storage.
-
-    A DTensor takes over its local tensor's offset, and copying or saving one that has an offset
-    fails in torch; besides, saving a part of a buffer would save all of it.
-    """
+    """Return the memory of `piece`, a part of a buffer, as a tensor that begins its own storage."""
+    # A DTensor takes over its local tensor's offset, and copying or saving one that has an offset
+    # fails in torch; besides, saving a part of a buffer would save all of it.
     if piece.is_meta or _compat.is_fake(piece):
         return piece
     start = piece.storage_offset() * piece.element_size()
@@ -220,13 +216,9 @@ def rekey_state(optimizer: Optimizer) -> None:
     steps.moved.clear()
 
 
-class _EmptyParam(NamedTuple):
-    """A parameter without rows on this rank, which has a gradient, and state if its optimizer keeps any."""
-
-    param: ShardedRows
-    options: dict[str, Any]
-    state: dict[str, Any] | None
-    step: Tensor | None  # its step count, which state dicts may hold too
+# A parameter without rows on this rank, which has a gradient: its group's options, its state if its optimizer
+# keeps any, and its step count, which state dicts may hold too.
+_EmptyParam = tuple[ShardedRows, dict[str, Any], dict[str, Any] | None, Tensor | None]
 
 
 @dataclass
@@ -274,8 +266,7 @@ def restore_gradients(optimizer: Optimizer) -> None:
 
 
 def forget_empty_params(optimizer: Optimizer) -> None:
-    """Forget which parameters have no rows here; the next step finds them anew."""
-    _empty_params.pop(optimizer, None)
+    _empty_params.pop(optimizer, None)  # the next step finds them anew
 
 
 def _find_empty_params(optimizer: Optimizer) -> _EmptyParams:
@@ -293,6 +284,6 @@ def _find_empty_params(optimizer: Optimizer) -> _EmptyParams:
                 return _EmptyParams(optimizer.state)
             step = state.get("step") if state else None
             count = step if isinstance(step, Tensor) else None
-            empty.members.append(_EmptyParam(param, options, state, count))
+            empty.members.append((param, options, state, count))
     _empty_params[optimizer] = empty
     return empty

@@ -13,7 +13,6 @@ import torch
 
 from shardwise import _compat
 from shardwise.errors import LifecycleError, here
-from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.schedule import Schedule
 from shardwise.mesh import DDPMeshInfo
 
@@ -45,7 +44,6 @@ class GradientReductionHandle:
 
 
 def set_manual(state: State, enabled: bool) -> None:
-    """Implement `FSDPModule.set_manual_backward_finalization`."""
     schedule = state.schedule
     if schedule is not None:
         state.check_is_root("set_manual_backward_finalization")
@@ -58,11 +56,23 @@ def set_manual(state: State, enabled: bool) -> None:
 
 
 def finalize(state: State, *, async_op: bool) -> GradientReductionHandle | None:
-    """Implement `FSDPModule.finalize_backward`."""
     schedule = state.schedule
     if schedule is None:
         return GradientReductionHandle(None) if async_op else None
-    _check(state, schedule)
+    state.check_is_root("finalize_backward")
+    check_waited_for(schedule, "finalizing again")
+    if not schedule.manual:
+        raise LifecycleError(
+            f"{here()}: finalize_backward() needs set_manual_backward_finalization(True) before backward"
+        )
+    if _compat.in_backward():
+        raise LifecycleError(f"{here()}: finalize_backward() was called inside a backward")
+    for group, reducer in state.all_groups:
+        if reducer.partials or (isinstance(group.info, DDPMeshInfo) and not group.settings.all_reduce_grads):
+            raise LifecycleError(
+                f"{here()}: finalize_backward() does not add gradients of {group.title} over replicas"
+                " later; call set_requires_all_reduce(True) before backward"
+            )
     handle = reduce_unsynced(state)
     if async_op:
         return handle
@@ -77,21 +87,17 @@ def reduce_unsynced(state: State) -> GradientReductionHandle:
         # In one order on all ranks: each reduction is a collective.
         for module_state in reversed((state, *state.below)):
             module_state.reduce_where_it_ran(state.schedule, unsynced_only=True)
-            # After the eager ones, module by module: all ranks issue them in this order.
+            # The sums of compiled backwards after eager ones, module by module: one order on all ranks.
             for group, _ in module_state.in_reverse:
-                _reduce_traced_sums(group)
+                reduces = group.settings.reduce_grads and isinstance(group.traced, list)
+                for segment in group.traced if reduces else ():
+                    if segment.earlier is not None and segment.assign is not None:
+                        segment.assign(segment.comm.reduce(segment.earlier))
     # No gather follows that would free this memory.
     state.schedule.free_gathered()
     # The schedule keeps the handle, so that a forward or step before the wait raises.
     handle = state.schedule.reducing = GradientReductionHandle(state)
     return handle
-
-
-def _reduce_traced_sums(group: ParamGroup) -> None:
-    """Reduce the sums that compiled backwards without synchronisation left."""
-    for segment in group.traced if isinstance(group.traced, list) else ():
-        if segment.earlier is not None and segment.assign is not None and group.settings.reduce_grads:
-            segment.assign(segment.comm.reduce(segment.earlier))
 
 
 def check_waited_for(schedule: Schedule, operation: str) -> None:
@@ -111,20 +117,3 @@ def check_finished(schedule: Schedule, operation: str) -> None:
             f"{here()}: finalize_backward() was not called after backward; call it before {operation}, or"
             " set_manual_backward_finalization(False) before backward"
         )
-
-
-def _check(state: State, schedule: Schedule) -> None:
-    state.check_is_root("finalize_backward")
-    check_waited_for(schedule, "finalizing again")
-    if not schedule.manual:
-        raise LifecycleError(
-            f"{here()}: finalize_backward() needs set_manual_backward_finalization(True) before backward"
-        )
-    if _compat.in_backward():
-        raise LifecycleError(f"{here()}: finalize_backward() was called inside a backward")
-    for group, reducer in state.all_groups:
-        if reducer.partials or (isinstance(group.info, DDPMeshInfo) and not group.settings.all_reduce_grads):
-            raise LifecycleError(
-                f"{here()}: finalize_backward() does not add gradients of {group.title} over replicas"
-                " later; call set_requires_all_reduce(True) before backward"
-            )

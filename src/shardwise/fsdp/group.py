@@ -164,17 +164,15 @@ class ParamGroup(ABC):
     def _smaller(self, info: FSDPMeshInfo) -> list[Tensor]:
         """Return this rank's pieces over a smaller mesh, by segment, and register them on modules."""
 
-    def packed_params(self) -> Sequence[ShardedParam]:
-        """List the parameters that lie in the buffers."""
+    def packed_params(self) -> Sequence[ShardedParam]:  # those that lie in the buffers
         return [p for p in self.params if p not in self.extended] if self.extended else self.params
 
+    @abstractmethod
     def untraceable(self) -> str | None:
         """Return why a compiler cannot trace how the group is gathered; None if it can."""
-        return None
 
     @property
-    def title(self) -> str:
-        """The group's module, for errors."""
+    def title(self) -> str:  # for errors
         return f"module '{self.name}'" if self.name else "the root module"
 
     @property
@@ -183,7 +181,6 @@ class ParamGroup(ABC):
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes that this rank keeps, padding included."""
         return sum(shard.nbytes for shard in self.shards)
 
     @property
@@ -192,7 +189,6 @@ class ParamGroup(ABC):
         return [segment.unsharded_numel * segment.gather_dtype.itemsize for segment in self.layout.segments]
 
     def transport(self) -> str:
-        """Describe which transport gathers, and why."""
         largest = max(self.gathered_bytes, default=0)
         return transport(self.settings.all_gather, largest, self.shard_group, self.device)
 
@@ -276,9 +272,7 @@ class ParamGroup(ABC):
     def pack(self, device: torch.device | None = None) -> None:
         """Lay the sharded parameters end to end in the shard buffers, unless they lie there already.
 
-        Called when sharding, before the first forward, and whenever a user may have replaced parameters:
-        after `Module.to` and the like, `to_empty`, `load_state_dict(assign=True)`. With `device`, parameters
-        on the meta device get memory there.
+        Called whenever a user may have replaced parameters. With `device`, meta tensors get memory there.
         """
         for param in self.params:
             param.follow_replacement()
@@ -326,11 +320,9 @@ class ParamGroup(ABC):
         return shard
 
     def _make_unsharded(self, streams: CommStreams | None) -> None:
-        """Make the unsharded parameters on the current stream, over memory that every gather allocates anew.
-
-        Gathers write through `data` aliases, which share memory but not version counters. So autograd sees
-        no modification when a buffer is refilled, and its saved tensors have the same values again.
-        """
+        """Make unsharded parameters on the current stream, over memory that every gather allocates anew."""
+        # Gathers write through `data` aliases, which share memory but not version counters. So autograd sees
+        # no modification when a buffer is refilled, and its saved tensors have the same values again.
         memory = []
         # The first forward may run in inference mode, whose tensors autograd refuses later.
         with torch.inference_mode(False), torch.no_grad():
@@ -389,10 +381,7 @@ class ParamGroup(ABC):
             self.gather = on_current_stream(self.gather, self.device)
 
     def wait_for_unshard(self) -> AllGatherResult | None:
-        """Finish a gather and register the unsharded parameters.
-
-        Returns the gather, if its buffer is separate and streams may still read it.
-        """
+        """Finish a gather and register whole parameters; return it if streams may still read its buffer."""
         result = self.gather
         if result is None:
             return None
@@ -415,10 +404,8 @@ class ParamGroup(ABC):
         return still_read
 
     def follow_changes(self) -> None:
-        """Give all forms of each parameter the `requires_grad` that the user has set on one of them. Local.
-
-        Until then all have `trainable`. Setting what a form has leaves no trace: it undoes no other change.
-        """
+        """Give all forms of a parameter the `requires_grad` that the user has set on one of them. Local."""
+        # Until then all have `trainable`. Setting what a form has leaves no trace: it undoes no other change.
         with _compat.plain_attributes():
             for param in self.params:
                 piece = param.smaller() if self.form is Form.POST_FORWARD else None

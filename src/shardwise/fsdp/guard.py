@@ -88,10 +88,8 @@ def compiled_in(root: nn.Module) -> set[nn.Module]:
 
 
 def outside_of(compiled: set[nn.Module], guards: Iterable[Guard]) -> list[Guard]:
-    """Return the guards of modules that are not in `compiled`, and lift the others.
-
-    Guards come and go between passes, so recomputing a compiled module would meet other code.
-    """
+    """Return the guards of modules that are not in `compiled`, and lift the others."""
+    # Guards come and go between passes, so recomputing a compiled module would meet other code.
     lift(guard for guard in guards if guard.module() in compiled)
     return [guard for guard in guards if guard.module() not in compiled]
 

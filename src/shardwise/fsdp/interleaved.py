@@ -113,10 +113,8 @@ class InterleavedGroup(ParamGroup):
         param.assign_slot(layout.segments[0].slots[0])
 
     def _whole_memory(self, index: int) -> list[tuple[Tensor, Sequence[ShardedParam]]]:
-        """Return separate memory for each large parameter, and one for each run of parameters between them.
-
-        Gradients and activations fit where a large parameter was freed; where a group was, they leave holes.
-        """
+        """Return memory for each large parameter, and one for each run of parameters between them."""
+        # Gradients and activations fit where a large parameter was freed; where a group was, holes are left.
         segment, limit, large = self.layout.segments[index], self.settings.separate_memory_min_bytes, False
         runs: list[list[EvenParam]] = []
         for param in self.members[index]:

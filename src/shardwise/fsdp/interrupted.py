@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +26,7 @@ from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import finalization, read_guard
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.lifecycle import Action, TrainingState
-from shardwise.fsdp.module_state import ModuleState
+from shardwise.fsdp.module_state import ModuleState, live_states
 from shardwise.fsdp.parameter import ShardedParam
 from shardwise.fsdp.policy import pins
 from shardwise.fsdp.schedule import Schedule
@@ -114,7 +114,7 @@ def check_eager_gradients(group: ParamGroup) -> None:
             )
 
 
-def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
+def watch_backward() -> None:
     """Watch every backward from now on: explain errors, tell other ranks of them, and lose no gradient."""
     if _watching:
         return
@@ -122,8 +122,7 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
     def explain_error(error: Exception) -> Exception | None:
         explanation = read_guard.explain(error)
         reason = f"raised {type(error).__name__} in its backward"
-        schedules = {id(schedule): schedule for state in states() if (schedule := state.schedule) is not None}
-        for schedule in schedules.values():
+        for schedule in {id(s): s for state in live_states() if (s := state.schedule) is not None}.values():
             for order in schedule.orders:
                 # Backwards of other threads continue.
                 if order.backward is not None and order.backward.thread == threading.get_ident():
@@ -143,7 +142,7 @@ def watch_backward(states: Callable[[], Iterable[ModuleState]]) -> None:
 
         # Every model of the process, since all optimizers share this hook.
         hosts = set()
-        for state in states():
+        for state in live_states():
             for group in state.groups:
                 # Begun by the user, or for a module that did not run. It reads what the step changes.
                 if group.gather is not None and any(map(updates, group.params)):

@@ -202,12 +202,10 @@ def sharded_class(cls: type[nn.Module]) -> type[FSDPModule]:
 
 
 def become_sharded(module: nn.Module, state: FSDPState) -> None:
-    """Give a module the class that gathers on a call, and give compilers a frame to begin at.
-
-    `module(x)` calls the class's `__call__`. A compiled function that breaks there would call it again, as
-    another frame to compile, which breaks again; so that frame is only inlined into its callers' graphs.
-    `torch.compile(module)` reads the instance's `__call__`, a frame that is compiled on its own.
-    """
+    """Give a module the class that gathers on a call, and give compilers a frame to begin at."""
+    # `module(x)` calls the class's `__call__`. A compiled function that breaks there would call it again, as
+    # another frame to compile, which breaks again; so that frame is only inlined into its callers' graphs.
+    # `torch.compile(module)` reads the instance's `__call__`, a frame that is compiled on its own.
     cls: Any = sharded_class(cast(Any, type(module)))
     object.__setattr__(module, "__class__", cls)  # nn.Module's own `__setattr__` is slow
     # A weak reference, since it is in the module's own dict.
@@ -217,8 +215,7 @@ def become_sharded(module: nn.Module, state: FSDPState) -> None:
         module.register_forward_pre_hook(_do_nothing)
 
 
-def _do_nothing(module: nn.Module, args: Any) -> None:
-    pass
+def _do_nothing(module: nn.Module, args: Any) -> None: ...
 
 
 def _call(module: weakref.ref[nn.Module], /, *args: Any, **kwargs: Any) -> Any:
@@ -228,11 +225,7 @@ def _call(module: weakref.ref[nn.Module], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def compile_gathered(module: FSDPModule, **options: Any) -> None:
-    """Compile what a module does with whole parameters; its gather and reductions stay outside, eager.
-
-    Args:
-        options: keyword arguments of `torch.compile`.
-    """
+    """Compile what a module does with whole parameters; its gather and reductions stay outside, eager."""
     state = module._shardwise_state
     guard.lift(state.guards)  # they come and go between passes: a recomputation would meet other code
     state.guards = ()
@@ -246,11 +239,8 @@ def _run_gathered(module: FSDPModule, forward: Callable[..., Any], /, *args: Any
 
 
 def _of_equal_modules(method: str, module: FSDPModule, is_list: bool = False) -> Callable[..., Any]:
-    """Return a method of `module` whose code, and so graphs, modules of equal class and parameters share.
-
-    Args:
-        is_list: the module may leave its graph, and modules that share the code would see no guard of that.
-    """
+    """Return a method of `module` whose code, and so graphs, modules of equal class and parameters share."""
+    # A list may leave its graph, and other modules that shared its code would see no guard of that.
     parameters = tuple((name, param.shape, param.dtype) for name, param in module.named_parameters())
     kind: Any = type(module)
     return MethodType(_code_for(vars(FSDPModule)[method], kind, is_list, parameters), module)

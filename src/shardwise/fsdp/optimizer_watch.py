@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,39 +29,24 @@ from shardwise.fsdp import fast
 from shardwise.fsdp.fast import process
 
 _REPLACED = "fully_shard has replaced; build the optimizer after fully_shard"
-_GATHERED = (
-    "are whole only while gathered; build the optimizer before the first forward, or when the model has"
-    " been resharded"
-)
-_SMALLER = (
-    "are cut over a smaller mesh only between forward and backward; build the optimizer before the first"
-    " forward, or when the model has been resharded"
-)
+_IN_TIME = "build the optimizer before the first forward, or when the model has been resharded"
+_GATHERED = f"are whole only while gathered; {_IN_TIME}"
+_SMALLER = f"are cut over a smaller mesh only between forward and backward; {_IN_TIME}"
 
 
-class Forms(Protocol):
-    """A sharded parameter as this file uses it: its two forms."""
+Param = Any  # a `ShardedParam`, which imports this file
 
-    name: str
-    sharded: nn.Parameter
-    unsharded: nn.Parameter | None
-
-
-# Parameters that no optimizer should hold, by identity, with their names.
-_replaced, _gathered = WeakIdKeyDictionary(), WeakIdKeyDictionary()
-# Those made anew in each forward: names, and weak references to the sharded parameters.
-_smaller = WeakIdKeyDictionary()
-_owners: weakref.WeakValueDictionary[int, Forms] = weakref.WeakValueDictionary()  # by gathered form
+# Parameters that no optimizer should hold, by identity: name, reason, and a weak reference to the sharded
+# parameter that each is a form of, or None.
+_watched = WeakIdKeyDictionary()
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # `_changes` at the check
 _changes = 0
 _watching = False
 
 
 def look_for_compiler(optimizer: Optimizer | None = None) -> None:
-    """Make gradients in a form that tracers accept, once any function is compiled.
-
-    Optimizers of other libraries may compile parts of their step.
-    """
+    """Make gradients in a form that tracers accept, once any function is compiled."""
+    # Optimizers of other libraries may compile parts of their step.
     foreign = optimizer is not None and not type(optimizer).__module__.startswith(("torch.", "shardwise."))
     process.compiler = process.compiler or foreign or _compat.compiler_in_use()
 
@@ -75,35 +60,34 @@ def watch_replaced(replaced: dict[str, nn.Parameter]) -> None:
         _watching = True
     _changes += 1
     for name, param in replaced.items():
-        _replaced[param] = name
+        _watched[param] = name, _REPLACED, None
 
 
-def watch_gathered(param: Forms, whole: nn.Parameter) -> None:
+def watch_gathered(param: Param, whole: nn.Parameter) -> None:
     """Remember the whole form of a sharded parameter."""
     global _changes
     # An optimizer that was checked may be given this one: check it again.
     _changes += 1
-    _gathered[whole] = param.name
-    _owners[id(whole)] = param
+    _watched[whole] = param.name, _GATHERED, weakref.ref(param)
 
 
-def watch_smaller(param: Forms, piece: nn.Parameter) -> None:
+def watch_smaller(param: Param, piece: nn.Parameter) -> None:
     """Remember a piece over a smaller mesh. No optimizer is checked again for it: forwards make many."""
-    _smaller[piece] = param.name, weakref.ref(param)
+    _watched[piece] = param.name, _SMALLER, weakref.ref(param)
 
 
 def sharded_form(param: Tensor) -> Tensor:
     """Return the sharded form of a parameter in another form, which has its gradient; else `param` itself."""
-    owner = _owners.get(id(param))
-    if owner is not None and owner.unsharded is param:
-        return owner.sharded
-    owner = _smaller[param][1]() if param in _smaller else None
-    return param if owner is None else owner.sharded
+    if param not in _watched:
+        return param
+    _, reason, ref = _watched[param]
+    owner: Any = None if ref is None else ref()
+    is_form = owner is not None and (reason is _SMALLER or owner.unsharded is param)
+    return owner.sharded if is_form else param
 
 
 def was_replaced(param: Tensor) -> bool:
-    """Return whether a sharded parameter has replaced `param`."""
-    return param in _replaced
+    return param in _watched and _watched[param][1] is _REPLACED
 
 
 @_compat.runs_eagerly
@@ -126,10 +110,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def keep_gradients(params: Iterable[Tensor]) -> None:
-    """Keep the memory of freed gradients from being reused before this stream has read it in a step.
-
-    It belongs to the streams of backward, which need not wait for that step (`set_post_optim_event`).
-    """
+    """Keep the memory of freed gradients from being reused before this stream has read it in a step."""
+    # It belongs to the streams of backward, which need not wait for that step (`set_post_optim_event`).
     grads = [param.grad for param in params if param.grad is not None]
     if not process.computing or not grads or grads[0].device.type in WITHOUT_STREAMS:
         return
@@ -144,11 +126,9 @@ def keep_gradients(params: Iterable[Tensor]) -> None:
 def _check(optimizer: Optimizer) -> None:
     _checked[optimizer] = _changes
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    for watched, reason in ((_replaced, _REPLACED), (_gathered, _GATHERED), (_smaller, _SMALLER)):
-        wrong = [watched[param] for param in params if param in watched]
-        if watched is _smaller:
-            wrong = [name for name, _ in wrong]
-        if wrong:
+    held = [_watched[param] for param in params if param in _watched]
+    for reason in (_REPLACED, _GATHERED, _SMALLER):
+        if wrong := [name for name, why, _ in held if why is reason]:
             # Each of its steps raises, not only the first.
             del _checked[optimizer]
             raise ShardingError(

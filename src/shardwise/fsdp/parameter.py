@@ -55,13 +55,7 @@ class Owner(NamedTuple):
 
 
 class ShardedParam(ABC):
-    """A parameter cut over the shard axis.
-
-    Args:
-        param: the whole parameter, or with tensor parallelism a DTensor whose local piece is cut.
-        owners: where it is registered.
-        module: the first of the modules that own it.
-    """
+    """A parameter cut over the shard axis; with tensor parallelism, a DTensor whose local piece is cut."""
 
     # Models have thousands of these. (Attributes that subclasses add are in their dicts.)
     __slots__ = (
@@ -133,13 +127,7 @@ class ShardedParam(ABC):
         """Raise if the user assigned to the sharded form's `data`, which has no effect."""
 
     def check_registered(self, *, smaller: bool) -> None:
-        """Raise if the user replaced the registered form by another parameter.
-
-        Restores the right form where `functional_call` has put back another one.
-
-        Args:
-            smaller: the right form is a piece over a smaller mesh.
-        """
+        """Raise if the user replaced the registered form (the sharded one, or a `smaller` piece)."""
         piece = self.smaller()
         form = piece if smaller and piece is not None else self.sharded
         for owner in self.owners:
@@ -149,7 +137,6 @@ class ShardedParam(ABC):
             owner.parameters[owner.name] = form  # functional_call put back another form
 
     def register_smaller(self, piece: nn.Parameter) -> None:
-        """Register this rank's piece over a smaller mesh."""
         self.smaller = weakref.ref(piece)
         optimizer_watch.watch_smaller(self, piece)
         self.register(piece)  # only modules keep it, and only until the next gather
@@ -186,7 +173,6 @@ class ShardedParam(ABC):
         self.refresh_form()
 
     def replacement_error(self, form: nn.Parameter | None) -> ShardingError:
-        """Make the error for a parameter that the user replaced by `form`."""
         text = f"{type(form).__name__} {tuple(form.shape)}" if form is not None else "nothing"
         return ShardingError(
             f"{here()}: '{self.name}' was replaced by {text}; it can only be replaced by a DTensor of shape"
@@ -197,13 +183,11 @@ class ShardedParam(ABC):
         )
 
     def register(self, form: nn.Parameter) -> None:
-        """Register `form` in every owner."""
         for owner in self.owners:
             owner.parameters[owner.name] = form
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The stored dtype."""
+    def dtype(self) -> torch.dtype:  # as stored
         return self.sharded.dtype if self.is_packed else self.whole.dtype
 
     @property
@@ -246,11 +230,7 @@ class ShardedParam(ABC):
         return self.chosen_grad_dtype[0] if self.chosen_grad_dtype else self.dtype
 
     def refresh_form(self, *, is_new: bool = False) -> None:
-        """Read the `grad_dtype` that the user set on the sharded form, or restore it after a conversion.
-
-        Args:
-            is_new: the form is new, so the user cannot have changed it.
-        """
+        """Read the `grad_dtype` that the user set on the sharded form, or restore it after a conversion."""
         chosen = () if is_new else _compat.chosen_grad_dtype(self.sharded)
         if chosen or not self.chosen_grad_dtype:
             self.chosen_grad_dtype = chosen
@@ -259,11 +239,9 @@ class ShardedParam(ABC):
         self.grads_have_stored_dtype = self.sharded_grad_dtype == self.dtype
 
     def set_leaf_grad_dtype(self, leaf: nn.Parameter) -> None:
-        """Make autograd leave gradients on the unsharded form in the dtype in which they are summed.
-
-        To widen a gradient, autograd would copy it. So gradients that are reduced next stay as they come, and
-        the reduction's copy widens them; gradients added to a wider sum need no copy either.
-        """
+        """Make autograd leave gradients on the unsharded form in the dtype in which they are summed."""
+        # To widen a gradient, autograd would copy it. So gradients that are reduced next stay as they come,
+        # and the reduction's copy widens them; gradients added to a wider sum need no copy either.
         dtype = self.sum_dtype
         if dtype == leaf.dtype or not leaf.is_floating_point():
             return
@@ -281,7 +259,6 @@ class ShardedParam(ABC):
 
     @property
     def has_grad_hooks(self) -> bool:
-        """Whether the user has registered hooks on the sharded parameter's gradient."""
         return bool(_compat.grad_hooks(self.sharded) or _compat.post_accumulate_grad_hooks(self.sharded))
 
     def plain_grad(self, grad: Tensor) -> Tensor:
@@ -308,11 +285,7 @@ class ShardedParam(ABC):
         """Return a part of a reduced buffer as a gradient of the sharded form."""
 
     def assign_grad(self, piece: Tensor) -> None:
-        """Set the sharded gradient, or add to it, with all that torch does for a leaf's gradient.
-
-        Casts it to the dtype that the user chose, lets hooks of `register_hook` change it, and then runs
-        those of `register_post_accumulate_grad_hook`.
-        """
+        """Set the sharded gradient, or add to it, with all that torch does for a leaf's: dtype and hooks."""
         grad = self.as_grad(piece.to(self.sharded_grad_dtype or piece.dtype))
         for change in list((_compat.grad_hooks(self.sharded) or {}).values()):  # a hook may remove itself
             if (changed := change(grad)) is not None:

@@ -7,7 +7,7 @@ wrapped until a pass finds none running; without a profiler there is no cost.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,10 @@ def begin(states: Sequence[ModuleState]) -> None:
     """Record ranges of these states in profiles from now on; the forward of the first has begun."""
     for state in states:
         name = state.name or "the root module"
-        for owner, method in _ranged_methods(state):
-            _wrap_method(owner, method, partial(_ranged, f"shardwise: {_RANGED[method]} {name}"))
+        for owner in (*state.groups, *state.reducers):
+            for method, words in _RANGED.items():
+                if hasattr(owner, method):
+                    _wrap_method(owner, method, partial(_ranged, f"shardwise: {words} {name}"))
         # A list, since a forward may call its own module: ranges end innermost first.
         opened: list[record_function] = []
         for method in _FORWARD:
@@ -37,16 +39,9 @@ def begin(states: Sequence[ModuleState]) -> None:
 def end(states: Sequence[ModuleState]) -> None:
     """Remove the wrappers."""
     for state in states:
-        for owner, method in (*_ranged_methods(state), *((state, method) for method in _FORWARD)):
-            vars(owner).pop(method, None)
-
-
-def _ranged_methods(state: ModuleState) -> Iterator[tuple[Any, str]]:
-    """Yield groups and reducers with their methods that become one range each."""
-    for owner in (*state.groups, *state.reducers):
-        for method in _RANGED:
-            if hasattr(owner, method):
-                yield owner, method
+        for owner in (state, *state.groups, *state.reducers):
+            for method in (*_RANGED, *_FORWARD):
+                vars(owner).pop(method, None)
 
 
 Wrapper = Callable[[Callable[..., Any], Any, Any], Any]  # calls a bound method

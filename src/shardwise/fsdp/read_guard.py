@@ -19,29 +19,20 @@ import re
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 from torch import Tensor
 
 from shardwise import _compat
 from shardwise.errors import LifecycleError, here
 
-
-class Gathers(Protocol):
-    """A group as the guard uses it: its module in words, and whether its memory may be read."""
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def is_unsharded(self) -> bool: ...
-
+Group = Any  # a `ParamGroup`, which imports this file
 
 _FIRST = 1 << 30  # more in-place changes than any tensor sees
 _APART = 1 << 8  # more in-place changes than one pass makes of a group's parameters
 _numbers = itertools.count(_FIRST, _APART)
 # Weak references: saved tensors may keep a number longer than its group lives.
-_groups: weakref.WeakValueDictionary[int, Gathers] = weakref.WeakValueDictionary()
+_groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
 _VERSION = re.compile(r"is at version \d+; expected version (\d+)")
 _CHANGED = (
     "was changed in place while gathered, by the module's forward or between forward and backward, but"
@@ -55,13 +46,9 @@ ESCAPED = (
 
 
 class ReadGuard:
-    """Allows or forbids reading saved tensors of a group's memory; `explain` says what went wrong.
+    """Allows or forbids reading saved tensors of a group's memory: of `tensors`, one per version counter."""
 
-    Args:
-        tensors: the tensors that autograd sees of it, one per version counter.
-    """
-
-    def __init__(self, group: Gathers, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, group: Group, tensors: Iterable[Tensor]) -> None:
         number = next(_numbers)
         _groups[number] = group
         behind = tuple(tensors)

@@ -19,7 +19,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise import _compat
 from shardwise.comm import CommStreams, ReduceResult, divide_factors, foreach_reduce
@@ -174,7 +173,7 @@ class GradReducer(ABC):
             factor=settings.divide_factor,
             force_sum=settings.force_sum,
         )
-        plan = Reduction(
+        plan = self._plans[kind] = Reduction(
             shard_group=shard_group,
             replicate_group=replicate_group,
             dtype=dtype,
@@ -189,15 +188,12 @@ class GradReducer(ABC):
             hook_stream=settings.all_reduce_hook_stream,
             replicate_scatter=settings.reduce_scatter if scatters_twice else None,
         )
-        self._plans[kind] = plan
         return plan
 
     def shard_becomes_grads(self, params: Sequence[ShardedParam], plan: Reduction) -> bool:
-        """Return whether the shard that a reduce-scatter leaves becomes the gradients unchanged.
-
-        Such a shard is memory of computation's stream, to reuse what logits and activations free. A shard
-        that is freed before computation has waited for it is memory of the stream that reduces.
-        """
+        """Return whether the shard that a reduce-scatter leaves becomes the gradients unchanged."""
+        # Such a shard is memory of computation's stream, to reuse what logits and activations free. A shard
+        # that is freed before computation has waited for it is memory of the stream that reduces.
         return (
             plan.shard_ranks > 1
             and plan.dtype == plan.result_dtype
@@ -387,6 +383,6 @@ class InterleavedReducer(GradReducer):
                     sharded.grad = param.as_grad(piece)
                 else:  # as `dtensor_at` makes it
                     begin = sharded._local_tensor  # type: ignore[attr-defined]
-                    grad = _compat.new_dtensor(DTensor, begin, param.spec, requires_grad=False)
+                    grad = _compat.dtensor(begin, param.spec)
                     grad._local_tensor = piece
                     sharded.grad = grad

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from shardwise import _compat
 from shardwise.errors import ShardingError, here
@@ -64,17 +64,12 @@ class RowsParam(ShardedParam):
     def _check_placement(self, placement: ParamPlacement | None) -> RaggedShard | Owned:
         if isinstance(placement, (RaggedShard, Owned)):
             return placement
-        if placement is None or (isinstance(placement, Shard) and placement.dim in (0, -len(self.shape))):
+        if placement is None or placement.dim in (0, -len(self.shape)):
             return _ROWS
-        if isinstance(placement, Shard):
-            raise ShardingError(
-                f"{here()}: '{self.name}' of shape {tuple(self.shape)} cannot be sharded on dim"
-                f" {placement.dim}: the contiguous layout shards parameters on dim 0 only, in one piece;"
-                ' return Shard(0) from shard_placement_fn, or use layout="interleaved"'
-            )
         raise ShardingError(
-            f"{here()}: shard_placement_fn must return Shard(0), RaggedShard, Owned, a ShardPlacementResult"
-            f" or None for '{self.name}', got {placement!r}"
+            f"{here()}: '{self.name}' of shape {tuple(self.shape)} cannot be sharded on dim {placement.dim}:"
+            " the contiguous layout shards parameters on dim 0 only, in one piece; return Shard(0) from"
+            ' shard_placement_fn, or use layout="interleaved"'
         )
 
     def assign_rows(self, layout: ContiguousLayout, place: Place, groups: tuple[ProcessGroup, ...]) -> None:

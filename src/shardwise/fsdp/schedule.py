@@ -84,10 +84,6 @@ class Schedule:
         elif pending is not unless:
             pending.release()
 
-    def _groups(self) -> list[Any]:
-        root = self.root()
-        return [] if root is None else [group for group, _ in root.all_groups]
-
     # Accelerator streams only
 
     def follow_optimizer(self) -> None:
@@ -100,8 +96,10 @@ class Schedule:
             return
         wait_for(event, self.streams.copy_in)
         wait_for(event, self.streams.all_gather)
+        root = self.root()
+        groups = [] if root is None else [group for group, _ in root.all_groups]
         # Some are refreshed, or gathered asynchronously, on this stream.
-        if not all(g.gathers and not g.settings.unshard_async_op for g in self._groups()):
+        if not all(group.gathers and not group.settings.unshard_async_op for group in groups):
             wait_for(event, current_stream(self.device))
 
     def finish_gather(self, result: AllGatherResult, *, forward: bool) -> None:

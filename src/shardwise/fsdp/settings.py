@@ -55,11 +55,8 @@ class ModuleSettings(nn.Module):
             trace_plan.refresh(state)
 
     def _refuse_custom(self, group: ParamGroup, method: str) -> None:
-        for comm, shipped in (
-            (group.settings.all_gather, (DefaultAllGather, SymmetricAllGather)),
-            (group.settings.reduce_scatter, (DefaultReduceScatter,)),
-        ):
-            if not isinstance(comm, shipped):
+        for comm in (group.settings.all_gather, group.settings.reduce_scatter):
+            if not isinstance(comm, (DefaultAllGather, DefaultReduceScatter)):
                 raise ShardingError(
                     f"{here()}: {method} cannot be used with the custom communication {type(comm).__name__},"
                     " which allocates its own buffers"
@@ -229,10 +226,18 @@ class ModuleSettings(nn.Module):
         cache: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for state in self._states(recurse):
             for group in state.groups:
-                if isinstance(group.info, FSDPMeshInfo):
-                    group.settings.reduce_scatter_group = _separate_group(group, cache) if enable else None
-                    if group.orders:  # after a first forward: ranks that wait here in vain must be ended too
-                        group.join_orders()
+                if not isinstance(group.info, FSDPMeshInfo):
+                    continue
+                ranks = tuple(dist.get_process_group_ranks(group.info.shard_process_group))
+                # One for all groups over the same ranks: a process group costs connections.
+                if enable and ranks not in cache:
+                    # Collective over these ranks only: others may make theirs at another time, or none.
+                    cache[ranks] = group.settings.reduce_scatter_group or dist.new_group(
+                        list(ranks), use_local_synchronization=True, group_desc="shardwise_reduce_scatter"
+                    )
+                group.settings.reduce_scatter_group = cache.get(ranks)
+                if group.orders:  # after a first forward: ranks that wait here in vain must be ended too
+                    group.join_orders()
         self._forget_plans(recurse)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -243,10 +248,9 @@ class ModuleSettings(nn.Module):
                 continue
             info = group.info
             reduce_group = group.settings.reduce_scatter_group or info.shard_process_group
-            group.settings.all_gather = (
-                ProcessGroupAllocAllGather(info.shard_process_group) if enable else AutoAllGather()
-            )
-            group.settings.reduce_scatter = (
+            settings, gather_group = group.settings, info.shard_process_group
+            settings.all_gather = ProcessGroupAllocAllGather(gather_group) if enable else AutoAllGather()
+            settings.reduce_scatter = (
                 ProcessGroupAllocReduceScatter(reduce_group) if enable else AutoReduceScatter()
             )
         self._forget_plans(False)
@@ -278,15 +282,3 @@ def states_of(modules: Sequence[ModuleSettings]) -> list[FSDPState]:
                 f"{here()}: expected modules that fully_shard was applied to, got {type(module)}"
             )
     return [module._shardwise_state for module in modules]
-
-
-def _separate_group(group: ParamGroup, cache: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup:
-    assert group.shard_group is not None
-    ranks = tuple(dist.get_process_group_ranks(group.shard_group))
-    # One for all groups over the same ranks: a process group costs connections.
-    if ranks not in cache:
-        # Collective over these ranks only: others may make theirs at another time, or none.
-        cache[ranks] = group.settings.reduce_scatter_group or dist.new_group(
-            list(ranks), use_local_synchronization=True, group_desc="shardwise_reduce_scatter"
-        )
-    return cache[ranks]

@@ -24,7 +24,7 @@ from shardwise.fsdp.autograd_hooks import attach_post_backward, attach_within_tr
 from shardwise.fsdp.fast import process
 from shardwise.fsdp.group import Form
 from shardwise.fsdp.lifecycle import TABLE, Action, Event, TrainingState, advance
-from shardwise.fsdp.module_state import ModuleState, live_states
+from shardwise.fsdp.module_state import ModuleState
 from shardwise.fsdp.optimizer_watch import look_for_compiler
 from shardwise.fsdp.reduction import check_grad_dtypes
 from shardwise.fsdp.schedule import Schedule
@@ -54,7 +54,7 @@ class FSDPState(ModuleState):
 
     def become_root(self) -> Schedule:
         schedule = super().become_root()
-        interrupted.watch_backward(live_states)
+        interrupted.watch_backward()
         return schedule
 
     # Forward
@@ -182,11 +182,9 @@ class FSDPState(ModuleState):
 
     @_compat.runs_eagerly
     def abandon_forward(self) -> None:
-        """Undo all effects of a forward that raised, so that it may be tried again.
-
-        Inside backward the state stays: recomputation raises on purpose once it has what it needs, and
-        backward continues.
-        """
+        """Undo all effects of a forward that raised, so that it may be tried again."""
+        # Inside backward the state stays: recomputation raises on purpose once it has what it needs, and
+        # backward continues.
         self.running -= 1
         if not self.running and self.training_state is _FORWARD and not _compat.in_backward():
             interrupted.forget_forward(self)
@@ -204,11 +202,9 @@ class FSDPState(ModuleState):
             order.leave(reason)
 
     def _leave(self, schedule: Schedule, output: Any) -> Any:
-        """Defer this module's release until the next module runs, and hook its output.
-
-        A module larger than most, such as a head over a large vocabulary, is released at once: kept for
-        backward, it would take memory beside the loss's own.
-        """
+        """Defer this module's release until the next module runs, and hook its output."""
+        # A module larger than most, such as a head over a large vocabulary, is released at once: kept for
+        # backward, it would take memory beside the loss's own.
         grad_enabled = is_grad_enabled()
         # A recomputation frees nothing, since its backward follows, and is not part of forward's order.
         if _compat.backward_pass() == -1:
@@ -232,7 +228,7 @@ class FSDPState(ModuleState):
         return output
 
     def _end_pass(self, schedule: Schedule, output: Any) -> Any:
-        """End a pass when its first module ends: complete unfinished lists; keep what backward needs first.
+        """End a pass when its first module ends: complete lists; keep what backward needs first.
 
         Nothing is kept if the root reshards, since the user then wants the memory between forward and
         backward, or if forward ran without gradients, since no backward follows. Without gradients the root's
@@ -380,11 +376,7 @@ class FSDPState(ModuleState):
         self.reduce(schedule)
 
     def reduce(self, schedule: Schedule, *, unsynced_only: bool = False) -> None:
-        """Reduce gradients, or keep them for a later reduction, and reshard.
-
-        Args:
-            unsynced_only: reduce only gradients that were kept.
-        """
+        """Reduce gradients (with `unsynced_only`, those that were kept) or keep them for later; reshard."""
         if len(self.made_on) > 1 and schedule.streams is not None:
             self.keep_gradients(schedule.streams)
         for group, reducer in self.in_reverse:

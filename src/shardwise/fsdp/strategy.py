@@ -69,16 +69,7 @@ def _usual(replicates: bool, shards: bool) -> Strategy:
 
 
 def checked_strategy(name: StrategyName, info: DataParallelMeshInfo, *, has_all: bool) -> StrategyName | None:
-    """Return `name`, or None if the layout has only the usual strategy of the mesh and `name` is that one.
-
-    Args:
-        name: as for `fully_shard`.
-        info: the mesh's axes.
-        has_all: whether the layout has all strategies.
-
-    Raises:
-        ShardingError: as `strategy_for`, or for a strategy that the layout does not have.
-    """
+    """Return `name` if the layout has all strategies; None if it has only the usual one, and it is that."""
     if name in NAMED and name not in ("fsdp", "hsdp") and not has_all:
         raise ShardingError(
             f'{here()}: strategy={name!r} needs layout="contiguous"; the interleaved layout has fsdp (1-D'
@@ -93,11 +84,7 @@ def checked_strategy(name: StrategyName, info: DataParallelMeshInfo, *, has_all:
 
 
 def strategy_for(name: StrategyName | None, info: DataParallelMeshInfo) -> Strategy:
-    """Return the named strategy on the axes of `info`; None: FSDP on a shard axis, DDP on a replicate one.
-
-    Raises:
-        ShardingError: an unknown name, or a strategy for a mesh with another number of dims.
-    """
+    """Return the named strategy on the axes of `info`; None: FSDP on a shard axis, DDP on a replicate one."""
     if name is None:
         return _usual(isinstance(info, DDPMeshInfo), isinstance(info, FSDPMeshInfo))
     if name not in NAMED:

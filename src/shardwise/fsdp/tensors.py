@@ -38,9 +38,7 @@ def map_tensors(
 ) -> Any:
     """Return `value` with every tensor replaced by `fn(tensor)`; the same object if nothing changed.
 
-    Args:
-        rebuilt: filled with lists, dicts and dataclasses that were rebuilt, for `hand_back`.
-        memo: what became of containers by id, for those that are met again; made here if None.
+    `rebuilt` gets lists, dicts and dataclasses that were rebuilt; `memo` has what became of each, by id.
     """
     if isinstance(value, Tensor):
         return fn(value)
@@ -144,12 +142,9 @@ def _fields_of(value: Any) -> dict[str, Any]:
 
 
 def hand_back(rebuilt: Rebuilt, output: Any = None, inputs: Any = None) -> Any:
-    """Write what a forward wrote to rebuilt containers to those that its caller gave.
+    """Write what a forward wrote to rebuilt containers to its caller's, and put these into the output.
 
-    Returns the forward's output, with the caller's containers in place of rebuilt ones.
-
-    Args:
-        inputs: the forward's arguments, which may hold objects that were not rebuilt, and written to.
+    `inputs`, the forward's arguments, may hold objects that were not rebuilt, and written to.
     """
     for value, built, contents, attributes in reversed(rebuilt):  # outer ones first, the last rebuilt first
         for name, item in _attributes_of(built).items():
@@ -188,9 +183,7 @@ def _with_originals(output: Any, rebuilt: Rebuilt, inputs: Any) -> Any:
             return value
         if isinstance(value, tuple):
             items = [restore(item) for item in value]
-            if all(map(is_, items, value)):
-                return value
-            return _like(value, items)
+            return value if all(map(is_, items, value)) else _like(value, items)
         return restore_items(value)
 
     def restore_items(value: Any) -> Any:

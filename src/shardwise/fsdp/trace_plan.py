@@ -40,14 +40,10 @@ from shardwise.mesh import DDPMeshInfo
 _LOG = logging.getLogger("shardwise")
 _OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg"}
 
-
 # Segments in which nothing trained when their graphs were traced, with their groups and parameters.
-_Frozen = tuple[weakref.ref[ParamGroup], Sequence[ShardedParam]]
-_frozen: weakref.WeakKeyDictionary[Segment, _Frozen] = weakref.WeakKeyDictionary()
-
-
-class _Unfrozen:
-    looked_at = -1  # the count of optimizer steps when the frozen ones were last checked
+_frozen: weakref.WeakKeyDictionary[Segment, tuple[weakref.ref[ParamGroup], Sequence[ShardedParam]]]
+_frozen = weakref.WeakKeyDictionary()
+_looked_at = [-1]  # the count of optimizer steps when they were last checked
 
 
 def prepare(state: ModuleState) -> None:
@@ -84,11 +80,9 @@ def _prepare(state: ModuleState) -> None:
 
 
 def needs_segments(group: ParamGroup) -> bool:
-    """Return whether the group has no segments, or other parameters train than when they were made.
-
-    Settles first which ones do: the user may have set it on gathered parameters.
-    """
-    _settle(group)
+    """Return whether the group has no segments, or other parameters train than when they were made."""
+    # Settles first which ones do: the user may have set it on gathered parameters.
+    ParamGroup.follow_changes(group)  # not the layout's, which checks memory: it may be half-way converted
     return group.traced is None or (
         isinstance(group.traced, list)
         and any(
@@ -96,11 +90,6 @@ def needs_segments(group: ParamGroup) -> bool:
             for segment, params in zip(group.traced, group.members, strict=True)
         )
     )
-
-
-def _settle(group: ParamGroup) -> None:
-    # Without a layout's check of memory, which models that are half-way converted do not pass.
-    ParamGroup.follow_changes(group)
 
 
 def refresh(state: ModuleState) -> None:
@@ -160,10 +149,9 @@ def _segment(state: ModuleState, group: ParamGroup, reducer: GradReducer, index:
         trained = [param for param, trains in zip(params, cut.trains, strict=True) if trains]
         assign = reducer.assigner(index, trained)
         segment.assign = partial(_assign, myself, weakref.ref(group), assign, tuple(params))
+        take = partial(_take, myself, weakref.ref(state), weakref.ref(group))
         for leaf in (segment.route, segment.whole):
-            leaf.register_post_accumulate_grad_hook(
-                partial(_take, myself, weakref.ref(state), weakref.ref(group))
-            )
+            leaf.register_post_accumulate_grad_hook(take)
     return segment
 
 
@@ -196,14 +184,14 @@ def _assign(
     owner.reshard()
     trains = zip(params, alive.cut.trains, strict=True)
     changed = [param.name for param, trained in trains if param.sharded.requires_grad != trained]
-    if _Unfrozen.looked_at != process.steps:  # once a step: no gradient comes for these
+    if _looked_at != [process.steps]:  # once a step: no gradient comes for these
         changed += _unfrozen()
     if changed:
         raise LifecycleError(
             f"{here()}: requires_grad of {changed} changed after compilation; call torch.compiler.reset()"
             " after freezing or unfreezing parameters"
         )
-    _Unfrozen.looked_at = process.steps
+    _looked_at[:] = [process.steps]
     try:
         assign(grad)
     except RuntimeError:
@@ -216,7 +204,7 @@ def _unfrozen() -> list[str]:
     names: list[str] = []
     for ref, params in list(_frozen.values()):
         if (group := ref()) is not None:
-            _settle(group)
+            ParamGroup.follow_changes(group)
             names += [param.name for param in params if param.sharded.requires_grad]
     return names
 
@@ -228,10 +216,8 @@ def _take(
     group: weakref.ref[ParamGroup],
     leaf: Tensor,
 ) -> None:
-    """Hand parameters the gradient that a backward left on a leaf: a reduced one, or one to reduce.
-
-    Keeps the sum of unsynchronised backwards; the first backward that synchronises again reduces it.
-    """
+    """Hand parameters the gradient that a backward left on a leaf: a reduced one, or one to reduce."""
+    # Keeps the sum of unsynchronised backwards; the first backward that synchronises again reduces it.
     alive, live_state, owner, grad = segment(), state(), group(), leaf.grad
     if live_state is not None and live_state.schedule is not None and live_state.schedule.manual:
         live_state.schedule.unfinished = True  # until `finalize_backward`

@@ -249,11 +249,9 @@ def _unshard(segment: Segment, sync: bool) -> Any:
 
 
 def can_hold(state: Any) -> bool:
-    """Return whether the graph that is being traced can hold this call's gather.
-
-    The first module of a list to run gathers for all of them, until their root ends. What is gathered inside
-    a checkpoint cannot be used outside it.
-    """
+    """Return whether the graph that is being traced can hold this call's gather."""
+    # The first module of a list to run gathers for all of them, until their root ends. What is gathered
+    # inside a checkpoint cannot be used outside it.
     if not state.is_list or state.hidden is not None:
         return True
     return bool(state.root_depth == _compat.depth_in_graph())

@@ -114,7 +114,7 @@ def simulated(order: Order | None = None) -> Iterator[Findings]:
     findings.simulation = simulation = Simulation(findings._report)
     threads_before = set(threading.enumerate())
     # This wraps autograd's engine permanently, so it must come before the temporary wrapper.
-    watch_backward(live_states)
+    watch_backward()
     with ExitStack() as stack:
         stack.enter_context(running_in(simulation))
         for patch in _patches(simulation):
