@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from shardwise.fsdp import FSDPModule
 from shardwise.fsdp.module import compile_gathered
 from shardwise.fsdp.module_state import states_in
 from shardwise.graph.passes import Passes
-from shardwise.graph.passes.check_order import check_text, graphs_in, order_text
+from shardwise.graph.passes.check_order import check_order, graphs_in, order_text
 
 BACKENDS = ("inductor", *_compat.AOT_EAGER, "eager")
 MODES = ("full", "regional")
@@ -88,8 +88,18 @@ def compile(
             'prefetch, max_unsharded and merge_bytes are of mode "full"; in mode "regional" groups are'
             " gathered when the uncompiled model gathers them; set_modules_to_forward_prefetch changes that"
         )
+    arguments = with_passes(backend, passes, options=options)
+    compiler: Any = arguments["backend"]
+    if backend == "inductor":
+        compiler = _compat.inductor(arguments["options"], dynamic)
+    elif backend == "eager":
+        compiler = lambda module, inputs: module  # noqa: E731
+    elif not callable(compiler):
+        raise ShardingError(
+            f"backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}, or a callable that"
+            " torch.compile would take"
+        )
     # Next to graph breaks, or between collectives of sharded modules, a graph may exist on one rank only.
-    compiler = _backend(backend, passes, dynamic, options)
     run = _agreed(compiler, sharded, compare_empty=mode == "full" and fullgraph)
     if mode == "full":
         return torch.compile(model, backend=run, fullgraph=fullgraph, dynamic=dynamic)
@@ -97,23 +107,6 @@ def compile(
         if not any(isinstance(inner, FSDPModule) for inner in module.modules() if inner is not module):
             compile_gathered(module, backend=run, fullgraph=fullgraph, dynamic=dynamic)
     return model
-
-
-def _backend(
-    backend: str | Backend, passes: Passes, dynamic: bool | None, options: dict[str, Any] | None
-) -> Backend:
-    arguments = with_passes(backend, passes, options=options)
-    if backend == "inductor":
-        return _compat.inductor(arguments["options"], dynamic)
-    if backend == "eager":
-        return lambda module, inputs: module
-    compiler = arguments["backend"]
-    if not callable(compiler):
-        raise ShardingError(
-            f"backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}, or a callable that"
-            " torch.compile would take"
-        )
-    return cast(Backend, compiler)
 
 
 def _agreed(backend: Backend, sharded: list[FSDPModule], *, compare_empty: bool) -> Backend:
@@ -129,7 +122,7 @@ def _agreed(backend: Backend, sharded: list[FSDPModule], *, compare_empty: bool)
         try:
             text = order_text(graphs_in(module), groups=named)
             if text not in agreed and (text or compare_empty):
-                check_text(text, groups=groups, device=device)
+                check_order(text, groups=groups, device=device)
                 agreed.add(text)
             return backend(module, inputs)
         except Exception as raised:

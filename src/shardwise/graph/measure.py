@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 from torch import Tensor
@@ -237,10 +237,6 @@ def _is_tensor(node: Node) -> bool:
 
 def _runs(places: Iterable[int]) -> Sequence[tuple[int, int]]:
     """Return the first and last place of each run of consecutive places."""
-    runs: list[tuple[int, int]] = []
-    for place in sorted(places):
-        if runs and runs[-1][1] == place - 1:
-            runs[-1] = (runs[-1][0], place)
-        else:
-            runs.append((place, place))
-    return runs
+    grouped = groupby(enumerate(sorted(places)), key=lambda item: item[1] - item[0])
+    runs = [[place for _, place in run] for _, run in grouped]
+    return [(run[0], run[-1]) for run in runs]

@@ -62,16 +62,20 @@ def _runs(graph: Graph, kind: str, nbytes: int) -> list[list[Collective]]:
         if c.kind != kind:
             continue
         run = runs[-1] if runs else []
-        fits = run and sum(o.bytes for o in run) + c.bytes <= nbytes and _can_merge(run[0], c)
-        if fits and (_can_gather(run[0], c) if kind == GATHER else _can_reduce([*run, c], reductions)):
+        if run and sum(o.bytes for o in run) + c.bytes <= nbytes and _can_merge([*run, c], reductions):
             run.append(c)
         else:
             runs.append([c])
     return [run for run in runs if len(run) > 1]
 
 
-def _can_merge(first: Collective, other: Collective) -> bool:
-    for c in (first, other):
+def _can_merge(run: list[Collective], reductions: dict[Node, Collective]) -> bool:
+    """Return whether `run`, but for its last known to merge, can be issued where one of it is.
+
+    That is the first of gathers, and the last of reductions, among all `reductions` of the graph.
+    """
+    first, last = run[0], run[-1]
+    for c in (first, last):
         if is_coalesced(c.issue) or writes(c.issue) or len(c.waits) != 1:
             return False
         shapes = [values(node)[0] for node in (*c.inputs, c.wait)]
@@ -79,23 +83,14 @@ def _can_merge(first: Collective, other: Collective) -> bool:
             return False
         if not all(value.is_contiguous() for value in shapes):
             return False
-    return (first.group, first.dtype, first.op) == (other.group, other.dtype, other.op)
-
-
-def _can_gather(first: Collective, other: Collective) -> bool:
-    """Return whether `other` can be issued where `first` is."""
-    if not is_of_inputs(first.issue) or not is_of_inputs(other.issue):
+    if (first.group, first.dtype, first.op) != (last.group, last.dtype, last.op):
         return False
-    return first_write(first.issue, other.issue) is None
-
-
-def _can_reduce(run: list[Collective], reductions: dict[Node, Collective]) -> bool:
-    """Return whether all of `run` can be issued where the last is, among all `reductions` of the graph."""
-    first, last = run[0], run[-1]
-    chains = [_chain(c, reductions) for c in run[:-1]]
-    own = {c.issue for c in run} | {node for chain in chains for node in chain}
     if first_write(first.issue, last.issue) is not None:
         return False
+    if first.kind == GATHER:
+        return is_of_inputs(first.issue) and is_of_inputs(last.issue)
+    chains = [_chain(c, reductions) for c in run[:-1]]
+    own = {c.issue for c in run} | {node for chain in chains for node in chain}
     if any(first.issue < node < last.issue and node not in own for node in reductions):
         return False  # an all-reduce after these would move past it
     return all(last.issue < user for chain in chains for user in uses(chain)[:1])
