@@ -87,7 +87,10 @@ def run_ranks(
                 sender.close()
                 children.append(_Child(rank, label, log, process, receiver))
             _listen(children, timeout)
-            _raise_failure(children)
+            if failed := [(*child.failure, child) for child in children if child.failure is not None]:
+                _, message, trace, child = min(failed, key=itemgetter(0))
+                output = "" if trace is None else trace or _tail(child.log)
+                raise RankError(message, rank=child.rank, traceback=output)
             return [child.value for child in children]
         finally:
             _end(children)
@@ -151,8 +154,11 @@ def _listen(children: list[_Child], timeout: float) -> None:
         remaining = min(deadline, grace_end) - time.monotonic()
         ready = wait([child.pipe for child in open_children], max(remaining, 0.0))
         if not ready:
-            if grace_end == math.inf:
-                _record_hang(open_children, timeout)
+            if grace_end == math.inf:  # the first process still running fails, with the stacks of all
+                stacks = "\n".join(f"{child.label}:\n{_tail(child.log)}" for child in open_children)
+                waiting = ", ".join(child.label for child in open_children)
+                message = f"no process made progress for {timeout:g} s; still running: {waiting}"
+                open_children[0].failure = (time.monotonic(), message, stacks)
             return
         deadline = time.monotonic() + timeout
         for child in open_children:
@@ -185,21 +191,6 @@ def _death(exitcode: int | None) -> str:
     with contextlib.suppress(ValueError):
         return f"signal {signal.Signals(-exitcode).name}"
     return f"signal {-exitcode}"
-
-
-def _record_hang(children: list[_Child], timeout: float) -> None:
-    """Mark the first process still running as failed, with the stacks of all."""
-    stacks = "\n".join(f"{child.label}:\n{_tail(child.log)}" for child in children)
-    waiting = ", ".join(child.label for child in children)
-    message = f"no process made progress for {timeout:g} s; still running: {waiting}"
-    children[0].failure = (time.monotonic(), message, stacks)
-
-
-def _raise_failure(children: list[_Child]) -> None:
-    if failed := [(*child.failure, child) for child in children if child.failure is not None]:
-        _, message, trace, child = min(failed, key=itemgetter(0))
-        output = "" if trace is None else trace or _tail(child.log)
-        raise RankError(message, rank=child.rank, traceback=output)
 
 
 def _tail(log: Path) -> str:

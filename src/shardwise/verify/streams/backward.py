@@ -16,36 +16,29 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from shardwise import _compat
-from shardwise.verify.streams.clocks import Clock, Line, merge
+from shardwise.verify.streams.clocks import Clock, merge
 
 ACCUMULATES = 1 << 62  # first number of nodes that accumulate gradients
 
 
-class Stream(Protocol):
-    """The part of a stream that autograd needs."""
-
-    @property
-    def line(self) -> Line: ...
+Stream = Any  # of `streams`, which imports this module
 
 
-S = TypeVar("S", bound=Stream)
-
-
-class Backward(Generic[S]):
+class Backward:
     """One call of the engine."""
 
     def __init__(
         self,
         roots: Sequence[Any],
         requested: Sequence[Any],
-        caller: S,
-        stream_of: Callable[[int], S],
-        record_stream: Callable[[Tensor, S], None],
+        caller: Stream,
+        stream_of: Callable[[int], Stream],
+        record_stream: Callable[[Tensor, Stream], None],
     ) -> None:
         self.caller = self.stream = caller  # streams: current at the call, and of the running node
         self.parent = _compat.autograd_node()  # that made the call, if any
@@ -144,7 +137,7 @@ class Backward(Generic[S]):
             merge(line.clock, self._arrivals.get(id(node), {}))
             merge(self.caller.line.clock, line.clock)
 
-    def _stream_of(self, node: Any) -> S:
+    def _stream_of(self, node: Any) -> Stream:
         number = _compat.node_number(node)
         if number >= ACCUMULATES:
             number = self._first_uses.get(id(node), number)

@@ -189,7 +189,7 @@ class Timeline:
         self._current: list[tuple[Stream, int | None]] = []  # entered streams, and inside which node
         # Upper bounds of node numbers, and their streams.
         self._node_streams: tuple[list[int], list[Stream]] = ([], [])
-        self._backwards: list[Backward[Stream]] = []  # each called by a node of the one before
+        self._backwards: list[Backward] = []  # each called by a node of the one before
         self.on_wait: Callable[[Clock], None] | None = None  # called with what the host waits for
         self._last_query: Clock | None = None  # what the host last asked about
         # Called with each operation, and the clock of what it comes after.
@@ -216,7 +216,10 @@ class Timeline:
         node = self._node()
         if self._current and self._current[-1][1] == node:
             return self._current[-1][0]
-        return self._outer if node is None else self._backwards[-1].stream
+        if node is not None:
+            stream: Stream = self._backwards[-1].stream
+            return stream
+        return self._outer
 
     @property
     def _outer(self) -> Stream:

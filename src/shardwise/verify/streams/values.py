@@ -89,10 +89,6 @@ class _Shadow:
     waiting: list[_Job] = field(default_factory=list)  # operations that are still to run on it
     is_new_on_host: bool = False  # whether its contents before the operation being deferred are unknown
 
-    def may_be_given_out(self) -> bool:
-        """Return whether every stream passed to `record_stream` is done with this memory."""
-        return not any(job.operation.line in self.block.guarded for job in self.waiting)
-
 
 class Late:
     """Runs a simulation's operations a second time, in another order."""
@@ -330,7 +326,8 @@ class Late:
             for shadow in job.uses:
                 shadow.predecessors = [freed for freed in shadow.predecessors if freed.waiting]
                 for freed in shadow.predecessors:
-                    if freed.may_be_given_out():
+                    # once every stream passed to `record_stream` is done with this memory
+                    if not any(job.operation.line in freed.block.guarded for job in freed.waiting):
                         _forget(freed.memory)
                         if shadow not in freed.successors:
                             freed.successors.append(shadow)
