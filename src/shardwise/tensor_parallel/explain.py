@@ -115,10 +115,14 @@ def explain(program: ExportedProgram) -> Explanation:
     record = record_of(program)
     rows = []
     for name, entry in record["parameters"].items():
-        placement = placement_from_json(entry["placement"])
+        placement, text = placement_from_json(entry["placement"]), "replicate"
+        if isinstance(placement, Split):
+            ranges = placement.ranges[record["rank"]]
+            part = ", ".join(f"{begin}:{end}" for begin, end in ranges[:3]) or "nothing"
+            text = f"dim {placement.dim} [{part}{', ...' if len(ranges) > 3 else ''}]"
         itemsize = getattr(torch, entry["dtype"]).itemsize
         local = math.prod(local_shape(placement, entry["shape"], record["rank"])) * itemsize
-        whole, text = math.prod(entry["shape"]) * itemsize, _placement_text(placement, record["rank"])
+        whole = math.prod(entry["shape"]) * itemsize
         rows.append(ParameterRow(name, entry["style"], text, local, whole, entry["tied"]))
     return Explanation(
         record["rank"],
@@ -142,11 +146,3 @@ def counts(program: ExportedProgram) -> dict[str, int]:
 def _bytes(value: Any) -> int | None:
     is_static = isinstance(value, Tensor) and all(isinstance(size, int) for size in value.shape)
     return value.nbytes if is_static else None
-
-
-def _placement_text(placement: Any, rank: int) -> str:
-    if not isinstance(placement, Split):
-        return "replicate"
-    part = ", ".join(f"{begin}:{end}" for begin, end in placement.ranges[rank][:3]) or "nothing"
-    suffix = ", ..." if len(placement.ranges[rank]) > 3 else ""
-    return f"dim {placement.dim} [{part}{suffix}]"

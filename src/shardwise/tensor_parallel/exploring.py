@@ -149,9 +149,6 @@ def explore(whole: Whole, ranks: int) -> Space:
     return Space(ranks, groups, tuple(walk.steps), unused, names, sizes)
 
 
-# ------------------------------------------------------------ uses of each operation
-
-
 class _Exploration:
     """Goes through the program once, and tracks all states that each value can be in."""
 
@@ -279,9 +276,6 @@ def _metadata(x: fx.Node) -> Any:
     return tuple(metadata)
 
 
-# ------------------------------------------------------------ sizes
-
-
 def _flops(node: fx.Node) -> int:
     """Count the FLOPs of a product, a convolution or attention; other operations count as 0."""
     op, args = op_of(node), args_of(node)
@@ -300,9 +294,6 @@ def _sizes(node: fx.Node) -> list[int]:
     return [hint(size) for size in several(node.meta["val"])[0].shape]
 
 
-# ------------------------------------------------------------ groups of weights
-
-
 def _group_weights(whole: Whole) -> tuple[Group, ...]:
     """Return the weights, those of repeated layers together, each with the vectors of its module."""
     kinds = {spec.target: spec.kind for spec in whole.program.graph_signature.input_specs}
@@ -317,7 +308,11 @@ def _group_weights(whole: Whole) -> tuple[Group, ...]:
             weights[name] = node
         else:
             vectors_of[name.rpartition(".")[0]].append(name)
-    repeats = find_repeats({name: _weight_kind(node) for name, node in weights.items()})
+    shapes_and_users: dict[str, tuple[Any, ...]] = {}
+    for name, node in weights.items():
+        value, users = node.meta["val"], [x for user in node.users for x in (user, *user.users)]
+        shapes_and_users[name] = (*map(hint, value.shape), str(value.dtype), *map(name_of, users))
+    repeats = find_repeats(shapes_and_users)
     groups: dict[str, list[str]] = defaultdict(list)
     for name in weights:
         groups[repeats[name]].append(name)
@@ -337,13 +332,6 @@ def _first_states(parameter: fx.Node, name: str) -> tuple[State, ...]:
     module = name.rpartition(".")[0]
     styles = [resolve_style(parameter, style, module)[1] for style in STYLES[1:]]
     return tuple(State(None, style=style, local=parameter.meta["val"]) for style in (None, *styles))
-
-
-def _weight_kind(weight: fx.Node) -> tuple[Any, ...]:
-    """Return a key equal for similar weights: shape, dtype, their users, and the users of these."""
-    value = weight.meta["val"]
-    operations = [name_of(x) for user in weight.users for x in (user, *user.users)]
-    return (*map(hint, value.shape), str(value.dtype), *operations)
 
 
 def find_repeats(kinds: dict[str, tuple[Any, ...]]) -> dict[str, str]:

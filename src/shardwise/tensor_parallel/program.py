@@ -131,9 +131,6 @@ def _check_whole(program: Any) -> None:
             )
 
 
-# ------------------------------------------------------------ styles, as parameters are used
-
-
 def resolve_style(weight: fx.Node, style: str, module: str) -> tuple[int | None, str]:
     """Return the dim that `style` cuts where `module` uses `weight`, and the style that cuts it at first use.
 
@@ -153,9 +150,6 @@ def _cut_dim(style: str, user: fx.Node, weight: fx.Node) -> int | None:
         return None
     in_first = op_of(user) in ("embedding", "mm", "addmm")  # [rows, columns], [in, out]
     return int(in_first == (style == "column"))
-
-
-# ------------------------------------------------------------ node by node
 
 
 def build_node(p: Partition, node: fx.Node, *, strict: bool = False) -> None:

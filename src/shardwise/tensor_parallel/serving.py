@@ -159,9 +159,6 @@ def cache_bytes(program: ExportedProgram) -> int:
     return sum(x.nbytes for name, x in constants if name.startswith((_OWN, _CROSS)) and isinstance(x, Tensor))
 
 
-# ------------------------------------------------------------ what is exported
-
-
 @contextmanager
 def _fixed_frequencies(model: nn.Module, longest: int) -> Iterator[None]:
     """Fix rotary frequencies for `longest` tokens; a program cannot choose them by the number of tokens."""

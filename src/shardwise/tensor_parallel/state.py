@@ -34,8 +34,6 @@ from shardwise.tensor_parallel.styles import Plan
 
 RECORD_VERSION = 1
 
-# ------------------------------------------------------------ shards
-
 
 @torch.no_grad()
 def shard_of(whole: Tensor, placement: Placement | None, rank: int) -> Tensor:
@@ -75,9 +73,6 @@ def _shards(
             parts[name] = shard_of(parts[name], placements.get(name), partition.rank)
     parts.update({name: parts[first] for name, first in whole.ties.items()})
     return {name: parts[name] for name in program.state_dict}, {x: parts[x] for x in program.constants}
-
-
-# ------------------------------------------------------------ the program
 
 
 def program_of(
@@ -147,9 +142,6 @@ def _output_argument(argument: Any, value: Any) -> Any:
     if isinstance(value, fx.Node):
         return replace(argument, name=value.name)
     return argument if isinstance(argument, ConstantArgument) else ConstantArgument(name="", value=value)
-
-
-# ------------------------------------------------------------ the record
 
 
 def _record(whole: Whole, partition: Partition, plan: Plan, device_type: str) -> dict[str, Any]:

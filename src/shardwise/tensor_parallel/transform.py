@@ -202,9 +202,6 @@ def _build_nodes(p: Partition, plan: Plan, whole: Whole, *, strict: bool) -> Non
         p.values[alias].node.meta["val"] = p.values[original].node.meta["val"]
 
 
-# ------------------------------------------------------------ warnings
-
-
 def _is_styled(value: fx.Node, user: fx.Node, styles: Mapping[fx.Node, str | None]) -> bool:
     """Return whether a style asks for the gather: a weight's style places the input of its operation."""
     inputs = user.all_input_nodes
