@@ -115,40 +115,33 @@ def _agreed(backend: Backend, sharded: list[FSDPModule], *, compare_empty: bool)
     A graph with the collectives of an earlier one is not compared: a rank may recompile for sizes that only
     it meets. Graphs without collectives are compared only if `compare_empty` is set.
     """
-    groups, named, device = _groups_of(sharded)
+    groups: dict[ProcessGroup, None] = {}  # over which ranks compare
+    named: list[str] = []  # also groups of parameters
+    states = states_in(sharded)
+    for group in [group for state in states for group in state.groups]:
+        groups |= {g: None for g in group.info.process_groups if g is not None and g.size() > 1}
+        if group.settings.reduce_scatter_group is not None:
+            named.append(group.settings.reduce_scatter_group.group_name)
+    named += [group.group_name for group in groups]
     agreed: set[str] = set()
+
+    def fail(error: Exception, *args: Any) -> Any:
+        raise error
 
     def run(module: Any, inputs: Any) -> Any:
         try:
             text = order_text(graphs_in(module), groups=named)
             if text not in agreed and (text or compare_empty):
-                check_order(text, groups=groups, device=device)
+                check_order(text, groups=list(groups), device=states[0].device)
                 agreed.add(text)
             return backend(module, inputs)
         except Exception as raised:
             error = getattr(raised, "inner_exception", raised)  # compilers wrap what passes raise
             if not isinstance(error, ShardwiseError):
                 raise
-        return partial(_fail, error)  # Dynamo would wrap it too, and show the user its own error
+        return partial(fail, error)  # Dynamo would wrap it too, and show the user its own error
 
     return run
-
-
-def _fail(error: Exception, *args: Any) -> Any:
-    raise error
-
-
-def _groups_of(sharded: list[FSDPModule]) -> tuple[list[ProcessGroup], list[str], torch.device]:
-    """Return the groups over which ranks compare, the names of the parameters' groups, and their device."""
-    groups: dict[ProcessGroup, None] = {}
-    names: list[str] = []
-    states = states_in(sharded)
-    for state in states:
-        for group in state.groups:
-            groups |= {g: None for g in group.info.process_groups if g is not None and g.size() > 1}
-            if group.settings.reduce_scatter_group is not None:
-                names.append(group.settings.reduce_scatter_group.group_name)
-    return list(groups), [*(group.group_name for group in groups), *names], states[0].device
 
 
 def with_passes(

@@ -87,7 +87,13 @@ class _Reading:
             memory.end = max([memory.begin, memory.end, *self.readers.get(root, [])])
 
     def report(self) -> GraphReport:
-        unsharded_bytes, peak_groups = self._over_places()
+        changes = [0] * (len(self.nodes) + 1)
+        for memory in self.unsharded.values():
+            changes[memory.begin] += memory.bytes
+            changes[memory.end + 1] -= memory.bytes
+        unsharded_bytes = tuple(accumulate(changes[:-1]))
+        peak = unsharded_bytes.index(max(unsharded_bytes))
+        alive = [memory for memory in self.unsharded.values() if memory.begin <= peak <= memory.end]
         output = self.nodes[-1]
         returned = [node for node in _inputs_of(output) if _is_tensor(node)]
         saved = [node for node in dict.fromkeys(returned) if self.root[node] in self.unsharded]
@@ -97,7 +103,7 @@ class _Reading:
             Counts(**{f.name: categories.count(f.name) for f in fields(Counts)}),
             tuple(map(self._collective, self.collectives)),
             unsharded_bytes,
-            peak_groups,
+            len({gather for memory in alive for gather in memory.gathers}),
             tuple(dict.fromkeys(self.filled)),
             tuple(map(self._saved, saved)),
             tuple(node.name for node in returned),
@@ -206,16 +212,6 @@ class _Reading:
         root = self.root[node]
         memory = self.unsharded[root]
         return Saved(node.name, root.name, memory.bytes, tuple(name for name, _ in memory.gathers))
-
-    def _over_places(self) -> tuple[tuple[int, ...], int]:
-        changes = [0] * (len(self.nodes) + 1)
-        for memory in self.unsharded.values():
-            changes[memory.begin] += memory.bytes
-            changes[memory.end + 1] -= memory.bytes
-        unsharded_bytes = tuple(accumulate(changes[:-1]))
-        peak = unsharded_bytes.index(max(unsharded_bytes))
-        alive = [memory for memory in self.unsharded.values() if memory.begin <= peak <= memory.end]
-        return unsharded_bytes, len({gather for memory in alive for gather in memory.gathers})
 
 
 _COLLECTIVES = {GATHER: "gathers", SCATTER: "reduce_scatters", REDUCE: "all_reduces"}

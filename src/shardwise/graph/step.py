@@ -169,7 +169,12 @@ class CompiledStep:
             self._states = states_in(self._model.modules())
             self._params = _params(self._model, self._states)
         segments = self._prepared(self._states)
-        self._zero(segments)
+        self._optimizer.zero_grad()
+        for segment in segments:
+            segment.earlier = None
+        with _compat.plain_attributes():
+            for param in _sharded(self._params):
+                param.grad = None
         traced = _compat.graphs_traced()
         with self._announced(), torch.enable_grad():
             loss = self._backward(segments, batch, named)
@@ -244,14 +249,6 @@ class CompiledStep:
             raise
         finally:
             self._running.clear()  # compilers keep it
-
-    def _zero(self, segments: list[Segment]) -> None:
-        self._optimizer.zero_grad()
-        for segment in segments:
-            segment.earlier = None
-        with _compat.plain_attributes():
-            for param in _sharded(self._params):
-                param.grad = None
 
     def _backward(self, segments: list[Segment], batch: Any, named: Any) -> Tensor:
         """Return the loss; its gradients are left on the parameters."""

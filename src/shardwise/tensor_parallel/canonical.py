@@ -33,18 +33,16 @@ _RESHAPES = ("expand", "view", "reshape", "_unsafe_view")
 
 def functionalize(program: ExportedProgram) -> ExportedProgram:
     """Return the program without in-place operations; it returns changed buffers instead."""
-    if any(_mutates(node) for node in program.graph.nodes):
-        result: ExportedProgram = program.run_decompositions({})
-        return result
+    for node in program.graph.nodes:
+        schema = _compat.schema(node.target) if node.op == "call_function" else None
+        if schema is None:
+            continue
+        # the schemas of these omit that they change running statistics
+        in_training = schema.name in ("aten::batch_norm", "aten::instance_norm") and node.args[5] is True
+        if schema.is_mutable or in_training:
+            result: ExportedProgram = program.run_decompositions({})
+            return result
     return program
-
-
-def _mutates(node: fx.Node) -> bool:
-    schema = _compat.schema(node.target)
-    if schema is None or node.op != "call_function":
-        return False
-    in_training = schema.name in ("aten::batch_norm", "aten::instance_norm") and node.args[5] is True
-    return bool(schema.is_mutable) or in_training  # their schemas omit that they change running statistics
 
 
 def canonicalize(program: ExportedProgram) -> fx.Graph:

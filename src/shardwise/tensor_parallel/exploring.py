@@ -320,18 +320,15 @@ def _group_weights(whole: Whole) -> tuple[Group, ...]:
     for names in groups.values():
         vectors = {name: vectors_of.pop(name.rpartition(".")[0], []) for name in names}
         values = {whole.by_name[x]: x for name in names for x in (name, *vectors[name])}
-        states = (_first_states(node, name) for node, name in values.items())
+        states = []  # of each parameter before its first use, by style, as that use names the style
+        for node, name in values.items():
+            module = name.rpartition(".")[0]
+            styles = [None, *(resolve_style(node, style, module)[1] for style in STYLES[1:])]
+            states.append([State(None, style=style, local=node.meta["val"]) for style in styles])
         uses = tuple(Use((), after) for after in zip(*states, strict=True))
         step = Step((), tuple(values), uses)
         result.append(Group(tuple(names), tuple(itertools.chain(*vectors.values())), step))
     return tuple(result)
-
-
-def _first_states(parameter: fx.Node, name: str) -> tuple[State, ...]:
-    """Return a parameter's state before its first use for each style, as its first use names that style."""
-    module = name.rpartition(".")[0]
-    styles = [resolve_style(parameter, style, module)[1] for style in STYLES[1:]]
-    return tuple(State(None, style=style, local=parameter.meta["val"]) for style in (None, *styles))
 
 
 def find_repeats(kinds: dict[str, tuple[Any, ...]]) -> dict[str, str]:

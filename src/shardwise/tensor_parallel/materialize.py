@@ -140,21 +140,21 @@ def _open_checkpoint(checkpoint: Checkpoint) -> Iterator[Source]:
     paths = [*map(on_disk, [checkpoint] if isinstance(checkpoint, (str, Path)) else checkpoint)]
     pickled = [path for path in paths if path.suffix in _PICKLED and path.is_file()]
     loaded = _in_memory({name: tensor for path in pickled for name, tensor in _map_file(path).items()})
+
+    def read(stored: StoredTensor, dim: int, begin: int, end: int) -> Tensor:
+        begins, ends = [0] * len(stored.shape), list(stored.shape)
+        if end >= 0:
+            begins[dim], ends[dim] = begin, end
+        return stored.read(begins, ends)
+
     with TensorFiles(path for path in reversed(paths) if path not in pickled) as files:  # later ones count
 
         def find(name: str) -> Entry | None:
             entry = loaded(name)
             stored = None if entry else files.find(name)
-            return entry if stored is None else (stored.shape, partial(_read_slice, stored))
+            return entry if stored is None else (stored.shape, partial(read, stored))
 
         yield find
-
-
-def _read_slice(stored: StoredTensor, dim: int, begin: int, end: int) -> Tensor:
-    begins, ends = [0] * len(stored.shape), list(stored.shape)
-    if end >= 0:
-        begins[dim], ends[dim] = begin, end
-    return stored.read(begins, ends)
 
 
 def _map_file(path: Path) -> Mapping[str, Tensor]:

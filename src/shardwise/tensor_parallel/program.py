@@ -55,13 +55,30 @@ class Whole:
         raise ShardingError("the exported program has no tensors, so there is nothing to cut")
 
 
-def read_program(program: ExportedProgram) -> Whole:
+def read_program(program: Any) -> Whole:
     """Read `program` into canonical form; `program` is not changed.
 
     Raises:
         ShardingError: something other than an exported program, or a program already cut for one rank.
     """
-    _check_whole(program)
+    if not isinstance(program, ExportedProgram):
+        kind = "a module" if isinstance(program, nn.Module) else f"{type(program).__name__}"
+        raise ShardingError(
+            f"expected an ExportedProgram, got {kind}; export the model first:"
+            " torch.export.export(model, example_inputs)"
+        )
+    record = (program.graph_module.meta.get("custom") or {}).get(RECORD)
+    if record is not None:
+        raise ShardingError(
+            f"the program is already cut for rank {record['rank']} of {record['world_size']} and cannot be"
+            " cut again; pass the whole program that torch.export.export returned"
+        )
+    for node in program.graph.nodes:
+        if kind_of(node) is not None or getattr(node.target, "namespace", None) == "shardwise":
+            raise ShardingError(
+                f"the program already communicates, by {node.target} ({node.name}); pass a whole program,"
+                " exported from a model that does not communicate"
+            )
     program = functionalize(program)
     graph = canonicalize(program)
     placeholders = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
@@ -108,27 +125,6 @@ def _identity(tensor: Tensor) -> Any:
         return id(tensor)
     kind = isinstance(tensor, nn.Parameter)
     return kind, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _check_whole(program: Any) -> None:
-    if not isinstance(program, ExportedProgram):
-        kind = "a module" if isinstance(program, nn.Module) else f"{type(program).__name__}"
-        raise ShardingError(
-            f"expected an ExportedProgram, got {kind}; export the model first:"
-            " torch.export.export(model, example_inputs)"
-        )
-    record = (program.graph_module.meta.get("custom") or {}).get(RECORD)
-    if record is not None:
-        raise ShardingError(
-            f"the program is already cut for rank {record['rank']} of {record['world_size']} and cannot be"
-            " cut again; pass the whole program that torch.export.export returned"
-        )
-    for node in program.graph.nodes:
-        if kind_of(node) is not None or getattr(node.target, "namespace", None) == "shardwise":
-            raise ShardingError(
-                f"the program already communicates, by {node.target} ({node.name}); pass a whole program,"
-                " exported from a model that does not communicate"
-            )
 
 
 def resolve_style(weight: fx.Node, style: str, module: str) -> tuple[int | None, str]:

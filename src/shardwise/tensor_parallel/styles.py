@@ -143,7 +143,8 @@ def plan_of(
                     layouts[place].setdefault(module, []).append((key, layout))
             continue
         by_tensor = callable(entry) and not inspect.isclass(entry) and not _kind(entry)
-        for name in _match_parameters(key, parameters):
+        names = [x for x in parameters if _matches(key, x) or _matches(key, x.rpartition(".")[0])]
+        for name in names or _raise_no_match(key, list(parameters)):
             request = entry(name, parameters[name]) if by_tensor else entry
             if request is not None or not by_tensor:
                 style = style_of(request, key=f"{key} ({name})" if by_tensor else key)
@@ -271,11 +272,6 @@ def _layout(layout: Any, *, key: str) -> Layout:
         f"the strategy for {key!r} has the layout {layout!r}; expected Replicate() or Shard(dim) from"
         " torch.distributed.tensor"
     )
-
-
-def _match_parameters(key: str, names: Collection[str]) -> list[str]:
-    matching = [name for name in names if _matches(key, name) or _matches(key, name.rpartition(".")[0])]
-    return matching or _raise_no_match(key, list(names))
 
 
 def _match_modules(key: str, names: Collection[str], modules: Iterable[str]) -> list[str]:

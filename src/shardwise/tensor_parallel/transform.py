@@ -75,9 +75,7 @@ def tensor_parallel_transformation(
         ShardingError: a rank, world size, name or style that does not fit; something other than an exported
             program, or a program already cut for one rank.
     """
-    _check_ranks(rank, world_size)
-    _check_device(device_type)
-    _check_strategies(parallel_strategies)
+    _check_arguments(rank, world_size, device_type, parallel_strategies)
     whole = read_program(exported_program)
     if isinstance(parallel_strategies, str):
         parallel_strategies = best_plan(explore(whole, world_size)).strategies
@@ -108,24 +106,17 @@ def tensor_parallel_transformation(
     return result
 
 
-def _check_ranks(rank: Any, world_size: Any) -> None:
+def _check_arguments(rank: Any, world_size: Any, device_type: Any, strategies: Any) -> None:
     if not all(isinstance(number, int) and not isinstance(number, bool) for number in (rank, world_size)):
         raise ShardingError(f"rank and world_size must be ints, got {rank!r} and {world_size!r}")
     if not 0 <= rank < world_size:
         raise ShardingError(f"expected 0 <= rank < world_size, got rank {rank} and world_size {world_size}")
-
-
-def _check_device(device_type: Any) -> None:
-    """Reject a device type that torch does not know; this machine need not have the device."""
     try:
         valid = isinstance(device_type, str) and torch.device(device_type) is not None
     except RuntimeError:
         valid = False
     if not valid:
         raise ShardingError(f"torch does not know device_type {device_type!r}; expected 'cpu', 'cuda', ...")
-
-
-def _check_strategies(strategies: Any) -> None:
     if strategies != "auto" and not isinstance(strategies, Mapping):
         raise ShardingError(
             "expected strategies as a mapping from names of modules or parameters to styles, or 'auto', got"

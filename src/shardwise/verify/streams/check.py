@@ -26,10 +26,9 @@ from shardwise.comm.streams import CommStreams
 from shardwise.fsdp.interrupted import watch_backward
 from shardwise.fsdp.module_state import live_states
 from shardwise.verify.streams import collectives
-from shardwise.verify.streams.clocks import Operation
+from shardwise.verify.streams.clocks import Operation, Order
 from shardwise.verify.streams.device import NAME, SimTensor, Simulation, running_in, span
 from shardwise.verify.streams.memory import Block
-from shardwise.verify.streams.orders import Order
 from shardwise.verify.streams.streams import Event, OwnEvent, OwnStream, Stream, active, is_active
 from shardwise.verify.streams.values import Difference, Late
 

@@ -37,10 +37,9 @@ from shardwise.comm.count import on_tensors, tensors_in
 from shardwise.errors import ShardwiseError
 from shardwise.planner.noop_group import NoopGroup
 from shardwise.verify.streams import operators
-from shardwise.verify.streams.clocks import Clock, Operation
+from shardwise.verify.streams.clocks import Clock, Operation, Order
 from shardwise.verify.streams.device import SimTensor, Simulation, bare_of, span
 from shardwise.verify.streams.memory import Block
-from shardwise.verify.streams.orders import Order
 from shardwise.verify.streams.peers import Peers
 
 # Operators that do not read what they write, although their schema would allow it.
