@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from torch import fx
@@ -200,25 +199,6 @@ def best_plan(space: Space, *, prices: Prices | None = None, memory_budget: int 
 _Row = tuple[Mapping[int, float], float, float]  # a constraint: factors of variables; bounds of their sum
 
 
-def _minimize(objective: Any, rows: Sequence[_Row], *, integers: int, upper: Any) -> Any:
-    """Minimise `objective`; the first `integers` variables are integers, all between 0 and `upper`."""
-    optimize, sparse = (
-        from_extra("tp", f"scipy.{name}", feature="choosing tensor-parallel styles")
-        for name in ("optimize", "sparse")
-    )
-    factors, lowest, highest = zip(*rows, strict=True)
-    entries = ((value, row, column) for row, terms in enumerate(factors) for column, value in terms.items())
-    value, *places = zip(*entries, strict=True)
-    matrix = sparse.coo_array((value, tuple(places)), shape=(len(rows), len(objective))).tocsr()
-    return optimize.milp(
-        objective,
-        integrality=np.arange(len(objective)) < integers,
-        bounds=optimize.Bounds(0, upper),
-        constraints=optimize.LinearConstraint(matrix, np.array(lowest), np.array(highest)),
-        options={"mip_rel_gap": 0.0},
-    )
-
-
 def _solve(
     space: Space, prices: Prices, budget: int | None, *, forced: Mapping[int, str] | None = None
 ) -> ChosenPlan | None:
@@ -239,7 +219,21 @@ def _solve(
     upper = np.ones(len(costs))
     for index, style in (forced or {}).items():
         upper[[index * count + s for s, name in enumerate(STYLES) if name != style]] = 0
-    optimum = _minimize(objective, rows, integers=integers, upper=upper)
+    optimize, sparse = (
+        from_extra("tp", f"scipy.{name}", feature="choosing tensor-parallel styles")
+        for name in ("optimize", "sparse")
+    )
+    factors, lowest, highest = zip(*rows, strict=True)
+    entries = ((value, row, column) for row, terms in enumerate(factors) for column, value in terms.items())
+    factor, *places = zip(*entries, strict=True)
+    matrix = sparse.coo_array((factor, tuple(places)), shape=(len(rows), len(objective))).tocsr()
+    optimum = optimize.milp(
+        objective,
+        integrality=np.arange(len(objective)) < integers,
+        bounds=optimize.Bounds(0, upper),
+        constraints=optimize.LinearConstraint(matrix, np.array(lowest), np.array(highest)),
+        options={"mip_rel_gap": 0.0},
+    )
     if optimum.x is None:
         return None
     seconds = time.perf_counter() - started

@@ -74,7 +74,6 @@ def storage_device(device_type: str) -> torch.device:
 
 
 def is_available(device: torch.device) -> bool:
-    """Return whether this machine has a device of this kind."""
     if device.type in ("cpu", "meta"):
         return True
     try:

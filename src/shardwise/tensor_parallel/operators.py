@@ -76,12 +76,7 @@ def _copy(schema: str, backward: Callable[..., Tensor], *, copies: int = 0) -> A
 
 
 def _sum_shared(
-    gradient: Tensor,
-    shape: torch.Size,
-    dim: int,
-    pieces: Sequence[int],
-    total: int,
-    group: str,
+    gradient: Tensor, shape: torch.Size, dim: int, pieces: Sequence[int], total: int, group: str
 ) -> Tensor:
     triples = list(zip(*[iter(pieces)] * 3, strict=True))
     terms = gradient.new_zeros([*shape[:dim], total, *shape[dim + 1 :]])
@@ -92,12 +87,6 @@ def _sum_shared(
     for begin, size, place in triples:
         result.narrow(dim, begin, size).copy_(sums.narrow(dim, place, size))
     return result
-
-
-def _all_parts(gradient: Tensor, shape: torch.Size, ranks: int, group: str) -> Tensor:
-    whole = c10d.all_gather_into_tensor(gradient.contiguous(), ranks, group)
-    parts: Tensor = c10d.wait_tensor(whole)
-    return parts
 
 
 replicated = _copy(
@@ -119,7 +108,9 @@ gathered = _copy(
     copies=1,
 )
 scattered = _copy(
-    "scattered(Tensor term, Tensor share, SymInt ranks, str group) -> Tensor", _all_parts, copies=1
+    "scattered(Tensor term, Tensor share, SymInt ranks, str group) -> Tensor",
+    lambda gradient, _, *of: c10d.wait_tensor(c10d.all_gather_into_tensor(gradient.contiguous(), *of)),
+    copies=1,
 )
 # for a plain clone, torch.compile would save the original, which is written to
 unwritten = _copy("unwritten(Tensor x) -> Tensor", lambda gradient, _: gradient)

@@ -83,7 +83,14 @@ def tensor_parallel_transformation(
     tensors = {name: node.meta["val"] for name, node in whole.by_name.items()}
     plan = plan_of(parallel_strategies, tensors, modules=modules)
     parameters = {node: Parameter(x.name, x.style) for node, x in whole.parameters.items()}
-    group = group_name or _default_group(world_size)
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if not group_name and world is not None and world.size() != world_size:
+        raise ShardingError(
+            f"{here()}: world_size is {world_size}, but the default process group has"
+            f" {world.size()} ranks; pass group_name=group.group_name of the group"
+            " that will run it, or pass any name and `bind` the result to a group later"
+        )
+    group = group_name or (OFFLINE_GROUP if world is None else world.group_name)
     partition = Partition(rank, world_size, group, whole.fake_mode, parameters)
     _set_styles(partition, plan, whole)
     if sharing is not None:
@@ -128,18 +135,6 @@ def _check_arguments(rank: Any, world_size: Any, device_type: Any, strategies: A
             f"the strategies have the key {keys[0]!r}; expected fully qualified names of modules or"
             " parameters, or patterns that match them"
         )
-
-
-def _default_group(world_size: int) -> str:
-    if not dist.is_initialized() or dist.group.WORLD is None:
-        return OFFLINE_GROUP
-    if dist.group.WORLD.size() != world_size:
-        raise ShardingError(
-            f"{here()}: world_size is {world_size}, but the default process group has"
-            f" {dist.group.WORLD.size()} ranks; pass group_name=group.group_name of the group"
-            " that will run it, or pass any name and `bind` the result to a group later"
-        )
-    return dist.group.WORLD.group_name
 
 
 def _set_styles(p: Partition, plan: Plan, whole: Whole) -> None:

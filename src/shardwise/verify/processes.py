@@ -100,7 +100,12 @@ def _main(
     pipe: Connection, log: Path, rank: int, ranks: int, timeout: float, target: Callable[..., Any], args: Any
 ) -> None:
     """Run one rank, from setup to its report."""
-    _write_output_to(log)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # for all output of this process
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(file=sys.stderr)
     os.environ.update(OMP_NUM_THREADS="1", RANK=f"{rank}", WORLD_SIZE=f"{ranks}", LOCAL_RANK=f"{rank}")
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works even if the host name does not resolve
@@ -129,16 +134,6 @@ def _main(
             message = launch.one_line(error) if short else _one_line(error)
             pipe.send(("failed", time.monotonic(), message, None if short else traceback.format_exc()))
         os._exit(1)
-
-
-def _write_output_to(log: Path) -> None:
-    """Redirect all output of this process to a file."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    faulthandler.enable(file=sys.stderr)
 
 
 def _one_line(error: BaseException) -> str:

@@ -101,9 +101,6 @@ def cat(p: Partition, node: fx.Node) -> None:
     return p.keep(node, result, Split(dim, joined))
 
 
-# ------------------------------------------------------------ by indices, which every rank has whole
-
-
 @aten_rule("index")
 def index(p: Partition, node: fx.Node) -> None:
     """Index x[i, j, ...]: the indices' dims replace the dims that have indices."""

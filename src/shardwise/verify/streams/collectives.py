@@ -338,11 +338,8 @@ def reporting_to(simulation: Simulation) -> Iterator[Collectives]:
             _compat.END_COALESCING: lambda group, device: collectives.end_coalescing(group),
         }
         stack.enter_context(mock.patch.multiple(dist.ProcessGroup, **replacements))
-        config_of = dist.get_backend_config
-
-        def config_with_device(group: dist.ProcessGroup | None = None) -> str:
-            return f"{config_of(group)},{NAME}:simulated"
-
+        of = dist.get_backend_config
+        config_with_device = lambda group=None: f"{of(group)},{NAME}:simulated"  # noqa: E731
         stack.enter_context(mock.patch.object(dist, "get_backend_config", config_with_device))
         stack.enter_context(
             mock.patch.object(torch.futures, "wait_all", lambda futures: [f.wait() for f in futures])

@@ -117,11 +117,9 @@ class Memory:
         return is_present
 
     def living(self) -> list[Block]:
-        """List blocks that have not been freed."""
         return list(self._blocks)
 
     def at(self, address: int) -> Block | None:
-        """Return the block at this address."""
         index = bisect_right(self._blocks, address, key=_LOW) - 1
         block = self._blocks[index] if index >= 0 else None
         return block if block is not None and address < block.high else None

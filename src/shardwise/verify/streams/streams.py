@@ -258,7 +258,6 @@ class Timeline:
         return streams[index] if index < len(numbers) else self._outer
 
     def _node(self) -> int | None:
-        """Return the node of backward that runs now."""
         node = _compat.autograd_node()
         return id(node) if self._backwards and self._backwards[-1].follow(node) else None
 
@@ -317,7 +316,6 @@ class Timeline:
         return all(self.host.clock.get(line, 0) >= tick for line, tick in clock.items())
 
     def synchronize(self) -> None:
-        """Make the host wait for everything."""
         for line in self.lines:
             self.host_waits(dict(line.clock))
 
@@ -326,7 +324,6 @@ _active: list[Timeline] = []
 
 
 def is_active() -> bool:
-    """Return whether a device is being simulated."""
     return bool(_active)
 
 

@@ -62,8 +62,6 @@ class Difference:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A deferred operation."""
-
     operation: Operation
     clock: Clock  # of what must run before it
     number: int  # in the host's order
@@ -116,7 +114,6 @@ class Late:
         _forget(block.shadow.memory)
 
     def record_free(self, block: Block) -> None:
-        """Record that a block was freed."""
         if block.shadow is not None:
             self._freed.setdefault(block.owner, []).append(block.shadow)
 
