@@ -92,15 +92,15 @@ def compile(
     compiler: Any = arguments["backend"]
     if backend == "inductor":
         compiler = _compat.inductor(arguments["options"], dynamic)
-    elif backend == "eager":
-        compiler = lambda module, inputs: module  # noqa: E731
-    elif not callable(compiler):
+    elif backend != "eager" and not callable(compiler):
         raise ShardingError(
             f"backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}, or a callable that"
             " torch.compile would take"
         )
     # Next to graph breaks, or between collectives of sharded modules, a graph may exist on one rank only.
-    run = _agreed(compiler, sharded, compare_empty=mode == "full" and fullgraph)
+    run = _agreed(
+        None if backend == "eager" else compiler, sharded, compare_empty=mode == "full" and fullgraph
+    )
     if mode == "full":
         return torch.compile(model, backend=run, fullgraph=fullgraph, dynamic=dynamic)
     for module in sharded:
@@ -109,11 +109,12 @@ def compile(
     return model
 
 
-def _agreed(backend: Backend, sharded: list[FSDPModule], *, compare_empty: bool) -> Backend:
+def _agreed(backend: Backend | None, sharded: list[FSDPModule], *, compare_empty: bool) -> Backend:
     """Return a backend that first compares a graph's collectives with those of other ranks.
 
     A graph with the collectives of an earlier one is not compared: a rank may recompile for sizes that only
-    it meets. Graphs without collectives are compared only if `compare_empty` is set.
+    it meets. Graphs without collectives are compared only if `compare_empty` is set. Without a backend,
+    graphs run as traced.
     """
     groups: dict[ProcessGroup, None] = {}  # over which ranks compare
     named: list[str] = []  # also groups of parameters
@@ -134,7 +135,7 @@ def _agreed(backend: Backend, sharded: list[FSDPModule], *, compare_empty: bool)
             if text not in agreed and (text or compare_empty):
                 check_order(text, groups=list(groups), device=states[0].device)
                 agreed.add(text)
-            return backend(module, inputs)
+            return module if backend is None else backend(module, inputs)
         except Exception as raised:
             error = getattr(raised, "inner_exception", raised)  # compilers wrap what passes raise
             if not isinstance(error, ShardwiseError):
@@ -153,14 +154,9 @@ def with_passes(
 ) -> dict[str, Any]:
     """Return arguments of `torch.compile` that make `passes` run over the graphs of `backend`.
 
-    Args:
-        backend: names other than "inductor" and the "aot_eager" ones, and functions without `first`, are
-            passed on unchanged: they get no graphs of operators.
-        options: for inductor, except those that are set here.
-        first: edits graphs that contain backward, before the passes.
-
-    Raises:
-        ShardingError: options for another backend than inductor, or that are set here.
+    Backends other than "inductor" and the "aot_eager" ones, and functions without `first`, get no graphs of
+    operators. `first` edits graphs that contain backward, before the passes. Raises ShardingError for options
+    that are set here, or for another backend than inductor.
     """
     if options is not None and backend != "inductor":
         raise ShardingError(f"options are inductor's; backend {backend!r} takes none")

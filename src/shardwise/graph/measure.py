@@ -27,7 +27,6 @@ from shardwise.graph.nodes import (
     kind_of,
     nbytes,
     operator_name,
-    read_by,
     written,
 )
 from shardwise.graph.passes.moves import is_of_inputs
@@ -80,7 +79,8 @@ class _Reading:
         self.categories: dict[Node, str] = {}
         self.unsharded: dict[Node, _Memory] = {}  # by root
         self.filled: list[str] = []
-        self._take_over(forward)
+        if forward is not None:
+            self._take_over(forward)
         for node in self.nodes:
             self._read(node)
         for root, memory in self.unsharded.items():
@@ -96,7 +96,11 @@ class _Reading:
         alive = [memory for memory in self.unsharded.values() if memory.begin <= peak <= memory.end]
         output = self.nodes[-1]
         returned = [node for node in _inputs_of(output) if _is_tensor(node)]
-        saved = [node for node in dict.fromkeys(returned) if self.root[node] in self.unsharded]
+        saved = [
+            Saved(node.name, self.root[node].name, memory.bytes, tuple(name for name, _ in memory.gathers))
+            for node in dict.fromkeys(returned)
+            if (memory := self.unsharded.get(self.root[node])) is not None
+        ]
         categories = list(self.categories.values())
         return GraphReport(
             self.kind,
@@ -105,15 +109,13 @@ class _Reading:
             unsharded_bytes,
             len({gather for memory in alive for gather in memory.gathers}),
             tuple(dict.fromkeys(self.filled)),
-            tuple(map(self._saved, saved)),
+            tuple(saved),
             tuple(node.name for node in returned),
             tuple(_runs(self.place[n] for n, category in self.categories.items() if category in _WORK)),
         )
 
-    def _take_over(self, forward: GraphReport | None) -> None:
+    def _take_over(self, forward: GraphReport) -> None:
         """Find inputs that forward saved unsharded: AOTAutograd passes forward's last outputs in order."""
-        if forward is None:
-            return
         inputs = [node for node in self.inputs if _is_tensor(node) and not node.name.startswith("tangents")]
         names = forward.outputs[len(forward.outputs) - len(inputs) :]
         saved = {value.name: value for value in forward.saved}
@@ -178,7 +180,9 @@ class _Reading:
         if short in _RESIZES:
             return "resizes"
         if short in _COPIES or short.endswith("_copy") or name in _OTHER_COPIES:
-            inputs = read_by(node)
+            targets, kinds = written(node), (Tensor, list, tuple, type(None))  # others are sizes
+            inputs = [source for source in node.all_input_nodes if source not in targets]
+            inputs = [source for source in inputs if isinstance(source.meta.get("val"), kinds)]
             whole = bool(inputs) and all(self.root[source] in self.unsharded for source in inputs)
             return "parameter_copies" if whole else "copies"
         if base is not None and not written(node):
@@ -207,11 +211,6 @@ class _Reading:
             first_use=min(uses, default=None),
             last_use=max(uses, default=None),
         )
-
-    def _saved(self, node: Node) -> Saved:
-        root = self.root[node]
-        memory = self.unsharded[root]
-        return Saved(node.name, root.name, memory.bytes, tuple(name for name, _ in memory.gathers))
 
 
 _COLLECTIVES = {GATHER: "gathers", SCATTER: "reduce_scatters", REDUCE: "all_reduces"}

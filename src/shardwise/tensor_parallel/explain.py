@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,25 +123,18 @@ def explain(program: ExportedProgram) -> Explanation:
         local = math.prod(local_shape(placement, entry["shape"], record["rank"])) * itemsize
         whole = math.prod(entry["shape"]) * itemsize
         rows.append(ParameterRow(name, entry["style"], text, local, whole, entry["tied"]))
-    return Explanation(
-        record["rank"],
-        record["world_size"],
-        record["group"],
-        tuple(rows),
-        tuple(
-            CollectiveRow(kind, _bytes(node.meta.get("val")), (calls_of(node) or [""])[-1], node.name)
-            for node in program.graph.nodes
-            if (kind := kind_of(node)) is not None
-        ),
-        tuple(GatherRow(**gather) for gather in record.get("gathers", ())),
-    )
+    collectives = []
+    for node in program.graph.nodes:
+        if (kind := kind_of(node)) is not None:
+            value = node.meta.get("val")
+            is_static = isinstance(value, Tensor) and all(isinstance(size, int) for size in value.shape)
+            size = value.nbytes if is_static else None
+            collectives.append(CollectiveRow(kind, size, (calls_of(node) or [""])[-1], node.name))
+    gathers = tuple(GatherRow(**gather) for gather in record.get("gathers", ()))
+    place = record["rank"], record["world_size"], record["group"]
+    return Explanation(*place, tuple(rows), tuple(collectives), gathers)
 
 
 def counts(program: ExportedProgram) -> dict[str, int]:
     """Count the collectives in a call of any `program`, by kind, in order of appearance."""
     return dict(Counter(kind for node in program.graph.nodes if (kind := kind_of(node)) is not None))
-
-
-def _bytes(value: Any) -> int | None:
-    is_static = isinstance(value, Tensor) and all(isinstance(size, int) for size in value.shape)
-    return value.nbytes if is_static else None

@@ -121,11 +121,7 @@ class Space:
 
 
 def explore(whole: Whole, ranks: int) -> Space:
-    """Explore the plans of a program for `ranks` ranks, without changing it. Local; needs no weights.
-
-    Raises:
-        ShardingError: fewer than one rank, or a program without tensors.
-    """
+    """Explore the plans of a program for `ranks` ranks, without changing it. Local; needs no weights."""
     if ranks < 1:
         raise ShardingError(f"expected at least one rank, got world_size={ranks}")
     groups = _group_weights(whole)

@@ -159,7 +159,13 @@ def plan_of(
     inputs, outputs = (
         {module: _decide(module, claims)[1] for module, claims in side.items()} for side in layouts.values()
     )
-    _check_dims(kinds, parameters)
+    cut = {name.rpartition(".")[0] for name in kinds if parameters[name].ndim >= 2}
+    for name, kind in kinds.items():
+        if parameters[name].ndim < 2 and name.rpartition(".")[0] not in cut:  # a weight determines its cut
+            raise ShardingError(
+                f"{name} of shape {tuple(parameters[name].shape)} cannot be cut by {kind}: its module has no"
+                ' weight of two dims or more; leave it out, or give it the style "replicate"'
+            )
     return Plan(texts, kinds, inputs, outputs)
 
 
@@ -300,14 +306,3 @@ def _raise_no_match(key: str, names: list[str]) -> list[str]:
         f"the strategy for {key!r} matches no parameter of the program"
         + (f"; did you mean {', '.join(near)}?" if near else f"; it has {', '.join(names[:10]) or 'none'}")
     )
-
-
-def _check_dims(kinds: Mapping[str, str], parameters: Mapping[str, Tensor]) -> None:
-    """Check that a module with cut vectors has a weight, which determines their cut."""
-    cut = {name.rpartition(".")[0] for name in kinds if parameters[name].ndim >= 2}
-    for name, kind in kinds.items():
-        if parameters[name].ndim < 2 and name.rpartition(".")[0] not in cut:
-            raise ShardingError(
-                f"{name} of shape {tuple(parameters[name].shape)} cannot be cut by {kind}: its module has no"
-                ' weight of two dims or more; leave it out, or give it the style "replicate"'
-            )

@@ -102,7 +102,9 @@ def tensor_parallel_transformation(
     gathers = [_describe_gather(partition, *x) for x in partition.gathers if not _is_styled(*x, styles)]
     _report(partition, whole, styles, gathers, strict=strict)
     signature = whole.program.graph_signature
-    if training:
+    if any(spec.kind in gradients.GRADIENTS for spec in signature.output_specs):
+        pass  # the program includes its backward, which is cut like the rest
+    elif training:
         gradients.differentiable(partition, signature)
     elif any(isinstance(x, nn.Parameter) and x.requires_grad for x in whole.program.state_dict.values()):
         gradients.untrainable(partition, signature)

@@ -131,14 +131,11 @@ def _main(
     except BaseException as error:
         if not pipe.closed:
             short = launch.is_mistake(error) and not launch.shows_all()
-            message = launch.one_line(error) if short else _one_line(error)
+            text = str(error).strip().split("\n")[0]
+            plain = f"{type(error).__name__}: {text}" if text else type(error).__name__
+            message = launch.one_line(error) if short else plain
             pipe.send(("failed", time.monotonic(), message, None if short else traceback.format_exc()))
         os._exit(1)
-
-
-def _one_line(error: BaseException) -> str:
-    text = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _listen(children: list[_Child], timeout: float) -> None:

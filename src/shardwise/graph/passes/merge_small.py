@@ -128,18 +128,14 @@ def _merge(graph: Graph, run: list[Collective]) -> None:
         rows = _call(graph, _aten.view.default, wait, [senders, -1])
         split = _call(graph, _aten.split_with_sizes.default, rows, sizes, 1)
     for index, c in enumerate(run):
-        _replace(graph, c, split, index)
-
-
-def _replace(graph: Graph, merged: Collective, split: Node, index: int) -> None:
-    """Make users of `merged` use a copy of its part: what a graph returns must have its own memory."""
-    with graph.inserting_before(merged.wait):
-        part = _call(graph, operator.getitem, split, index)
-        part = _call(graph, _aten.clone.default, part, memory_format=torch.contiguous_format)
-        part = _call(graph, _aten.view.default, part, list(values(merged.wait)[0].shape))
-    merged.wait.replace_all_uses_with(part)
-    graph.erase_node(merged.wait)
-    graph.erase_node(merged.issue)
+        with graph.inserting_before(c.wait):
+            part = _call(graph, operator.getitem, split, index)
+            # a copy: what a graph returns must have its own memory
+            part = _call(graph, _aten.clone.default, part, memory_format=torch.contiguous_format)
+            part = _call(graph, _aten.view.default, part, list(values(c.wait)[0].shape))
+        c.wait.replace_all_uses_with(part)
+        graph.erase_node(c.wait)
+        graph.erase_node(c.issue)
 
 
 def _call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:

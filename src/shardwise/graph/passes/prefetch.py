@@ -13,21 +13,6 @@ from shardwise.graph.nodes import Collective, aliased, collectives, nbytes, oper
 from shardwise.graph.passes.moves import hoist, is_of_inputs, pack, sink, staging, tail, uses
 
 
-def prefetch_in_turn(graph: Graph) -> list[Node]:
-    """Prefetch by one gather, in turn with the reduction of the previous module's gradients.
-
-    While a module runs backward, the previous module's gradients are in a staging buffer. In the middle of
-    that backward, the graph waits for their reduction, then issues the next gather. So each overlaps a share
-    of the backward in proportion to its bytes, and the graph holds one of them at a time. Progress of
-    backward is measured in bytes of gradients made: parameters have equal sizes on all ranks, activations may
-    not. Runs after `sink_waits`, which places waits as they belong without this pass.
-
-    Returns:
-        The nodes that moved, in their order.
-    """
-    return prefetch(graph, reductions=[c for c in collectives(graph) if staging(c) is not None])
-
-
 def prefetch(graph: Graph, *, ahead: int = 1, reductions: Sequence[Collective] = ()) -> list[Node]:
     """Issue every gather of the graph's inputs before the wait of the gather `ahead` before it, or the first.
 
@@ -59,6 +44,21 @@ def prefetch(graph: Graph, *, ahead: int = 1, reductions: Sequence[Collective] =
             waits.append(gather.wait)
         issues.append(gather.issue)
     return moved
+
+
+def prefetch_in_turn(graph: Graph) -> list[Node]:
+    """Prefetch by one gather, in turn with the reduction of the previous module's gradients.
+
+    While a module runs backward, the previous module's gradients are in a staging buffer. In the middle of
+    that backward, the graph waits for their reduction, then issues the next gather. So each overlaps a share
+    of the backward in proportion to its bytes, and the graph holds one of them at a time. Progress of
+    backward is measured in bytes of gradients made: parameters have equal sizes on all ranks, activations may
+    not. Runs after `sink_waits`, which places waits as they belong without this pass.
+
+    Returns:
+        The nodes that moved, in their order.
+    """
+    return prefetch(graph, reductions=[c for c in collectives(graph) if staging(c) is not None])
 
 
 def _gradients(graph: Graph) -> Counter[Node]:

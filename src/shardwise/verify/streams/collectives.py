@@ -339,8 +339,9 @@ def reporting_to(simulation: Simulation) -> Iterator[Collectives]:
         }
         stack.enter_context(mock.patch.multiple(dist.ProcessGroup, **replacements))
         of = dist.get_backend_config
-        config_with_device = lambda group=None: f"{of(group)},{NAME}:simulated"  # noqa: E731
-        stack.enter_context(mock.patch.object(dist, "get_backend_config", config_with_device))
+        stack.enter_context(
+            mock.patch.object(dist, "get_backend_config", lambda group=None: f"{of(group)},{NAME}:simulated")
+        )
         stack.enter_context(
             mock.patch.object(torch.futures, "wait_all", lambda futures: [f.wait() for f in futures])
         )
