@@ -119,6 +119,7 @@ def _agreed(backend: Backend | None, sharded: list[FSDPModule], *, compare_empty
     groups: dict[ProcessGroup, None] = {}  # over which ranks compare
     named: list[str] = []  # also groups of parameters
     states = states_in(sharded)
+    device = states[0].device  # compilers keep what is returned, so it must not keep states
     for group in [group for state in states for group in state.groups]:
         groups |= {g: None for g in group.info.process_groups if g is not None and g.size() > 1}
         if group.settings.reduce_scatter_group is not None:
@@ -133,7 +134,7 @@ def _agreed(backend: Backend | None, sharded: list[FSDPModule], *, compare_empty
         try:
             text = order_text(graphs_in(module), groups=named)
             if text not in agreed and (text or compare_empty):
-                check_order(text, groups=list(groups), device=states[0].device)
+                check_order(text, groups=list(groups), device=device)
                 agreed.add(text)
             return module if backend is None else backend(module, inputs)
         except Exception as raised:

@@ -25,7 +25,8 @@ def move_program(program: ExportedProgram, device_type: str) -> None:
             return x
         # `to` would need the device's library
         moved = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        return _compat.FakeTensor(x.fake_mode, moved.requires_grad_(x.requires_grad), target)
+        moved.requires_grad_(x.requires_grad)
+        return _compat.FakeTensor(x.fake_mode, moved, target)  # type: ignore[attr-defined]
 
     def rename(argument: Any) -> Any:
         return target if isinstance(argument, torch.device) else argument

@@ -94,10 +94,10 @@ def materialize(
                 mismatched.append(f"{name} has shape {tuple(shape)}, expected {tuple(entry['shape'])}")
                 continue
             if not missing and not mismatched:
-                cut, wanted, dim = placement_from_json(entry["placement"]), ((0, -1),), 0
-                if isinstance(cut, Split):
-                    wanted, dim = rank_intervals(cut, record["rank"]), cut.dim
-                parts = [read(dim, begin, end) for begin, end in wanted]
+                cut = placement_from_json(entry["placement"])
+                dim = cut.dim if isinstance(cut, Split) else 0
+                intervals = rank_intervals(cut, record["rank"]) if isinstance(cut, Split) else ((0, -1),)
+                parts = [read(dim, begin, end) for begin, end in intervals]
                 shard = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
                 local = shard.to(device=device, dtype=current.dtype, copy=True).contiguous()
                 shards[name] = wrap_like(current, local)

@@ -292,9 +292,9 @@ class Simulation:
             elif extent.low < extent.high and self.memory.at(extent.low) is None:
                 storage = tensor.untyped_storage()
                 self.record_allocation(storage, "memory from before the simulation")
-                block = self.memory.at(storage.data_ptr())
-                if block is not None and block.shadow is not None:
-                    block.shadow.memory.copy_(storage)
+                adopted = self.memory.at(storage.data_ptr())
+                if adopted is not None and adopted.shadow is not None:
+                    adopted.shadow.memory.copy_(storage)
             memory = self.host if on_host else self.memory
             memory.access(extent, operation, line.clock, writes=writes)
 
