@@ -89,6 +89,12 @@ def _sum_shared(
     return result
 
 
+def _all_parts(gradient: Tensor, shape: torch.Size, ranks: int, group: str) -> Tensor:
+    whole = c10d.all_gather_into_tensor(gradient.contiguous(), ranks, group)
+    parts: Tensor = c10d.wait_tensor(whole)
+    return parts
+
+
 replicated = _copy(
     "replicated(Tensor x, str group) -> Tensor", lambda gradient, _, group: _sum(gradient, group)
 )
@@ -108,9 +114,7 @@ gathered = _copy(
     copies=1,
 )
 scattered = _copy(
-    "scattered(Tensor term, Tensor share, SymInt ranks, str group) -> Tensor",
-    lambda gradient, _, *of: c10d.wait_tensor(c10d.all_gather_into_tensor(gradient.contiguous(), *of)),
-    copies=1,
+    "scattered(Tensor term, Tensor share, SymInt ranks, str group) -> Tensor", _all_parts, copies=1
 )
 # for a plain clone, torch.compile would save the original, which is written to
 unwritten = _copy("unwritten(Tensor x) -> Tensor", lambda gradient, _: gradient)
