@@ -28,9 +28,8 @@ def attention(p: Partition, node: fx.Node) -> None:
     batch = len(p.shape(q)) - 2
     cut = p.cut_of(*(x for x in (q, k, v) if isinstance(at := p.placement(x), Split) and at.dim < batch))
     composite = node.target is aten.scaled_dot_product_attention.default
-    if cut is None or (
-        not composite and (arguments_of(node).get("dropout_p") or without_heads(p, cut, batch - 1))
-    ):
+    drops = arguments_of(node).get("dropout_p")
+    if cut is None or (not composite and (drops or without_heads(p, cut, batch - 1))):
         return p.repeat(node)
     heads, key_heads = p.hints(q)[-3], p.hints(k)[-3]
     if heads != key_heads and cut.dim == batch - 1:
