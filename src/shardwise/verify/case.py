@@ -90,8 +90,9 @@ def load_case(spec: str) -> Case:
         except ModuleNotFoundError as error:
             if error.name is None or not (target == error.name or target.startswith(f"{error.name}.")):
                 raise
-            hint = "Give a .py file, or a module that can be imported from here."
-            raise CaseError(f"No module named {error.name!r}. {hint}") from None
+            raise CaseError(
+                f"No module named {error.name!r}. Give a .py file, or a module that can be imported from here."
+            ) from None
     factory = getattr(module, name, None)
     if not callable(factory):
         raise CaseError(
