@@ -91,7 +91,8 @@ def load_case(spec: str) -> Case:
             if error.name is None or not (target == error.name or target.startswith(f"{error.name}.")):
                 raise
             raise CaseError(
-                f"No module named {error.name!r}. Give a .py file, or a module that can be imported from here."
+                f"No module named {error.name!r}. Give a .py file, or a module that can be imported from"
+                " here."
             ) from None
     factory = getattr(module, name, None)
     if not callable(factory):
