@@ -97,9 +97,9 @@ class _Reading:
         output = self.nodes[-1]
         returned = [node for node in _inputs_of(output) if _is_tensor(node)]
         saved = [
-            Saved(node.name, self.root[node].name, memory.bytes, tuple(name for name, _ in memory.gathers))
+            Saved(node.name, self.root[node].name, held.bytes, tuple(name for name, _ in held.gathers))
             for node in dict.fromkeys(returned)
-            if (memory := self.unsharded.get(self.root[node])) is not None
+            if (held := self.unsharded.get(self.root[node])) is not None
         ]
         categories = list(self.categories.values())
         return GraphReport(
