@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from shardwise.fsdp import FSDPModule
 from shardwise.fsdp.module import compile_gathered
 from shardwise.fsdp.module_state import states_in
 from shardwise.graph.passes import Passes
-from shardwise.graph.passes.check_order import check_text, graphs_in, order_text
+from shardwise.graph.passes.check_order import check_order, graphs_in, order_text
 
 BACKENDS = ("inductor", *_compat.AOT_EAGER, "eager")
 MODES = ("full", "regional")
@@ -88,9 +88,19 @@ def compile(
             'prefetch, max_unsharded and merge_bytes are of mode "full"; in mode "regional" groups are'
             " gathered when the uncompiled model gathers them; set_modules_to_forward_prefetch changes that"
         )
+    arguments = with_passes(backend, passes, options=options)
+    compiler: Any = arguments["backend"]
+    if backend == "inductor":
+        compiler = _compat.inductor(arguments["options"], dynamic)
+    elif backend != "eager" and not callable(compiler):
+        raise ShardingError(
+            f"backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}, or a callable that"
+            " torch.compile would take"
+        )
     # Next to graph breaks, or between collectives of sharded modules, a graph may exist on one rank only.
-    compiler = _backend(backend, passes, dynamic, options)
-    run = _agreed(compiler, sharded, compare_empty=mode == "full" and fullgraph)
+    run = _agreed(
+        None if backend == "eager" else compiler, sharded, compare_empty=mode == "full" and fullgraph
+    )
     if mode == "full":
         return torch.compile(model, backend=run, fullgraph=fullgraph, dynamic=dynamic)
     for module in sharded:
@@ -99,63 +109,41 @@ def compile(
     return model
 
 
-def _backend(
-    backend: str | Backend, passes: Passes, dynamic: bool | None, options: dict[str, Any] | None
-) -> Backend:
-    arguments = with_passes(backend, passes, options=options)
-    if backend == "inductor":
-        return _compat.inductor(arguments["options"], dynamic)
-    if backend == "eager":
-        return lambda module, inputs: module
-    compiler = arguments["backend"]
-    if not callable(compiler):
-        raise ShardingError(
-            f"backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}, or a callable that"
-            " torch.compile would take"
-        )
-    return cast(Backend, compiler)
-
-
-def _agreed(backend: Backend, sharded: list[FSDPModule], *, compare_empty: bool) -> Backend:
+def _agreed(backend: Backend | None, sharded: list[FSDPModule], *, compare_empty: bool) -> Backend:
     """Return a backend that first compares a graph's collectives with those of other ranks.
 
     A graph with the collectives of an earlier one is not compared: a rank may recompile for sizes that only
-    it meets. Graphs without collectives are compared only if `compare_empty` is set.
+    it meets. Graphs without collectives are compared only if `compare_empty` is set. Without a backend,
+    graphs run as traced.
     """
-    groups, named, device = _groups_of(sharded)
+    groups: dict[ProcessGroup, None] = {}  # over which ranks compare
+    named: list[str] = []  # also groups of parameters
+    states = states_in(sharded)
+    device = states[0].device  # compilers keep what is returned, so it must not keep states
+    for group in [group for state in states for group in state.groups]:
+        groups |= {g: None for g in group.info.process_groups if g is not None and g.size() > 1}
+        if group.settings.reduce_scatter_group is not None:
+            named.append(group.settings.reduce_scatter_group.group_name)
+    named += [group.group_name for group in groups]
     agreed: set[str] = set()
+
+    def fail(error: Exception, *args: Any) -> Any:
+        raise error
 
     def run(module: Any, inputs: Any) -> Any:
         try:
             text = order_text(graphs_in(module), groups=named)
             if text not in agreed and (text or compare_empty):
-                check_text(text, groups=groups, device=device)
+                check_order(text, groups=list(groups), device=device)
                 agreed.add(text)
-            return backend(module, inputs)
+            return module if backend is None else backend(module, inputs)
         except Exception as raised:
             error = getattr(raised, "inner_exception", raised)  # compilers wrap what passes raise
             if not isinstance(error, ShardwiseError):
                 raise
-        return partial(_fail, error)  # Dynamo would wrap it too, and show the user its own error
+        return partial(fail, error)  # Dynamo would wrap it too, and show the user its own error
 
     return run
-
-
-def _fail(error: Exception, *args: Any) -> Any:
-    raise error
-
-
-def _groups_of(sharded: list[FSDPModule]) -> tuple[list[ProcessGroup], list[str], torch.device]:
-    """Return the groups over which ranks compare, the names of the parameters' groups, and their device."""
-    groups: dict[ProcessGroup, None] = {}
-    names: list[str] = []
-    states = states_in(sharded)
-    for state in states:
-        for group in state.groups:
-            groups |= {g: None for g in group.info.process_groups if g is not None and g.size() > 1}
-            if group.settings.reduce_scatter_group is not None:
-                names.append(group.settings.reduce_scatter_group.group_name)
-    return list(groups), [*(group.group_name for group in groups), *names], states[0].device
 
 
 def with_passes(
@@ -167,14 +155,9 @@ def with_passes(
 ) -> dict[str, Any]:
     """Return arguments of `torch.compile` that make `passes` run over the graphs of `backend`.
 
-    Args:
-        backend: names other than "inductor" and the "aot_eager" ones, and functions without `first`, are
-            passed on unchanged: they get no graphs of operators.
-        options: for inductor, except those that are set here.
-        first: edits graphs that contain backward, before the passes.
-
-    Raises:
-        ShardingError: options for another backend than inductor, or that are set here.
+    Backends other than "inductor" and the "aot_eager" ones, and functions without `first`, get no graphs of
+    operators. `first` edits graphs that contain backward, before the passes. Raises ShardingError for options
+    that are set here, or for another backend than inductor.
     """
     if options is not None and backend != "inductor":
         raise ShardingError(f"options are inductor's; backend {backend!r} takes none")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +27,6 @@ from shardwise.graph.nodes import (
     kind_of,
     nbytes,
     operator_name,
-    read_by,
     written,
 )
 from shardwise.graph.passes.moves import is_of_inputs
@@ -80,34 +79,43 @@ class _Reading:
         self.categories: dict[Node, str] = {}
         self.unsharded: dict[Node, _Memory] = {}  # by root
         self.filled: list[str] = []
-        self._take_over(forward)
+        if forward is not None:
+            self._take_over(forward)
         for node in self.nodes:
             self._read(node)
         for root, memory in self.unsharded.items():
             memory.end = max([memory.begin, memory.end, *self.readers.get(root, [])])
 
     def report(self) -> GraphReport:
-        unsharded_bytes, peak_groups = self._over_places()
+        changes = [0] * (len(self.nodes) + 1)
+        for memory in self.unsharded.values():
+            changes[memory.begin] += memory.bytes
+            changes[memory.end + 1] -= memory.bytes
+        unsharded_bytes = tuple(accumulate(changes[:-1]))
+        peak = unsharded_bytes.index(max(unsharded_bytes))
+        alive = [memory for memory in self.unsharded.values() if memory.begin <= peak <= memory.end]
         output = self.nodes[-1]
         returned = [node for node in _inputs_of(output) if _is_tensor(node)]
-        saved = [node for node in dict.fromkeys(returned) if self.root[node] in self.unsharded]
+        saved = [
+            Saved(node.name, self.root[node].name, held.bytes, tuple(name for name, _ in held.gathers))
+            for node in dict.fromkeys(returned)
+            if (held := self.unsharded.get(self.root[node])) is not None
+        ]
         categories = list(self.categories.values())
         return GraphReport(
             self.kind,
             Counts(**{f.name: categories.count(f.name) for f in fields(Counts)}),
             tuple(map(self._collective, self.collectives)),
             unsharded_bytes,
-            peak_groups,
+            len({gather for memory in alive for gather in memory.gathers}),
             tuple(dict.fromkeys(self.filled)),
-            tuple(map(self._saved, saved)),
+            tuple(saved),
             tuple(node.name for node in returned),
             tuple(_runs(self.place[n] for n, category in self.categories.items() if category in _WORK)),
         )
 
-    def _take_over(self, forward: GraphReport | None) -> None:
+    def _take_over(self, forward: GraphReport) -> None:
         """Find inputs that forward saved unsharded: AOTAutograd passes forward's last outputs in order."""
-        if forward is None:
-            return
         inputs = [node for node in self.inputs if _is_tensor(node) and not node.name.startswith("tangents")]
         names = forward.outputs[len(forward.outputs) - len(inputs) :]
         saved = {value.name: value for value in forward.saved}
@@ -172,7 +180,9 @@ class _Reading:
         if short in _RESIZES:
             return "resizes"
         if short in _COPIES or short.endswith("_copy") or name in _OTHER_COPIES:
-            inputs = read_by(node)
+            targets, kinds = written(node), (Tensor, list, tuple, type(None))  # others are sizes
+            inputs = [source for source in node.all_input_nodes if source not in targets]
+            inputs = [source for source in inputs if isinstance(source.meta.get("val"), kinds)]
             whole = bool(inputs) and all(self.root[source] in self.unsharded for source in inputs)
             return "parameter_copies" if whole else "copies"
         if base is not None and not written(node):
@@ -202,21 +212,6 @@ class _Reading:
             last_use=max(uses, default=None),
         )
 
-    def _saved(self, node: Node) -> Saved:
-        root = self.root[node]
-        memory = self.unsharded[root]
-        return Saved(node.name, root.name, memory.bytes, tuple(name for name, _ in memory.gathers))
-
-    def _over_places(self) -> tuple[tuple[int, ...], int]:
-        changes = [0] * (len(self.nodes) + 1)
-        for memory in self.unsharded.values():
-            changes[memory.begin] += memory.bytes
-            changes[memory.end + 1] -= memory.bytes
-        unsharded_bytes = tuple(accumulate(changes[:-1]))
-        peak = unsharded_bytes.index(max(unsharded_bytes))
-        alive = [memory for memory in self.unsharded.values() if memory.begin <= peak <= memory.end]
-        return unsharded_bytes, len({gather for memory in alive for gather in memory.gathers})
-
 
 _COLLECTIVES = {GATHER: "gathers", SCATTER: "reduce_scatters", REDUCE: "all_reduces"}
 _WORK = ("computes", "copies", "parameter_copies")
@@ -237,10 +232,6 @@ def _is_tensor(node: Node) -> bool:
 
 def _runs(places: Iterable[int]) -> Sequence[tuple[int, int]]:
     """Return the first and last place of each run of consecutive places."""
-    runs: list[tuple[int, int]] = []
-    for place in sorted(places):
-        if runs and runs[-1][1] == place - 1:
-            runs[-1] = (runs[-1][0], place)
-        else:
-            runs.append((place, place))
-    return runs
+    grouped = groupby(enumerate(sorted(places)), key=lambda item: item[1] - item[0])
+    runs = [[place for _, place in run] for _, run in grouped]
+    return [(run[0], run[-1]) for run in runs]

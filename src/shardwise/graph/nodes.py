@@ -181,13 +181,6 @@ def written(node: Node) -> list[Node]:
     ]
 
 
-def read_by(node: Node) -> list[Node]:
-    """Return the inputs of an operator that it does not write to."""
-    targets, kinds = written(node), (Tensor, list, tuple, type(None))  # others are sizes
-    inputs = [source for source in node.all_input_nodes if source not in targets]
-    return [source for source in inputs if isinstance(source.meta.get("val"), kinds)]
-
-
 def _nodes_by_argument(node: Node) -> list[tuple[Any, list[Node]]]:
     """Return the arguments in the schema of a node's operator, and the nodes given for each."""
     schema = _compat.schema(node.target)

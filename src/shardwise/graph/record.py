@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 from torch.fx import Graph, GraphModule, Node
@@ -58,7 +57,12 @@ class Recorder:
             self._frames.add(frame[0])
         if self.backend == "inductor":
             options = inductor_options(self._run, None)
-            options["_post_fusion_custom_pass"] = _compat.scheduled(partial(self._keep_schedule, number))
+
+            def keep_schedule(module: GraphModule, backward: bool, kernels: list[_compat.Kernel]) -> None:
+                ordered = GraphModule(module, in_order(module.graph, kernels))
+                self.graphs.append(Recorded("backward" if backward else "forward", number, ordered))
+
+            options["_post_fusion_custom_pass"] = _compat.scheduled(keep_schedule)
             return cast(Callable[..., Any], _compat.inductor(options, None)(module, inputs))
         kinds: list[Kind] = []
 
@@ -73,12 +77,6 @@ class Recorder:
     def _run(self, graph: Graph) -> None:
         for run in self.passes:
             run(graph)
-
-    def _keep_schedule(
-        self, number: int, module: GraphModule, backward: bool, kernels: list[_compat.Kernel]
-    ) -> None:
-        ordered = GraphModule(module, in_order(module.graph, kernels))
-        self.graphs.append(Recorded("backward" if backward else "forward", number, ordered))
 
     @property
     def modules(self) -> list[GraphModule]:

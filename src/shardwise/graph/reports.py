@@ -153,11 +153,9 @@ class GraphReport:
             texts = ["-" if place is None else str(place) for place in places]
             rows.append((c.name, c.kind, str(c.ranks or "?"), f"{c.bytes:,}", *texts))
         title = f"{self.kind.capitalize()} graph of {len(self.unsharded_bytes)} nodes"
-        return rendered(title, dict.fromkeys(("collective", "kind", *_NUMBERS), ""), rows) + self._totals()
-
-    def _totals(self) -> str:
         inputs = ", ".join(self.unsharded_inputs) or "none"
         return (
+            f"{rendered(title, dict.fromkeys(('collective', 'kind', *_NUMBERS), ''), rows)}"
             f"nodes: {self.counts}\n"
             f"unsharded: {self.peak_unsharded_bytes:,} bytes of {self.peak_groups} gathers at the most\n"
             f"returned unsharded: {self.saved_bytes:,} bytes in {len(self.saved)} tensors\n"
@@ -207,14 +205,12 @@ class ModelReport:
 
     def table(self) -> str:
         """Return the tables of all graphs, and their totals, as plain text."""
-        return "\n".join([*(graph.table() for graph in self.graphs), self._totals()])
-
-    def _totals(self) -> str:
-        return (
+        totals = (
             f"{self.traced} traced graphs, {self.graph_breaks} graph breaks, {self.recompiles} recompiles\n"
             f"all nodes: {self.counts}\n"
             f"unsharded: {self.peak_unsharded_bytes:,} bytes at the most\n"
         )
+        return "\n".join([*(graph.table() for graph in self.graphs), totals])
 
     __str__ = table
 

@@ -88,7 +88,19 @@ def compile_step(
         ShardingError: options for a backend other than inductor; an optimizer of other parameters, or whose
             step takes a closure; when called, a step that cannot be one graph.
     """
-    _check(model, optimizer)
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+        raise ShardingError(
+            f"{here()}: expected an optimizer whose step takes no closure, found {type(optimizer).__name__}"
+        )
+    ids = {id(param) for param in model.parameters()}
+    # Where evaluation left them gathered, they hide the sharded ones, which optimizers hold.
+    ids |= {id(param) for param in _sharded(_params(model, states_in(model.modules())))}
+    trained = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    if trained and ids.isdisjoint(trained) and type(optimizer).__module__.startswith("torch."):
+        raise ShardingError(
+            f"{here()}: this {type(optimizer).__name__} would train nothing of this {type(model).__name__};"
+            " make it of model.parameters(), after fully_shard"
+        )
     loss, counts = _loss(model, loss_fn), Counter[str]()
     passes = Passes(prefetch=prefetch, max_unsharded=max_unsharded)
     compiler = partial(with_passes, backend, passes, options=options)
@@ -106,26 +118,6 @@ def compile_step(
     return CompiledStep(
         model, optimizer, scheduler, whole, forward, max_norm, fullgraph, edits, running, counts
     )
-
-
-def _check(model: nn.Module, optimizer: Optimizer) -> None:
-    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
-        raise ShardingError(
-            f"{here()}: expected an optimizer whose step takes no closure, found {type(optimizer).__name__}"
-        )
-    ids = {id(param) for param in model.parameters()}
-    # Where evaluation left them gathered, they hide the sharded ones, which optimizers hold.
-    ids |= {id(param) for param in _sharded(_params(model, states_in(model.modules())))}
-    trained = [param for group in optimizer.param_groups for param in group["params"]]
-    if (
-        trained
-        and not any(id(param) in ids for param in trained)
-        and type(optimizer).__module__.startswith("torch.")
-    ):
-        raise ShardingError(
-            f"{here()}: this {type(optimizer).__name__} would train nothing of this {type(model).__name__};"
-            " make it of model.parameters(), after fully_shard"
-        )
 
 
 @dataclass(eq=False, repr=False)
@@ -169,7 +161,12 @@ class CompiledStep:
             self._states = states_in(self._model.modules())
             self._params = _params(self._model, self._states)
         segments = self._prepared(self._states)
-        self._zero(segments)
+        self._optimizer.zero_grad()
+        for segment in segments:
+            segment.earlier = None
+        with _compat.plain_attributes():
+            for param in _sharded(self._params):
+                param.grad = None
         traced = _compat.graphs_traced()
         with self._announced(), torch.enable_grad():
             loss = self._backward(segments, batch, named)
@@ -244,14 +241,6 @@ class CompiledStep:
             raise
         finally:
             self._running.clear()  # compilers keep it
-
-    def _zero(self, segments: list[Segment]) -> None:
-        self._optimizer.zero_grad()
-        for segment in segments:
-            segment.earlier = None
-        with _compat.plain_attributes():
-            for param in _sharded(self._params):
-                param.grad = None
 
     def _backward(self, segments: list[Segment], batch: Any, named: Any) -> Tensor:
         """Return the loss; its gradients are left on the parameters."""

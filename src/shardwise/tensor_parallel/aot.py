@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.export import ExportedProgram
 
 from shardwise import _compat
 from shardwise.comm.auto import over_gloo
@@ -51,7 +50,14 @@ def compile_package(folder: str | Path) -> None:
                     " the programs of all ranks, save them, then compile them"
                 )
             path = place / f"rank-{rank}.aot.pt2"
-            _compat.aoti_compile(_for_inference(package.bind(program, group_name)), str(path))
+            package.bind(program, group_name)
+            for node in list(program.graph.nodes):  # compiled programs have no backward, in which these raise
+                if node.target is ops.untrainable.default:
+                    node.replace_all_uses_with(node.args[0])
+                    program.graph_signature.replace_all_uses(node.name, node.args[0].name)
+                    program.graph.erase_node(node)
+            program.graph_module.recompile()
+            _compat.aoti_compile(program, str(path))
             manifest["files"][path.name] = digest(path)
     write_manifest(place, {**manifest, "compiled_for": group_name})
 
@@ -93,17 +99,6 @@ def load_compiled(
             stacklevel=2,
         )
     return _compat.aoti_load(path)
-
-
-def _for_inference(program: ExportedProgram) -> ExportedProgram:
-    """Remove, in place, the operators that raise in backward; compiled programs have no backward."""
-    for node in list(program.graph.nodes):
-        if node.target is ops.untrainable.default:
-            node.replace_all_uses_with(node.args[0])
-            program.graph_signature.replace_all_uses(node.name, node.args[0].name)
-            program.graph.erase_node(node)
-    program.graph_module.recompile()
-    return program
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from torch import fx
@@ -114,14 +113,15 @@ class ChosenPlan:
 
         None if no plan has that style. Solves the integer program twice for each decision, on first use.
         """
+
+        def extra(index: int, style: str) -> float | None:
+            plan = _solve(self.space, self.prices, self.memory_budget, forced={index: style})
+            return None if plan is None else plan.seconds - self.seconds
+
         return tuple(
-            {style: self._extra_seconds(index, style) for style in STYLES if style != decision.style}
+            {style: extra(index, style) for style in STYLES if style != decision.style}
             for index, decision in enumerate(self.decisions)
         )
-
-    def _extra_seconds(self, index: int, style: str) -> float | None:
-        plan = _solve(self.space, self.prices, self.memory_budget, forced={index: style})
-        return None if plan is None else plan.seconds - self.seconds
 
     def table(self) -> str:
         """List every decision: style, bytes, and how much more the best plan with another style costs."""
@@ -137,12 +137,9 @@ class ChosenPlan:
         columns = {"parameter": "all parameters and buffers", "style": ""}
         columns |= {"bytes per rank": f"{max(self.bytes_held):,}", "bytes whole": f"{self.space.total():,}"}
         columns |= {"other styles": ""}
-        return rendered(f"Plan for {self.world_size} ranks", columns, rows) + self._totals()
-
-    def _totals(self) -> str:
         collectives = ", ".join(f"{count} {kind}" for kind, count in self.collectives.items()) or "none"
         budget = "" if self.memory_budget is None else f", of {self.memory_budget:,} allowed"
-        return (
+        return rendered(f"Plan for {self.world_size} ranks", columns, rows) + (
             f"price of a call: {_seconds(self.seconds)}\n"
             f"collectives: {collectives}; {self.bytes_sent:,} bytes sent per rank\n"
             f"held: {max(self.bytes_held):,} bytes on the fullest rank{budget}\n"
@@ -184,46 +181,22 @@ def choose(
 def best_plan(space: Space, *, prices: Prices | None = None, memory_budget: int | None = None) -> ChosenPlan:
     """Return the cheapest plan, like `choose`, for a program that was explored already."""
     plan = _solve(space, prices or Prices(), memory_budget)
-    if plan is None:
-        raise ShardingError(_no_plan_text(space, memory_budget))
-    return plan
-
-
-def _no_plan_text(space: Space, budget: int | None) -> str:
+    if plan is not None:
+        return plan
     only_memory = Prices(latency=0, seconds_per_byte_sent=0, seconds_per_byte_held=1, seconds_per_flop=0)
     smallest = _solve(space, only_memory, None)
     if smallest is None:
-        return f"the rules can build no plan for {space.ranks} ranks, even if all weights stay whole"
-    return (
-        f"no plan for {space.ranks} ranks fits parameters and buffers into {budget:,} bytes per rank: the"
-        f" smallest plan needs {max(smallest.bytes_held):,} of their {space.total():,} bytes;"
+        raise ShardingError(
+            f"the rules can build no plan for {space.ranks} ranks, even if all weights stay whole"
+        )
+    raise ShardingError(
+        f"no plan for {space.ranks} ranks fits parameters and buffers into {memory_budget:,} bytes per rank:"
+        f" the smallest plan needs {max(smallest.bytes_held):,} of their {space.total():,} bytes;"
         " use more ranks, or a larger memory_budget"
     )
 
 
-# ------------------------------------------------------------ the integer program
-
-
 _Row = tuple[Mapping[int, float], float, float]  # a constraint: factors of variables; bounds of their sum
-
-
-def _minimize(objective: Any, rows: Sequence[_Row], *, integers: int, upper: Any) -> Any:
-    """Minimise `objective`; the first `integers` variables are integers, all between 0 and `upper`."""
-    optimize, sparse = (
-        from_extra("tp", f"scipy.{name}", feature="choosing tensor-parallel styles")
-        for name in ("optimize", "sparse")
-    )
-    factors, lowest, highest = zip(*rows, strict=True)
-    entries = ((value, row, column) for row, terms in enumerate(factors) for column, value in terms.items())
-    value, *places = zip(*entries, strict=True)
-    matrix = sparse.coo_array((value, tuple(places)), shape=(len(rows), len(objective))).tocsr()
-    return optimize.milp(
-        objective,
-        integrality=np.arange(len(objective)) < integers,
-        bounds=optimize.Bounds(0, upper),
-        constraints=optimize.LinearConstraint(matrix, np.array(lowest), np.array(highest)),
-        options={"mip_rel_gap": 0.0},
-    )
 
 
 def _solve(
@@ -246,7 +219,21 @@ def _solve(
     upper = np.ones(len(costs))
     for index, style in (forced or {}).items():
         upper[[index * count + s for s, name in enumerate(STYLES) if name != style]] = 0
-    optimum = _minimize(objective, rows, integers=integers, upper=upper)
+    optimize, sparse = (
+        from_extra("tp", f"scipy.{name}", feature="choosing tensor-parallel styles")
+        for name in ("optimize", "sparse")
+    )
+    factors, lowest, highest = zip(*rows, strict=True)
+    entries = ((value, row, column) for row, terms in enumerate(factors) for column, value in terms.items())
+    factor, *places = zip(*entries, strict=True)
+    matrix = sparse.coo_array((factor, tuple(places)), shape=(len(rows), len(objective))).tocsr()
+    optimum = optimize.milp(
+        objective,
+        integrality=np.arange(len(objective)) < integers,
+        bounds=optimize.Bounds(0, upper),
+        constraints=optimize.LinearConstraint(matrix, np.array(lowest), np.array(highest)),
+        options={"mip_rel_gap": 0.0},
+    )
     if optimum.x is None:
         return None
     seconds = time.perf_counter() - started
@@ -308,9 +295,6 @@ def _by_state(variables: Sequence[int], states: Sequence[State]) -> dict[State, 
     for variable, state in zip(variables, states, strict=True):
         grouped.setdefault(state, []).append(variable)
     return grouped
-
-
-# ------------------------------------------------------------ text
 
 
 def _seconds(seconds: float) -> str:

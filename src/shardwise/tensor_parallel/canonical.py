@@ -33,18 +33,16 @@ _RESHAPES = ("expand", "view", "reshape", "_unsafe_view")
 
 def functionalize(program: ExportedProgram) -> ExportedProgram:
     """Return the program without in-place operations; it returns changed buffers instead."""
-    if any(_mutates(node) for node in program.graph.nodes):
-        result: ExportedProgram = program.run_decompositions({})
-        return result
+    for node in program.graph.nodes:
+        schema = _compat.schema(node.target) if node.op == "call_function" else None
+        if schema is None:
+            continue
+        # the schemas of these omit that they change running statistics
+        in_training = schema.name in ("aten::batch_norm", "aten::instance_norm") and node.args[5] is True
+        if schema.is_mutable or in_training:
+            result: ExportedProgram = program.run_decompositions({})
+            return result
     return program
-
-
-def _mutates(node: fx.Node) -> bool:
-    schema = _compat.schema(node.target)
-    if schema is None or node.op != "call_function":
-        return False
-    in_training = schema.name in ("aten::batch_norm", "aten::instance_norm") and node.args[5] is True
-    return bool(schema.is_mutable) or in_training  # their schemas omit that they change running statistics
 
 
 def canonicalize(program: ExportedProgram) -> fx.Graph:
@@ -57,19 +55,15 @@ def canonicalize(program: ExportedProgram) -> fx.Graph:
         if node.op == "call_function":
             _normalize(graph, node)
     for node in reversed(list(graph.nodes)):
-        for user in list(node.users) if _is_late(node) else ():
+        source: Any = node
+        while op_of(source) in ("detach", "alias"):
+            source = source.args[0]
+        is_alias = source is not node and op_of(source).endswith("log_softmax")
+        for user in list(node.users) if is_alias or _transposed(node) is not None else ():
             with graph.inserting_before(user):
                 user.replace_input_with(node, graph.node_copy(node))
     graph.eliminate_dead_code(is_impure)
     return graph
-
-
-def _is_late(node: fx.Node) -> bool:
-    """Return whether `node` is a view to place at each user: a transpose, or an alias of a log-softmax."""
-    source: Any = node
-    while op_of(source) in ("detach", "alias"):
-        source = source.args[0]
-    return _transposed(node) is not None or (source is not node and op_of(source).endswith("log_softmax"))
 
 
 def _normalize(graph: fx.Graph, node: fx.Node) -> None:
@@ -77,7 +71,13 @@ def _normalize(graph: fx.Graph, node: fx.Node) -> None:
     if name in _DROPPED:
         graph.erase_node(node)
         return
-    _positional(node)
+    schema = _compat.schema(node.target)
+    args, kwargs = list(node.args), dict(node.kwargs)
+    for argument in schema.arguments[len(args) :] if schema is not None else ():
+        if argument.kwarg_only or argument.name not in kwargs:
+            break
+        args.append(kwargs.pop(argument.name))
+    node.args, node.kwargs = tuple(args), kwargs
     x = node.args[0] if node.args else None
     if name == "copy":
         result = _as_copied(graph, node)
@@ -110,19 +110,6 @@ def _as_copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
             result = graph.call_function(aten.expand_as.default, (result, x))
             result.meta = dict(node.meta)
     return result
-
-
-def _positional(node: fx.Node) -> None:
-    """Make keyword arguments positional, up to the first missing one."""
-    schema = _compat.schema(node.target)
-    if schema is None or not node.kwargs:
-        return
-    args, kwargs = list(node.args), dict(node.kwargs)
-    for argument in schema.arguments[len(args) :]:
-        if argument.kwarg_only or argument.name not in kwargs:
-            break
-        args.append(kwargs.pop(argument.name))
-    node.args, node.kwargs = tuple(args), kwargs
 
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:

@@ -20,9 +20,13 @@ def move_program(program: ExportedProgram, device_type: str) -> None:
     """Move all of `program` to `device_type`, in place."""
     target = torch.device(device_type)
 
-    def move(value: Any) -> Any:
-        foreign = isinstance(value, Tensor) and _compat.is_fake(value) and not _is_on(value.device, target)
-        return _fake_on(value, target) if foreign else value
+    def move(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not _compat.is_fake(x) or _is_on(x.device, target):
+            return x
+        # `to` would need the device's library
+        moved = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        moved.requires_grad_(x.requires_grad)
+        return _compat.FakeTensor(x.fake_mode, moved, target)  # type: ignore[attr-defined]
 
     def rename(argument: Any) -> Any:
         return target if isinstance(argument, torch.device) else argument
@@ -71,20 +75,12 @@ def storage_device(device_type: str) -> torch.device:
 
 
 def is_available(device: torch.device) -> bool:
-    """Return whether this machine has a device of this kind."""
     if device.type in ("cpu", "meta"):
         return True
     try:
         return bool(torch.get_device_module(device.type).is_available())
     except (RuntimeError, AttributeError):
         return False
-
-
-def _fake_on(tensor: Any, device: torch.device) -> Tensor:
-    """Return a fake tensor moved to another device; `to` would need that device's library."""
-    shape, dtype, trained = tensor.shape, tensor.dtype, tensor.requires_grad
-    strided = torch.empty_strided(shape, tensor.stride(), dtype=dtype, device="meta", requires_grad=trained)
-    return _compat.FakeTensor(tensor.fake_mode, strided, device)
 
 
 def _is_on(device: torch.device, target: torch.device) -> bool:

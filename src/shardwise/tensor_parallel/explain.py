@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,38 +114,27 @@ def explain(program: ExportedProgram) -> Explanation:
     record = record_of(program)
     rows = []
     for name, entry in record["parameters"].items():
-        placement = placement_from_json(entry["placement"])
+        placement, text = placement_from_json(entry["placement"]), "replicate"
+        if isinstance(placement, Split):
+            ranges = placement.ranges[record["rank"]]
+            part = ", ".join(f"{begin}:{end}" for begin, end in ranges[:3]) or "nothing"
+            text = f"dim {placement.dim} [{part}{', ...' if len(ranges) > 3 else ''}]"
         itemsize = getattr(torch, entry["dtype"]).itemsize
         local = math.prod(local_shape(placement, entry["shape"], record["rank"])) * itemsize
-        whole, text = math.prod(entry["shape"]) * itemsize, _placement_text(placement, record["rank"])
+        whole = math.prod(entry["shape"]) * itemsize
         rows.append(ParameterRow(name, entry["style"], text, local, whole, entry["tied"]))
-    return Explanation(
-        record["rank"],
-        record["world_size"],
-        record["group"],
-        tuple(rows),
-        tuple(
-            CollectiveRow(kind, _bytes(node.meta.get("val")), (calls_of(node) or [""])[-1], node.name)
-            for node in program.graph.nodes
-            if (kind := kind_of(node)) is not None
-        ),
-        tuple(GatherRow(**gather) for gather in record.get("gathers", ())),
-    )
+    collectives = []
+    for node in program.graph.nodes:
+        if (kind := kind_of(node)) is not None:
+            value = node.meta.get("val")
+            is_static = isinstance(value, Tensor) and all(isinstance(size, int) for size in value.shape)
+            size = value.nbytes if is_static else None
+            collectives.append(CollectiveRow(kind, size, (calls_of(node) or [""])[-1], node.name))
+    gathers = tuple(GatherRow(**gather) for gather in record.get("gathers", ()))
+    place = record["rank"], record["world_size"], record["group"]
+    return Explanation(*place, tuple(rows), tuple(collectives), gathers)
 
 
 def counts(program: ExportedProgram) -> dict[str, int]:
     """Count the collectives in a call of any `program`, by kind, in order of appearance."""
     return dict(Counter(kind for node in program.graph.nodes if (kind := kind_of(node)) is not None))
-
-
-def _bytes(value: Any) -> int | None:
-    is_static = isinstance(value, Tensor) and all(isinstance(size, int) for size in value.shape)
-    return value.nbytes if is_static else None
-
-
-def _placement_text(placement: Any, rank: int) -> str:
-    if not isinstance(placement, Split):
-        return "replicate"
-    part = ", ".join(f"{begin}:{end}" for begin, end in placement.ranges[rank][:3]) or "nothing"
-    suffix = ", ..." if len(placement.ranges[rank]) > 3 else ""
-    return f"dim {placement.dim} [{part}{suffix}]"

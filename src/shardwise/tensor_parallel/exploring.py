@@ -121,11 +121,7 @@ class Space:
 
 
 def explore(whole: Whole, ranks: int) -> Space:
-    """Explore the plans of a program for `ranks` ranks, without changing it. Local; needs no weights.
-
-    Raises:
-        ShardingError: fewer than one rank, or a program without tensors.
-    """
+    """Explore the plans of a program for `ranks` ranks, without changing it. Local; needs no weights."""
     if ranks < 1:
         raise ShardingError(f"expected at least one rank, got world_size={ranks}")
     groups = _group_weights(whole)
@@ -147,9 +143,6 @@ def explore(whole: Whole, ranks: int) -> Space:
     used = {names[step.inputs[place]] for step in walk.steps for use in step.uses for place, _ in use.shards}
     unused = sum(size for name, size in sizes.items() if name not in used)
     return Space(ranks, groups, tuple(walk.steps), unused, names, sizes)
-
-
-# ------------------------------------------------------------ uses of each operation
 
 
 class _Exploration:
@@ -279,9 +272,6 @@ def _metadata(x: fx.Node) -> Any:
     return tuple(metadata)
 
 
-# ------------------------------------------------------------ sizes
-
-
 def _flops(node: fx.Node) -> int:
     """Count the FLOPs of a product, a convolution or attention; other operations count as 0."""
     op, args = op_of(node), args_of(node)
@@ -300,9 +290,6 @@ def _sizes(node: fx.Node) -> list[int]:
     return [hint(size) for size in several(node.meta["val"])[0].shape]
 
 
-# ------------------------------------------------------------ groups of weights
-
-
 def _group_weights(whole: Whole) -> tuple[Group, ...]:
     """Return the weights, those of repeated layers together, each with the vectors of its module."""
     kinds = {spec.target: spec.kind for spec in whole.program.graph_signature.input_specs}
@@ -317,7 +304,11 @@ def _group_weights(whole: Whole) -> tuple[Group, ...]:
             weights[name] = node
         else:
             vectors_of[name.rpartition(".")[0]].append(name)
-    repeats = find_repeats({name: _weight_kind(node) for name, node in weights.items()})
+    shapes_and_users: dict[str, tuple[Any, ...]] = {}
+    for name, node in weights.items():
+        value, users = node.meta["val"], [x for user in node.users for x in (user, *user.users)]
+        shapes_and_users[name] = (*map(hint, value.shape), str(value.dtype), *map(name_of, users))
+    repeats = find_repeats(shapes_and_users)
     groups: dict[str, list[str]] = defaultdict(list)
     for name in weights:
         groups[repeats[name]].append(name)
@@ -325,25 +316,15 @@ def _group_weights(whole: Whole) -> tuple[Group, ...]:
     for names in groups.values():
         vectors = {name: vectors_of.pop(name.rpartition(".")[0], []) for name in names}
         values = {whole.by_name[x]: x for name in names for x in (name, *vectors[name])}
-        states = (_first_states(node, name) for node, name in values.items())
+        states = []  # of each parameter before its first use, by style, as that use names the style
+        for node, name in values.items():
+            module = name.rpartition(".")[0]
+            styles = [None, *(resolve_style(node, style, module)[1] for style in STYLES[1:])]
+            states.append([State(None, style=style, local=node.meta["val"]) for style in styles])
         uses = tuple(Use((), after) for after in zip(*states, strict=True))
         step = Step((), tuple(values), uses)
         result.append(Group(tuple(names), tuple(itertools.chain(*vectors.values())), step))
     return tuple(result)
-
-
-def _first_states(parameter: fx.Node, name: str) -> tuple[State, ...]:
-    """Return a parameter's state before its first use for each style, as its first use names that style."""
-    module = name.rpartition(".")[0]
-    styles = [resolve_style(parameter, style, module)[1] for style in STYLES[1:]]
-    return tuple(State(None, style=style, local=parameter.meta["val"]) for style in (None, *styles))
-
-
-def _weight_kind(weight: fx.Node) -> tuple[Any, ...]:
-    """Return a key equal for similar weights: shape, dtype, their users, and the users of these."""
-    value = weight.meta["val"]
-    operations = [name_of(x) for user in weight.users for x in (user, *user.users)]
-    return (*map(hint, value.shape), str(value.dtype), *operations)
 
 
 def find_repeats(kinds: dict[str, tuple[Any, ...]]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from shardwise.graph.nodes import arguments_of
 from shardwise.tensor_parallel.nodes import args_of, op_of, several
 from shardwise.tensor_parallel.partition import Partition
-from shardwise.tensor_parallel.placement import Interval, Ranges, Split, even, groups, hint, normal, same_size
+from shardwise.tensor_parallel.placement import Interval, Ranges, even, groups, hint, normal, same_size
 
 _PARTS = ("split", "chunk", "split_with_sizes", "unbind", "select", "slice", "narrow", "tensor_split")
 _PERMUTES = ("transpose", "permute", "t", "squeeze")
@@ -43,20 +43,14 @@ class Stretch:
 
 def column_ranges(p: Partition, node: fx.Node, size: int, *, dim: int) -> Ranges:
     """Return, for every rank, which of the `size` outputs of `node`, along `dim`, it computes."""
-    stretches = _Tracker(p).follow(node, dim, Stretch(0, size))
-    cuts = [_even_shares(stretch, p.ranks) for stretch in _finest(list(stretches), size)]
-    return tuple(normal([i for part in cuts for i in part[rank]]) for rank in range(p.ranks))
-
-
-def _even_shares(stretch: Stretch, ranks: int) -> Ranges:
-    """Return every rank's share of a stretch, by an even cut of the heads that use it."""
-    heads = Split(0, even(stretch.count * stretch.shared, ranks))
-
-    def outputs(begin: int, end: int) -> Interval:
-        first, last = begin // stretch.shared, -(-end // stretch.shared)
-        return stretch.begin + first * stretch.unit, stretch.begin + last * stretch.unit
-
-    return heads.each(outputs).ranges
+    shares: list[list[Interval]] = [[] for _ in range(p.ranks)]
+    for stretch in _finest(list(_Tracker(p).follow(node, dim, Stretch(0, size))), size):
+        heads = even(stretch.count * stretch.shared, p.ranks)  # those that use it are cut evenly
+        for share, part in zip(shares, heads, strict=True):
+            for begin, end in part:
+                first, last = begin // stretch.shared, -(-end // stretch.shared)
+                share.append((stretch.begin + first * stretch.unit, stretch.begin + last * stretch.unit))
+    return tuple(map(normal, shares))
 
 
 def _finest(stretches: list[Stretch], size: int) -> list[Stretch]:

@@ -30,7 +30,7 @@ from shardwise.errors import CheckpointError
 from shardwise.files.stores import on_disk
 from shardwise.files.tensors import StoredTensor, TensorFiles
 from shardwise.tensor_parallel.device import storage_device, wrap_like
-from shardwise.tensor_parallel.placement import Placement, Split
+from shardwise.tensor_parallel.placement import Split
 from shardwise.tensor_parallel.state import placement_from_json, rank_intervals, record_of
 
 Part = Callable[[int, int, int], Tensor]  # of a dim, from begin to end; all of it if the end is negative
@@ -94,40 +94,31 @@ def materialize(
                 mismatched.append(f"{name} has shape {tuple(shape)}, expected {tuple(entry['shape'])}")
                 continue
             if not missing and not mismatched:
-                shard = _read_shard(read, placement_from_json(entry["placement"]), record["rank"])
+                cut = placement_from_json(entry["placement"])
+                dim = cut.dim if isinstance(cut, Split) else 0
+                intervals = rank_intervals(cut, record["rank"]) if isinstance(cut, Split) else ((0, -1),)
+                parts = [read(dim, begin, end) for begin, end in intervals]
+                shard = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
                 local = shard.to(device=device, dtype=current.dtype, copy=True).contiguous()
                 shards[name] = wrap_like(current, local)
     if missing or mismatched:
-        _raise_mismatch(checkpoint, missing, mismatched)
+        subject = f"the checkpoint {checkpoint}" if not isinstance(checkpoint, Mapping) else "the checkpoint"
+        texts = [f"{subject} does not match the program", *mismatched[:5]]
+        if missing:
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            texts.append(
+                f"it lacks {', '.join(missing[:5])}{more}; pass buffers that it does not store as values=,"
+                " map names by rename="
+            )
+        raise CheckpointError("; ".join(texts))
     for name, tensor in shards.items():
         _store(program, name)[name] = tensor
     return program
 
 
-def _raise_mismatch(checkpoint: Any, missing: list[str], mismatched: list[str]) -> None:
-    subject = f"the checkpoint {checkpoint}" if not isinstance(checkpoint, Mapping) else "the checkpoint"
-    texts = [f"{subject} does not match the program", *mismatched[:5]]
-    if missing:
-        texts.append(
-            f"it lacks {', '.join(missing[:5])}{f' and {len(missing) - 5} more' if len(missing) > 5 else ''};"
-            " pass buffers that it does not store as values=, map names by rename="
-        )
-    raise CheckpointError("; ".join(texts))
-
-
 def _store(program: ExportedProgram, name: str) -> dict[str, Any]:
     store: dict[str, Any] = program.state_dict if name in program.state_dict else program.constants
     return store
-
-
-# ------------------------------------------------------------ reading
-
-
-def _read_shard(read: Part, placement: Placement, rank: int) -> Tensor:
-    if not isinstance(placement, Split):
-        return read(0, 0, -1)
-    parts = [read(placement.dim, begin, end) for begin, end in rank_intervals(placement, rank)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, placement.dim)
 
 
 def _in_memory(tensors: Mapping[str, Tensor]) -> Source:
@@ -149,21 +140,21 @@ def _open_checkpoint(checkpoint: Checkpoint) -> Iterator[Source]:
     paths = [*map(on_disk, [checkpoint] if isinstance(checkpoint, (str, Path)) else checkpoint)]
     pickled = [path for path in paths if path.suffix in _PICKLED and path.is_file()]
     loaded = _in_memory({name: tensor for path in pickled for name, tensor in _map_file(path).items()})
+
+    def read(stored: StoredTensor, dim: int, begin: int, end: int) -> Tensor:
+        begins, ends = [0] * len(stored.shape), list(stored.shape)
+        if end >= 0:
+            begins[dim], ends[dim] = begin, end
+        return stored.read(begins, ends)
+
     with TensorFiles(path for path in reversed(paths) if path not in pickled) as files:  # later ones count
 
         def find(name: str) -> Entry | None:
             entry = loaded(name)
             stored = None if entry else files.find(name)
-            return entry if stored is None else (stored.shape, partial(_read_slice, stored))
+            return entry if stored is None else (stored.shape, partial(read, stored))
 
         yield find
-
-
-def _read_slice(stored: StoredTensor, dim: int, begin: int, end: int) -> Tensor:
-    begins, ends = [0] * len(stored.shape), list(stored.shape)
-    if end >= 0:
-        begins[dim], ends[dim] = begin, end
-    return stored.read(begins, ends)
 
 
 def _map_file(path: Path) -> Mapping[str, Tensor]:

@@ -76,12 +76,7 @@ def _copy(schema: str, backward: Callable[..., Tensor], *, copies: int = 0) -> A
 
 
 def _sum_shared(
-    gradient: Tensor,
-    shape: torch.Size,
-    dim: int,
-    pieces: Sequence[int],
-    total: int,
-    group: str,
+    gradient: Tensor, shape: torch.Size, dim: int, pieces: Sequence[int], total: int, group: str
 ) -> Tensor:
     triples = list(zip(*[iter(pieces)] * 3, strict=True))
     terms = gradient.new_zeros([*shape[:dim], total, *shape[dim + 1 :]])

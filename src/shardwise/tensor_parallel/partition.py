@@ -84,8 +84,6 @@ class Partition:
     row_sums: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of gradients, along the dim they are cut
     _copies: dict[tuple[fx.Node, Placement], fx.Node] = field(default_factory=dict)
 
-    # ------------------------------------------------------------ what is known of the whole program
-
     def placement(self, node: Any) -> Placement:
         """Return the placement of the one value of `node`; numbers and unused parameters are replicated."""
         if not isinstance(node, fx.Node) or node not in self.values:
@@ -101,8 +99,6 @@ class Partition:
     def hints(self, node: fx.Node) -> list[int]:
         """Return the sizes of the whole value as numbers; symbolic ones as they were at export."""
         return [hint(size) for size in self.shape(node)]
-
-    # ------------------------------------------------------------ building
 
     def emit(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Return a node that calls `op` on nodes of this rank's program."""
@@ -249,8 +245,6 @@ class Partition:
     def may_stay_partial(self, node: fx.Node) -> bool:
         """Return whether `node` is a sum in terms with only one user, which may take the terms."""
         return isinstance(self.placement(node), Partial) and len(node.users) == 1
-
-    # ------------------------------------------------------------ moving
 
     def hold(self, node: fx.Node, placement: Placement) -> None:
         """Put a parameter at `placement`."""

@@ -55,7 +55,6 @@ class Split:
         return Split(dim, self.ranges)
 
     def each(self, change: Callable[[int, int], Interval]) -> Split:
-        """Apply a change to every interval."""
         return Split(self.dim, tuple(normal([change(b, e) for b, e in part]) for part in self.ranges))
 
     def scaled(self, factor: int) -> Split:
@@ -114,14 +113,12 @@ PARTIAL = Partial()
 
 
 def local_shape(placement: Placement | None, shape: Sequence[Any], rank: int) -> list[Any]:
-    """Return the shape of a rank's part of a value."""
     if not isinstance(placement, Split):
         return list(shape)
     return with_dim(shape, placement.dim, placement.size(rank))
 
 
 def with_dim(sizes: Sequence[Any], dim: int, size: Any) -> list[Any]:
-    """Return `sizes` with `size` at `dim`."""
     return [*sizes[:dim], size, *sizes[dim + 1 :]]
 
 

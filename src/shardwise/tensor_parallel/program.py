@@ -55,13 +55,30 @@ class Whole:
         raise ShardingError("the exported program has no tensors, so there is nothing to cut")
 
 
-def read_program(program: ExportedProgram) -> Whole:
+def read_program(program: Any) -> Whole:
     """Read `program` into canonical form; `program` is not changed.
 
     Raises:
         ShardingError: something other than an exported program, or a program already cut for one rank.
     """
-    _check_whole(program)
+    if not isinstance(program, ExportedProgram):
+        kind = "a module" if isinstance(program, nn.Module) else f"{type(program).__name__}"
+        raise ShardingError(
+            f"expected an ExportedProgram, got {kind}; export the model first:"
+            " torch.export.export(model, example_inputs)"
+        )
+    record = (program.graph_module.meta.get("custom") or {}).get(RECORD)
+    if record is not None:
+        raise ShardingError(
+            f"the program is already cut for rank {record['rank']} of {record['world_size']} and cannot be"
+            " cut again; pass the whole program that torch.export.export returned"
+        )
+    for node in program.graph.nodes:
+        if kind_of(node) is not None or getattr(node.target, "namespace", None) == "shardwise":
+            raise ShardingError(
+                f"the program already communicates, by {node.target} ({node.name}); pass a whole program,"
+                " exported from a model that does not communicate"
+            )
     program = functionalize(program)
     graph = canonicalize(program)
     placeholders = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
@@ -110,30 +127,6 @@ def _identity(tensor: Tensor) -> Any:
     return kind, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _check_whole(program: Any) -> None:
-    if not isinstance(program, ExportedProgram):
-        kind = "a module" if isinstance(program, nn.Module) else f"{type(program).__name__}"
-        raise ShardingError(
-            f"expected an ExportedProgram, got {kind}; export the model first:"
-            " torch.export.export(model, example_inputs)"
-        )
-    record = (program.graph_module.meta.get("custom") or {}).get(RECORD)
-    if record is not None:
-        raise ShardingError(
-            f"the program is already cut for rank {record['rank']} of {record['world_size']} and cannot be"
-            " cut again; pass the whole program that torch.export.export returned"
-        )
-    for node in program.graph.nodes:
-        if kind_of(node) is not None or getattr(node.target, "namespace", None) == "shardwise":
-            raise ShardingError(
-                f"the program already communicates, by {node.target} ({node.name}); pass a whole program,"
-                " exported from a model that does not communicate"
-            )
-
-
-# ------------------------------------------------------------ styles, as parameters are used
-
-
 def resolve_style(weight: fx.Node, style: str, module: str) -> tuple[int | None, str]:
     """Return the dim that `style` cuts where `module` uses `weight`, and the style that cuts it at first use.
 
@@ -153,9 +146,6 @@ def _cut_dim(style: str, user: fx.Node, weight: fx.Node) -> int | None:
         return None
     in_first = op_of(user) in ("embedding", "mm", "addmm")  # [rows, columns], [in, out]
     return int(in_first == (style == "column"))
-
-
-# ------------------------------------------------------------ node by node
 
 
 def build_node(p: Partition, node: fx.Node, *, strict: bool = False) -> None:

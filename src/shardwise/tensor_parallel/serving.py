@@ -159,9 +159,6 @@ def cache_bytes(program: ExportedProgram) -> int:
     return sum(x.nbytes for name, x in constants if name.startswith((_OWN, _CROSS)) and isinstance(x, Tensor))
 
 
-# ------------------------------------------------------------ what is exported
-
-
 @contextmanager
 def _fixed_frequencies(model: nn.Module, longest: int) -> Iterator[None]:
     """Fix rotary frequencies for `longest` tokens; a program cannot choose them by the number of tokens."""
@@ -211,6 +208,8 @@ class _Step(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the logits of the token after `ids`, [batch, vocabulary]."""
+        from transformers.cache_utils import Cache, EncoderDecoderCache
+
         begin = torch.zeros_like(self.position) if self.prefill else self.position.clone()
         for name, layer, key in self._buffers_of_layers():
             setattr(layer, key, getattr(self, name))
@@ -220,14 +219,6 @@ class _Step(nn.Module):
         elif self.config.is_encoder_decoder:  # the encoder's output is in the cache: only its sizes are used
             encoded = torch.zeros(*self.prompt_shape, self.config.hidden_size)
             batch = {"encoder_outputs": (encoded,), "decoder_input_ids": ids}
-        result = self.model(**batch, past_key_values=self._cache(begin), use_cache=True)
-        self.position.copy_(begin + ids.shape[1])
-        return result.logits[:, -1]  # type: ignore[no-any-return]
-
-    def _cache(self, begin: Tensor) -> Any:
-        """Return the cache as the model's own class, with `begin` tokens in it."""
-        from transformers.cache_utils import Cache, EncoderDecoderCache
-
         all_layers = [layer for layers in self.layers for layer in layers]
         for layer in all_layers:
             layer.cumulative_length = 0 if self.prefill else 1  # EncoderDecoderCache reads it as a number
@@ -235,7 +226,9 @@ class _Step(nn.Module):
         cache = EncoderDecoderCache(*caches) if len(caches) > 1 else caches[0]
         for layer in all_layers:
             layer.cumulative_length = begin.clone()
-        return cache
+        result = self.model(**batch, past_key_values=cache, use_cache=True)
+        self.position.copy_(begin + ids.shape[1])
+        return result.logits[:, -1]  # type: ignore[no-any-return]
 
     def _buffers_of_layers(self) -> list[tuple[str, Any, str]]:
         return [

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -33,8 +32,6 @@ from shardwise.tensor_parallel.program import RECORD, Whole
 from shardwise.tensor_parallel.styles import Plan
 
 RECORD_VERSION = 1
-
-# ------------------------------------------------------------ shards
 
 
 @torch.no_grad()
@@ -77,9 +74,6 @@ def _shards(
     return {name: parts[name] for name in program.state_dict}, {x: parts[x] for x in program.constants}
 
 
-# ------------------------------------------------------------ the program
-
-
 def program_of(
     whole: Whole,
     partition: Partition,
@@ -94,65 +88,22 @@ def program_of(
     `gathers` are those that nothing asked for, as JSON, for the record. Tensors of `sharing` are shared.
     """
     program, graph = whole.program, partition.graph
+
+    def move_example(x: Tensor) -> Tensor:
+        if _compat.is_fake(x):  # `torch.export.load` would unpickle fakes as objects
+            return torch.empty([int(size) for size in x.shape], dtype=x.dtype, device="meta")
+        return x if x.is_meta else x.to(storage_device(device_type))
+
     graph.eliminate_dead_code(is_impure)
-    _name_sources(graph)
-    state, constants = _shards(whole, partition, sharing)
-    module = fx.GraphModule(program.graph_module, graph)
-    for name, child in list(module.named_children()):  # graphs that this one calls
-        setattr(module, name, copy.deepcopy(child))
-    record = {**_record(whole, partition, plan, device_type), "gathers": gathers}
-    module.meta.update(program.graph_module.meta)
-    module.meta["custom"] = {**(module.meta.get("custom") or {}), RECORD: record}
-    return ExportedProgram(
-        root=module,
-        graph=graph,
-        graph_signature=_signature(program.graph_signature, graph),
-        state_dict=state,
-        range_constraints=dict(program.range_constraints),
-        module_call_graph=list(program.module_call_graph),
-        example_inputs=map_tensors(
-            partial(_move_example, device=storage_device(device_type)), program.example_inputs
-        ),
-        constants=constants,
-        verifiers=program.verifiers,
-    )
-
-
-def _move_example(x: Tensor, device: torch.device) -> Tensor:
-    """Return an example input, on meta if it is fake: `torch.export.load` would unpickle fakes as objects."""
-    if _compat.is_fake(x):
-        return torch.empty([int(size) for size in x.shape], dtype=x.dtype, device="meta")
-    return x if x.is_meta else x.to(device)
-
-
-def _name_sources(graph: fx.Graph) -> None:
-    """Attribute nodes that move a value to the module that made it."""
-    for node in graph.nodes:
+    for node in graph.nodes:  # nodes that move a value belong to the module that made it
         inputs = node.all_input_nodes if node.op == "call_function" else ()
         for name, x in product(("nn_module_stack", "stack_trace"), inputs):
             if name in x.meta:
                 node.meta.setdefault(name, x.meta[name])
-
-
-def _signature(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSignature:
-    (output,) = graph.find_nodes(op="output")
-    specs = [
-        replace(spec, arg=_output_argument(spec.arg, value))
-        for spec, value in zip(signature.output_specs, output.args[0], strict=True)
-    ]
-    return ExportGraphSignature(input_specs=list(signature.input_specs), output_specs=specs)
-
-
-def _output_argument(argument: Any, value: Any) -> Any:
-    if isinstance(value, fx.Node):
-        return replace(argument, name=value.name)
-    return argument if isinstance(argument, ConstantArgument) else ConstantArgument(name="", value=value)
-
-
-# ------------------------------------------------------------ the record
-
-
-def _record(whole: Whole, partition: Partition, plan: Plan, device_type: str) -> dict[str, Any]:
+    state, constants = _shards(whole, partition, sharing)
+    module = fx.GraphModule(program.graph_module, graph)
+    for name, child in list(module.named_children()):  # graphs that this one calls
+        setattr(module, name, copy.deepcopy(child))
     parameters = {
         name: {
             "shape": [int(size) for size in node.meta["val"].shape],
@@ -163,7 +114,7 @@ def _record(whole: Whole, partition: Partition, plan: Plan, device_type: str) ->
         }
         for name, node in whole.by_name.items()
     }
-    return {
+    record = {
         "version": RECORD_VERSION,
         "rank": partition.rank,
         "world_size": partition.ranks,
@@ -171,7 +122,34 @@ def _record(whole: Whole, partition: Partition, plan: Plan, device_type: str) ->
         "device": device_type,
         "strategies": plan.strategies,
         "parameters": parameters,
+        "gathers": gathers,
     }
+    module.meta.update(program.graph_module.meta)
+    module.meta["custom"] = {**(module.meta.get("custom") or {}), RECORD: record}
+    return ExportedProgram(
+        root=module,
+        graph=graph,
+        graph_signature=_signature(program.graph_signature, graph),
+        state_dict=state,
+        range_constraints=dict(program.range_constraints),
+        module_call_graph=list(program.module_call_graph),
+        example_inputs=map_tensors(move_example, program.example_inputs),
+        constants=constants,
+        verifiers=program.verifiers,
+    )
+
+
+def _signature(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSignature:
+    (output,) = graph.find_nodes(op="output")
+    specs = []
+    for spec, value in zip(signature.output_specs, output.args[0], strict=True):
+        argument: Any = spec.arg
+        if isinstance(value, fx.Node):
+            argument = replace(argument, name=value.name)
+        elif not isinstance(argument, ConstantArgument):
+            argument = ConstantArgument(name="", value=value)
+        specs.append(replace(spec, arg=argument))
+    return ExportGraphSignature(input_specs=list(signature.input_specs), output_specs=specs)
 
 
 def placement_to_json(placement: Placement | None) -> Any:

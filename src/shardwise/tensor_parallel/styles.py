@@ -143,7 +143,8 @@ def plan_of(
                     layouts[place].setdefault(module, []).append((key, layout))
             continue
         by_tensor = callable(entry) and not inspect.isclass(entry) and not _kind(entry)
-        for name in _match_parameters(key, parameters):
+        names = [x for x in parameters if _matches(key, x) or _matches(key, x.rpartition(".")[0])]
+        for name in names or _raise_no_match(key, list(parameters)):
             request = entry(name, parameters[name]) if by_tensor else entry
             if request is not None or not by_tensor:
                 style = style_of(request, key=f"{key} ({name})" if by_tensor else key)
@@ -158,7 +159,13 @@ def plan_of(
     inputs, outputs = (
         {module: _decide(module, claims)[1] for module, claims in side.items()} for side in layouts.values()
     )
-    _check_dims(kinds, parameters)
+    cut = {name.rpartition(".")[0] for name in kinds if parameters[name].ndim >= 2}
+    for name, kind in kinds.items():
+        if parameters[name].ndim < 2 and name.rpartition(".")[0] not in cut:  # a weight determines its cut
+            raise ShardingError(
+                f"{name} of shape {tuple(parameters[name].shape)} cannot be cut by {kind}: its module has no"
+                ' weight of two dims or more; leave it out, or give it the style "replicate"'
+            )
     return Plan(texts, kinds, inputs, outputs)
 
 
@@ -273,11 +280,6 @@ def _layout(layout: Any, *, key: str) -> Layout:
     )
 
 
-def _match_parameters(key: str, names: Collection[str]) -> list[str]:
-    matching = [name for name in names if _matches(key, name) or _matches(key, name.rpartition(".")[0])]
-    return matching or _raise_no_match(key, list(names))
-
-
 def _match_modules(key: str, names: Collection[str], modules: Iterable[str]) -> list[str]:
     """Return the modules that `key` matches, including those that only contain modules."""
     split = [name.split(".") for name in names]
@@ -304,14 +306,3 @@ def _raise_no_match(key: str, names: list[str]) -> list[str]:
         f"the strategy for {key!r} matches no parameter of the program"
         + (f"; did you mean {', '.join(near)}?" if near else f"; it has {', '.join(names[:10]) or 'none'}")
     )
-
-
-def _check_dims(kinds: Mapping[str, str], parameters: Mapping[str, Tensor]) -> None:
-    """Check that a module with cut vectors has a weight, which determines their cut."""
-    cut = {name.rpartition(".")[0] for name in kinds if parameters[name].ndim >= 2}
-    for name, kind in kinds.items():
-        if parameters[name].ndim < 2 and name.rpartition(".")[0] not in cut:
-            raise ShardingError(
-                f"{name} of shape {tuple(parameters[name].shape)} cannot be cut by {kind}: its module has no"
-                ' weight of two dims or more; leave it out, or give it the style "replicate"'
-            )

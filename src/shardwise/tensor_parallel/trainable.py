@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from shardwise.errors import ShardingError, here
 from shardwise.layout.placement import EvenShard
 from shardwise.tensor_parallel.package import bind
-from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split, normal
+from shardwise.tensor_parallel.placement import REPLICATE, Split, normal
 from shardwise.tensor_parallel.state import placement_from_json, record_of
 
 
@@ -43,7 +43,19 @@ def trainable(program: ExportedProgram, mesh: DeviceMesh) -> fx.GraphModule:
     for name, param in params.items():
         shape = torch.Size(entries[name]["shape"]) if name in entries else param.shape
         placement = placement_from_json(entries[name]["placement"]) if name in entries else REPLICATE
-        shard = _dtensor_placement(placement, shape, name)
+        shard: Shard | Replicate = Replicate()
+        if isinstance(placement, Split):
+            shard = Shard(placement.dim)
+            for rank, part in enumerate(placement.ranges):
+                box = EvenShard(placement.dim).box(shape, rank=rank, ranks=len(placement.ranges))
+                chunk = box.offsets[placement.dim], box.ends[placement.dim]
+                if part != normal([chunk]):
+                    raise ShardingError(
+                        f"{here()}: rank {rank} holds {list(part)} of dim {placement.dim} of {name},"
+                        f" {tuple(shape)}, where a DTensor holds {chunk}; use a number of ranks that divides"
+                        " widths and head counts, and unfuse projections, or train the program's module"
+                        " without fully_shard"
+                    )
         stride = torch.empty(shape, device="meta").stride()
         whole = DTensor.from_local(param.detach(), mesh, [shard], run_check=False, shape=shape, stride=stride)
         dtensors.setdefault(param, nn.Parameter(whole, param.requires_grad))
@@ -60,18 +72,3 @@ def trainable(program: ExportedProgram, mesh: DeviceMesh) -> fx.GraphModule:
             node.replace_all_uses_with(local, lambda user, local=local: user is not local)
     module.recompile()
     return module
-
-
-def _dtensor_placement(placement: Placement, shape: torch.Size, name: str) -> Shard | Replicate:
-    if not isinstance(placement, Split):
-        return Replicate()
-    for rank, part in enumerate(placement.ranges):
-        box = EvenShard(placement.dim).box(shape, rank=rank, ranks=len(placement.ranges))
-        chunk = box.offsets[placement.dim], box.ends[placement.dim]
-        if part != normal([chunk]):
-            raise ShardingError(
-                f"{here()}: rank {rank} holds {list(part)} of dim {placement.dim} of {name}, {tuple(shape)},"
-                f" where a DTensor holds {chunk}; use a number of ranks that divides widths and head counts,"
-                " and unfuse projections, or train the program's module without fully_shard"
-            )
-    return Shard(placement.dim)

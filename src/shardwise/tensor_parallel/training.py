@@ -28,7 +28,7 @@ from shardwise.tensor_parallel.operators import ops
 from shardwise.tensor_parallel.partition import Partition, aten, name_source
 from shardwise.tensor_parallel.placement import REPLICATE, Placement, Split
 
-_GRADIENTS = (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
+GRADIENTS = (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
 # Operations that only reshape their first input: a gradient may be summed before or after them.
 _VIEWS = {
     *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "transpose", "permute", "t"),
@@ -39,24 +39,15 @@ _VIEWS = {
 def differentiable(p: Partition, signature: ExportGraphSignature) -> None:
     """Insert operators into a finished partition that make its gradients those of the whole program.
 
-    Local, with equal results on every rank. A whole parameter or input has a whole gradient on every rank. A
-    program that returns its gradients itself is not changed.
-
-    Args:
-        p: with its output node.
-        signature: of the whole program; it tells which placeholders are buffers, which have no gradients.
+    Local, with equal results on every rank. A whole parameter or input has a whole gradient on every rank.
     """
-    if not _returns_gradients(signature):
-        _Pass(p, signature).run()
+    _Pass(p, signature).run()
 
 
 def untrainable(p: Partition, signature: ExportGraphSignature) -> None:
-    """Make backward through a finished partition raise ShardingError, if anything in it is cut.
-
-    A program that returns its gradients itself is not changed.
-    """
+    """Make backward through a finished partition raise ShardingError, if anything in it is cut."""
     marked = _Pass(p, signature)
-    if _returns_gradients(signature) or not any(marked.is_cut(node) for node in p.graph.nodes):
+    if not any(marked.is_cut(node) for node in p.graph.nodes):
         return
     (output,) = p.graph.find_nodes(op="output")
     returned: Any = list(output.args[0])
@@ -65,11 +56,6 @@ def untrainable(p: Partition, signature: ExportGraphSignature) -> None:
             with p.graph.inserting_before(output):
                 returned[index] = p.emit(ops.untrainable.default, returned[index])
     output.args = (tuple(returned),)
-
-
-def _returns_gradients(signature: ExportGraphSignature) -> bool:
-    """Return whether the program includes its backward, which is then cut like the rest."""
-    return any(spec.kind in _GRADIENTS for spec in signature.output_specs)
 
 
 class _Pass:

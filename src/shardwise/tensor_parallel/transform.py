@@ -75,9 +75,7 @@ def tensor_parallel_transformation(
         ShardingError: a rank, world size, name or style that does not fit; something other than an exported
             program, or a program already cut for one rank.
     """
-    _check_ranks(rank, world_size)
-    _check_device(device_type)
-    _check_strategies(parallel_strategies)
+    _check_arguments(rank, world_size, device_type, parallel_strategies)
     whole = read_program(exported_program)
     if isinstance(parallel_strategies, str):
         parallel_strategies = best_plan(explore(whole, world_size)).strategies
@@ -85,7 +83,14 @@ def tensor_parallel_transformation(
     tensors = {name: node.meta["val"] for name, node in whole.by_name.items()}
     plan = plan_of(parallel_strategies, tensors, modules=modules)
     parameters = {node: Parameter(x.name, x.style) for node, x in whole.parameters.items()}
-    group = group_name or _default_group(world_size)
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if not group_name and world is not None and world.size() != world_size:
+        raise ShardingError(
+            f"{here()}: world_size is {world_size}, but the default process group has"
+            f" {world.size()} ranks; pass group_name=group.group_name of the group"
+            " that will run it, or pass any name and `bind` the result to a group later"
+        )
+    group = group_name or (OFFLINE_GROUP if world is None else world.group_name)
     partition = Partition(rank, world_size, group, whole.fake_mode, parameters)
     _set_styles(partition, plan, whole)
     if sharing is not None:
@@ -97,7 +102,9 @@ def tensor_parallel_transformation(
     gathers = [_describe_gather(partition, *x) for x in partition.gathers if not _is_styled(*x, styles)]
     _report(partition, whole, styles, gathers, strict=strict)
     signature = whole.program.graph_signature
-    if training:
+    if any(spec.kind in gradients.GRADIENTS for spec in signature.output_specs):
+        pass  # the program includes its backward, which is cut like the rest
+    elif training:
         gradients.differentiable(partition, signature)
     elif any(isinstance(x, nn.Parameter) and x.requires_grad for x in whole.program.state_dict.values()):
         gradients.untrainable(partition, signature)
@@ -108,24 +115,17 @@ def tensor_parallel_transformation(
     return result
 
 
-def _check_ranks(rank: Any, world_size: Any) -> None:
+def _check_arguments(rank: Any, world_size: Any, device_type: Any, strategies: Any) -> None:
     if not all(isinstance(number, int) and not isinstance(number, bool) for number in (rank, world_size)):
         raise ShardingError(f"rank and world_size must be ints, got {rank!r} and {world_size!r}")
     if not 0 <= rank < world_size:
         raise ShardingError(f"expected 0 <= rank < world_size, got rank {rank} and world_size {world_size}")
-
-
-def _check_device(device_type: Any) -> None:
-    """Reject a device type that torch does not know; this machine need not have the device."""
     try:
         valid = isinstance(device_type, str) and torch.device(device_type) is not None
     except RuntimeError:
         valid = False
     if not valid:
         raise ShardingError(f"torch does not know device_type {device_type!r}; expected 'cpu', 'cuda', ...")
-
-
-def _check_strategies(strategies: Any) -> None:
     if strategies != "auto" and not isinstance(strategies, Mapping):
         raise ShardingError(
             "expected strategies as a mapping from names of modules or parameters to styles, or 'auto', got"
@@ -137,18 +137,6 @@ def _check_strategies(strategies: Any) -> None:
             f"the strategies have the key {keys[0]!r}; expected fully qualified names of modules or"
             " parameters, or patterns that match them"
         )
-
-
-def _default_group(world_size: int) -> str:
-    if not dist.is_initialized() or dist.group.WORLD is None:
-        return OFFLINE_GROUP
-    if dist.group.WORLD.size() != world_size:
-        raise ShardingError(
-            f"{here()}: world_size is {world_size}, but the default process group has"
-            f" {dist.group.WORLD.size()} ranks; pass group_name=group.group_name of the group"
-            " that will run it, or pass any name and `bind` the result to a group later"
-        )
-    return dist.group.WORLD.group_name
 
 
 def _set_styles(p: Partition, plan: Plan, whole: Whole) -> None:
@@ -200,9 +188,6 @@ def _build_nodes(p: Partition, plan: Plan, whole: Whole, *, strict: bool) -> Non
     for alias, original in whole.aliases.items():  # an alias has no uses; it has the original's shard
         p.parameters[alias].placement = p.parameters[original].placement
         p.values[alias].node.meta["val"] = p.values[original].node.meta["val"]
-
-
-# ------------------------------------------------------------ warnings
 
 
 def _is_styled(value: fx.Node, user: fx.Node, styles: Mapping[fx.Node, str | None]) -> bool:

@@ -81,7 +81,19 @@ def load_case(spec: str) -> Case:
     propagate.
     """
     target, name = split_spec(spec)
-    module = _import_script(Path(target)) if target.endswith(".py") else _import_name(target)
+    if target.endswith(".py"):
+        module = _import_script(Path(target))
+    else:
+        _put_on_path(os.getcwd())
+        try:
+            module = importlib.import_module(target)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (target == error.name or target.startswith(f"{error.name}.")):
+                raise
+            raise CaseError(
+                f"No module named {error.name!r}. Give a .py file, or a module that can be imported from"
+                " here."
+            ) from None
     factory = getattr(module, name, None)
     if not callable(factory):
         raise CaseError(
@@ -125,18 +137,6 @@ def _import_script(path: Path) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def _import_name(name: str) -> ModuleType:
-    _put_on_path(os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            raise
-        raise CaseError(
-            f"No module named {error.name!r}. Give a .py file, or a module that can be imported from here."
-        ) from None
 
 
 def _put_on_path(*folders: str) -> None:

@@ -94,11 +94,8 @@ class Difference:
     @property
     def severity(self) -> tuple[bool, float, float]:
         """Sort key of differences, from harmless to worst."""
-        return (bool(self.problem), _orderable(self.used), _orderable(self.relative))
-
-
-def _orderable(value: float) -> float:
-    return math.inf if math.isnan(value) else value
+        used, relative = (math.inf if math.isnan(x) else x for x in (self.used, self.relative))
+        return bool(self.problem), used, relative
 
 
 def scale_of(tensor: torch.Tensor) -> float:
@@ -142,7 +139,11 @@ def compare_tensors(
         absolute = max(absolute, float(distance.max()))
         used = max(used, float(share.max()))
     relative = absolute and (absolute / scale if scale > 0.0 else math.inf)
-    problem = _not_finite(broken_found, broken_expected)
+    problem = " and ".join(
+        f"{count} non-finite value{'s' if count > 1 else ''} {side}"
+        for count, side in ((broken_found, "on the ranks"), (broken_expected, "in the reference"))
+        if count
+    )
     return replace(at, absolute=absolute, relative=relative, used=used, problem=problem)
 
 
@@ -195,12 +196,3 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     flat = (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1)
     for start in range(0, flat.numel(), CHUNK_NUMEL):
         yield flat[start : start + CHUNK_NUMEL].to(device="cpu", dtype=torch.float64)
-
-
-def _not_finite(found: int, expected: int) -> str:
-    sides = [
-        f"{count} non-finite value{'s' if count > 1 else ''} {side}"
-        for count, side in ((found, "on the ranks"), (expected, "in the reference"))
-        if count
-    ]
-    return " and ".join(sides)

@@ -87,7 +87,10 @@ def run_ranks(
                 sender.close()
                 children.append(_Child(rank, label, log, process, receiver))
             _listen(children, timeout)
-            _raise_failure(children)
+            if failed := [(*child.failure, child) for child in children if child.failure is not None]:
+                _, message, trace, child = min(failed, key=itemgetter(0))
+                output = "" if trace is None else trace or _tail(child.log)
+                raise RankError(message, rank=child.rank, traceback=output)
             return [child.value for child in children]
         finally:
             _end(children)
@@ -97,7 +100,12 @@ def _main(
     pipe: Connection, log: Path, rank: int, ranks: int, timeout: float, target: Callable[..., Any], args: Any
 ) -> None:
     """Run one rank, from setup to its report."""
-    _write_output_to(log)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # for all output of this process
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(file=sys.stderr)
     os.environ.update(OMP_NUM_THREADS="1", RANK=f"{rank}", WORLD_SIZE=f"{ranks}", LOCAL_RANK=f"{rank}")
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works even if the host name does not resolve
@@ -123,24 +131,11 @@ def _main(
     except BaseException as error:
         if not pipe.closed:
             short = launch.is_mistake(error) and not launch.shows_all()
-            message = launch.one_line(error) if short else _one_line(error)
+            text = str(error).strip().split("\n")[0]
+            plain = f"{type(error).__name__}: {text}" if text else type(error).__name__
+            message = launch.one_line(error) if short else plain
             pipe.send(("failed", time.monotonic(), message, None if short else traceback.format_exc()))
         os._exit(1)
-
-
-def _write_output_to(log: Path) -> None:
-    """Redirect all output of this process to a file."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    faulthandler.enable(file=sys.stderr)
-
-
-def _one_line(error: BaseException) -> str:
-    text = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _listen(children: list[_Child], timeout: float) -> None:
@@ -151,8 +146,11 @@ def _listen(children: list[_Child], timeout: float) -> None:
         remaining = min(deadline, grace_end) - time.monotonic()
         ready = wait([child.pipe for child in open_children], max(remaining, 0.0))
         if not ready:
-            if grace_end == math.inf:
-                _record_hang(open_children, timeout)
+            if grace_end == math.inf:  # the first process still running fails, with the stacks of all
+                stacks = "\n".join(f"{child.label}:\n{_tail(child.log)}" for child in open_children)
+                waiting = ", ".join(child.label for child in open_children)
+                message = f"no process made progress for {timeout:g} s; still running: {waiting}"
+                open_children[0].failure = (time.monotonic(), message, stacks)
             return
         deadline = time.monotonic() + timeout
         for child in open_children:
@@ -185,21 +183,6 @@ def _death(exitcode: int | None) -> str:
     with contextlib.suppress(ValueError):
         return f"signal {signal.Signals(-exitcode).name}"
     return f"signal {-exitcode}"
-
-
-def _record_hang(children: list[_Child], timeout: float) -> None:
-    """Mark the first process still running as failed, with the stacks of all."""
-    stacks = "\n".join(f"{child.label}:\n{_tail(child.log)}" for child in children)
-    waiting = ", ".join(child.label for child in children)
-    message = f"no process made progress for {timeout:g} s; still running: {waiting}"
-    children[0].failure = (time.monotonic(), message, stacks)
-
-
-def _raise_failure(children: list[_Child]) -> None:
-    if failed := [(*child.failure, child) for child in children if child.failure is not None]:
-        _, message, trace, child = min(failed, key=itemgetter(0))
-        output = "" if trace is None else trace or _tail(child.log)
-        raise RankError(message, rank=child.rank, traceback=output)
 
 
 def _tail(log: Path) -> str:

@@ -138,7 +138,12 @@ def run_reference(alive: Callable[[], None], plan: Plan) -> Tolerance:
         loss = take_loss(case, module, batch)
         torch.autograd.backward(loss)
         gradients = {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None}
-        tolerance = tolerance or _tolerance(plan, parameters, gradients, batch)
+        if tolerance is None and plan.tolerance is not None:
+            tolerance = fixed_tolerance(plan.tolerance)
+        elif tolerance is None:
+            dtypes = [tensor.dtype for tensor in (*parameters.values(), *gradients.values())]
+            terms, layers = max(entry.numel() for entry in batch), len(parameters)
+            tolerance = derived_tolerance(plan.dtype or coarsest(dtypes), terms=terms, layers=layers)
         gradient_scales = floored_scales(gradients)
         if step == 0 and not any(bool(gradient.any()) for gradient in gradients.values()):  # NaN is not zero
             raise CaseError(
@@ -163,16 +168,6 @@ def run_reference(alive: Callable[[], None], plan: Plan) -> Tolerance:
         before = after
     assert tolerance is not None
     return tolerance
-
-
-def _tolerance(
-    plan: Plan, parameters: Parameters, gradients: dict[str, torch.Tensor], batch: tuple[torch.Tensor, ...]
-) -> Tolerance:
-    if plan.tolerance is not None:
-        return fixed_tolerance(plan.tolerance)
-    dtype = coarsest([p.dtype for p in parameters.values()] + [g.dtype for g in gradients.values()])
-    terms = max(entry.numel() for entry in batch)
-    return derived_tolerance(plan.dtype or dtype, terms=terms, layers=len(parameters))
 
 
 def _copies(parameters: Parameters) -> dict[str, torch.Tensor]:

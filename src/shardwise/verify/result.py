@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.table import Table
 
@@ -68,14 +68,7 @@ class VerifyResult:
         }
 
 
-class _Result(Protocol):
-    @property
-    def ok(self) -> bool: ...
-
-    def to_dict(self) -> dict[str, Any]: ...
-
-
-def write_json(path: str | Path, results: Sequence[_Result]) -> None:
+def write_json(path: str | Path, results: Sequence[Any]) -> None:
     """Write a result's `to_dict()` as JSON; several results become a list under the worst verdict."""
     entries = [result.to_dict() for result in sorted(results, key=lambda result: result.ok)]
     content = entries[0]
@@ -91,7 +84,9 @@ def step_name(step: int) -> str:
 
 def table(result: VerifyResult) -> Table:
     """Return a table with a row per step: each kind's largest difference, the tensor closest to its limit."""
-    rendered = Table(title=_title(result))
+    ranks = f"{result.replicas} x {result.ranks // result.replicas}" if result.replicas > 1 else result.ranks
+    layout = f", {result.layout} layout" if result.layout else ""
+    rendered = Table(title=f"{result.spec}: {result.mesh or ranks} ranks{layout} against one process")
     rendered.add_column("step", justify="right")
     for kind in KINDS:
         rendered.add_column(f"{kind}\nabsolute\nrelative", justify="right", no_wrap=True)
@@ -143,14 +138,6 @@ def describe(difference: Difference) -> str:
         f"{moment}: {subject}{on} differs by {difference.absolute:.3g} ({difference.relative:.3g} times its"
         f" scale, {difference.used:.3g} times the allowed difference)"
     )
-
-
-def _title(result: VerifyResult) -> str:
-    mesh = result.mesh or (
-        f"{result.replicas} x {result.ranks // result.replicas}" if result.replicas > 1 else f"{result.ranks}"
-    )
-    layout = f", {result.layout} layout" if result.layout else ""
-    return f"{result.spec}: {mesh} ranks{layout} against one process"
 
 
 def _share(difference: Difference) -> str:

@@ -49,8 +49,22 @@ def verify(
     of the process that failed. Call it under `if __name__ == "__main__":`, as with every function that
     starts Python processes.
     """
-    ranks = _ranks_of(mesh, replicas) if mesh is not None else ranks
-    _check_arguments(case_spec, ranks=ranks, steps=steps, replicas=replicas)
+    if mesh is not None:
+        try:
+            ranks = Dimensions(mesh).ranks
+        except ShardingError as error:
+            raise CaseError(str(error)) from None
+        if replicas != 1:
+            raise CaseError(
+                f"mesh={mesh!r} replaces replicas={replicas}; in a mesh, write replicate{replicas}."
+            )
+    target, _ = split_spec(case_spec)
+    if target.endswith(".py") and not Path(target).is_file():
+        raise CaseError(f"No such file: {target}")
+    if ranks < 1 or steps < 1:
+        raise CaseError(f"ranks and steps must be at least 1, got ranks={ranks}, steps={steps}.")
+    if replicas < 1 or ranks % replicas:
+        raise CaseError(f"{ranks} ranks cannot be divided into {replicas} replicas of equal size.")
     if tolerance is not None:
         fixed_tolerance(tolerance)
     arguments: dict[str, Any] = {"spec": case_spec, "ranks": ranks, "replicas": replicas}
@@ -80,23 +94,3 @@ def _run_dimensions(plan: Plan, tolerance: Tolerance, timeout: float) -> dict[st
             except RankError as failure:
                 results[f"{name}{size}"] = f"could not be run: {failure}"
     return results
-
-
-def _ranks_of(mesh: str, replicas: int) -> int:
-    try:
-        ranks = Dimensions(mesh).ranks
-    except ShardingError as error:
-        raise CaseError(str(error)) from None
-    if replicas != 1:
-        raise CaseError(f"mesh={mesh!r} replaces replicas={replicas}; in a mesh, write replicate{replicas}.")
-    return ranks
-
-
-def _check_arguments(case_spec: str, *, ranks: int, steps: int, replicas: int) -> None:
-    target, _ = split_spec(case_spec)
-    if target.endswith(".py") and not Path(target).is_file():
-        raise CaseError(f"No such file: {target}")
-    if ranks < 1 or steps < 1:
-        raise CaseError(f"ranks and steps must be at least 1, got ranks={ranks}, steps={steps}.")
-    if replicas < 1 or ranks % replicas:
-        raise CaseError(f"{ranks} ranks cannot be divided into {replicas} replicas of equal size.")

@@ -46,7 +46,7 @@ def run_sharded(alive: Callable[[], None], plan: Plan, tolerance: Tolerance) -> 
 
     @torch.no_grad()
     def compare(kind: Kind, step: int, expected: dict[str, Any]) -> list[Difference]:
-        """Compare all tensors of one kind. Collective; every rank passes the same `kind` and `step`."""
+        """Compare all tensors of one kind; rank 0 returns what all ranks found. Collective."""
         start_names = list(expected["parameters"])
         values, scales = expected[f"{kind}s"], expected[f"{kind}_scales"]
         slack = expected.get("slack", {}) if kind == "parameter" else {}
@@ -74,7 +74,10 @@ def run_sharded(alive: Callable[[], None], plan: Plan, tolerance: Tolerance) -> 
                 differences.append(diff)
         if step == START:
             differences += _name_problems(parameters, tied, start_names, expected["tied"])
-        return _gather_differences(differences)
+        found = together("merging all ranks' findings", lambda: list(map(asdict, differences)))
+        if dist.get_rank() != 0:
+            return []
+        return merge_ranks([Difference(**fields) for fields in entries] for entries in found)
 
     differences = compare("parameter", START, start)
     index, shares = share_of_batch(mesh) if plan.mesh else (dist.get_rank(), plan.ranks)
@@ -85,7 +88,9 @@ def run_sharded(alive: Callable[[], None], plan: Plan, tolerance: Tolerance) -> 
         optimizer.zero_grad()
         loss = take_gradients(case, module, batch)
         expected = read_step(plan.folder, step)
-        mean = _mean_over_ranks(loss)
+        total = torch.tensor((0.0, 0.0) if loss is None else (float(loss.detach()), 1.0), dtype=torch.float64)
+        dist.all_reduce(total)
+        mean = float(total[0] / total[1])  # over ranks that have a loss
         differences.append(compare_losses(mean, expected["loss"], step=step, tolerance=tolerance.at(step)))
         differences += compare("gradient", step, expected)
         optimizer.step()
@@ -97,13 +102,6 @@ def mesh_of(device: str, ranks: int, replicas: int) -> DeviceMesh:
     """Return the mesh of a run whose dimensions have no names of their own."""
     shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
     return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-
-
-def _mean_over_ranks(loss: torch.Tensor | None) -> float:
-    pair = (0.0, 0.0) if loss is None else (float(loss.detach()), 1.0)
-    total = torch.tensor(pair, dtype=torch.float64)
-    dist.all_reduce(total)
-    return float(total[0] / total[1])
 
 
 def _on_its_stages(states: list[str], stages: list[int]) -> dict[int, str]:
@@ -139,11 +137,3 @@ def _name_problems(
         if name in expected:
             problems.append((name, f"tied to {first} on the ranks, separate in the reference"))
     return [Difference("parameter", START, name, problem=text) for name, text in problems]
-
-
-def _gather_differences(differences: list[Difference]) -> list[Difference]:
-    """Gather and merge the differences of all ranks on rank 0; return none on other ranks."""
-    by_rank = together("merging all ranks' findings", lambda: list(map(asdict, differences)))
-    if dist.get_rank() != 0:
-        return []
-    return merge_ranks([Difference(**fields) for fields in entries] for entries in by_rank)

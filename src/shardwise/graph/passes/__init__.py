@@ -78,19 +78,13 @@ class Passes:
         if self.prefetch is None:
             prefetch_in_turn(graph)
         if self.max_unsharded is not None:
-            bound_unsharded(graph, limit=self.max_unsharded, saved=self._saved_for(graph))
+            # A backward graph takes its forward's outputs, by the same names, and tangents.
+            inputs = {node.name for node in graph.find_nodes(op="placeholder")}
+            values = {name for name in inputs if not name.startswith("tangents_")}
+            match = (s for outputs, s in reversed(self._forwards) if values != inputs and values <= outputs)
+            bound_unsharded(graph, limit=self.max_unsharded, saved=next(match, {}))
             if saved := saved_gathers(graph):
                 self._forwards.append((set(names), {names[place]: name for place, name in saved.items()}))
-
-    def _saved_for(self, graph: Graph) -> dict[str, str]:
-        """Return the gather of each input that a backward graph's forward saved gathered.
-
-        A backward graph takes its forward's outputs, by the same names, and tangents.
-        """
-        inputs = {node.name for node in graph.nodes if node.op == "placeholder"}
-        values = {name for name in inputs if not name.startswith("tangents_")}
-        match = (saved for names, saved in reversed(self._forwards) if values != inputs and values <= names)
-        return next(match, {})
 
     @property
     def uuid(self) -> str:

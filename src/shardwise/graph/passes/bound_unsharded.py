@@ -95,7 +95,13 @@ def _plan(graph: Graph, gathers: list[Collective], limit: int, saved: Mapping[st
             while len(held := {g: last for g, last in held.items() if anchor < last}) >= limit:
                 anchor = min(held.values())
                 if anchor >= deadline:
-                    raise _impossible(gather, list(held), limit)
+                    names = ", ".join(item if isinstance(item, str) else label(item) for item in held)
+                    raise ShardingError(
+                        f"{here()}: no more than {limit} groups of parameters shall be gathered at a time,"
+                        f" but where {label(gather)} is needed the graph still uses {names}; allow"
+                        f" {len(held) + 1} or more, or shard these modules such that each frees its"
+                        " parameters (reshard_after_forward=True) before the next"
+                    )
             dropped = gather.issue <= anchor and not uses(tail(gather))
             held[gather] = anchor if dropped else last_use(gather)
         planned.append(anchor)
@@ -128,12 +134,3 @@ def _delay(gather: Collective, anchor: Node) -> list[Node]:
     early = [node for node in chain if not first or node < gather.issue]
     move_behind(early, gather.issue)
     return [*moved, *early, *(sink(chain, first[0]) if first else [])]
-
-
-def _impossible(gather: Collective, held: list[Collective | str], limit: int) -> ShardingError:
-    names = ", ".join(item if isinstance(item, str) else label(item) for item in held)
-    return ShardingError(
-        f"{here()}: no more than {limit} groups of parameters shall be gathered at a time, but where"
-        f" {label(gather)} is needed the graph still uses {names}; allow {len(held) + 1} or more, or shard"
-        " these modules such that each frees its parameters (reshard_after_forward=True) before the next"
-    )

@@ -35,35 +35,33 @@ def graphs_in(module: GraphModule) -> list[Graph]:
 
     Dynamo's graphs hold the bodies of checkpoints and autograd functions as such inner graphs.
     """
-    graphs: dict[Graph, None] = {}
-    _visit(module, graphs)
+    graphs: dict[Graph, None] = {module.graph: None}
+    for node in module.graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            inner = attrgetter(str(node.target))(module)
+            if isinstance(inner, GraphModule):
+                graphs |= dict.fromkeys(graphs_in(inner))
     return list(graphs)
 
 
 def check_order(
-    graphs: Graph | Iterable[Graph], *, groups: Sequence[ProcessGroup], device: torch.device
+    graphs: Graph | Iterable[Graph] | str, *, groups: Sequence[ProcessGroup], device: torch.device
 ) -> None:
     """Compare the collectives of this rank's graphs with those of the ranks of `groups`.
 
     Collective over each group in turn.
 
     Args:
-        graphs: as of `order_text`.
+        graphs: as of `order_text`, or what it returned for them.
         groups: process groups to compare over.
         device: the device of the groups' backends.
 
     Raises:
         RankMismatchError: on every rank of the groups, naming the first difference: ranks' graphs differ.
     """
-    check_text(
-        order_text(graphs, groups=[group.group_name for group in groups]), groups=groups, device=device
-    )
-
-
-def check_text(text: str, *, groups: Sequence[ProcessGroup], device: torch.device) -> None:
-    """Run `check_order` on graphs whose `order_text` is known."""
+    names = [group.group_name for group in groups]
     agree(
-        text,
+        graphs if isinstance(graphs, str) else order_text(graphs, groups=names),
         group=groups,
         subject="the collectives of a compiled graph, in order",
         device=device,
@@ -76,14 +74,3 @@ def _describe(collective: Collective, groups: Sequence[str] | None) -> str:
     if groups is None or collective.group in groups:
         words += f" of {collective.bytes} bytes, {str(collective.dtype).removeprefix('torch.')},"
     return f"{words} over {collective.ranks or '?'} ranks"
-
-
-def _visit(module: GraphModule, graphs: dict[Graph, None]) -> None:
-    if module.graph in graphs:
-        return
-    graphs[module.graph] = None
-    for node in module.graph.nodes:
-        if node.op in ("get_attr", "call_module"):
-            inner = attrgetter(str(node.target))(module)
-            if isinstance(inner, GraphModule):
-                _visit(inner, graphs)

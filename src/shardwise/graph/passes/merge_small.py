@@ -62,16 +62,20 @@ def _runs(graph: Graph, kind: str, nbytes: int) -> list[list[Collective]]:
         if c.kind != kind:
             continue
         run = runs[-1] if runs else []
-        fits = run and sum(o.bytes for o in run) + c.bytes <= nbytes and _can_merge(run[0], c)
-        if fits and (_can_gather(run[0], c) if kind == GATHER else _can_reduce([*run, c], reductions)):
+        if run and sum(o.bytes for o in run) + c.bytes <= nbytes and _can_merge([*run, c], reductions):
             run.append(c)
         else:
             runs.append([c])
     return [run for run in runs if len(run) > 1]
 
 
-def _can_merge(first: Collective, other: Collective) -> bool:
-    for c in (first, other):
+def _can_merge(run: list[Collective], reductions: dict[Node, Collective]) -> bool:
+    """Return whether `run`, but for its last known to merge, can be issued where one of it is.
+
+    That is the first of gathers, and the last of reductions, among all `reductions` of the graph.
+    """
+    first, last = run[0], run[-1]
+    for c in (first, last):
         if is_coalesced(c.issue) or writes(c.issue) or len(c.waits) != 1:
             return False
         shapes = [values(node)[0] for node in (*c.inputs, c.wait)]
@@ -79,23 +83,14 @@ def _can_merge(first: Collective, other: Collective) -> bool:
             return False
         if not all(value.is_contiguous() for value in shapes):
             return False
-    return (first.group, first.dtype, first.op) == (other.group, other.dtype, other.op)
-
-
-def _can_gather(first: Collective, other: Collective) -> bool:
-    """Return whether `other` can be issued where `first` is."""
-    if not is_of_inputs(first.issue) or not is_of_inputs(other.issue):
+    if (first.group, first.dtype, first.op) != (last.group, last.dtype, last.op):
         return False
-    return first_write(first.issue, other.issue) is None
-
-
-def _can_reduce(run: list[Collective], reductions: dict[Node, Collective]) -> bool:
-    """Return whether all of `run` can be issued where the last is, among all `reductions` of the graph."""
-    first, last = run[0], run[-1]
-    chains = [_chain(c, reductions) for c in run[:-1]]
-    own = {c.issue for c in run} | {node for chain in chains for node in chain}
     if first_write(first.issue, last.issue) is not None:
         return False
+    if first.kind == GATHER:
+        return is_of_inputs(first.issue) and is_of_inputs(last.issue)
+    chains = [_chain(c, reductions) for c in run[:-1]]
+    own = {c.issue for c in run} | {node for chain in chains for node in chain}
     if any(first.issue < node < last.issue and node not in own for node in reductions):
         return False  # an all-reduce after these would move past it
     return all(last.issue < user for chain in chains for user in uses(chain)[:1])
@@ -133,18 +128,14 @@ def _merge(graph: Graph, run: list[Collective]) -> None:
         rows = _call(graph, _aten.view.default, wait, [senders, -1])
         split = _call(graph, _aten.split_with_sizes.default, rows, sizes, 1)
     for index, c in enumerate(run):
-        _replace(graph, c, split, index)
-
-
-def _replace(graph: Graph, merged: Collective, split: Node, index: int) -> None:
-    """Make users of `merged` use a copy of its part: what a graph returns must have its own memory."""
-    with graph.inserting_before(merged.wait):
-        part = _call(graph, operator.getitem, split, index)
-        part = _call(graph, _aten.clone.default, part, memory_format=torch.contiguous_format)
-        part = _call(graph, _aten.view.default, part, list(values(merged.wait)[0].shape))
-    merged.wait.replace_all_uses_with(part)
-    graph.erase_node(merged.wait)
-    graph.erase_node(merged.issue)
+        with graph.inserting_before(c.wait):
+            part = _call(graph, operator.getitem, split, index)
+            # a copy: what a graph returns must have its own memory
+            part = _call(graph, _aten.clone.default, part, memory_format=torch.contiguous_format)
+            part = _call(graph, _aten.view.default, part, list(values(c.wait)[0].shape))
+        c.wait.replace_all_uses_with(part)
+        graph.erase_node(c.wait)
+        graph.erase_node(c.issue)
 
 
 def _call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from torch.fx import Graph, Node
 
@@ -12,34 +13,17 @@ from shardwise.graph.nodes import Collective, aliased, collectives, nbytes, oper
 from shardwise.graph.passes.moves import hoist, is_of_inputs, pack, sink, staging, tail, uses
 
 
-def prefetch(graph: Graph, *, ahead: int = 1) -> list[Node]:
+def prefetch(graph: Graph, *, ahead: int = 1, reductions: Sequence[Collective] = ()) -> list[Node]:
     """Issue every gather of the graph's inputs before the wait of the gather `ahead` before it, or the first.
 
     The casts of its shard come along. Gathers of what the graph computes stay; gathers keep their order.
 
-    Returns:
-        The nodes that moved, in their order.
-    """
-    return _prefetch(graph, ahead, reductions=[])
-
-
-def prefetch_in_turn(graph: Graph) -> list[Node]:
-    """Prefetch by one gather, in turn with the reduction of the previous module's gradients.
-
-    While a module runs backward, the previous module's gradients are in a staging buffer. In the middle of
-    that backward, the graph waits for their reduction, then issues the next gather. So each overlaps a share
-    of the backward in proportion to its bytes, and the graph holds one of them at a time. Progress of
-    backward is measured in bytes of gradients made: parameters have equal sizes on all ranks, activations may
-    not. Runs after `sink_waits`, which places waits as they belong without this pass.
+    Args:
+        reductions: after whose waits gathers are issued that they would overlap.
 
     Returns:
         The nodes that moved, in their order.
     """
-    return _prefetch(graph, 1, reductions=[c for c in collectives(graph) if staging(c) is not None])
-
-
-def _prefetch(graph: Graph, ahead: int, *, reductions: list[Collective]) -> list[Node]:
-    """Issue gathers early, after the waits of those `reductions` that they would overlap."""
     gradients = _gradients(graph)
     moved: list[Node] = []
     issues: list[Node] = []  # of all gathers before
@@ -60,6 +44,21 @@ def _prefetch(graph: Graph, ahead: int, *, reductions: list[Collective]) -> list
             waits.append(gather.wait)
         issues.append(gather.issue)
     return moved
+
+
+def prefetch_in_turn(graph: Graph) -> list[Node]:
+    """Prefetch by one gather, in turn with the reduction of the previous module's gradients.
+
+    While a module runs backward, the previous module's gradients are in a staging buffer. In the middle of
+    that backward, the graph waits for their reduction, then issues the next gather. So each overlaps a share
+    of the backward in proportion to its bytes, and the graph holds one of them at a time. Progress of
+    backward is measured in bytes of gradients made: parameters have equal sizes on all ranks, activations may
+    not. Runs after `sink_waits`, which places waits as they belong without this pass.
+
+    Returns:
+        The nodes that moved, in their order.
+    """
+    return prefetch(graph, reductions=[c for c in collectives(graph) if staging(c) is not None])
 
 
 def _gradients(graph: Graph) -> Counter[Node]:
@@ -98,7 +97,13 @@ def sink_waits(graph: Graph) -> list[Node]:
     Returns:
         The nodes that moved, one after another; a node may move twice.
     """
-    moved = issue_reductions(graph)
+    moved: list[Node] = []
+    before = [node for node in graph.nodes if node.op == "placeholder"][-1:]
+    for reduction in collectives(graph):  # as soon as its inputs are ready, but not before the previous one
+        if reduction.kind == SCATTER:
+            layout, starts = pack(reduction.issue)
+            moved += hoist([*layout, reduction.issue], max([*starts, *before]))
+            before.append(reduction.issue)
     # An all-reduce lies between a reduce-scatter's wait and its own wait: it must make room, then follow.
     for kind in (REDUCE, SCATTER, REDUCE):
         same_kind = [c for c in collectives(graph) if c.kind == kind]
@@ -107,21 +112,6 @@ def sink_waits(graph: Graph) -> list[Node]:
     for collective in collectives(graph):
         if collective.kind not in (REDUCE, SCATTER):
             moved += _sink(collective, None)
-    return moved
-
-
-def issue_reductions(graph: Graph) -> list[Node]:
-    """Issue every reduce-scatter as soon as its inputs are ready, but not before the previous one."""
-    moved: list[Node] = []
-    heads = [node for node in graph.nodes if node.op == "placeholder"][-1:]
-    previous: Node | None = None
-    for reduction in collectives(graph):
-        if reduction.kind != SCATTER:
-            continue
-        layout, starts = pack(reduction.issue)
-        anchor = max([*starts, *heads, *([] if previous is None else [previous])])
-        moved += hoist([*layout, reduction.issue], anchor)
-        previous = reduction.issue
     return moved
 
 

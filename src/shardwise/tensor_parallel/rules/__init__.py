@@ -4,7 +4,6 @@ from shardwise.tensor_parallel.rules import (  # noqa: F401 -- each registers it
     attention,
     backward,
     linear,
-    norms,
     spatial,
     views,
     vocabulary,

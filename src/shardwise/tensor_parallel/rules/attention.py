@@ -28,7 +28,8 @@ def attention(p: Partition, node: fx.Node) -> None:
     batch = len(p.shape(q)) - 2
     cut = p.cut_of(*(x for x in (q, k, v) if isinstance(at := p.placement(x), Split) and at.dim < batch))
     composite = node.target is aten.scaled_dot_product_attention.default
-    if cut is None or (not composite and (_dropout(node) or without_heads(p, cut, batch - 1))):
+    drops = arguments_of(node).get("dropout_p")
+    if cut is None or (not composite and (drops or without_heads(p, cut, batch - 1))):
         return p.repeat(node)
     heads, key_heads = p.hints(q)[-3], p.hints(k)[-3]
     if heads != key_heads and cut.dim == batch - 1:
@@ -36,12 +37,8 @@ def attention(p: Partition, node: fx.Node) -> None:
     return _emit(p, node, cut, p.take(k, cut), p.take(v, cut))
 
 
-def _dropout(node: fx.Node) -> float:
-    return float(arguments_of(node).get("dropout_p", 0.0))
-
-
 def _emit(p: Partition, node: fx.Node, cut: Split, k: fx.Node, v: fx.Node, **overrides: Any) -> None:
-    if _dropout(node):
+    if arguments_of(node).get("dropout_p"):
         return p.keep(node, _with_dropout(p, node, cut, k, v), cut)
     q, _, _, *rest = node.args
     others = [mask_for(p, x, cut, q) for x in rest]

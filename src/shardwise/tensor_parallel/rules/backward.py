@@ -28,8 +28,6 @@ from shardwise.tensor_parallel.rules.vocabulary import (
     loss_weights,
 )
 
-# ------------------------------------------------------------ losses and softmax
-
 
 @aten_rule("nll_loss_backward", "nll_loss2d_backward")
 def nll_backward(p: Partition, node: fx.Node) -> None:
@@ -81,9 +79,6 @@ def softmax_backward(p: Partition, node: fx.Node) -> None:
     return p.keep(node, p.run(differentiate, grad, output, total), cut)
 
 
-# ------------------------------------------------------------ norms
-
-
 @aten_rule("native_layer_norm_backward", "_fused_rms_norm_backward")
 def norm_backward(p: Partition, node: fx.Node) -> None:
     """Cut a norm's backward; its dims must be whole. Weights' gradients are sums over ranks' rows."""
@@ -94,9 +89,6 @@ def norm_backward(p: Partition, node: fx.Node) -> None:
     statistics = rest[: 2 if "layer" in op_of(node) else 1]  # means and deviations of rows, or these alone
     weights = [PARTIAL] * (len(node.meta["val"]) - 1)
     return p.locally(node, dict.fromkeys([gradient, x, *statistics], cut), (cut, *weights))
-
-
-# ------------------------------------------------------------ attention
 
 
 @aten_rule(
@@ -151,9 +143,6 @@ def _with_heads(p: Partition, x: Any, cut: Split, q: fx.Node) -> Any:
     if is_tensor(x) and len(p.shape(x)) == len(p.shape(q)) - 1 and isinstance(p.placement(x), Split):
         return p.take(x, cut)
     return mask_for(p, x, cut, q)
-
-
-# ------------------------------------------------------------ parts and lookups
 
 
 @aten_rule("slice_backward", "select_backward")

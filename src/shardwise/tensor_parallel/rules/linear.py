@@ -47,7 +47,10 @@ def product(p: Partition, node: fx.Node) -> None:
     cut_a, cut_b = p.placement(a), p.placement(b)
     if rows >= 0 and isinstance(cut_b, Split) and cut_b.dim == rows:
         same_cut = isinstance(cut_a, Split) and cut_a.dim == last and cut_a.on(0) == cut_b.on(0)
-        if same_cut or (cut_a == REPLICATE and _is_weight(p, b)):
+        source = b  # a parameter, maybe transposed, is better used in parts than gathered
+        while source not in p.parameters and op_of(source) in ("t", "transpose", "permute"):
+            source = source.args[0]
+        if same_cut or (cut_a == REPLICATE and source in p.parameters):
             once = cut_b.once()
             return p.locally(node, {a: once.on(last), b: once}, PARTIAL)
     return p.follow(node, _factors(p, node, a, b))
@@ -127,10 +130,3 @@ def _factors(p: Partition, node: fx.Node, a: Any, b: Any) -> dict[fx.Node, list[
         return {}
     of_a, of_b = (p.spread(x, [*p.shape(node)[:-2], *p.shape(x)[-2:]])[:-2] for x in (a, b))
     return {a: [*of_a, None, None]} if a is b else {a: [*of_a, ndim - 2, None], b: [*of_b, None, ndim - 1]}
-
-
-def _is_weight(p: Partition, x: Any) -> bool:
-    """Return whether `x` is a parameter, maybe transposed, and so better used in parts than gathered."""
-    while x not in p.parameters and op_of(x) in ("t", "transpose", "permute"):
-        x = x.args[0]
-    return x in p.parameters

@@ -39,7 +39,8 @@ def part(p: Partition, node: fx.Node) -> None:
     begin = _slice_begin(p, node, size=p.shape(node)[dim]) if op in ("slice", "narrow") else None
     if begin is None:
         return p.repeat(node)
-    result_cut, start = _slice_cut(p, placement, begin, p.shape(node)[dim])
+    result_cut = placement.within(begin, begin + p.shape(node)[dim])
+    start = placement.within(0, begin).size(p.rank)
     result = p.emit(aten.slice.Tensor, p.take(x, placement), dim, start, start + result_cut.size(p.rank))
     return p.keep(node, result, result_cut)
 
@@ -67,11 +68,6 @@ def _slice_begin(p: Partition, node: fx.Node, *, size: Any) -> int | None:
     if arguments.get("step", 1) != 1 or not all(isinstance(n, int) for n in (begin, whole, size)):
         return None
     return int(max(0, begin + whole) if begin < 0 else min(begin, whole))
-
-
-def _slice_cut(p: Partition, cut: Split, begin: int, size: int) -> tuple[Split, int]:
-    """Return the cut of `size` elements from `begin` on, and where they begin in this rank's part."""
-    return cut.within(begin, begin + size), cut.within(0, begin).size(p.rank)
 
 
 def getitem(p: Partition, node: fx.Node) -> None:
@@ -103,9 +99,6 @@ def cat(p: Partition, node: fx.Node) -> None:
     joined = end_to_end([(p.shape(x)[dim], cut.ranges) for x, cut in zip(used, cuts, strict=True)])
     result = p.emit(aten.cat.default, [p.take(x, cut) for x, cut in zip(used, cuts, strict=True)], dim)
     return p.keep(node, result, Split(dim, joined))
-
-
-# ------------------------------------------------------------ by indices, which every rank has whole
 
 
 @aten_rule("index")
@@ -188,7 +181,7 @@ def overwrite(p: Partition, node: fx.Node) -> None:
     begin = _slice_begin(p, node, size=p.shape(source)[dim])
     if begin is None:
         return p.repeat(node)
-    source_cut, start = _slice_cut(p, cut, begin, p.shape(source)[dim])
+    source_cut, start = cut.within(begin, begin + p.shape(source)[dim]), cut.within(0, begin).size(p.rank)
     bounds = (dim, start, start + source_cut.size(p.rank))
     return p.keep(node, p.emit(node.target, p.take(x, cut), p.take(source, source_cut), *bounds), cut)
 

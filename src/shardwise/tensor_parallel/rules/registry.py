@@ -40,11 +40,11 @@ def aten_rule(*names: str) -> Callable[[_R], _R]:
     return rule(*(f"aten::{name}" for name in names))
 
 
-def by_dims(*names: str, linear: bool = False) -> Callable[[DimRule], DimRule]:
+def by_dims(*names: str) -> Callable[[DimRule], DimRule]:
     """Register aten operations that follow a cut input; the decorated function maps dims to the result's."""
 
     def register(function: DimRule) -> DimRule:
-        aten_rule(*names)(lambda p, node: p.follow(node, function(p, node), linear=linear))
+        aten_rule(*names)(lambda p, node: p.follow(node, function(p, node)))
         return function
 
     return register

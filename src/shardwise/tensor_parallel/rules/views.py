@@ -82,12 +82,12 @@ def permute(p: Partition, node: fx.Node) -> None:
     return p.follow(node, {x: [order.index(d) for d in range(len(order))]}, linear=True)
 
 
-@by_dims("view_as_complex", "view_as_real", linear=True)
-def as_complex(p: Partition, node: fx.Node) -> Dims:
+@aten_rule("view_as_complex", "view_as_real")
+def as_complex(p: Partition, node: fx.Node) -> None:
     """Cut views as complex or real: the last dim, of two elements, becomes one number, or the reverse."""
     x = args_of(node)[0]
     common = min(len(p.shape(x)), len(p.shape(node)))
-    return {x: [d if d < common else None for d in range(len(p.shape(x)))]}
+    return p.follow(node, {x: [d if d < common else None for d in range(len(p.shape(x)))]}, linear=True)
 
 
 @aten_rule("expand", "expand_as", "broadcast_to")

@@ -28,9 +28,6 @@ _HALF = (torch.float16, torch.bfloat16)
 NONE, MEAN = 0, 1  # reductions
 
 
-# ------------------------------------------------------------ softmax
-
-
 @aten_rule("softmax", "_softmax", "log_softmax", "_log_softmax")
 def softmax(p: Partition, node: fx.Node) -> None:
     x, dim, *_ = args_of(node)
@@ -101,9 +98,6 @@ class Rows:
         logarithm, dtype = self.logarithm or self.sums()[0], self.node.meta["val"].dtype
         result = self.p.run(lambda local, log: (local - log).to(dtype), self.local, logarithm)
         self.p.keep(self.node, result, self.cut)
-
-
-# ------------------------------------------------------------ elements by index along the cut dim
 
 
 def is_gather(p: Partition, node: fx.Node, dim: int) -> bool:
@@ -181,9 +175,6 @@ def local_span(p: Partition, x: fx.Node, cut: Split) -> LocalSpan:
     """Return this rank's elements of the cut dim of `x`, of which each rank has one interval."""
     begin, end = (*cut.ranges[p.rank], (0, 0))[0]
     return LocalSpan(cut.dim, begin, end - begin, p.shape(x)[cut.dim])
-
-
-# ------------------------------------------------------------ losses
 
 
 def class_dim(p: Partition, x: Any) -> int:

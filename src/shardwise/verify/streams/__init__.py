@@ -2,13 +2,13 @@
 
 clocks.py records which operation runs after which, memory.py which memory each touches. streams.py, device.py
 and collectives.py are a simulated device that reports to them. check.py runs code on it, training.py a
-script's `Case`. values.py runs everything again in another order (orders.py); on real ranks, peers.py
-coordinates this with the other ranks.
+script's `Case`. values.py runs everything again in another order; on real ranks, peers.py coordinates this
+with the other ranks.
 """
 
 from .check import Finding, Findings, simulated
+from .clocks import Order, all_orders
 from .device import NAME as DEVICE
-from .orders import Order, all_orders
 from .training import StreamsResult, check_streams
 from .values import Difference
 

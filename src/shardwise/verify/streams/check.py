@@ -26,10 +26,9 @@ from shardwise.comm.streams import CommStreams
 from shardwise.fsdp.interrupted import watch_backward
 from shardwise.fsdp.module_state import live_states
 from shardwise.verify.streams import collectives
-from shardwise.verify.streams.clocks import Operation
+from shardwise.verify.streams.clocks import Operation, Order
 from shardwise.verify.streams.device import NAME, SimTensor, Simulation, running_in, span
 from shardwise.verify.streams.memory import Block
-from shardwise.verify.streams.orders import Order
 from shardwise.verify.streams.streams import Event, OwnEvent, OwnStream, Stream, active, is_active
 from shardwise.verify.streams.values import Difference, Late
 
@@ -75,7 +74,6 @@ class Findings:
         return sum(line.clock.get(line.number, 0) for line in streams)
 
     def _report(self, earlier: Operation, later: Operation, block: Block, address: int, reused: bool) -> None:
-        """Record a race."""
         if (key := (earlier.name, earlier.place, later.name, later.place, reused)) not in self._known:
             self._known.add(key)
             self.findings.append(Finding(earlier, later, self.name_of(block, address), reused))
@@ -153,8 +151,11 @@ def _patches(simulation: Simulation) -> list[Any]:
         with _compat.shared_with_thread(simulation.mode):  # the mode refuses tensors made in that thread
             run_thread(thread)
 
+    def add_index(value: Any) -> Any:  # so that torch sees that a tensor is already there
+        return torch.device(NAME, 0) if value in (NAME, torch.device(NAME)) else value
+
     def to_indexed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return to(tensor, *map(_add_index, args), **{key: _add_index(value) for key, value in kwargs.items()})
+        return to(tensor, *map(add_index, args), **{key: add_index(value) for key, value in kwargs.items()})
 
     def load_simulated(file: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
         if isinstance(map_location, dict) and any(map(_is_simulated, map_location.values())):
@@ -269,11 +270,6 @@ class _Generator(torch.Generator, metaclass=_AnyGenerator):
         generator: _Generator = make(cls, "cpu" if device.type == NAME else device)
         generator._device = device
         return generator
-
-
-def _add_index(value: Any) -> Any:
-    """Return the device with its index, so that torch sees that a tensor is already there."""
-    return torch.device(NAME, 0) if value in (NAME, torch.device(NAME)) else value
 
 
 def _nothing(*args: Any) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -242,7 +241,17 @@ class Collectives:
                 simulation.late.run_all()  # during the wait, this rank cannot run what others wait for
             for tensor in tensors_in(result):
                 wait_for_collective(tensor)
-            rerun = partial(_rerun_functional, func)
+
+            def rerun(group: dist.ProcessGroup, inputs: Any, outcome: list[Tensor]) -> None:
+                args, kwargs = inputs
+                if isinstance(group, NoopGroup):
+                    for out, source in zip(outcome, tensors_in(args), strict=False):
+                        _fill(name, out, source, group.size())
+                    return
+                results = tensors_in(func(*args[:-1], group.group_name, **kwargs))
+                for out, result in zip(outcome, results, strict=True):
+                    out.copy_(wait_for_collective(result))
+
             simulation.late.collective(operation, group, rerun, (args, kwargs), (tensors, written), written)
             if real:
                 simulation.late.run_all()  # nor while the repeated collective waits
@@ -278,17 +287,6 @@ def _all_but(part: Tensor, whole: Tensor) -> list[Tensor]:
         return [whole]
     flat = whole.reshape(-1)
     return [flat[:begin], flat[end:]]
-
-
-def _rerun_functional(func: Any, group: dist.ProcessGroup, inputs: Any, outcome: list[Tensor]) -> None:
-    args, kwargs = inputs
-    name = func.name().partition("::")[2]
-    if isinstance(group, NoopGroup):
-        for out, source in zip(outcome, tensors_in(args), strict=False):
-            _fill(name, out, source, group.size())
-        return
-    for out, result in zip(outcome, tensors_in(func(*args[:-1], group.group_name, **kwargs)), strict=True):
-        out.copy_(wait_for_collective(result))
 
 
 def _as_equal_ranks(name: str, args: Any, ranks: int) -> None:
@@ -340,12 +338,10 @@ def reporting_to(simulation: Simulation) -> Iterator[Collectives]:
             _compat.END_COALESCING: lambda group, device: collectives.end_coalescing(group),
         }
         stack.enter_context(mock.patch.multiple(dist.ProcessGroup, **replacements))
-        config_of = dist.get_backend_config
-
-        def config_with_device(group: dist.ProcessGroup | None = None) -> str:
-            return f"{config_of(group)},{NAME}:simulated"
-
-        stack.enter_context(mock.patch.object(dist, "get_backend_config", config_with_device))
+        of = dist.get_backend_config
+        stack.enter_context(
+            mock.patch.object(dist, "get_backend_config", lambda group=None: f"{of(group)},{NAME}:simulated")
+        )
         stack.enter_context(
             mock.patch.object(torch.futures, "wait_all", lambda futures: [f.wait() for f in futures])
         )

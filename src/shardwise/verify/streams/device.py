@@ -153,21 +153,12 @@ class Simulation:
             if self.late is not None:
                 self.late.record_allocation(block, storage, blank=blank)
         key = id(storage)
-        self._storages[key] = weakref.ref(storage, lambda _: self._forget_storage(key)), block
+        ended = weakref.ref(storage, lambda _: self._free(self._storages.pop(key, (None, None))[1]))
+        self._storages[key] = ended, block
 
-    def _adopt(self, storage: torch.UntypedStorage) -> None:
-        """Track memory that an earlier simulation allocated."""
-        self.record_allocation(storage, "memory from before the simulation")
-        block = self.memory.at(storage.data_ptr())
-        if block is not None and block.shadow is not None:
-            block.shadow.memory.copy_(storage)
-
-    def _forget_storage(self, key: int) -> None:
-        _, block = self._storages.pop(key, (None, None))
-        if block is not None:
-            self._free(block)
-
-    def _free(self, block: Block) -> None:
+    def _free(self, block: Block | None) -> None:
+        if block is None:
+            return
         self.memory.free(block, self.timeline.lines[block.owner].last)
         if self.late is not None:
             self.late.record_free(block)
@@ -186,8 +177,7 @@ class Simulation:
                 self._access(storage.data_ptr(), kept, operation, writes=False)
             result = resize(storage, size)
             self.record_allocation(storage, f"resized to {size} bytes at {place_in_code()}", blank=not kept)
-            if old is not None:
-                self._free(old)
+            self._free(old)
             if moves:
                 self._access(storage.data_ptr(), kept, operation, writes=True)
                 if self.late is not None:
@@ -210,16 +200,6 @@ class Simulation:
 
     def _is_on_host(self, tensor: Tensor) -> bool:
         return not isinstance(tensor, SimTensor) and self.memory.at(span(tensor)[0]) is None
-
-    def _host_memory(self, tensor: Tensor) -> None:
-        """Track the host's use of this memory from now on."""
-        storage = tensor.untyped_storage()
-        if storage.nbytes() and self.host.at(storage.data_ptr()) is None:
-            block = self.host.allocate(
-                storage.data_ptr(), storage.nbytes(), owner=0, origin="memory of the host"
-            )
-            # Torch reuses pinned memory only after copies from it have ended: no free is too early.
-            weakref.finalize(storage, self.host.forget, block)
 
     # Operators
 
@@ -258,7 +238,13 @@ class Simulation:
         if numbers and self.late is not None:
             self.late.host_reads(numbers, op.name)
         result = func(*bare_args, **bare_kwargs)
-        self._check_devices(op, (*reads, *writes))
+        if not op.crosses and any(isinstance(t, SimTensor) for t in (*reads, *writes)):
+            for tensor in (*reads, *writes):
+                if tensor.ndim and self._is_on_host(tensor):
+                    raise RuntimeError(
+                        f"{op.name} got tensors on two devices: one of shape {tuple(tensor.shape)} on the"
+                        f" CPU, others on {NAME}:0. Move them to one device"
+                    )
         input_ids = {_compat.storage_id(t) for t in tensors_in((bare_args, bare_kwargs))}
         created = [t for t in tensors_in(result) if _compat.storage_id(t) not in input_ids]
         if op.only_views and not created:
@@ -289,16 +275,6 @@ class Simulation:
             self.timeline.host_waits(dict(stream.line.clock))
         return outcome
 
-    def _check_devices(self, op: operators.Operator, tensors: Sequence[Tensor]) -> None:
-        if op.crosses or not any(isinstance(t, SimTensor) for t in tensors):
-            return
-        for tensor in tensors:
-            if tensor.ndim and self._is_on_host(tensor):
-                raise RuntimeError(
-                    f"{op.name} got tensors on two devices: one of shape {tuple(tensor.shape)} on the CPU,"
-                    f" others on {NAME}:0. Move them to one device"
-                )
-
     def touch(self, touched: Touched, operation: Operation, line: Line, *, copies: bool = False) -> None:
         """Record that an operation of `line` reads and writes; `copies`: while the host continues."""
         for tensor, writes in _each(touched):
@@ -307,9 +283,18 @@ class Simulation:
             if on_host:
                 if not copies or not self.is_pinned(tensor):
                     continue  # the host waits for the copy, or copies what it reads before it continues
-                self._host_memory(tensor)
+                storage = tensor.untyped_storage()
+                address, size = storage.data_ptr(), storage.nbytes()
+                if size and self.host.at(address) is None:
+                    block = self.host.allocate(address, size, owner=0, origin="memory of the host")
+                    # Torch reuses pinned memory only after copies from it have ended: no free is too early.
+                    weakref.finalize(storage, self.host.forget, block)
             elif extent.low < extent.high and self.memory.at(extent.low) is None:
-                self._adopt(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                self.record_allocation(storage, "memory from before the simulation")
+                adopted = self.memory.at(storage.data_ptr())
+                if adopted is not None and adopted.shadow is not None:
+                    adopted.shadow.memory.copy_(storage)
             memory = self.host if on_host else self.memory
             memory.access(extent, operation, line.clock, writes=writes)
 

@@ -92,7 +92,9 @@ class Memory:
 
     def allocate(self, low: int, nbytes: int, *, owner: int, origin: str) -> Block:
         """Allocate a new block. Forget old blocks there, whose free was missed."""
-        for old in self._overlapping(low, low + nbytes):
+        first = max(0, bisect_right(self._blocks, low, key=_LOW) - 1)
+        last = bisect_right(self._blocks, low + nbytes - 1, key=_LOW)
+        for old in [block for block in self._blocks[first:last] if low < block.high]:
             self._blocks.remove(old)
         block = Block(low, low + nbytes, owner, origin, dict(self._freed.get(owner, {})))
         insort(self._blocks, block, key=_LOW)
@@ -115,19 +117,12 @@ class Memory:
         return is_present
 
     def living(self) -> list[Block]:
-        """List blocks that have not been freed."""
         return list(self._blocks)
 
     def at(self, address: int) -> Block | None:
-        """Return the block at this address."""
         index = bisect_right(self._blocks, address, key=_LOW) - 1
         block = self._blocks[index] if index >= 0 else None
         return block if block is not None and address < block.high else None
-
-    def _overlapping(self, low: int, high: int) -> list[Block]:
-        first = max(0, bisect_right(self._blocks, low, key=_LOW) - 1)
-        last = bisect_right(self._blocks, high - 1, key=_LOW)
-        return [block for block in self._blocks[first:last] if block.low < high and low < block.high]
 
     def access(self, extent: Extent, operation: Operation, clock: Clock, *, writes: bool) -> None:
         """Record that `operation`, on a line with `clock`, reads or writes these bytes."""

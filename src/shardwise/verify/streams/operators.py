@@ -66,7 +66,8 @@ class Operator:
             mean, variance, flag = positions
             writes += (mean, variance) if flag is None or args[flag] else ()
         reads, written = (
-            [t for at in places for t in _tensors_at(at, args, kwargs)] for places in (self.reads, writes)
+            list(tensors_in([_argument(at, args, kwargs) for at in places]))
+            for places in (self.reads, writes)
         )
         return reads, written
 
@@ -75,7 +76,7 @@ class Operator:
         if self.name == "repeat_interleave":
             return kwargs.get("output_size") is None
         if self.name in _INDEX:
-            masks = any(t.dtype in (torch.bool, torch.uint8) for t in _tensors_at(1, args, kwargs))
+            masks = any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1:2]))
             fills = len(args) > 2 and args[2].ndim == 0  # `x[mask] = 0.` fills, and needs no indices
             return masks and not fills
         return self.name in _WAIT
@@ -100,10 +101,6 @@ def _argument(place: int | str, args: Any, kwargs: dict[str, Any]) -> Any:
     if isinstance(place, str):
         return kwargs.get(place)
     return args[place] if place < len(args) else None
-
-
-def _tensors_at(place: int | str, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    return list(tensors_in(_argument(place, args, kwargs)))
 
 
 @cache

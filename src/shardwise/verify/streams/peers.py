@@ -20,8 +20,6 @@ from shardwise.planner.noop_group import NoopGroup
 
 _LOOKS_EVERY_SECONDS, _TELLS_AFTER_SECONDS = 0.002, 0.02
 _WAITERS = 64  # waits may nest: a collective that others wait for may itself wait
-
-
 # What outlives a simulation, by default group: the number of simulations, and second groups, slow to make.
 _simulations = weakref.WeakKeyDictionary[dist.ProcessGroup, int]()
 _twins = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Future[dist.ProcessGroup]]]()

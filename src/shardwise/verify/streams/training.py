@@ -46,14 +46,9 @@ class StreamsResult:
             "operations": self.operations,
             "streams": self.streams,
             "findings": [
-                {
-                    "what": finding.what,
-                    "earlier": str(finding.earlier),
-                    "later": str(finding.later),
-                    "again": finding.again,
-                    "text": str(finding),
-                }
-                for finding in self.findings
+                {"what": x.what, "earlier": str(x.earlier), "later": str(x.later)}
+                | {"again": x.again, "text": str(x)}
+                for x in self.findings
             ],
         }
 
@@ -90,7 +85,14 @@ def check_streams(
     # The script sets its own arguments.
     with mock.patch.object(sys, "argv", sys.argv), _blame_case(case_spec, "when it was loaded"):
         case = load_case(case_spec)
-    receives = mock.patch.object(dist, "recv_object_list", _receive)
+
+    def receive(*args: Any, **kwargs: Any) -> None:
+        raise running().refuse(
+            "the case receives objects from another rank, as pipeline stages do to learn shapes, but the"
+            " simulation has only this rank. Run it on real ranks (gloo), inside `simulated()`"
+        )
+
+    receives = mock.patch.object(dist, "recv_object_list", receive)
     findings: dict[str, Finding] = {}  # by text, as several ranks may find the same
     operations = streams = 0
     seen: set[str] = set()  # names of parameters of which a rank tried so far has a part
@@ -118,13 +120,6 @@ def _rank_of_uncovered(module: nn.Module, seen: set[str]) -> int | None:
             ranks = dist.get_process_group_ranks(sharding[0])
             return next(rank for rank, box in zip(ranks, sharding[1], strict=True) if not box.is_empty)
     return None
-
-
-def _receive(*args: Any, **kwargs: Any) -> None:
-    raise running().refuse(
-        "the case receives objects from another rank, as pipeline stages do to learn shapes, but the"
-        " simulation has only this rank. Run it on real ranks (gloo), inside `simulated()`"
-    )
 
 
 @contextmanager

@@ -37,10 +37,9 @@ from shardwise.comm.count import on_tensors, tensors_in
 from shardwise.errors import ShardwiseError
 from shardwise.planner.noop_group import NoopGroup
 from shardwise.verify.streams import operators
-from shardwise.verify.streams.clocks import Clock, Operation
+from shardwise.verify.streams.clocks import Clock, Operation, Order
 from shardwise.verify.streams.device import SimTensor, Simulation, bare_of, span
 from shardwise.verify.streams.memory import Block
-from shardwise.verify.streams.orders import Order
 from shardwise.verify.streams.peers import Peers
 
 # Operators that do not read what they write, although their schema would allow it.
@@ -63,8 +62,6 @@ class Difference:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A deferred operation."""
-
     operation: Operation
     clock: Clock  # of what must run before it
     number: int  # in the host's order
@@ -88,10 +85,6 @@ class _Shadow:
     successors: list[_Shadow] = field(default_factory=list)  # allocated later and in use
     waiting: list[_Job] = field(default_factory=list)  # operations that are still to run on it
     is_new_on_host: bool = False  # whether its contents before the operation being deferred are unknown
-
-    def may_be_given_out(self) -> bool:
-        """Return whether every stream passed to `record_stream` is done with this memory."""
-        return not any(job.operation.line in self.block.guarded for job in self.waiting)
 
 
 class Late:
@@ -121,7 +114,6 @@ class Late:
         _forget(block.shadow.memory)
 
     def record_free(self, block: Block) -> None:
-        """Record that a block was freed."""
         if block.shadow is not None:
             self._freed.setdefault(block.owner, []).append(block.shadow)
 
@@ -330,7 +322,8 @@ class Late:
             for shadow in job.uses:
                 shadow.predecessors = [freed for freed in shadow.predecessors if freed.waiting]
                 for freed in shadow.predecessors:
-                    if freed.may_be_given_out():
+                    # once every stream passed to `record_stream` is done with this memory
+                    if not any(job.operation.line in freed.block.guarded for job in freed.waiting):
                         _forget(freed.memory)
                         if shadow not in freed.successors:
                             freed.successors.append(shadow)
