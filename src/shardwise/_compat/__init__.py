@@ -57,6 +57,7 @@ from shardwise._compat.gradients import *
 from shardwise._compat.groups import *
 from shardwise._compat.inductor import *
 from shardwise._compat.optimizers import *
+from shardwise._compat.recurrent import cudnn_layers as cudnn_layers
 
 
 def dtensor(local: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
