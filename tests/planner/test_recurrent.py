@@ -135,4 +135,5 @@ def test_a_plan_for_cuda_says_that_cudnns_reserve_is_by_formula() -> None:
     )
     assert not on_cpu.assumed
     assert ["by formula" in text for text in on_cuda.assumed] == [True]
-    assert on_cuda.model_flops == on_cpu.model_flops
+    one = 2 * 2 * 32 * 3 * 32  # a product a block: the gradient of the first state, which nobody asks for
+    assert on_cuda.model_flops == on_cpu.model_flops + one
