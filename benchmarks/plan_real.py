@@ -30,6 +30,7 @@ from shardwise.planner.setup import Setup
 from shardwise.planner.shapes import Shape
 from shardwise.planner.sharding import optimizers_of, shard, split
 from shardwise.planner.tensor import parallelize
+from shardwise.planner.watch import seeing_random_states
 
 if __package__:
     from benchmarks.storages import Allocated
@@ -202,7 +203,8 @@ def measured_on_mesh(source: Any, model: Model, setup: Setup) -> tuple[int, Any]
             model.loss(module, tokens, tokens).backward()
 
     try:
-        with Allocated() as storages, loss_parallel() if setup.tensor > 1 else nullcontext():
+        parallel: Any = loss_parallel() if setup.tensor > 1 else nullcontext()
+        with Allocated() as storages, seeing_random_states(storages), parallel:
             parameters = [getattr(p, "_local_tensor", p) for p in module.parameters()]
             storages.see([parameters, list(module.buffers()), tokens])
             for number in range(STEPS):
@@ -241,7 +243,8 @@ def _measured(model: Model, setup: Setup) -> tuple[int, Any]:
     shard(module, model, setup, mesh)
     optimizers = optimizers_of(module, model, setup)
     tokens = torch.zeros(setup.micro_batch, setup.sequence, dtype=torch.int64)
-    with Allocated() as storages, loss_parallel() if tensor is not None else nullcontext():
+    parallel: Any = loss_parallel() if tensor is not None else nullcontext()
+    with Allocated() as storages, seeing_random_states(storages), parallel:
         storages.see([[getattr(p, "_local_tensor", p) for p in module.parameters()], list(module.buffers())])
         storages.see(tokens)
         for number in range(STEPS):

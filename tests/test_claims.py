@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import shardwise
+from shardwise.planner import Setup
+
 ROOT = Path(__file__).parents[1]
 CLAIMS, TABLES = ROOT / "benchmarks/CLAIMS.md", ROOT / "benchmarks/TABLES.md"
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
@@ -132,3 +135,13 @@ def test_what_does_not_exist_or_fit_is_noticed() -> None:
     gathers = "gloo_transport;; all-gather*, 33.600; ratio"
     assert differing("0.33 to 0.47", [f"least of {gathers}", f"most of {gathers}"]) == []
     assert len(differing("0.47 to 0.33", [f"least of {gathers}", f"most of {gathers}"])) == 2
+
+
+def test_the_plan_of_llama_3_70b_in_the_guide_to_dimensions_is_what_the_planner_prints() -> None:
+    """Of the first row; the others take as long again, and a minute."""
+    lines = (ROOT / "docs/dimensions.md").read_text().splitlines()
+    row = next(cells(line) for line in lines if line.startswith("| `dp64`"))
+    setup = Setup(ranks=64, sequence=8192, checkpointing="full", layout="contiguous")
+    plan = shardwise.plan("llama3-70b", setup, hardware="h100")
+    reserved, sent = plan.reserved_bytes / 2**30, plan.wire_bytes / 2**30
+    assert row[1:4] == [f"{reserved:.1f}", f"{sent:.0f}", f"{plan.tokens_per_s:,.0f}"]

@@ -121,6 +121,12 @@ def test_ranks_that_load_otherwise_or_fail_alone_raise_on_every_rank(wrong_folde
         )
 
 
+@on_ranks(1)
+def test_a_config_without_an_architecture_needs_a_model_class() -> None:
+    with pytest.raises(CheckpointError, match="the config names no architecture; pass model_class="):
+        hf.load(transformers.GPT2Config())
+
+
 @on_ranks(2)
 def test_parameters_made_without_a_device_are_drawn_too() -> None:
     class Shifted(transformers.XLNetModel):

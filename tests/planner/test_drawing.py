@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import shardwise
+from planner.models import Even
 from shardwise import planner
 from shardwise.cli import app
 from shardwise.errors import ShardingError, ShardwiseError
@@ -129,3 +130,12 @@ def test_memory_is_drawn_over_the_time_of_its_computation() -> None:
     assert (blocks.name, blocks.gathers, blocks.reductions) == ("blocks 0 to 10", 2, 1)  # the last one stays
     assert sum(one.groups * one.wire_bytes for one in made.groups) == made.wire_bytes
     assert blocks.padding == pytest.approx(0, abs=1e-3)
+
+
+def test_a_page_has_the_units_of_the_text_for_a_model_of_any_size() -> None:
+    made = shardwise.plan(Even, ranks=2, sequence=2, device="cpu")
+    page, mib = planner.page(made), made.peak_bytes / 2**20
+    assert "GiB" not in page
+    assert f"{mib:.2f} MiB" in page
+    assert f"Memory of a rank, MiB: {mib:.2f} alive at most" in str(made)
+    assert [text for _, text in drawing.ticks(45 * 2**10)] == ["10 KiB", "20 KiB", "30 KiB", "40 KiB"]

@@ -57,6 +57,7 @@ from shardwise._compat.gradients import *
 from shardwise._compat.groups import *
 from shardwise._compat.inductor import *
 from shardwise._compat.optimizers import *
+from shardwise._compat.recurrent import cudnn_layers as cudnn_layers
 
 # Returns a local tensor as this rank's piece of the DTensor that a spec describes; no communication. Unlike
 # `from_local` it is not under autograd. `__init__` is skipped: its three wrappers cost more than `__new__`.

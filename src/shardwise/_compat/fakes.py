@@ -11,6 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise._compat.recurrent import FAKES
+
 _WORDS = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _SEQUENCES = {list, tuple, torch.Size}
 _OWN = ("aten", "prims")
@@ -70,9 +72,11 @@ class FastFakeTensorMode(_Uncompiled, FakeTensorMode):
                 return None
             fakes = [self._recreate(result, tensors) for result in results]
             return fakes[0] if kind is FakeTensor else kind(fakes)
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype in _NOT_FAKED:
+        if (fake := FAKES.get(func)) is not None:
+            result: Any = fake(*args, **kwargs)
+        elif func is torch.ops.aten._grouped_mm.default and args[0].dtype in _NOT_FAKED:
             halves = (*[arg.bfloat16() for arg in args[:2]], *args[2:])
-            result: Any = super().__torch_dispatch__(func, types, halves, kwargs)
+            result = super().__torch_dispatch__(func, types, halves, kwargs)
             result = result.to(args[0].dtype)
         else:
             result = super().__torch_dispatch__(func, types, args, kwargs)

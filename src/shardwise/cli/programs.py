@@ -45,8 +45,8 @@ app = typer.Typer(help="Tensor parallelism for exported programs.", no_args_is_h
     "export", epilog="Exit status: 0 written; 2 the program or strategies cannot be read or do not fit."
 )
 def export(
-    model: Annotated[Path, Argument(help="A .pt2 file written by torch.export.save.")],
-    out: Annotated[Path, Option(help="Folder to write every rank's program to.")],
+    model: Annotated[str, Argument(help="A .pt2 file written by torch.export.save.")],
+    out: Annotated[str, Option(help="Folder to write every rank's program to.")],
     ranks: Annotated[int, Option(min=1, help="Number of ranks that will run the program.")] = 2,
     strategies: Annotated[
         str, Option(help="JSON file of {module or pattern: colwise|rowwise|replicate}, or auto.")
@@ -81,9 +81,9 @@ def export(
 )
 def merge(
     folder: Annotated[
-        Path, Argument(help="Folder of every rank's program, written by `shardwise tp export`.")
+        str, Argument(help="Folder of every rank's program, written by `shardwise tp export`.")
     ],
-    out: Annotated[Path, Option(help="Safetensors file to write.")],
+    out: Annotated[str, Option(help="Safetensors file to write.")],
     strip: Annotated[str, Option(help="Prefix to remove from names, such as `model.`.")] = "",
     overwrite: Annotated[bool, Option(help="Replace an existing file.")] = False,
 ) -> None:

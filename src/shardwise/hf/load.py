@@ -162,10 +162,11 @@ def skeleton_of(source: Any, model_class: Any, dtype: Any, strict: bool, files: 
     config = transformers.AutoConfig.from_pretrained(source, local_files_only=True) if from_files else source
     if getattr(config, "quantization_config", None) is not None:
         raise ShardingError(f"{here()}: a quantized model cannot be cut; load weights that are not quantized")
-    name = (config.architectures or ["no class"])[0]
+    name = (config.architectures or [""])[0]
     cls = model_class or getattr(transformers, name, None)
     if cls is None:
-        raise ShardingError(f"{here()}: the config names {name}, which transformers lacks; pass model_class=")
+        found = f"{name}, which transformers lacks" if name else "no architecture"
+        raise ShardingError(f"{here()}: the config names {found}; pass model_class=")
     if not from_files:
         with torch.device("meta"):
             model = cls._from_config(config, **({} if dtype == "auto" else {"dtype": dtype}))

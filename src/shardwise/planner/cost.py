@@ -74,6 +74,10 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
         x, *weights = args[:3]
         forward = 2 * x.numel() // x.shape[-1] * sum(weight.numel() for weight in weights)
         return int(forward) * (2 if name.endswith("_backward") else 1)
+    if name.startswith("aten::_cudnn_rnn"):
+        x, weights = args[:2]
+        forward = 2 * x.numel() // x.shape[-1] * sum(tensor.numel() for tensor in weights if tensor.ndim == 2)
+        return int(forward) * (2 if name.endswith("_backward") else 1)
     if name == "aten::_trilinear":  # nn.Bilinear: the product of three, summed over some dims
         return 2 * _trilinear_numel(*args[:6])
     if name == "aten::addbmm":

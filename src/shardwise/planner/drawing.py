@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardwise.planner.events import CATEGORIES, COMPUTATION, LANES
 from shardwise.planner.measure import Moment
-from shardwise.planner.plan import GIB, Plan
+from shardwise.planner.plan import Plan, unit_of
 from shardwise.planner.timing import Span
 
 AHEAD = 3  # spans that a moment may skip, since some blocks compute nothing in a phase
@@ -60,11 +60,13 @@ def levels(plan: Plan) -> Iterator[tuple[int, str]]:
         yield plan.hardware.usable_bytes, "device"
 
 
-def ticks(top: int) -> list[int]:
-    """Return four to eight round numbers of GiB up to `top`."""
+def ticks(top: int) -> list[tuple[int, str]]:
+    """Return four to eight sizes up to `top` that are round numbers of its unit, and their texts."""
+    name, unit = unit_of(top)
     steps = (digit * 10.0**power for power in range(-6, 6) for digit in (1, 2, 5))
-    step = next(digit for digit in steps if top / GIB / digit < 8)
-    return [round(i * step * GIB) for i in range(1, int(top / GIB / step) + 1)]
+    step = next(digit for digit in steps if top / unit / digit < 8)
+    numbers = [i * step for i in range(1, int(top / unit / step) + 1)]
+    return [(round(number * unit), f"{number:g} {name}") for number in numbers]
 
 
 def streams(plan: Plan) -> list[str]:

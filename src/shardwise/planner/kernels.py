@@ -41,6 +41,7 @@ def kernels(setup: Setup) -> Iterator[tuple[set[str], set[str]]]:
         if setup.device == "cuda":
             patches: dict[str, Any] = {"scaled_dot_product_attention": _attention, "dropout": _dropout}
             patches |= {"rms_norm": _rms_norm} if setup.fused_norms else {}
+            patches |= _compat.cudnn_layers if torch.backends.cudnn.enabled else {}
             stack.enter_context(_compat.operators_on_cpu(patches))
             modules = [m for path, m in sys.modules.items() if path.startswith("transformers.models.")]
             for module, name in itertools.product(modules, FUNCTIONS):

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader
 
 from shardwise.planner import drawing
 from shardwise.planner.events import CATEGORIES, name_of_place
-from shardwise.planner.plan import GIB, Plan
+from shardwise.planner.plan import Plan, sized
 from shardwise.planner.timing import host_bound
 
 WIDTH, HEIGHT, LANE, LEFT, TOP = 900.0, 260.0, 26.0, 96.0, 12.0
@@ -43,7 +43,7 @@ def page(made: Plan) -> str:
     environment = Environment(loader=PackageLoader("shardwise.planner", "."), autoescape=True)
     return environment.get_template("page.html").render(
         plan=made,
-        gib=GIB,
+        sized=sized,
         width=WIDTH,
         height=HEIGHT,
         left=LEFT,
@@ -51,10 +51,8 @@ def page(made: Plan) -> str:
         memory=list(_memory(made)),
         categories=drawing.categories(made),
         all_categories=CATEGORIES,
-        levels=[Mark(_y(size, made), f"{name} {size / GIB:.1f} GiB") for size, name in drawing.levels(made)],
-        ticks=[
-            Mark(_y(size, made), f"{size / GIB:g} GiB") for size in drawing.ticks(drawing.top_bytes(made))
-        ],
+        levels=[Mark(_y(size, made), f"{name} {sized(size)}") for size, name in drawing.levels(made)],
+        ticks=[Mark(_y(size, made), text) for size, text in drawing.ticks(drawing.top_bytes(made))],
         phases=list(_phases(made)),
         lanes=list(_lanes(made)),
         streams=[Mark(TOP + LANE * (i + 0.6), name) for i, name in enumerate(drawing.streams(made))],
@@ -96,7 +94,7 @@ def _held(plan: Plan) -> Iterator[Box]:
     for name, size in parts:
         kind = f"part{CATEGORIES.index(name)}" if name in CATEGORIES else name.split(",")[0]
         width = 100 * size / total
-        yield Box(x, 0, width, 0, kind, f"{name}: {size / GIB:.2f} GiB")
+        yield Box(x, 0, width, 0, kind, f"{name}: {sized(size)}")
         x += width
 
 
@@ -121,7 +119,7 @@ def _memory(plan: Plan) -> Iterator[Box]:
             if not size:
                 continue
             y = _y(base + size, plan)
-            share = f"{size / GIB:.2f} GiB of {moment.alive_bytes / GIB:.2f}"
+            share = f"{sized(size)} of {sized(moment.alive_bytes)}"
             text = f"{name_of_place(moment.phase, moment.layer)}: {category} {share}"
             yield Box(x, y, width, _y(base, plan) - y, f"part{CATEGORIES.index(category)}", text)
             base += size

@@ -403,11 +403,11 @@ def _failing_module(error: Exception) -> str:
 
 def sized(nbytes: int) -> str:
     """Format bytes in the unit that fits them."""
-    name, unit = _unit(nbytes)
+    name, unit = unit_of(nbytes)
     return f"{nbytes / unit:.2f} {name}"
 
 
-def _unit(nbytes: int) -> tuple[str, int]:
+def unit_of(nbytes: int) -> tuple[str, int]:
     """Return the largest unit of which `nbytes` is at least a tenth, and its bytes."""
     return next((item for item in _UNITS.items() if nbytes >= item[1] / 10), ("KiB", 2**10))
 
@@ -416,7 +416,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     setup, peak = plan.setup, plan.peak
     axes = {"pipeline": setup.pipeline, "sequences": setup.ulysses, "experts": setup.experts}
     axes["tensor parallel"] = setup.tensor
-    name, unit = _unit(peak.alive_bytes)
+    name, unit = unit_of(peak.alive_bytes)
     yield (
         f"{plan.model}: {plan.parameters:,} parameters, {plan.layers} blocks, over {setup.ranks:,} ranks"
         f" ({setup.layout}{f', {setup.replicas} replicas' if setup.replicas > 1 else ''}"

@@ -204,6 +204,12 @@ def _assumptions(
             f"Without kernels, which are not installed here, {', '.join(sorted(by_reference))} ran as"
             " transformers' reference code: with them it takes less memory and time"
         )
+    recurrent = {layer.mode for layer in module.modules() if isinstance(layer, nn.RNNBase)}
+    if recurrent and setup.device == "cuda":
+        yield (
+            f"What cuDNN keeps of {', '.join(sorted(recurrent))} for backward is planned by formula, as only"
+            " cuDNN tells it: gates and states of every token, and a copy of the weights; it may keep more"
+        )
     kinds, dtype = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), getattr(torch, setup.param_dtype)
     norms = [norm for norm in module.modules() if isinstance(norm, kinds) and norm.weight is not None]
     norms = [norm for norm in norms if norm.running_mean is not None and norm.running_mean.dtype != dtype]

@@ -21,6 +21,7 @@ from shardwise.optim import adamw8bit, norm
 from shardwise.planner.events import COMPUTATION, STREAMS, Mark, Record, Wait
 from shardwise.planner.noop_group import listening
 from shardwise.planner.recorder import Recorder
+from shardwise.planner.storages import Storages
 
 Method = Callable[..., Any]
 
@@ -151,6 +152,21 @@ class Stream:
 
 
 @contextmanager
+def seeing_random_states(storages: Storages) -> Iterator[None]:
+    """Show `storages` the CPU's random states that checkpoints keep, which no operator makes."""
+    generator = torch.default_generator
+
+    def state() -> Tensor:
+        storages.see(made := generator.get_state())
+        return made
+
+    with ExitStack() as stack:
+        for module in (torch, torch.random):
+            stack.enter_context(mock.patch.object(module, "get_rng_state", state))
+        yield
+
+
+@contextmanager
 def hearing(recorder: Recorder, streams: bool) -> Iterator[dict[str, Stream]]:
     """Tell `recorder` of collectives and, with `streams`, of stand-in streams, which are yielded by name."""
     stand_ins = {name: Stream(name, recorder) for name in (COMPUTATION, *STREAMS)}
@@ -166,4 +182,6 @@ def hearing(recorder: Recorder, streams: bool) -> Iterator[dict[str, Stream]]:
             stack.enter_context(mock.patch.dict(adamw8bit.ELEMENTS_AT_ONCE))
             del adamw8bit.ELEMENTS_AT_ONCE["cpu"]
             stack.enter_context(mock.patch.object(norm, "PART", 1 << 62))  # in parts on CPUs alone
+        else:
+            stack.enter_context(seeing_random_states(recorder))
         yield stand_ins

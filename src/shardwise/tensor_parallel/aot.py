@@ -21,6 +21,7 @@ from shardwise import _compat
 from shardwise.comm.auto import over_gloo
 from shardwise.errors import ShardingError, here
 from shardwise.files.manifest import digest, write_manifest
+from shardwise.files.stores import on_disk
 from shardwise.tensor_parallel import package
 from shardwise.tensor_parallel.materialize import missing_weights
 from shardwise.tensor_parallel.operators import ops
@@ -38,7 +39,7 @@ def compile_package(folder: str | Path) -> None:
         ShardingError: there is a process group already, or weights have no values.
         CheckpointError: a folder that cannot be read.
     """
-    place = Path(folder)
+    place = on_disk(folder)
     manifest = package.manifest_of(place)
     with _stand_in() as group_name:
         for rank in range(manifest["world_size"]):
@@ -79,7 +80,7 @@ def load_compiled(
         ShardingError: a group of another name or size; a folder without compiled programs.
         CheckpointError: a file that is missing or damaged.
     """
-    place = Path(folder)
+    place = on_disk(folder)
     manifest = package.manifest_of(place)
     group = group or package.default_group()
     name = manifest.get("compiled_for")

@@ -37,6 +37,7 @@ from shardwise.checkpoint import save_slices
 from shardwise.comm.agree import together
 from shardwise.errors import CheckpointError, ShardingError, here
 from shardwise.files.manifest import digest, is_count, read_manifest, whole_file, write_manifest
+from shardwise.files.stores import on_disk
 from shardwise.graph.nodes import kind_of
 from shardwise.tensor_parallel import device
 from shardwise.tensor_parallel.auto import choose
@@ -72,7 +73,7 @@ def save(
         ShardingError: programs that are not all parts of one, in order; a folder that exists, or that cannot
             be written.
     """
-    place = Path(folder).resolve()  # not a link to it
+    place = on_disk(folder).resolve()  # not a link to it
     single = isinstance(programs, ExportedProgram)
     local: list[ExportedProgram] = [programs] if single else list(programs)  # type: ignore[list-item, arg-type]
     records = [record_of(program) for program in local]
@@ -134,7 +135,7 @@ def load(
         ShardingError: a rank or world size other than the group's or the folder's.
         CheckpointError: a file that is missing, damaged or outside the folder; a folder of another format.
     """
-    place = Path(folder)
+    place = on_disk(folder)
     manifest = manifest_of(place)
     group = group or (default_group() if dist.is_initialized() and rank is None else None)
     rank = rank_in(place, manifest["world_size"], group, rank=rank, world_size=world_size)
@@ -274,8 +275,9 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     try:
         return read_manifest(folder, formats=(FORMAT,), types={"world_size": (is_count, "a number of ranks")})
     except CheckpointError as error:
+        problem = str(error).partition("; copy it again")[0]
         raise CheckpointError(
-            f"{here()}: {error}; copy the folder again, or save the programs again"
+            f"{here()}: {problem}; copy the folder again, or save the programs again"
         ) from error
 
 
@@ -288,7 +290,8 @@ def file_in(folder: Path, manifest: Mapping[str, Any], name: str) -> Path:
     try:
         return whole_file(folder, name, manifest["files"].get(name, {}))
     except CheckpointError as error:
-        raise CheckpointError(f"{here()}: {error}; copy the folder again") from error
+        problem = str(error).partition("; copy it again")[0]
+        raise CheckpointError(f"{here()}: {problem}; copy the folder again") from error
 
 
 # ------------------------------------------------------------ the command
@@ -320,7 +323,8 @@ def export_command(
     Raises:
         ShardingError: a file that cannot be read, or strategies that do not fit.
     """
-    program = _load_program(Path(model))
+    on_disk(out)  # before the work
+    program = _load_program(on_disk(model))
     if not isinstance(strategies, Mapping):
         auto = str(strategies) == "auto"
         strategies = choose(program, ranks).strategies if auto else read_strategies(strategies)
@@ -329,7 +333,9 @@ def export_command(
         for rank in range(ranks)
     ]
     save(parts, out, overwrite=overwrite)
-    listing = "\n".join(f"  {name}: {style}" for name, style in record_of(parts[0])["strategies"].items())
+    as_listed = {"colwise": "column", "rowwise": "row"}  # above, by parameter
+    entries = record_of(parts[0])["strategies"].items()
+    listing = "\n".join(f"  {name}: {as_listed.get(style, style)}" for name, style in entries)
     return f"{explain(parts[0])}\nStrategies:\n{listing}\nSaved {ranks} programs to {out}\n"
 
 
@@ -372,7 +378,7 @@ def merge(folder: str | Path) -> dict[str, Tensor]:
         CheckpointError: a rank's file that is missing or damaged; weights without values; ranks that disagree
             on elements that both hold, for example after training went wrong.
     """
-    place = Path(folder)
+    place = on_disk(folder)
     manifest = manifest_of(place)
     paths = [file_in(place, manifest, f"rank-{rank}.pt2") for rank in range(manifest["world_size"])]
     entries: dict[str, Any] = manifest["parameters"]
@@ -420,8 +426,8 @@ def _bits_equal(a: Tensor, b: Tensor) -> bool:
 
 def merge_command(folder: str | Path, out: str | Path, *, strip: str = "", overwrite: bool = False) -> str:
     """Write the whole state dict to a safetensors file, with the prefix `strip` removed from names. Local."""
-    place = Path(out)
-    if place.is_dir() or Path(folder).resolve() in place.resolve().parents:
+    place, source = on_disk(out), on_disk(folder)
+    if place.is_dir() or source.resolve() in place.resolve().parents:
         raise CheckpointError(f"{out} is a folder, or in the one to merge; choose another file to write")
     if place.exists() and not overwrite:
         raise CheckpointError(f"{out} already exists; choose another file, or pass --overwrite")
