@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from fsdp import test_streams_of_users as streams_of_users
+from fsdp import test_streams_that_share as streams_that_share
 from fsdp.test_simulated_streams import evaluated_on_a_stream_before_backward
 from shardwise import CPUOffloadPolicy, fully_shard
 from shardwise.verify.streams import DEVICE
@@ -169,7 +170,7 @@ PROGRAMS: dict[str, tuple[Callable[[], list[Tensor]], int]] = {
     "offloaded gradients that the host looks at": (partial(offloaded_and_unused, layout="contiguous"), 2),
     **{
         program.__name__.replace("_", " "): (partial(program, layout="interleaved"), 2)
-        for program in streams_of_users.PROGRAMS
+        for program in [*streams_of_users.PROGRAMS, *streams_that_share.PROGRAMS]
     },
     **{
         f"{program.__name__.replace('_', ' ')}, {strategy}, {ranks} ranks": (
@@ -180,7 +181,7 @@ PROGRAMS: dict[str, tuple[Callable[[], list[Tensor]], int]] = {
             (streams_of_users.branches, "fsdp", 2),
             (streams_of_users.branches_that_prefetch_each_other, "zero1", 2),
             (streams_of_users.gathered_on_a_stream, "fsdp", 2),
-            (streams_of_users.accumulated_on_two_streams, "fsdp", 2),
+            (streams_that_share.accumulated_on_two_streams, "fsdp", 2),
             (streams_of_users.gathered_on_a_stream_for_nothing, "fsdp", 1),
             (streams_of_users.used_twice_with_steps_in_hooks, "zero1", 2),
         ]

@@ -160,7 +160,7 @@ UNPICKLING = [
 TRUSTED = {
     *("json.loads", "tomllib.loads"),
     *("training.load", "memory.load"),  # methods of `LivingRanks`
-    "_Unpickler(content, find, records, persistent).load",  # which knows a few instructions alone
+    "unpickler.load",  # of `checkpoint/records.py`, which knows a few instructions alone
 }
 ASKED_FOR = {
     "sharded_tensor/pickling.py",

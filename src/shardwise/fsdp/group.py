@@ -374,7 +374,7 @@ class ParamGroup(ABC):
             if streams is not None:
                 streams.wait(event)
         self.stepped = ()
-        if streams is not None and self.smaller_shards and self.smaller_ready is not None:
+        if streams is not None and self.smaller_ready is not None:
             streams.wait(self.smaller_ready[1])
         self.gather = self._start_gather(async_op, streams)
         if self.gather.event is None and self.device.type not in WITHOUT_STREAMS:
@@ -441,10 +441,8 @@ class ParamGroup(ABC):
         self.form = _SHARDED
 
     def _drop_smaller(self) -> None:
-        if self.smaller_ready is not None and self.smaller_ready[0] != (
-            stream := current_stream(self.device)
-        ):
-            self.smaller_ready[0].wait_stream(stream)  # which has waited for their readers
+        if self.smaller_ready is not None:  # current work has waited for their readers
+            self.smaller_ready[0].wait_stream(current_stream(self.device))
         self.smaller_shards, self.smaller_ready = (), None
 
     def _free_unsharded(self) -> None:

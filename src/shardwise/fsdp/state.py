@@ -377,7 +377,7 @@ class FSDPState(ModuleState):
 
     def reduce(self, schedule: Schedule, *, unsynced_only: bool = False) -> None:
         """Reduce gradients (with `unsynced_only`, those that were kept) or keep them for later; reshard."""
-        if len(self.made_on) > 1 and schedule.streams is not None:
+        if schedule.streams is not None and len(self.made_on) > 1:
             self.keep_gradients(schedule.streams)
         for group, reducer in self.in_reverse:
             settings = group.settings
