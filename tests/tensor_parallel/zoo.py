@@ -36,11 +36,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardingError
-from shardwise.tensor_parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    counts,
-)
+from shardwise.tensor_parallel import ColwiseParallel, RowwiseParallel, counts
 from shardwise.tensor_parallel.canonical import functionalize
 from shardwise.tensor_parallel.placement import REPLICATE, Split
 from shardwise.tensor_parallel.state import placement_from_json, record_of, shard_of
