@@ -13,7 +13,7 @@ from torch.export import export
 from torch.nn import functional as F
 
 from ranks import on_ranks
-from shardwise.tensor_parallel import tensor_parallel_transformation
+from shardwise.tensor_parallel import counts, tensor_parallel_transformation
 
 # torch's compiler copies what it calls deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")
@@ -49,7 +49,8 @@ def test_what_is_no_id_raises_on_every_rank_as_in_the_whole_model_also_compiled(
     part = tensor_parallel_transformation(
         program, rank, ranks, "cpu", {"table": "rowwise", "head": "colwise"}
     )
-    compiled = torch.compile(part.module(), backend="aot_eager")
+    assert counts(part).keys() == {"all_reduce", "all_gather"}
+    compiled = torch.compile(part.module(), backend="aot_eager", fullgraph=True)
     good = torch.tensor([0, -100, 1])
     with torch.no_grad():
         for run in (part.module(), compiled):
