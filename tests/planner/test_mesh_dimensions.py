@@ -170,7 +170,7 @@ GPIPE = {"pipeline": 2, "accumulation": 3, "schedule": "GPipe", "tensor": 2, "la
     [
         (2, stages, {"pipeline": 2, "accumulation": 4}),
         (4, stages, GPIPE),
-        (2, tiny, {"ulysses": 2}),
+        (4, tiny, {"ulysses": 2}),
         (4, mixtures, {"experts": 2}),
     ],
     ids=["1F1B", "GPipe", "sequences", "experts"],
