@@ -230,6 +230,7 @@ class Statistics(nn.Module):
         return self.whole1d(self.down(y))
 
 
+@pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")  # torch copies what it calls deprecated
 @on_ranks(2)
 def test_steps_with_buffers_that_the_program_writes_are_the_whole_models_also_compiled():
     x, weights = torch.randn(4, 3, 6, 6, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
