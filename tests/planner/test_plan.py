@@ -154,10 +154,11 @@ def test_a_plan_is_what_a_real_step_allocates_and_sends(factory: Any, changes: d
 @on_ranks(4)
 def test_a_plan_is_what_four_ranks_allocate_and_send() -> None:
     for factory, changes in (
+        (llama, {}),
         (llama, {"tensor_plan": "torchtitan"}),
-        (learned, {"tensor_plan": "torchtitan"}),  # positions that are learned
+        (learned, {"tensor_plan": "torchtitan"}),
         (decoder, {"sequence_parallel": False, "loss_parallel": True}),
-        (llama, {"layout": "contiguous", "loss": "chunked"}),
+        (decoder, {"layout": "contiguous", "loss": "chunked"}),
     ):
         found, of = compare(factory, setup_of(4, tensor=2, **changes)), (factory.__name__, changes)
         assert found.measured_alive == pytest.approx(found.planned_alive, rel=0.01), of
