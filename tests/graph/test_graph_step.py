@@ -291,7 +291,7 @@ def test_what_is_frozen_on_modules_that_evaluation_left_gathered_costs_the_rest_
     layout: Any, made: str
 ) -> None:
     torch.compiler.reset()
-    model, reference = (sharded(Net(), layout=layout, reshard_after_forward=False) for _ in range(2))
+    model, reference = (sharded(Net(blocks=1), layout=layout, reshard_after_forward=False) for _ in range(2))
     optimizer, other = sgd(model), sgd(reference)
     step = compile_step(model, cross_entropy, optimizer, backend="eager") if made == "before" else None
     head_and_block = ["blocks.0.up.bias", "head.weight"]
@@ -323,7 +323,7 @@ def test_what_is_frozen_on_modules_that_evaluation_left_gathered_costs_the_rest_
 )
 def test_a_rank_that_takes_another_step_is_an_error_on_every_rank(odd: str, layout: Any, says: str) -> None:
     mine = dist.get_rank() == 1
-    model = sharded(Net(), layout=layout)
+    model = sharded(Net(blocks=1), layout=layout)
     step = compile_step(model, cross_entropy, sgd(model), backend="eager")
     for number in range(2):
         step(*batch(number))
@@ -336,7 +336,7 @@ def test_a_rank_that_takes_another_step_is_an_error_on_every_rank(odd: str, layo
 @on_ranks(2)
 @pytest.mark.parametrize("then", ["calls the step again", "does nothing"])
 def test_a_rank_whose_step_raises_in_tracing_is_named_on_every_rank_that_waits_for_it(then: str) -> None:
-    model = sharded(Net(), layout="contiguous")
+    model = sharded(Net(blocks=1), layout="contiguous")
     step = compile_step(model, cross_entropy, sgd(model), backend="aot_eager", max_norm=0.1)
     step(*batch(0))
     x, y = batch(1)
