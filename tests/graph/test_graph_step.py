@@ -285,8 +285,7 @@ def test_what_is_frozen_or_unfrozen_between_graphs_costs_the_rest_no_gradient(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
-@pytest.mark.parametrize("made", ["before", "after"])
+@pytest.mark.parametrize(("layout", "made"), [("interleaved", "before"), ("contiguous", "after")])
 def test_what_is_frozen_on_modules_that_evaluation_left_gathered_costs_the_rest_no_gradient(
     layout: Any, made: str
 ) -> None:
