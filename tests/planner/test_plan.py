@@ -150,17 +150,24 @@ def test_a_plan_is_what_a_real_step_allocates_and_sends(factory: Any, changes: d
     assert found.same_order
 
 
-# In one run, for the most of a step is to find how operators change placements, which equal meshes share.
-@on_ranks(4)
-def test_a_plan_is_what_four_ranks_allocate_and_send() -> None:
-    for factory, changes in (
+TENSOR_PARALLEL: dict[int, list[tuple[Any, dict[str, Any]]]] = {  # by ranks, of which four shard too
+    4: [
         (llama, {}),
         (llama, {"tensor_plan": "torchtitan"}),
+        (decoder, {"layout": "contiguous", "loss": "chunked"}),
+    ],
+    2: [
         (learned, {"tensor_plan": "torchtitan"}),
         (decoder, {"sequence_parallel": False, "loss_parallel": True}),
-        (decoder, {"layout": "contiguous", "loss": "chunked"}),
-    ):
-        found, of = compare(factory, setup_of(4, tensor=2, **changes)), (factory.__name__, changes)
+    ],
+}
+
+
+@on_ranks(2, 4)
+def test_a_plan_of_tensor_parallelism_is_what_ranks_allocate_and_send() -> None:
+    for factory, changes in TENSOR_PARALLEL[dist.get_world_size()]:
+        found = compare(factory, setup_of(dist.get_world_size(), tensor=2, **changes))
+        of = factory.__name__, changes
         assert found.measured_alive == pytest.approx(found.planned_alive, rel=0.01), of
         assert found.measured_sent == found.planned_sent, of
         assert found.same_order, of
