@@ -97,19 +97,11 @@ def test_every_node_is_counted_once_and_collectives_have_their_places() -> None:
         gathers=1, reduce_scatters=1, all_reduces=1, waits=3, copies=2, resizes=1, computes=3, views=4
     )
     gather, scattered, reduced = report.collectives
-    assert (gather.kind, gather.name, gather.ranks, gather.bytes) == (
-        "all_gather",
-        issue.name,
-        RANKS,
-        24 * FLOAT,
-    )
+    assert (gather.kind, gather.name) == ("all_gather", issue.name)
+    assert (gather.ranks, gather.bytes) == (RANKS, 24 * FLOAT)
     assert (gather.issue, gather.wait, gather.overlap, gather.first_use, gather.last_use) == (2, 5, 2, 9, 9)
-    assert (scattered.kind, scattered.bytes, scattered.issue, scattered.wait) == (
-        "reduce_scatter",
-        32 * FLOAT,
-        12,
-        13,
-    )
+    assert (scattered.kind, scattered.bytes) == ("reduce_scatter", 32 * FLOAT)
+    assert (scattered.issue, scattered.wait) == (12, 13)
     assert (scattered.overlap, scattered.first_use, scattered.last_use) == (0, 14, 14)
     assert (reduced.kind, reduced.group, reduced.bytes, reduced.wait) == ("all_reduce", "1", 8 * FLOAT, 15)
     assert [one.of_parameters for one in report.collectives] == [True, False, False]
@@ -290,12 +282,8 @@ def test_each_group_is_gathered_reduced_and_gathered_again_only_where_it_was_fre
 ) -> None:
     forward, backward = both(layout, reshard)
     counts, block = forward.counts, BLOCK[layout]
-    assert (counts.gathers, counts.reduce_scatters, counts.all_reduces, counts.waits) == (
-        GROUPS,
-        0,
-        0,
-        GROUPS,
-    )
+    assert (counts.gathers, counts.waits) == (GROUPS, GROUPS)
+    assert (counts.reduce_scatters, counts.all_reduces) == (0, 0)
     again = GROUPS - 1 if reshard else 0  # backward of an embedding does not need its weight
     counts = backward.counts
     assert (counts.gathers, counts.reduce_scatters, counts.waits) == (again, GROUPS, again + GROUPS)

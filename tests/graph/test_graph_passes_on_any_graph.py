@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import Graph
 
-from graph.drawings import (
-    ATEN,
-    RANKS,
-    SIZE,
-    Drawing,
-    assert_same,
-    computed,
-    most_unsharded,
-)
+from graph.drawings import ATEN, RANKS, SIZE, Drawing, assert_same, computed, most_unsharded
 from graph.held import held_bytes
 from shardwise.comm.kinds import GATHER
 from shardwise.errors import ShardingError
@@ -64,9 +56,7 @@ def drawings(draw: st.DrawFn) -> Graph:
 
 @settings(max_examples=25)
 @given(graph=drawings())
-def test_gathering_in_turn_holds_no_more_than_other_settings(
-    graph: Graph,
-) -> None:
+def test_gathering_in_turn_holds_no_more_than_other_settings(graph: Graph) -> None:
     values = computed(graph)
     early = copy.deepcopy(graph)
     Passes(prefetch=1)(early)
@@ -88,10 +78,7 @@ def test_passes_keep_values_and_orders_and_hold_their_bound(
     values = computed(graph)
     merge_small(graph, nbytes=nbytes)
     check(graph, values)
-    steps: list[Callable[[], Any]] = [
-        lambda: prefetch(graph, ahead=ahead),
-        lambda: sink_waits(graph),
-    ]
+    steps: list[Callable[[], Any]] = [lambda: prefetch(graph, ahead=ahead), lambda: sink_waits(graph)]
     for step in steps:
         kinds = issues(graph)
         step()

@@ -250,13 +250,18 @@ def test_any_number_of_steps_lives_in_a_process_and_none_longer_than_needed() ->
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
-@pytest.mark.parametrize("between", ["nothing", "a reset", "another step"])
+@pytest.mark.parametrize(
+    ("layout", "between"),
+    [
+        *[("interleaved", "nothing"), ("contiguous", "nothing")],
+        *[("interleaved", "a reset"), ("contiguous", "another step")],
+    ],
+)
 def test_what_is_frozen_or_unfrozen_between_graphs_costs_the_rest_no_gradient(
     layout: Any, between: str
 ) -> None:
     torch.compiler.reset()
-    model, reference = (sharded(Net(), layout=layout) for _ in range(2))
+    model, reference = (sharded(Net(blocks=1), layout=layout) for _ in range(2))
     optimizer, other = sgd(model), sgd(reference)
     steps = [compile_step(model, cross_entropy, optimizer, backend="eager") for _ in range(2)]
     graphs = []
@@ -280,13 +285,12 @@ def test_what_is_frozen_or_unfrozen_between_graphs_costs_the_rest_no_gradient(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
-@pytest.mark.parametrize("made", ["before", "after"])
+@pytest.mark.parametrize(("layout", "made"), [("interleaved", "before"), ("contiguous", "after")])
 def test_what_is_frozen_on_modules_that_evaluation_left_gathered_costs_the_rest_no_gradient(
     layout: Any, made: str
 ) -> None:
     torch.compiler.reset()
-    model, reference = (sharded(Net(), layout=layout, reshard_after_forward=False) for _ in range(2))
+    model, reference = (sharded(Net(blocks=1), layout=layout, reshard_after_forward=False) for _ in range(2))
     optimizer, other = sgd(model), sgd(reference)
     step = compile_step(model, cross_entropy, optimizer, backend="eager") if made == "before" else None
     head_and_block = ["blocks.0.up.bias", "head.weight"]
@@ -318,7 +322,7 @@ def test_what_is_frozen_on_modules_that_evaluation_left_gathered_costs_the_rest_
 )
 def test_a_rank_that_takes_another_step_is_an_error_on_every_rank(odd: str, layout: Any, says: str) -> None:
     mine = dist.get_rank() == 1
-    model = sharded(Net(), layout=layout)
+    model = sharded(Net(blocks=1), layout=layout)
     step = compile_step(model, cross_entropy, sgd(model), backend="eager")
     for number in range(2):
         step(*batch(number))
@@ -331,7 +335,7 @@ def test_a_rank_that_takes_another_step_is_an_error_on_every_rank(odd: str, layo
 @on_ranks(2)
 @pytest.mark.parametrize("then", ["calls the step again", "does nothing"])
 def test_a_rank_whose_step_raises_in_tracing_is_named_on_every_rank_that_waits_for_it(then: str) -> None:
-    model = sharded(Net(), layout="contiguous")
+    model = sharded(Net(blocks=1), layout="contiguous")
     step = compile_step(model, cross_entropy, sgd(model), backend="aot_eager", max_norm=0.1)
     step(*batch(0))
     x, y = batch(1)
@@ -442,7 +446,4 @@ def test_checkpoints_go_from_compiled_steps_to_uncompiled_ones_and_back(tmp_path
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}

@@ -190,8 +190,7 @@ def with_bank(model: Any, *, beside: bool) -> Any:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("reshard", [None, True])
+@pytest.mark.parametrize(("layout", "reshard"), [("interleaved", None), ("contiguous", True)])
 def test_vectors_that_blocks_share_are_the_models(folder: Path, layout: Any, reshard: Any) -> None:
     ids = torch.arange(8)[None]
     for beside in (True, False):

@@ -29,19 +29,6 @@ def folder(family: str, tmp_path: Path) -> Path:
     return write(family, tmp_path)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "t5", "bert"])
-@on_ranks(3)
-def test_a_folder_is_loaded_as_transformers_loads_it(family: str, folder: Path) -> None:
-    expected = type(make(family)).from_pretrained(folder)
-    ids = torch.arange(8)[None]
-    tokens = {"input_ids": ids, "decoder_input_ids": ids} if family == "t5" else {"input_ids": ids}
-    for layout in LAYOUTS:
-        model = hf.load(folder, layout=layout)
-        assert_equal(model, expected)
-        with torch.no_grad():
-            assert torch.equal(model(**tokens).logits, expected(**tokens).logits)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("family", ["mixtral"])
 def test_a_rank_reads_of_the_files_what_it_holds_and_keeps_their_dtype_or_the_one_asked_for(

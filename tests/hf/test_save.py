@@ -28,12 +28,17 @@ def stored(folder: Path) -> dict[str, torch.Size]:
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "t5"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "t5", "bert"])
 @on_ranks(3)
-def test_what_was_loaded_is_saved_as_it_was_and_transformers_reads_it(family: str, folder: Path) -> None:
+def test_a_folder_is_loaded_as_transformers_loads_it_and_saved_as_it_was(family: str, folder: Path) -> None:
     expected = type(make(family)).from_pretrained(folder)
+    ids = torch.arange(8)[None]
+    tokens = {"input_ids": ids, "decoder_input_ids": ids} if family == "t5" else {"input_ids": ids}
     for layout in LAYOUTS:
         model = hf.load(folder, layout=layout)
+        assert_equal(model, expected)
+        with torch.no_grad():
+            assert torch.equal(model(**tokens).logits, expected(**tokens).logits)
         saved = hf.save(model, folder / layout, max_shard_size=12_000)
         assert (saved / "model.safetensors.index.json").is_file()
         assert stored(saved) == stored(folder)

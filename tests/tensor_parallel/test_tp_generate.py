@@ -236,11 +236,7 @@ ROTATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dynamic": (transformers.LlamaConfig, {"factor": 2.0}),
     "longrope": (
         transformers.Phi3Config,
-        {
-            "factor": 2.0,
-            "short_factor": [1.5] * 4,
-            "long_factor": [4.0] * 4,
-        },
+        {"factor": 2.0, "short_factor": [1.5] * 4, "long_factor": [4.0] * 4},
     ),
 }
 

@@ -237,11 +237,7 @@ def test_a_modules_input_and_output_are_moved_where_they_are_wanted() -> None:
     )
     three = check(model, {"1": by_name}, x, strict=True)
     assert shapes(three[1], "layer_norm")[-1] == (1, 6, 8)
-    plan = {
-        "0.down": RowwiseParallel,
-        "0.up": ColwiseParallel,
-        "1.norm": peer.PrepareModuleInput(**rows),
-    }
+    plan = {"0.down": RowwiseParallel, "0.up": ColwiseParallel, "1.norm": peer.PrepareModuleInput(**rows)}
     four = check(model, plan, x, strict=True)
     assert counts(four[0]) == {"all_reduce": 1, "all_gather": 1}
 
