@@ -14,6 +14,8 @@ from shardwise import _compat
 from shardwise.comm import AllGather, AutoAllGather, AutoReduceScatter, ReduceScatter
 from shardwise.errors import ShardingError, here
 
+MaybeDtype = torch.dtype | None
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -30,9 +32,9 @@ class MixedPrecisionPolicy:
             dtype, to gather and compute in that, or None for `param_dtype`. Equal on all ranks.
     """
 
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
+    param_dtype: MaybeDtype = None
+    reduce_dtype: MaybeDtype = None
+    output_dtype: MaybeDtype = None
     cast_forward_inputs: bool = True
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
         default=None, kw_only=True
