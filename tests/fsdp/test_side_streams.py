@@ -19,6 +19,7 @@ from mutants.side_streams import (
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.reduction import GradReducer
 from shardwise.fsdp.schedule import Schedule
+from shardwise.fsdp.state import FSDPState
 from shardwise.planner.noop_group import noop_world
 from shardwise.verify.streams import simulated
 
@@ -49,7 +50,7 @@ def test_without_the_stream_that_it_ran_on_its_memory_is_given_back_too_early() 
 def test_gradients_are_reduced_after_the_stream_that_finishes_them(program: Any, layout: str) -> None:
     """The hook that reduces them runs where the input was made, and that waited for its gradient alone."""
     assert findings(partial(program, layout=layout)) == []
-    with mock.patch("shardwise.fsdp.state.current_stream", return_value=None):
+    with mock.patch.object(FSDPState, "note_stream", return_value=None):
         assert findings(partial(program, layout=layout))
 
 

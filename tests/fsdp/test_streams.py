@@ -25,6 +25,7 @@ from shardwise.fsdp.schedule import Schedule
 USERS = [
     "shardwise.comm.foreach",
     "shardwise.fsdp.group",
+    "shardwise.fsdp.module_state",
     "shardwise.fsdp.optimizer_watch",
     "shardwise.fsdp.reduction",
     "shardwise.fsdp.schedule",

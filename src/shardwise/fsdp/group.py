@@ -363,8 +363,6 @@ class ParamGroup(ABC):
             self._make_room(streams)  # also before the first allocation
         if not self._has_unsharded:
             self._make_unsharded(streams)
-            if streams is not None:  # a module on another stream may write there
-                streams.wait(record_event(current_stream(self.device)))
             for buffer in self.buffers:
                 if buffer.storage is not None:
                     buffer.storage.resize_(0)  # the gather allocates it where it writes

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 from shardwise import _compat
 from shardwise.comm import AllGatherResult, CommStreams, foreach_all_gather, foreach_all_gather_copy_out
 from shardwise.comm.foreach import current_stream
-from shardwise.comm.streams import WITHOUT_STREAMS
+from shardwise.comm.streams import WITHOUT_STREAMS, record_event
 from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp.extension import ExtendedParam, is_gathered_separately
 from shardwise.fsdp.group import Form, ParamGroup
@@ -143,6 +143,8 @@ class InterleavedGroup(ParamGroup):
                     self.layout.specs, ranks=info.shard_mesh_size, rank=info.shard_mesh_rank
                 )
                 self.smaller = self._exchange(layout, info.shard_process_group)
+        if streams is not None:  # a module on another stream writes padding to what was allocated on this one
+            streams.wait(record_event(current_stream(self.device)))
 
     def _exchange(self, layout: InterleavedLayout, group: dist.ProcessGroup | None) -> Exchange:
         """Plan how the unsharded buffers are filled from shards cut as `layout` says."""
