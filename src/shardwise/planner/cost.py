@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_flop_c
 
 from shardwise.comm.count import tensors_in
 from shardwise.comm.kinds import NAMESPACES
+from shardwise.planner.shapes import check_positions
 
 aten = torch.ops.aten
 _CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -97,3 +98,41 @@ def _trilinear_numel(*factors: Any) -> int:
             shape.insert(dim, 1)
         shapes.append(shape)
     return math.prod(torch.broadcast_shapes(*shapes))
+
+
+class Count(NamedTuple):
+    """A storage's elements: `first`, `first + step`, ..."""
+
+    first: int
+    step: int
+
+    def last_of(self, view: Tensor) -> int:
+        """Return the greatest element of `view`, for an ascending count."""
+        strides = zip(view.shape, view.stride(), strict=True)
+        place = view.storage_offset() + sum((size - 1) * stride for size, stride in strides)
+        return self.first + self.step * int(place)
+
+
+def count_of(func: Any, args: Any, count_of_operand: Callable[[Tensor], Count | None]) -> Count | None:
+    """Return the count that an operator's result holds, if any; `count_of_operand` returns an operand's."""
+    if func.overloadpacket is aten.arange:
+        begin, step = (args[0] if len(args) > 1 else 0), (args[2] if len(args) > 2 else 1)
+        is_count = isinstance(begin, int) and isinstance(step, int) and step > 0
+        return Count(begin, step) if is_count else None
+    adds = func.overloadpacket is aten.add and len(args) == 2 and isinstance(args[1], int)
+    if not adds and func.overloadpacket is not aten._to_copy:
+        return None
+    operand = count_of_operand(args[0])
+    if operand is None or args[0].dim() != 1 or args[0].storage_offset() or not args[0].is_contiguous():
+        return None
+    return operand._replace(first=operand.first + (args[1] if adds else 0))
+
+
+def check_lookup(func: Any, args: Any, count_of_operand: Callable[[Tensor], Count | None]) -> None:
+    """Raise ShardingError if a table has no row for the last position that is looked up in it."""
+    if func.overloadpacket is not aten.embedding or not args[1].numel():
+        return
+    table, positions = args[:2]
+    count = count_of_operand(positions)
+    if count is not None:
+        check_positions(count.last_of(positions) + 1, len(table))

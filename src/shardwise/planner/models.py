@@ -33,9 +33,8 @@ from shardwise.launch import place
 from shardwise.nn import SequenceCut
 from shardwise.nn.linear_cross_entropy import linear_cross_entropy
 from shardwise.planner.decoder import Decoder
-from shardwise.planner.positions import check_positions
 from shardwise.planner.setup import Setup
-from shardwise.planner.shapes import PUBLISHED, Shape, check_source, read_config
+from shardwise.planner.shapes import PUBLISHED, Shape, check_positions, check_source, read_config
 from shardwise.planner.tensor import ROWS, plan_of
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]

@@ -18,10 +18,8 @@ from shardwise._compat import FakeTensorMode
 from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.fsdp import FSDPModule
 from shardwise.planner import measure, regular
-from shardwise.planner.collector import collector_paused
 from shardwise.planner.devices import Hardware, check_narrow, check_rate, hardware_of
 from shardwise.planner.events import CATEGORIES, Recording, name_of_place
-from shardwise.planner.late import delay_frees
 from shardwise.planner.measure import GroupSent, Moment, Sent
 from shardwise.planner.memory_error import MEMORY_ERROR
 from shardwise.planner.models import Factory, Model, quiet_fakes, report_exits, resolve
@@ -29,8 +27,8 @@ from shardwise.planner.pipeline import StageFigures, figures, fill_pipeline, in_
 from shardwise.planner.pipeline import lines as pipeline_lines
 from shardwise.planner.record import record
 from shardwise.planner.setup import Setup, with_changes
-from shardwise.planner.timing import Times, host_bound, time_of
-from shardwise.planner.unroll import FEW, RECORDED, NotRegular, Pattern, unroll
+from shardwise.planner.timing import Times, delay_frees, host_bound, time_of
+from shardwise.planner.unroll import FEW, RECORDED, NotRegular, Pattern, collector_paused, unroll
 
 GIB = 2**30
 SURE = 0.9

@@ -22,33 +22,13 @@ from shardwise._compat import FakeTensor, resolve_process_group
 from shardwise.comm.count import Collective, collectives, tensors_in
 from shardwise.comm.kinds import NAMESPACES, WAIT
 from shardwise.errors import ShardingError
-from shardwise.planner.compiled import Touch, Touches
-from shardwise.planner.cost import cost_of, dtype_name
-from shardwise.planner.events import (
-    ACTIVATIONS,
-    COMPUTATION,
-    GATHERED,
-    LOGITS,
-    OPTIMIZER,
-    PARAMETERS,
-    STAGING,
-    TEMPORARY,
-    Allocate,
-    Compute,
-    Event,
-    Free,
-    Mark,
-    Memory,
-    Place,
-    Record,
-    Segment,
-    Send,
-    Wait,
-)
-from shardwise.planner.positions import Count, check_lookup, count_of
+from shardwise.planner import events
+from shardwise.planner.cost import Count, check_lookup, cost_of, count_of, dtype_name
+from shardwise.planner.events import Allocate, Compute, Free, Mark, Memory, Place, Record, Segment, Send, Wait
 from shardwise.planner.storages import Life, Storages
 
 _NOBODY = object()
+_UNKNOWN = (events.TEMPORARY, events.ACTIVATIONS)  # categories that what is made later may tell apart
 # Operators of a model for a micro-batch: some 10 s of recording; 66 blocks of a mixture have fewer than half.
 MOST = 100_000
 _DEVICE, _COPY = torch.ops.prim.device.default, torch.ops.aten.copy_.default
@@ -77,7 +57,7 @@ class Recorder(Storages):
         self.lanes = lanes  # by name of groups for whose collectives computation waits at once
         self._strides: dict[str, int] = {}  # of groups, by name
         self.looks_away = False  # while only shapes are computed
-        self.touches: Touches | None = {} if touches else None  # what a compiler would see
+        self.touches: events.Touches | None = {} if touches else None  # what a compiler would see
         self.in_library = 0  # running calls of the library
         self.in_graphs = False  # a compiler's
         self.operators = Counter[tuple[int, int]]()  # of the model's own, by step and micro-batch
@@ -86,7 +66,7 @@ class Recorder(Storages):
         self.layer_of = {id(block): i for i, block in enumerate(blocks)}
         self.last = len(blocks) - 1
         self.group: int | str = ""  # the group for which something is sent
-        self.streams = [COMPUTATION]  # the current one is the last
+        self.streams = [events.COMPUTATION]  # the current one is the last
         self._memory: dict[int, Memory] = {}  # by life
         self._layers: dict[int, int | None] = {}  # of memory, by life
         self._staged: list[Memory] = []
@@ -95,7 +75,7 @@ class Recorder(Storages):
         self._memory_of_life: dict[int, list[Memory]] = {}  # all memory of a life
         self._in_block = False
         self._defers_allocations = False  # whether allocations belong to the next operator's block
-        self._deferred: list[tuple[int, Event]] = []
+        self._deferred: list[tuple[int, events.Event]] = []
         self._frees: list[tuple[int | None, Free]] = []
         self.owner: Any = _NOBODY  # of what an operator around forward and backward makes
         self._recomputed: list[Memory] | None = None
@@ -114,7 +94,7 @@ class Recorder(Storages):
         if place != self.place:
             self.segments.append(Segment(place))
 
-    def write(self, event: Event) -> None:
+    def write(self, event: events.Event) -> None:
         if self._frees:
             self._write_frees()
         if isinstance(event, Wait) and self._outside_blocks:
@@ -297,7 +277,7 @@ class Recorder(Storages):
         self.write(event)
         return event
 
-    def _touch(self, event: Event, inputs: Any, outputs: Any) -> None:
+    def _touch(self, event: events.Event, inputs: Any, outputs: Any) -> None:
         if self.touches is None:
             return
         reads, writes = (
@@ -309,8 +289,8 @@ class Recorder(Storages):
             for value in (inputs, outputs)
         )
         inside = self.in_graphs or not (self.in_library or self._outside_blocks or self.place.layer is None)
-        in_block = bool(inside) and isinstance(event, Compute) and event.stream == COMPUTATION
-        self.touches[id(event)] = Touch(reads, writes, in_block)
+        in_block = bool(inside) and isinstance(event, Compute) and event.stream == events.COMPUTATION
+        self.touches[id(event)] = events.Touch(reads, writes, in_block)
 
     def _record_by_layer(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record an operator on many blocks' tensors at once as one event for each block."""
@@ -361,7 +341,7 @@ class Recorder(Storages):
         """Share tensors that belong to no block, such as an optimizer's tables for all blocks."""
         self.by_layer(None)
         self.see(tensors)
-        self.categorize(tensors, OPTIMIZER)
+        self.categorize(tensors, events.OPTIMIZER)
         for tensor in tensors:
             self._layers.pop(id(self.life(tensor)), None)
 
@@ -379,8 +359,8 @@ class Recorder(Storages):
     def _keep(self, memories: list[Memory]) -> None:
         alive = {id(memory) for memory in self._memory.values()}
         for memory in memories:
-            if id(memory) in alive and memory.category == TEMPORARY:
-                memory.category = ACTIVATIONS
+            if id(memory) in alive and memory.category == events.TEMPORARY:
+                memory.category = events.ACTIVATIONS
 
     def end_forward(self) -> None:
         self._keep(self._forward)
@@ -390,22 +370,22 @@ class Recorder(Storages):
         """Return the recorded segments, with final categories."""
         self.by_layer(None)
         for memory in itertools.chain.from_iterable(self._memory_of_life.get(key, ()) for key in self._freed):
-            memory.category = GATHERED
+            memory.category = events.GATHERED
         lasting = {id(memory) for memory in self._memory.values()}
         for memory in self._staged:
-            if memory.category in (TEMPORARY, ACTIVATIONS) and id(memory) not in lasting:
-                memory.category = STAGING
+            if memory.category in _UNKNOWN and id(memory) not in lasting:
+                memory.category = events.STAGING
         for segment in self.segments:
             place = segment.place
             for event in segment.events:
-                if not isinstance(event, Allocate) or event.memory.category not in (TEMPORARY, ACTIVATIONS):
+                if not isinstance(event, Allocate) or event.memory.category not in _UNKNOWN:
                     continue
                 if place.phase == "optimizer" and id(event.memory) in lasting:
-                    event.memory.category = OPTIMIZER
+                    event.memory.category = events.OPTIMIZER
                 elif place.phase == "forward" and id(event.memory) in lasting:
-                    event.memory.category = PARAMETERS  # gathered once and for all
+                    event.memory.category = events.PARAMETERS  # gathered once and for all
                 elif place.after and place.phase in ("forward", "backward"):
-                    event.memory.category = LOGITS
+                    event.memory.category = events.LOGITS
         _order_frees(self.segments)
         segments, self.segments = self.segments, self.segments[-1:]
         return segments
@@ -415,11 +395,11 @@ def _order_frees(segments: list[Segment]) -> None:
     """Sort memory that is freed at the same time in order of allocation."""
     numbers: dict[int, int] = {}
     for segment in segments:
-        ordered: list[Event] = []
+        ordered: list[events.Event] = []
         for frees, run in itertools.groupby(segment.events, lambda event: isinstance(event, Free)):
-            events = list(run)
+            members = list(run)
             numbers |= {
-                id(e.memory): len(numbers) + i for i, e in enumerate(events) if isinstance(e, Allocate)
+                id(e.memory): len(numbers) + i for i, e in enumerate(members) if isinstance(e, Allocate)
             }
-            ordered += sorted(events, key=lambda event: numbers[id(event[0])]) if frees else events
+            ordered += sorted(members, key=lambda event: numbers[id(event[0])]) if frees else members
         segment.events = ordered

@@ -18,13 +18,12 @@ from torch import nn
 from shardwise._compat import FakeTensor, FastFakeTensorMode
 from shardwise.comm.count import tensors_in
 from shardwise.errors import ShardwiseError
-from shardwise.planner.collector import collector_paused
 from shardwise.planner.kernels import kernels
 from shardwise.planner.models import Model, chunked, no_packed_sequences, quiet_fakes
 from shardwise.planner.recorder import MOST, refuse_loop
 from shardwise.planner.setup import Setup
 from shardwise.planner.sharding import build_module
-from shardwise.planner.unroll import FEW, LEADING, LONGEST, NotRegular, Pattern
+from shardwise.planner.unroll import FEW, LEADING, LONGEST, NotRegular, Pattern, collector_paused
 
 DEVICE = torch.ops.prim.device.default
 

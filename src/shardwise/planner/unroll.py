@@ -17,12 +17,13 @@ the unrolled first recording. If they differ it raises `NotRegular`: that model 
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from shardwise.planner.collector import collector_paused
 from shardwise.planner.events import (
     Allocate,
     Compute,
@@ -55,6 +56,18 @@ class Pattern(NamedTuple):
 
     leading: int = 0
     period: int = 1
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Leave cyclic garbage uncollected: a collection walks a recording's hundreds of thousands of objects."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @collector_paused()
