@@ -71,12 +71,8 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
     if name == "aten::convolution_backward":  # torch's own formula leaves groups out for one gradient
         gradient, x, weight = (list(tensor.shape) for tensor in args[:3])
         return int(conv_flop_count(x, weight, gradient, transposed=args[7])) * int(sum(args[10][:2]))
-    if name.startswith("aten::mkldnn_rnn_layer"):  # an LSTM: x, its weights, those of the hidden state, ...
-        x, *weights = args[:3]
-        forward = 2 * x.numel() // x.shape[-1] * sum(weight.numel() for weight in weights)
-        return int(forward) * (2 if name.endswith("_backward") else 1)
-    if name.startswith("aten::_cudnn_rnn"):
-        x, weights = args[:2]
+    if name.startswith(("aten::mkldnn_rnn_layer", "aten::_cudnn_rnn")):  # the first has no list of weights
+        x, weights = args[0], args[1:3] if "mkldnn" in name else args[1]
         forward = 2 * x.numel() // x.shape[-1] * sum(tensor.numel() for tensor in weights if tensor.ndim == 2)
         return int(forward) * (2 if name.endswith("_backward") else 1)
     if name == "aten::_trilinear":  # nn.Bilinear: the product of three, summed over some dims
@@ -90,7 +86,6 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _trilinear_numel(*factors: Any) -> int:
-    """Count the elements of a product of three tensors; of each, then of each the dims that it lacks."""
     shapes = []
     for tensor, dims in zip(factors[:3], factors[3:], strict=True):
         shape = list(tensor.shape)

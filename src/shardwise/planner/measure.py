@@ -160,7 +160,6 @@ def last_step(recording: Recording, accumulation: int) -> Iterator[tuple[Place, 
 
 
 def sent(recording: Recording, accumulation: int) -> list[Sent]:
-    """Return the last step's collectives, in order of first appearance of kinds and sizes."""
     counts: Counter[tuple[str, int, str, int, int]] = Counter()
     for _, event, times in last_step(recording, accumulation):
         if isinstance(event, Send):

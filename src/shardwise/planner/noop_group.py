@@ -34,21 +34,18 @@ from shardwise.mesh import smaller_shards
 # `dist.all_gather_into_tensor` reaches the group by the first name from torch 2.13 on, else by the second.
 COLLECTIVES = {
     "all_gather_single": "_allgather_base_",
-    "_allgather_base": "_allgather_base_",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced_",
-    "allgather_into_tensor_coalesced": "allgather_into_tensor_coalesced_",
     "reduce_scatter_single": "_reduce_scatter_base_",
-    "_reduce_scatter_base": "_reduce_scatter_base_",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced_",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced_",
     "all_to_all_single": "alltoall_base_",
-    "alltoall_base": "alltoall_base_",
     "barrier": "barrier",
     "send": "send",
     **{
         name: f"{name}_"
-        for name in ("allgather", "allreduce", "allreduce_coalesced", "alltoall", "broadcast", "gather")
-        + ("recv", "reduce", "reduce_scatter", "scatter")
+        for name in ("_allgather_base", "allgather_into_tensor_coalesced", "_reduce_scatter_base")
+        + ("reduce_scatter_tensor_coalesced", "alltoall_base", "allgather", "allreduce")
+        + ("allreduce_coalesced", "alltoall", "broadcast", "gather", "recv", "reduce", "reduce_scatter")
+        + ("scatter",)
     },
 }
 

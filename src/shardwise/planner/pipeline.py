@@ -280,7 +280,6 @@ def pipe_times(recordings: list[Recording], setup: Setup, device: Hardware) -> T
 
 
 def lines(stages: list[StageFigures], setup: Setup, planned: int) -> Iterator[str]:
-    """Yield lines that describe a pipeline; none without one."""
     if not stages:
         return
     yield (

@@ -20,7 +20,7 @@ import gc
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -53,17 +53,6 @@ from shardwise.planner.watch import watching
 STEPS = 2
 
 
-@dataclass(frozen=True)
-class Library:
-    """How a model is sharded, and how a recorder learns meanwhile what runs, on which stream."""
-
-    shard: Callable[[nn.Module, Model, Setup, DeviceMesh], None]
-    watching: Callable[[Recorder, bool], AbstractContextManager[None]]  # with streams, or without
-
-
-SHARDWISE = Library(shard, watching)
-
-
 class _Logits(TorchFunctionMode):
     """Stands for the variables of a training loop that keeps the logits passed to `cross_entropy`."""
 
@@ -82,8 +71,10 @@ def holding(variable: str) -> AbstractContextManager[Any]:
     return _Logits() if variable == "logits" else nullcontext()
 
 
-def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDWISE) -> Recording:
-    """Train `model` with `layers` blocks for two steps, sharded by `library`.
+def record(
+    model: Model, setup: Setup, *, layers: int, shard: Any = shard, watching: Any = watching
+) -> Recording:
+    """Train `model` with `layers` blocks for two steps, sharded and watched as by these functions.
 
     Raises:
         ShardingError: the model, the mesh or the setup does not fit together.
@@ -134,7 +125,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         gathered = tuple(sum(_compat.local_of(p).numel() for p in params) for params in dense)
         for expert in experts:
             shard_experts(expert, setup, expert_mesh)
-        library.shard(module, model, setup, data)
+        shard(module, model, setup, data)
         rows = setup.micro_batch * model.at.micro_batches
         tokens = torch.zeros(rows, setup.length, dtype=torch.int64)
         pipe: Pipe | None = None
@@ -157,7 +148,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         if setup.compile_loss:
             compiled_loss = partition_function(models.whole_loss, recorder)
             stack.enter_context(mock.patch.object(models, "whole_loss", compiled_loss))
-        stack.enter_context(library.watching(recorder, setup.device == "cuda"))
+        stack.enter_context(watching(recorder, setup.device == "cuda"))
         stack.enter_context(recorder)
         _start(recorder, module, blocks, tokens, pipe)
         recorder.share(code_books)

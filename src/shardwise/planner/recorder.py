@@ -190,7 +190,6 @@ class Recorder(Storages):
                 memory.category = category
 
     def record_collective(self, call: Collective, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-        """Record a collective of these tensors."""
         self.see(tensors)
         self._touch(self._send(call, group)[0], tensors, tensors)
         self._staged += [memory for tensor in tensors if (memory := self.memory_of(tensor)) is not None]

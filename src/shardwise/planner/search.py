@@ -24,26 +24,26 @@ import torch
 from shardwise.comm.count import Collective
 from shardwise.errors import ShardingError
 from shardwise.fsdp.strategy import NAMED, AxisPlacement
-from shardwise.planner import regular, tensor
+from shardwise.planner import tensor
 from shardwise.planner.code import python
 from shardwise.planner.devices import Hardware, hardware_of
 from shardwise.planner.events import LANES, Recording
 from shardwise.planner.found import SMALLER, Figures, Point, Search, describe_tradeoff, gain, precision
 from shardwise.planner.models import Factory, Model, report_exits, resolve
-from shardwise.planner.plan import (
-    NotRun,
-    Plan,
-    explain,
-    numbers_of_blocks,
-    plan,
-    plan_of,
-    record_step,
-    suggesting,
-)
+from shardwise.planner.plan import NotRun, Plan, explain, plan, plan_of, record_step, suggesting
 from shardwise.planner.setup import Setup, check_filled, with_changes
 from shardwise.planner.shapes import undivided
 from shardwise.planner.timing import send_seconds
-from shardwise.planner.unroll import FEW, RECORDED, NotRegular, Pattern, extrapolate, unroll
+from shardwise.planner.unroll import (
+    FEW,
+    RECORDED,
+    NotRegular,
+    Pattern,
+    extrapolate,
+    numbers_of_blocks,
+    pattern_of,
+    unroll,
+)
 
 FASTER = 0.98  # a separate point has at most this fraction of another's time
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -265,7 +265,7 @@ class _Survey:
         """Plan the settings that look best, until all of them are planned."""
         try:
             if self.model.layers > FEW + 1 and self.setup.pipeline == 1:
-                self.pattern = regular.check(self.model, self.setup)
+                self.pattern = pattern_of(self.model, self.setup)
         except NotRegular as error:
             self.whole = str(error)
         for setup in self.space:
@@ -378,7 +378,6 @@ class _Survey:
             self.estimates = {setup: fig for setup, fig in self.estimates.items() if setup in self.space}
 
     def _plan(self, setup: Setup, *, alone: bool = False) -> None:
-        """Plan the setup and its other micro-batches."""
         if setup.pipeline > 1:
             self._add(plan(self.model, setup, hardware=self.device))
             self.recordings += 4

@@ -201,7 +201,6 @@ class Setup:
 
     @property
     def length(self) -> int:
-        """Tokens per sequence."""
         return _LENGTH if self.sequence is None else self.sequence
 
     @property
@@ -266,7 +265,6 @@ def check_filled(setup: Setup) -> None:
 
 
 def check_stages(name: str, layers: int, setup: Setup) -> None:
-    """Raises ShardingError for a model with fewer blocks than stages."""
     stages = setup.pipeline * setup.stages
     if layers < stages:
         raise ShardingError(

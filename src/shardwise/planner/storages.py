@@ -73,7 +73,6 @@ class Storages(EagerDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def note_resize(self, storage: torch.UntypedStorage) -> None:
-        """Note that a storage was resized."""
         self._see(storage)
 
     def __torch_dispatch__(
@@ -87,7 +86,6 @@ class Storages(EagerDispatchMode):
         return result
 
     def record_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note that an operator has run."""
         self.see((args, kwargs, result))
 
     def see(self, value: Any) -> None:

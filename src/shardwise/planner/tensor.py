@@ -102,11 +102,10 @@ def sizes_of(module: nn.Module, name: str) -> dict[str, int]:
     words = styles_of(module, name)
     config: Any = getattr(module, "config", None) or getattr(module, "shape", None)
     sizes: dict[str, int] = {}
-    for label, names in {
-        "heads": ("num_attention_heads", "heads"),
-        "heads of keys": ("num_key_value_heads", "kv_heads"),
-    }.items():
-        for size in [size for name in names if isinstance(size := getattr(config, name, None), int)][:1]:
+    # Of transformers' configs, and of built-in shapes; an attribute that comes later counts.
+    labels = {"heads": ("heads", "num_attention_heads"), "heads of keys": ("kv_heads", "num_key_value_heads")}
+    for label, attribute in ((label, name) for label, names in labels.items() for name in names):
+        if isinstance(size := getattr(config, attribute, None), int):
             sizes[label] = size
     for path, child in module.named_modules():
         word = next((word for pattern, word in words.items() if _fits(path, pattern)), "")

@@ -75,7 +75,6 @@ class _Pieces:
         return max(self.first + takes, begin + takes / self.count) + adds
 
     def end_of_matmul(self, begin: float, takes: float) -> float:
-        """Return when this matmul ends."""
         self.first = begin + takes / self.count
         end, self.last = max(begin + takes, self.last + takes / self.count), 0.0
         return end
@@ -139,7 +138,6 @@ def host_bound(times: Times) -> Iterator[str]:
 
 
 def seconds_of(event: Compute | Send, hardware: Hardware) -> float:
-    """Return an event's time on the device, by itself."""
     if isinstance(event, Send):
         return send_seconds(event.collective, hardware, stride=event.stride)
     return compute_seconds(event, hardware)
@@ -189,7 +187,6 @@ def delay_frees(recording: Recording, hardware: Hardware) -> Recording:
     marks = dict[Mark, float]()
 
     def end_of(event: Compute | Send | Record | Wait | Free) -> float:
-        """Return when the device finishes a command that the host issues now."""
         if isinstance(event, Free):
             assert event.mark is not None
             return marks[event.mark]
