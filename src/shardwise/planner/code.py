@@ -116,7 +116,6 @@ def _meshes(setup: Setup) -> Iterator[str]:
 
 
 def _shards(model: Model, setup: Setup) -> Iterator[str]:
-    """Yield the lines that shard the model, or each of a rank's stages."""
     with torch.device("meta"):
         module = model.build(2)
     blocks, ends = _parts(model, module)

@@ -34,12 +34,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from functorch.compile import (  # type: ignore[import-untyped]
-    aot_function,
-    default_decompositions,
-    make_boxed_func,
-    min_cut_rematerialization_partition,
-)
+from functorch import compile as functorch  # type: ignore[import-untyped]
 from torch import nn
 
 from shardwise.planner.devices import FLOAT8, NVFP4
@@ -226,14 +221,14 @@ def partition_function(function: Callable[..., Any], recorder: Recorder) -> Call
             with patched(looks_away=False, in_graphs=True):
                 return graph(*args)
 
-        return make_boxed_func(call)  # else AOTAutograd warns
+        return functorch.make_boxed_func(call)  # else AOTAutograd warns
 
-    joint: Any = aot_function(
+    joint: Any = functorch.aot_function(
         function,
         fw_compiler=compile_graph,
         bw_compiler=compile_graph,
-        partition_fn=min_cut_rematerialization_partition,
-        decompositions=default_decompositions,
+        partition_fn=functorch.min_cut_rematerialization_partition,
+        decompositions=functorch.default_decompositions,
     )
 
     def call(*args: Any) -> Any:

@@ -124,7 +124,6 @@ def count_of(func: Any, args: Any, count_of_operand: Callable[[Tensor], Count | 
 
 
 def check_lookup(func: Any, args: Any, count_of_operand: Callable[[Tensor], Count | None]) -> None:
-    """Raise ShardingError if a table has no row for the last position that is looked up in it."""
     if func.overloadpacket is not aten.embedding or not args[1].numel():
         return
     table, positions = args[:2]

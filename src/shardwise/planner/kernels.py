@@ -84,37 +84,29 @@ def _dropout(x: Tensor, p: float, train: bool) -> Any:
     return torch.native_dropout(x, p, True)[0]
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
+def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Any:
     """Compute attention as on CUDA: in one kernel, also with dropout, a learned mask or wider values.
 
     The CPU has no such kernels, and would hold all scores in memory.
     """
-    same_heads = query.ndim == 4 and (enable_gqa or query.shape[:2] == key.shape[:2])
+    mask, dropout, is_causal = (*rest, *(None, 0.0, False)[len(rest) :])
+    same_heads = query.ndim == 4 and (options.get("enable_gqa") or query.shape[:2] == key.shape[:2])
     cuda: Any = torch.backends.cuda
     enabled = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
     has_kernel = same_heads and query.dtype != torch.float64 and enabled
-    learned = attn_mask is not None and attn_mask.requires_grad
+    learned = mask is not None and mask.requires_grad
     usual = query.shape[-1] == value.shape[-1] and not learned
     if not has_kernel or usual or query.shape[1] != key.shape[1]:
-        args = (query, key, value, attn_mask, 0.0 if has_kernel else dropout_p, is_causal)
+        args = (query, key, value, mask, 0.0 if has_kernel else dropout, is_causal)
         attention = torch.ops.aten.scaled_dot_product_attention.default
-        return attention.decompose(*args, scale=scale, enable_gqa=enable_gqa)
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -math.inf)
-        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+        return attention.decompose(*args, **options)
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -math.inf)
+        mask = mask.expand(*query.shape[:3], key.shape[2])
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    return _compat.efficient_attention(query, key, value, attn_mask, learns, 0.0, is_causal, scale=scale)[0]
+    scale = options.get("scale")
+    return _compat.efficient_attention(query, key, value, mask, learns, 0.0, is_causal, scale=scale)[0]
 
 
 @contextmanager

@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -98,13 +97,6 @@ for _name in COLLECTIVES:
     setattr(NoopGroup, _name, _finish_at_once)
 
 
-@cache
-def _register() -> None:
-    dist.Backend.register_backend(
-        "noop", lambda store, rank, size, timeout: NoopGroup(rank, size), devices=["cpu", "cuda"]
-    )
-
-
 @contextmanager
 def listening(
     listener: Callable[[Collective, list[torch.Tensor], dist.ProcessGroup], None],
@@ -134,7 +126,9 @@ def noop_world(
 
     Yields the mesh: one axis of all ranks, or `axes` over the first ranks.
     """
-    _register()
+    if "noop" not in dist.Backend.backend_list:
+        make: Any = lambda store, rank, size, timeout: NoopGroup(rank, size)  # noqa: E731
+        dist.Backend.register_backend("noop", make, devices=["cpu", "cuda"])
     with _compat.no_process_groups():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("noop", rank=rank, world_size=size, store=store)

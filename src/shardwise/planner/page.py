@@ -162,7 +162,6 @@ def _held(plan: Plan) -> Iterator[Box]:
 
 
 def _x(at: float, plan: Plan) -> float:
-    """Return the x of a time of the step, in both drawings."""
     total = len(plan.moments) if plan.times is None else plan.times.step
     return LEFT + (WIDTH - LEFT) * at / total
 

@@ -393,7 +393,6 @@ def _failing_module(error: Exception) -> str:
 
 
 def sized(nbytes: int) -> str:
-    """Format bytes in the unit that fits them."""
     name, unit = unit_of(nbytes)
     return f"{nbytes / unit:.2f} {name}"
 

@@ -31,7 +31,7 @@ _NOBODY = object()
 _UNKNOWN = (events.TEMPORARY, events.ACTIVATIONS)  # categories that what is made later may tell apart
 # Operators of a model for a micro-batch: some 10 s of recording; 66 blocks of a mixture have fewer than half.
 MOST = 100_000
-_DEVICE, _COPY = torch.ops.prim.device.default, torch.ops.aten.copy_.default
+DEVICE, _COPY = torch.ops.prim.device.default, torch.ops.aten.copy_.default
 
 
 def refuse_loop(counts: Counter[tuple[str, str, int | None]]) -> NoReturn:
@@ -80,8 +80,6 @@ class Recorder(Storages):
         self.owner: Any = _NOBODY  # of what an operator around forward and backward makes
         self._recomputed: list[Memory] | None = None
         self._forward: list[Memory] = []
-
-    # Where
 
     @property
     def place(self) -> Place:
@@ -140,8 +138,6 @@ class Recorder(Storages):
         if len(frees) == 1 and self.place.layer == self.last and frees[0][0] not in (None, self.last):
             self.go(layer=None, after=True)  # memory used by an operator on all blocks
         self.segments[-1].events += [event for _, event in frees]
-
-    # What
 
     def _note_size(self, life: Life, size: int) -> None:
         previous = life.sizes[-1] if life.sizes else None
@@ -217,9 +213,9 @@ class Recorder(Storages):
         return event, after
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and type(args[0]) is FakeTensor:
+        if func is DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # read twice per operator: avoids another dispatch
-        if self.looks_away or func is _DEVICE:
+        if self.looks_away or func is DEVICE:
             return func(*args, **(kwargs or {}))
         mark = None
         namespace, _, name = func.name().partition("::")
@@ -266,9 +262,7 @@ class Recorder(Storages):
     def _count_of(self, tensor: Tensor) -> Count | None:
         return self._counts.get(id(self.life(tensor))) if self._counts else None
 
-    def _compute(
-        self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[Tensor]
-    ) -> Compute | None:
+    def _compute(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: Any) -> Compute | None:
         cost = cost_of(func, args, kwargs, result, tensors)
         if cost is None:
             return None
@@ -343,8 +337,6 @@ class Recorder(Storages):
         self.categorize(tensors, events.OPTIMIZER)
         for tensor in tensors:
             self._layers.pop(id(self.life(tensor)), None)
-
-    # Categories
 
     def _follow_recomputation(self) -> None:
         """Find recomputation: operators in backward that autograd records; their results are kept."""

@@ -159,9 +159,6 @@ def _cuts(setup: Setup, device: Hardware, tensor: int) -> Iterator[dict[str, Any
         yield from (dict(zip(names, (tensor, replicas, *choice), strict=True)) for choice in choices)
 
 
-# ---------------------------------------------------------------- memory and messages of each cut
-
-
 def _axes(setup: Setup) -> list[tuple[AxisPlacement, int, int]]:
     """Return the strategy's row, size and stride for each data-parallel axis, the inner first."""
     sizes = setup.axes
@@ -219,9 +216,6 @@ def _message_seconds(setup: Setup, plan: Plan, device: Hardware) -> float:
     return plan.layers / setup.pipeline * seconds
 
 
-# ---------------------------------------------------------------- plans and estimates
-
-
 _WEIGHTS = {  # by how badly a difference is estimated
     "tensor": 128,
     "layout": 64,
@@ -241,7 +235,6 @@ def _distance(setup: Setup, other: Setup) -> int:
 
 
 def _figures(plan: Plan) -> tuple[float, float]:
-    """Return the seconds per token of a device, and the bytes reserved."""
     return 1 / plan.tokens_per_s, plan.reserved_bytes
 
 

@@ -168,7 +168,6 @@ def check_divided(name: str, sizes: Mapping[str, int], degree: int) -> None:
 
 
 def check_positions(needed: int, learned: int) -> None:
-    """Raise ShardingError if a sequence needs more positions than were learned."""
     if needed > learned:
         raise ShardingError(
             f"the model looks up {needed} positions, but its table has only {learned} learned ones; plan a"

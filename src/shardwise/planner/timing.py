@@ -1,5 +1,4 @@
-"""The duration of a recorded step: operators by a roofline, collectives by latency and rate, streams as
-events.
+"""The duration of a recorded step: operators by a roofline, collectives by latency and rate.
 
 The host issues one event after another, in the library's own order, and takes time for each. An operator
 begins when its stream is free and the host has issued it. It takes the time of its operations at the rate of

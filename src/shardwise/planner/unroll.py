@@ -37,7 +37,7 @@ from shardwise.planner import events
 from shardwise.planner.events import Allocate, Compute, Free, Memory, Record, Recording, Segment, Send, Wait
 from shardwise.planner.kernels import kernels
 from shardwise.planner.models import Model, chunked, no_packed_sequences, quiet_fakes
-from shardwise.planner.recorder import MOST, refuse_loop
+from shardwise.planner.recorder import DEVICE, MOST, refuse_loop
 from shardwise.planner.setup import Setup
 from shardwise.planner.sharding import build_module
 
@@ -45,7 +45,6 @@ RECORDED = 8  # blocks: at either end, as many as prefetches and late frees reac
 FEW = 4  # blocks that suffice in most settings
 LEADING = 3  # the most blocks at the beginning that may differ from all after them
 LONGEST = 8  # the longest period, in blocks
-_DEVICE = torch.ops.prim.device.default
 # The key of memory or a mark: its loop, its block, its kind, its number in the segment.
 Birth = tuple[int, int | None, type, int]
 
@@ -413,7 +412,7 @@ class _Watch(FastFakeTensorMode):
                 tensor.register_hook(lambda _: setattr(self, "_current", self.backward[number]))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and type(args[0]) is FakeTensor:
+        if func is DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # read twice per operator: avoids another dispatch
         current, self._current = self._current, None  # without what torch computes a new result by
         try:

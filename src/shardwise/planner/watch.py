@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -80,9 +80,7 @@ class _Watcher:
             self.recorder.go(layer=None, after=True)
         return result
 
-    def pre_backward(
-        self, original: Method, state: FSDPState, previous: Sequence[tuple[FSDPState, Any]], grad: Any
-    ) -> Any:
+    def pre_backward(self, original: Method, state: FSDPState, previous: Any, grad: Any) -> Any:
         for previous_state, _ in previous:  # still in its own block
             previous_state.post_backward()
         recorder, layer = self.recorder, self.layer(state)
@@ -154,9 +152,8 @@ def seeing_random_states(storages: Storages) -> Iterator[None]:
         storages.see(made := generator.get_state())
         return made
 
-    with ExitStack() as stack:
-        for module in (torch, torch.random):
-            stack.enter_context(mock.patch.object(module, "get_rng_state", state))
+    patched = partial(mock.patch.object, attribute="get_rng_state", new=state)
+    with patched(torch), patched(torch.random):
         yield
 
 
