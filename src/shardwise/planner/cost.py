@@ -21,7 +21,6 @@ from shardwise.planner.shapes import check_positions
 
 aten = torch.ops.aten
 _CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
-_OF_VECTORS = ("aten::mv", "aten::addmv", "aten::dot", "aten::vdot")
 _NOTHING = {  # touch no memory; those that return their argument are not views by their schema
     f"aten::{name}"
     for name in ("detach", "alias", "lift_fresh", "empty", "empty_like", "_unsafe_view", "_reshape_alias")
@@ -79,7 +78,7 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
         return 2 * _trilinear_numel(*args[:6])
     if name == "aten::addbmm":
         return int(2 * args[1].numel() * args[2].shape[-1])
-    if name in _OF_VECTORS:
+    if name in ("aten::mv", "aten::addmv", "aten::dot", "aten::vdot"):
         return 2 * max(tensor.numel() for tensor in tensors_in(args))
     formula = flop_registry.get(func.overloadpacket)
     return int(formula(*args, **kwargs, out_val=result)) if formula else 0

@@ -89,7 +89,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options:
 
     The CPU has no such kernels, and would hold all scores in memory.
     """
-    mask, dropout, is_causal = (*rest, *(None, 0.0, False)[len(rest) :])
+    defaults: Any = (None, 0.0, False)
+    mask, dropout, is_causal = (*rest, *defaults[len(rest) :])
     same_heads = query.ndim == 4 and (options.get("enable_gqa") or query.shape[:2] == key.shape[:2])
     cuda: Any = torch.backends.cuda
     enabled = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
@@ -105,8 +106,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -math.inf)
         mask = mask.expand(*query.shape[:3], key.shape[2])
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    scale = options.get("scale")
-    return _compat.efficient_attention(query, key, value, mask, learns, 0.0, is_causal, scale=scale)[0]
+    rest = (mask, learns, 0.0, is_causal)
+    return _compat.efficient_attention(query, key, value, *rest, scale=options.get("scale"))[0]
 
 
 @contextmanager

@@ -46,7 +46,6 @@ _UNEVEN = (
     "This rank holds {:.2f} times an even share of the parameters, and others less: rows of dim 0 are not"
     " cut, and some parameters have too few for the ranks that shard them"
 )
-_MUCH = 1.2  # times an even share
 
 
 class NotRun(ShardingError):  # noqa: N818
@@ -237,7 +236,7 @@ def plan_of(
         assumed=[
             *model.assumed,
             *recording.assumed,
-            *([_UNEVEN.format(share)] if setup.layout == "interleaved" and share > _MUCH else ()),
+            *([_UNEVEN.format(share)] if setup.layout == "interleaved" and share > 1.2 else ()),
             *(f"{name} {_NO_FORMULA}" for name in measure.unknown_operators(recording)),
         ],
         whole=whole,

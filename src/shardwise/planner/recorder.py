@@ -46,8 +46,6 @@ def refuse_loop(counts: Counter[tuple[str, str, int | None]]) -> NoReturn:
 
 
 class Recorder(Storages):
-    """Records events while it is entered."""
-
     def __init__(
         self, blocks: list[nn.Module], lanes: dict[str, str], *, touches: bool, record_streams: bool
     ) -> None:

@@ -17,7 +17,6 @@ Optimizer = Literal["AdamW", "AdamW fused", "AdamW flat", "AdamW 8 bits", "Muon"
 Strategy = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp", "hierarchical_fsdp"]  # of `fully_shard`
 MOST = 10_000_000  # limit of ranks and so on: plans make lists of ranks, of parts of a loss, of micro-batches
 T = TypeVar("T")
-_LENGTH = 2048  # tokens per sequence by default
 _AXES = ("pipeline", "replicas", "tensor", "ulysses", "experts")  # the rest is the data-parallel axis
 
 
@@ -232,7 +231,7 @@ class Setup:
 
     @property
     def length(self) -> int:
-        return _LENGTH if self.sequence is None else self.sequence
+        return 2048 if self.sequence is None else self.sequence
 
     @property
     def tokens(self) -> int:
