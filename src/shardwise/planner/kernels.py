@@ -89,8 +89,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options:
 
     The CPU has no such kernels, and would hold all scores in memory.
     """
-    defaults: Any = (None, 0.0, False)
-    mask, dropout, is_causal = (*rest, *defaults[len(rest) :])
+    defaults: list[Any] = [None, 0.0, False]
+    mask, dropout, is_causal = [*rest, *defaults[len(rest) :]]
     same_heads = query.ndim == 4 and (options.get("enable_gqa") or query.shape[:2] == key.shape[:2])
     cuda: Any = torch.backends.cuda
     enabled = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
