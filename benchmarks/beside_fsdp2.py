@@ -43,7 +43,7 @@ from shardwise.planner.events import (
     Recording,
 )
 from shardwise.planner.models import Model, model_of
-from shardwise.planner.record import SHARDWISE, Library, record
+from shardwise.planner.record import record
 from shardwise.planner.recorder import Recorder
 from shardwise.planner.setup import Setup
 from shardwise.planner.sharding import recompute
@@ -169,7 +169,7 @@ def _of_methods(recorder: Recorder) -> Iterator[Any]:
     )
 
 
-FSDP2 = Library(shard, watching)
+FSDP2 = {"shard": shard, "watching": watching}
 
 
 @dataclass(frozen=True)
@@ -200,16 +200,18 @@ class Figures:
         return self.exposed + self.copies
 
 
-def recorded(model: Model, setup: Setup, library: Library, depths: Sequence[int] = ()) -> list[Recording]:
+def recorded(
+    model: Model, setup: Setup, library: dict[str, Any], depths: Sequence[int] = ()
+) -> list[Recording]:
     """With as many blocks as the model has, or so many; a few are run where all do the same."""
     depths = depths or (model.layers,)
     for number in (FEW, 6, RECORDED):
         if min(depths) <= number + 1:
             break
-        few, more = (record(model, setup, layers=number + i, library=library) for i in (0, 1))
+        few, more = (record(model, setup, layers=number + i, **library) for i in (0, 1))
         with suppress(NotRegular):
             return [unroll(few, more, depth) for depth in depths]
-    return [record(model, setup, layers=depth, library=library) for depth in depths]
+    return [record(model, setup, layers=depth, **library) for depth in depths]
 
 
 def figures_of(recording: Recording, setup: Setup, device: Hardware) -> Figures:
@@ -286,10 +288,10 @@ def _made(recording: Recording, category: str) -> list[Allocate]:
 
 PEER = "FSDP2"
 LOOKED_AT = 200  # pieces of gathered memory: both ends, and more than one block
-LIBRARIES: dict[str, tuple[Library, dict[str, Any]]] = {  # by column, each with more of its setup
+LIBRARIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # by column, each with more of its setup
     PEER: (FSDP2, {}),
-    "interleaved": (SHARDWISE, {"layout": "interleaved"}),
-    "contiguous": (SHARDWISE, {"layout": "contiguous"}),
+    "interleaved": ({}, {"layout": "interleaved"}),
+    "contiguous": ({}, {"layout": "contiguous"}),
 }
 HARDWARE = "h100"
 RECOMPUTED: dict[str, Any] = {"checkpointing": "full"}

@@ -45,7 +45,7 @@ TEXTS = {
     "Option",
     "Argument",
 }
-DRAWINGS, NOT_RUN = ("planner/drawing.py", "planner/page.py"), ("planner/picture.py", "run.py", "__main__.py")
+DRAWINGS, NOT_RUN = ("planner/page.py",), ("planner/picture.py", "run.py", "__main__.py")
 NOT_SEEN = ("stacklevel", "help", "strict", "repr")  # keywords
 
 

@@ -26,11 +26,10 @@ from shardwise.planner.events import (
     Send,
     Wait,
 )
-from shardwise.planner.late import delay_frees
 from shardwise.planner.measure import moments
 from shardwise.planner.models import model_of
 from shardwise.planner.plan import plan_of, recording_of
-from shardwise.planner.timing import host_bound, send_seconds, time_of
+from shardwise.planner.timing import delay_frees, host_bound, send_seconds, time_of
 
 
 @pytest.mark.parametrize(
@@ -172,7 +171,7 @@ def test_memory_of_a_collective_is_kept_while_the_host_is_ahead_of_it(
         events = [Allocate(memory), send, Record(mark, TENSOR_PARALLEL), Free(memory, mark)]
         segments.append(Segment(Place(0, 0, "forward", layer), events))
     commands = 3 * ahead + 2 if ahead else 1  # of a block: a collective, its mark, that of what is freed
-    monkeypatch.setattr("shardwise.planner.late.QUEUED", commands)
+    monkeypatch.setattr("shardwise.planner.timing.QUEUED", commands)
     late = delay_frees(Recording(8, segments, 0, 0, ()), hardware)
     assert max(moment.alive_bytes for moment in moments(late)) == (1 + kept) * MIB
     of = [[event for one in found for event in one.events] for found in (segments, late.segments)]

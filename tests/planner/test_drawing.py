@@ -20,8 +20,20 @@ from planner.models import Even
 from shardwise import planner
 from shardwise.cli import app
 from shardwise.errors import ShardingError, ShardwiseError
-from shardwise.planner import drawing
-from shardwise.planner.page import HEIGHT, LANE, LEFT, TOP, WIDTH, _held, _lanes, _memory
+from shardwise.planner.page import (
+    HEIGHT,
+    LANE,
+    LEFT,
+    TOP,
+    WIDTH,
+    _held,
+    _lanes,
+    _memory,
+    streams,
+    ticks,
+    top_bytes,
+    windows,
+)
 
 
 @cache
@@ -94,7 +106,7 @@ def test_what_a_page_draws_lies_in_its_drawing_and_each_stream_in_its_lane() -> 
     ends = [*itertools.accumulate(one.width for one in held)]
     assert [one.x for one in held] == pytest.approx([0, *ends[:-1]])
     assert ends[-1] == pytest.approx(100)
-    for lane, stream in enumerate(drawing.streams(made)):
+    for lane, stream in enumerate(streams(made)):
         assert {one.y for one in lanes if one.text.startswith(f"{stream}:")} == {TOP + LANE * lane}
     assert all(LEFT <= one.x < one.x + one.width <= WIDTH + 1 for one in memory + lanes)
     for _, stack in itertools.groupby(memory, lambda one: one.x):  # one category on top of another
@@ -112,12 +124,12 @@ def test_the_axis_of_memory_ends_at_the_devices_unless_that_flattens_the_rest(
     most = int(1.1 * max(made.peak_bytes, made.reserved_bytes))
     hardware = replace(made.hardware, memory_bytes=int(times * most), context_bytes=0)
     expected = int(1.05 * hardware.usable_bytes) if is_device else most
-    assert drawing.top_bytes(replace(made, hardware=hardware)) == expected
+    assert top_bytes(replace(made, hardware=hardware)) == expected
 
 
 def test_memory_is_drawn_over_the_time_of_its_computation() -> None:
     made = plan_of_gpt2()
-    found = drawing.windows(made)
+    found = windows(made)
     assert found[0].begin == 0
     assert found[-1].end == made.step_times.step
     assert all(one.end == other.begin for one, other in pairwise(found))
@@ -138,4 +150,4 @@ def test_a_page_has_the_units_of_the_text_for_a_model_of_any_size() -> None:
     assert "GiB" not in page
     assert f"{mib:.2f} MiB" in page
     assert f"Memory of a rank, MiB: {mib:.2f} alive at most" in str(made)
-    assert [text for _, text in drawing.ticks(45 * 2**10)] == ["10 KiB", "20 KiB", "30 KiB", "40 KiB"]
+    assert [text for _, text in ticks(45 * 2**10)] == ["10 KiB", "20 KiB", "30 KiB", "40 KiB"]

@@ -57,7 +57,7 @@ class ByToken(Even):
 def test_a_loop_over_tokens_that_would_take_minutes_is_refused_by_its_operator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in ("recorder", "regular"):
+    for module in ("recorder", "unroll"):
         monkeypatch.setattr(f"shardwise.planner.{module}.MOST", 500)
     shardwise.plan(ByToken, ranks=2, sequence=8)
     refused = r"more than 500 operators, \d+ of them aten.mm in forward of block 0: a Python loop"

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from shardwise.planner.devices import hardware_of
 from shardwise.planner.events import Allocate, Compute, Free, Recording
-from shardwise.planner.late import delay_frees
 from shardwise.planner.measure import groups, moments, replay, sent
 from shardwise.planner.models import model_of
 from shardwise.planner.pipeline import stage_of
-from shardwise.planner.plan import numbers_of_blocks, plan, record_step, recording_of
+from shardwise.planner.plan import plan, record_step, recording_of
 from shardwise.planner.record import record
 from shardwise.planner.setup import Setup
-from shardwise.planner.unroll import FEW, NotRegular, Pattern, extrapolate, unroll
+from shardwise.planner.timing import delay_frees
+from shardwise.planner.unroll import FEW, NotRegular, Pattern, extrapolate, numbers_of_blocks, unroll
 
 
 class Block(nn.Module):

@@ -19,7 +19,15 @@ from shardwise.planner.tensor import cuts
 
 def lines(model: str | Model | Factory, plan: Plan, hardware: str | Hardware) -> Iterator[str]:
     """Yield the largest part of a plan's memory, then each change as it is planned."""
-    yield cause(plan)
+    category, size = max(plan.peak.alive.items(), key=lambda item: item[1])
+    words = f"Most at the peak: {category}, {sized(size)} of {sized(plan.peak_bytes)}"
+    logits = plan.peak.alive.get(LOGITS, 0)
+    if plan.whole_logits and 4 * logits > plan.peak_bytes:
+        words += (
+            f"; logits and loss, {sized(logits)}, are whole on each of {plan.setup.tensor} tensor-parallel"
+            " ranks: loss_parallel=True cuts them"
+        )
+    yield words
     best = plan
     for words, changed in advise(model, plan.setup, hardware=hardware, planned=plan):
         end = "" if changed.free_bytes > best.free_bytes else ", so without that"
@@ -49,19 +57,6 @@ def advise(
         if changed.fits:
             return
         best = changed if changed.free_bytes > best.free_bytes else best
-
-
-def cause(plan: Plan) -> str:
-    """Name the largest part of peak memory, and the cause if that is tensor parallelism's plan."""
-    category, size = max(plan.peak.alive.items(), key=lambda item: item[1])
-    words = f"Most at the peak: {category}, {sized(size)} of {sized(plan.peak_bytes)}"
-    logits, setup = plan.peak.alive.get(LOGITS, 0), plan.setup
-    if plan.whole_logits and 4 * logits > plan.peak_bytes:
-        words += (
-            f"; logits and loss, {sized(logits)}, are whole on each of {setup.tensor} tensor-parallel ranks:"
-            " loss_parallel=True cuts them"
-        )
-    return words
 
 
 def _changes(model: Model, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:

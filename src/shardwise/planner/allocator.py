@@ -76,9 +76,7 @@ class Allocator:
             self._take(before)
             piece.size += before.size
             piece.address = before.address
-            piece.before = before.before
-            if piece.before is not None:
-                piece.before.after = piece
+            self._link(before.before, piece)
         if after is not None and after.free:
             self._take(after)
             piece.size += after.size
@@ -111,8 +109,7 @@ class Allocator:
                 piece.size += end.size
                 piece.address = end.address
                 end = end.before
-            if end is not None:
-                self._link(end, piece)
+            self._link(end, piece)
         return piece
 
     def _give_back(self) -> None:
@@ -132,14 +129,13 @@ class Allocator:
                     continue
                 if pool.last is piece:
                     pool.last = piece.before
-                if piece.before is not None:
-                    piece.before.after = None
-                if piece.after is not None:
-                    piece.after.before = None
+                self._link(piece.before, None)
+                self._link(None, piece.after)
 
     @staticmethod
-    def _link(first: Piece, second: Piece | None) -> None:
-        first.after = second
+    def _link(first: Piece | None, second: Piece | None) -> None:
+        if first is not None:
+            first.after = second
         if second is not None:
             second.before = first
 

@@ -68,13 +68,14 @@ def calibrate(*, like: Hardware | None = None, sizes: Sizes | None = None, name:
         efficiency = rate / peak
         copied, summed = _memory(device, sizes)
         bandwidth = like.memory_bytes_per_s if like else max(copied, summed)
+        peaks = {dtype_name(dtype): rate[0] / efficiency for dtype, rate in rates.items()}
         hardware = Hardware(
             name=name or _device_name(device),
             source=_source(like),
             memory_bytes=_memory_bytes(device),
-            peak_flops={dtype_name(dtype): rate[0] / efficiency for dtype, rate in rates.items()},
+            peak_flops=like.peak_flops if like else peaks,
             memory_bytes_per_s=bandwidth,
-            devices_per_host=_local_ranks(),
+            devices_per_host=like.devices_per_host if like else _local_ranks(),
             host_link_bytes_per_s=like.host_link_bytes_per_s if like else bandwidth,
             network_bytes_per_s=like.network_bytes_per_s if like else bandwidth,
             host_latency_s=like.host_latency_s if like else 0.0,
@@ -86,8 +87,6 @@ def calibrate(*, like: Hardware | None = None, sizes: Sizes | None = None, name:
             host_seconds=_host_seconds(device),
             context_bytes=0,
         )
-        if like:
-            hardware = replace(hardware, peak_flops=like.peak_flops, devices_per_host=like.devices_per_host)
         hardware = _links(hardware, device, sizes)
         return replace(hardware, context_bytes=_context_bytes(device))
 
@@ -116,9 +115,6 @@ def _group() -> Iterator[torch.device]:
     finally:
         if begins:
             dist.destroy_process_group()
-
-
-# ---------------------------------------------------------------- one device
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int, *, ends: bool = True) -> float:
@@ -187,9 +183,6 @@ def _host_seconds(device: torch.device) -> float:
     return _seconds(run, device, 5, ends=False) / calls
 
 
-# ---------------------------------------------------------------- links
-
-
 def _links(hardware: Hardware, device: torch.device, sizes: Sizes) -> Hardware:
     """Return `hardware` with latency and rate between a host's ranks and, with several hosts, between all."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -225,9 +218,6 @@ def _collectives(group: dist.ProcessGroup, device: torch.device, sizes: Sizes) -
             amounts.append(float(sent_bytes(kind, buffer.nbytes, ranks=ranks)))
             seconds.append(_seconds(run, device, sizes.repeats))
     return line(amounts, seconds)
-
-
-# ---------------------------------------------------------------- properties of the machine
 
 
 def _local_ranks() -> int:

@@ -101,7 +101,7 @@ def _build(model: Model, setup: Setup) -> Iterator[str]:
 def _meshes(setup: Setup) -> Iterator[str]:
     names, sizes = tuple(setup.axes), tuple(setup.axes.values())
     quoted = ", ".join(f'"{name}"' for name in names)
-    if _has_dimensions(setup):
+    if setup.pipeline * setup.ulysses * setup.experts > 1:
         yield f'    whole = Dimensions("{setup.dimensions}").mesh("{setup.device}")'
         yield "    mesh = dense_mesh(whole)"
     else:
@@ -116,14 +116,13 @@ def _meshes(setup: Setup) -> Iterator[str]:
 
 
 def _shards(model: Model, setup: Setup) -> Iterator[str]:
-    """Yield the lines that shard the model, or each of a rank's stages."""
     with torch.device("meta"):
         module = model.build(2)
     blocks, ends = _parts(model, module)
     if other_dtypes(module, setup.stored_dtype):
         yield f"    model.{CASTS[setup.stored_dtype]}()"
     if setup.tensor > 1:
-        axis = "tp" if _has_dimensions(setup) else "tensor"
+        axis = "tp" if setup.pipeline > 1 else "tensor"  # with other dimensions it is not planned
         yield from _tensor_parallel(module, model.name, setup, f'whole["{axis}"]')
     if setup.ulysses > 1 and isinstance(module, Decoder):
         yield '    model.cut_sequences(SequenceCut(whole["sp"]))  # takes cut(tokens); the loss by cut.mean'
@@ -152,18 +151,14 @@ def _shards(model: Model, setup: Setup) -> Iterator[str]:
         yield f"    # before: torchao's convert_to_float8_training(block), with {recipe}"
     if setup.nvfp4:
         yield "    # before: linear layers of NVFP4 in blocks, as by Transformer Engine's NVFP4BlockScaling"
-    if setup.compile:
-        yield '    shardwise.compile(model, mode="regional")'
-    if setup.async_tensor:
-        yield "    # asynchronous: torch._inductor.config._micro_pipeline_tp, and symmetric memory"
-    if setup.compile_loss:
-        yield "    # the loss is torch.compile's of cross_entropy(logits.float(), targets)"
-    if setup.loss == "chunked":
-        yield "    # the head returns shardwise.nn.linear_cross_entropy(x, self.weight, targets)"
-
-
-def _has_dimensions(setup: Setup) -> bool:
-    return setup.pipeline * setup.ulysses * setup.experts > 1
+    is_chunked = setup.loss == "chunked"
+    lines = {
+        'shardwise.compile(model, mode="regional")': setup.compile,
+        "# asynchronous: torch._inductor.config._micro_pipeline_tp, and symmetric memory": setup.async_tensor,
+        "# the loss is torch.compile's of cross_entropy(logits.float(), targets)": setup.compile_loss,
+        "# the head returns shardwise.nn.linear_cross_entropy(x, self.weight, targets)": is_chunked,
+    }
+    yield from (f"    {line}" for line, is_so in lines.items() if is_so)
 
 
 def _tensor_parallel(module: nn.Module, name: str, setup: Setup, axis: str) -> Iterator[str]:

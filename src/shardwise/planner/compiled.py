@@ -9,7 +9,9 @@ each operator there determine what is
     freed     memory is free after its last reader
 
 Operators on complex numbers are not fused: inductor calls torch's own for them. `partition` has already
-removed cheap results that, without checkpointing, are recomputed instead of kept.
+removed cheap results that, without checkpointing, are recomputed instead of kept. It traces a block, forward
+and backward together, on the fake tensors of its first call; torch's own min-cut splits that graph in two,
+which then run instead of the block: a recording sees what is kept between them, and what is recomputed.
 
 With float8 the matmuls of blocks run at that rate. Their activations are cast first: read, and written at one
 byte per element; the kernel that made them finds their largest magnitude. Weights are cast before they are
@@ -25,26 +27,22 @@ values (arXiv 2509.25149). They are cast as with one scale per row, but read onc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
+from unittest import mock
+
+import torch
+from functorch import compile as functorch  # type: ignore[import-untyped]
+from torch import nn
 
 from shardwise.planner.devices import FLOAT8, NVFP4
-from shardwise.planner.events import GATHERED, Allocate, Compute, Event, Free, Memory, Segment, Send
+from shardwise.planner.events import GATHERED, Allocate, Compute, Event, Free, Memory, Segment, Send, Touches
+from shardwise.planner.recorder import Recorder
 
 _MATMULS = ("aten.mm", "aten.addmm")
 _TRANSPOSED = 5  # times the duration of a copy of the same bytes
-
-
-class Touch(NamedTuple):
-    """Memory that an event reads and writes, each with the number of bytes."""
-
-    reads: list[tuple[Memory, int]]
-    writes: list[tuple[Memory, int]]
-    in_block: bool  # whether it belongs to a block's forward or backward, not to the library
-
-
-Touches = dict[int, Touch]  # by the event's id
 
 
 def compile_segments(segments: list[Segment], touches: Touches, *, narrow: str | None) -> list[Segment]:
@@ -211,3 +209,60 @@ def _cast_each(segment: Segment, touches: Touches, narrow: str) -> Iterator[Even
         saved_bytes = sum(nbytes - copies[key].nbytes for key, nbytes in factors.items())
         yield event._replace(nbytes=event.nbytes - saved_bytes, dtype=dtype)
         yield from (Free(copies[key]) for key in factors if last[key] == number)
+
+
+def partition_function(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    """Return `function` as its forward and backward graphs, which are all that the recorder sees of it."""
+
+    patched = functools.partial(mock.patch.multiple, recorder)
+
+    def compile_graph(graph: Any, inputs: Any) -> Any:
+        def call(*args: Any) -> Any:
+            with patched(looks_away=False, in_graphs=True):
+                return graph(*args)
+
+        return functorch.make_boxed_func(call)  # else AOTAutograd warns
+
+    joint: Any = functorch.aot_function(
+        function,
+        fw_compiler=compile_graph,
+        bw_compiler=compile_graph,
+        partition_fn=functorch.min_cut_rematerialization_partition,
+        decompositions=functorch.default_decompositions,
+    )
+
+    def call(*args: Any) -> Any:
+        with patched(looks_away=True):
+            return joint(*args)
+
+    return call
+
+
+class _Plain(nn.Module):
+    """A block's own forward, without the library's hooks around it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.original = block, block.forward
+
+    def forward(self, args: Any, kwargs: Any) -> Any:
+        return self.original(*args, **kwargs)
+
+
+def partition(blocks: list[nn.Module], recorder: Recorder) -> None:
+    """Make each block run its graphs, which blocks of equal code share."""
+    graphs_by_code: dict[str, Callable[..., Any]] = {}
+    for block in blocks:
+        plain, key = _Plain(block), str(block)
+        if key not in graphs_by_code:
+
+            def run_block(params: Any, args: Any, kwargs: Any, plain: _Plain = plain) -> Any:
+                return torch.func.functional_call(plain, params, (args, kwargs))
+
+            graphs_by_code[key] = partition_function(run_block, recorder)
+        graphs = graphs_by_code[key]
+
+        def forward(*args: Any, plain: _Plain = plain, graphs: Any = graphs, **kwargs: Any) -> Any:
+            return graphs(dict(plain.named_parameters()), args, kwargs)
+
+        block.forward = forward

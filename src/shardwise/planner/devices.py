@@ -99,8 +99,17 @@ def hardware_of(name: str) -> Hardware:
         )
     numbers = {key: value for key, value in vars(hw).items() if key not in ("name", "source", "peak_flops")}
     for key, value in (numbers | {f"peak_flops.{key}": peak for key, peak in hw.peak_flops.items()}).items():
-        _check_number(f"{name}: {key}", value, may_be_zero=key.endswith(_MAY_BE_ZERO))
-        _check_unit(name, key, value)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        may_be_zero = key.endswith(_MAY_BE_ZERO)
+        if not is_number or value < 0 or (value == 0 and not may_be_zero):
+            least = "of at least 0" if may_be_zero else "above 0"
+            raise ShardingError(f"{name}: {key} must be a number {least}, got {value!r}")
+        # No device can have these; they are probably in another unit.
+        unit = "operations" if key.startswith("peak_flops.") else "bytes" if key.endswith("_per_s") else ""
+        if unit and value < SLOWEST:
+            raise ShardingError(f"{name}: {key} is {unit} a second, at least {SLOWEST:,.0f}, got {value!r}")
+        if key.endswith(("latency_s", "host_seconds")) and value > 1:
+            raise ShardingError(f"{name}: {key} is in seconds, at most 1, got {value!r}")
         limit = 2 if key == "attention_efficiency" else 1
         if key.endswith("_efficiency") and not LEAST_EFFICIENCY <= value <= limit:
             raise ShardingError(
@@ -115,20 +124,3 @@ def hardware_of(name: str) -> Hardware:
             f" got {hw.context_bytes!r}"
         )
     return hw
-
-
-def _check_unit(name: str, key: str, value: float) -> None:
-    """Raise for a number that no device can have and that is probably in another unit."""
-    is_operations = key.startswith("peak_flops.")
-    if (is_operations or key.endswith("_per_s")) and value < SLOWEST:
-        unit = "operations" if is_operations else "bytes"
-        raise ShardingError(f"{name}: {key} is {unit} a second, at least {SLOWEST:,.0f}, got {value!r}")
-    if key.endswith(("latency_s", "host_seconds")) and value > 1:
-        raise ShardingError(f"{name}: {key} is in seconds, at most 1, got {value!r}")
-
-
-def _check_number(name: str, value: Any, *, may_be_zero: bool) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < 0 or (value == 0 and not may_be_zero):
-        least = "of at least 0" if may_be_zero else "above 0"
-        raise ShardingError(f"{name} must be a number {least}, got {value!r}")

@@ -85,6 +85,17 @@ class Wait(NamedTuple):
 Event = Allocate | Free | Compute | Send | Record | Wait
 
 
+class Touch(NamedTuple):
+    """Memory that an event reads and writes, each with the number of bytes."""
+
+    reads: list[tuple[Memory, int]]
+    writes: list[tuple[Memory, int]]
+    in_block: bool  # whether it belongs to a block's forward or backward, not to the library
+
+
+Touches = dict[int, Touch]  # by the event's id
+
+
 @dataclass
 class Segment:
     place: Place

@@ -72,12 +72,8 @@ def _words(setup: Setup) -> list[str]:
         mesh += f" x {axis} {size}" if (size := getattr(setup, axis)) > 1 else ""
     default = "hsdp" if setup.replicas > 1 else "fsdp"
     reshard = setup.reshard
-    if setup.strategy in ("ddp", "zero1", "zero2"):
-        freed = "whole"
-    elif reshard in (None, True):
-        freed = "freed"
-    else:
-        freed = "kept" if reshard is False else f"kept over {reshard}"
+    freed = "freed" if reshard in (None, True) else f"kept over {reshard}" if reshard else "kept"
+    freed = "whole" if setup.strategy in ("ddp", "zero1", "zero2") else freed
     stored, param, reduce = (name.replace("float", "fp").replace("bfp", "bf") for name in precision(setup))
     return [
         mesh,

@@ -84,17 +84,12 @@ def groups(recording: Recording, accumulation: int) -> list[GroupSent]:
         numel = recording.gathered_parameters[int(names[0])] if is_block else 0
         padding = 1 - numel * itemsize / nbytes if is_block and nbytes else None
         shard = nbytes // ranks
-        result.append(GroupSent(_label(names), len(names), nbytes, shard, gathered, reduced, wire, padding))
+        label = str(names[0]) or "the root"
+        if is_block:
+            first, last = min(names), max(names)  # numbers
+            label = f"block {first}" if first == last else f"blocks {first} to {last}"
+        result.append(GroupSent(label, len(names), nbytes, shard, gathered, reduced, wire, padding))
     return result
-
-
-def _label(names: list[int | str]) -> str:
-    numbers = sorted(name for name in names if isinstance(name, int))
-    if not numbers:
-        return str(names[0]) or "the root"
-    if len(numbers) == 1:
-        return f"block {numbers[0]}"
-    return f"blocks {numbers[0]} to {numbers[-1]}"
 
 
 def moments(recording: Recording) -> list[Moment]:
@@ -160,7 +155,6 @@ def last_step(recording: Recording, accumulation: int) -> Iterator[tuple[Place, 
 
 
 def sent(recording: Recording, accumulation: int) -> list[Sent]:
-    """Return the last step's collectives, in order of first appearance of kinds and sizes."""
     counts: Counter[tuple[str, int, str, int, int]] = Counter()
     for _, event, times in last_step(recording, accumulation):
         if isinstance(event, Send):

@@ -33,9 +33,8 @@ from shardwise.launch import place
 from shardwise.nn import SequenceCut
 from shardwise.nn.linear_cross_entropy import linear_cross_entropy
 from shardwise.planner.decoder import Decoder
-from shardwise.planner.positions import check_positions
 from shardwise.planner.setup import Setup
-from shardwise.planner.shapes import PUBLISHED, Shape, check_source, read_config
+from shardwise.planner.shapes import PUBLISHED, Shape, check_positions, check_source, read_config
 from shardwise.planner.tensor import ROWS, plan_of
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -146,7 +145,6 @@ def logits_loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def whole_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy in float32."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
@@ -251,7 +249,6 @@ def block_lists(module: nn.Module) -> dict[str, nn.ModuleList]:
 
 @functools.lru_cache(maxsize=8)  # one for all plans of it, which then share how its blocks repeat
 def of_shape(name: str, shape: Shape, sequence: int) -> Model:
-    """Return the built-in model of this shape."""
 
     def make(layers: int, first: bool = True, last: bool = True) -> nn.Module:
         return Decoder(shape, layers=layers, positions=sequence, first=first, last=last)
@@ -349,7 +346,17 @@ def _model_of_lists(
                     f"'{earlier}' and '{place}' are one module, which cannot be sharded as two blocks: plan"
                     " blocks of their own"
                 )
-    _check_shares_nothing(places)
+    owners: dict[nn.Parameter, tuple[str, str]] = {}
+    for block, path in places.items():
+        for name_in_block, parameter in block.named_parameters():
+            earlier, first_name = owners.setdefault(parameter, (path, name_in_block))
+            if earlier != path:
+                other_name = "" if name_in_block == first_name else f", there '{name_in_block}'"
+                raise ShardingError(
+                    f"'{earlier}' and '{path}' share the parameter '{first_name}'{other_name}, which cannot"
+                    " be sharded with two blocks: give each its own, or pass a shardwise.planner.Model that"
+                    " says which modules are the blocks"
+                )
     quoted = " and ".join(f"'{path}'" for path in chosen)
     count, rest = len(places), ", ".join(f"'{name}' ({len(lists[name])})" for name in other_lists)
     assumed = (
@@ -357,21 +364,6 @@ def _model_of_lists(
         f" {rest} are no groups of their own: pass a shardwise.planner.Model that says which are"
     )
     return Model(name, count, build, blocks, lambda _: [], loss, (assumed,) if other_lists else ())
-
-
-def _check_shares_nothing(names: dict[nn.Module, str]) -> None:
-    """Raises ShardingError if blocks, given with their names, have a parameter in common."""
-    owners: dict[nn.Parameter, tuple[str, str]] = {}
-    for block, path in names.items():
-        for name, parameter in block.named_parameters():
-            earlier, first_name = owners.setdefault(parameter, (path, name))
-            if earlier != path:
-                other_name = "" if name == first_name else f", there '{name}'"
-                raise ShardingError(
-                    f"'{earlier}' and '{path}' share the parameter '{first_name}'{other_name}, which cannot"
-                    " be sharded with two blocks: give each its own, or pass a shardwise.planner.Model that"
-                    " says which modules are the blocks"
-                )
 
 
 # The model class for a config that names no architecture: an encoder with its decoder, or a masked language

@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -34,21 +33,18 @@ from shardwise.mesh import smaller_shards
 # `dist.all_gather_into_tensor` reaches the group by the first name from torch 2.13 on, else by the second.
 COLLECTIVES = {
     "all_gather_single": "_allgather_base_",
-    "_allgather_base": "_allgather_base_",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced_",
-    "allgather_into_tensor_coalesced": "allgather_into_tensor_coalesced_",
     "reduce_scatter_single": "_reduce_scatter_base_",
-    "_reduce_scatter_base": "_reduce_scatter_base_",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced_",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced_",
     "all_to_all_single": "alltoall_base_",
-    "alltoall_base": "alltoall_base_",
     "barrier": "barrier",
     "send": "send",
     **{
         name: f"{name}_"
-        for name in ("allgather", "allreduce", "allreduce_coalesced", "alltoall", "broadcast", "gather")
-        + ("recv", "reduce", "reduce_scatter", "scatter")
+        for name in ("_allgather_base", "allgather_into_tensor_coalesced", "_reduce_scatter_base")
+        + ("reduce_scatter_tensor_coalesced", "alltoall_base", "allgather", "allreduce")
+        + ("allreduce_coalesced", "alltoall", "broadcast", "gather", "recv", "reduce", "reduce_scatter")
+        + ("scatter",)
     },
 }
 
@@ -101,13 +97,6 @@ for _name in COLLECTIVES:
     setattr(NoopGroup, _name, _finish_at_once)
 
 
-@cache
-def _register() -> None:
-    dist.Backend.register_backend(
-        "noop", lambda store, rank, size, timeout: NoopGroup(rank, size), devices=["cpu", "cuda"]
-    )
-
-
 @contextmanager
 def listening(
     listener: Callable[[Collective, list[torch.Tensor], dist.ProcessGroup], None],
@@ -137,7 +126,9 @@ def noop_world(
 
     Yields the mesh: one axis of all ranks, or `axes` over the first ranks.
     """
-    _register()
+    if "noop" not in dist.Backend.backend_list:
+        make: Any = lambda store, rank, size, timeout: NoopGroup(rank, size)  # noqa: E731
+        dist.Backend.register_backend("noop", make, devices=["cpu", "cuda"])
     with _compat.no_process_groups():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("noop", rank=rank, world_size=size, store=store)

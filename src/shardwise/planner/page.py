@@ -1,4 +1,4 @@
-"""A plan as one HTML file that loads nothing else, and as a trace for Perfetto."""
+"""A plan as one HTML file that loads nothing else, and as a trace for Perfetto; also what `picture` draws."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
-from shardwise.planner import drawing
-from shardwise.planner.events import CATEGORIES, name_of_place
-from shardwise.planner.plan import Plan, sized
-from shardwise.planner.timing import host_bound
+from shardwise.planner.events import CATEGORIES, COMPUTATION, LANES, name_of_place
+from shardwise.planner.measure import Moment
+from shardwise.planner.plan import Plan, sized, unit_of
+from shardwise.planner.timing import Span, host_bound
 
 WIDTH, HEIGHT, LANE, LEFT, TOP = 900.0, 260.0, 26.0, 96.0, 12.0
+AHEAD = 3  # spans that a moment may skip, since some blocks compute nothing in a phase
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,12 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A line across a drawing (y), or down it (x), with its name."""
+class Window:
+    """A moment and its begin and end in the step: in seconds, or by number if there are no times."""
 
-    at: float
-    text: str
+    begin: float
+    end: float
+    moment: Moment
 
 
 def page(made: Plan) -> str:
@@ -49,14 +51,14 @@ def page(made: Plan) -> str:
         left=LEFT,
         held=list(_held(made)),
         memory=list(_memory(made)),
-        categories=drawing.categories(made),
+        categories=categories(made),
         all_categories=CATEGORIES,
-        levels=[Mark(_y(size, made), f"{name} {sized(size)}") for size, name in drawing.levels(made)],
-        ticks=[Mark(_y(size, made), text) for size, text in drawing.ticks(drawing.top_bytes(made))],
+        levels=[(_y(size, made), f"{name} {sized(size)}") for size, name in levels(made)],
+        ticks=[(_y(size, made), text) for size, text in ticks(top_bytes(made))],
         phases=list(_phases(made)),
         lanes=list(_lanes(made)),
-        streams=[Mark(TOP + LANE * (i + 0.6), name) for i, name in enumerate(drawing.streams(made))],
-        lanes_height=TOP + LANE * len(drawing.streams(made)) + 22,
+        streams=[(TOP + LANE * (i + 0.6), name) for i, name in enumerate(streams(made))],
+        lanes_height=TOP + LANE * len(streams(made)) + 22,
         warnings=list(_warnings(made)),
     )
 
@@ -67,7 +69,7 @@ def trace(made: Plan) -> str:
     Raises:
         ShardingError: a plan without hardware has no times.
     """
-    numbers = {stream: number for number, stream in enumerate(drawing.streams(made))}
+    numbers = {stream: number for number, stream in enumerate(streams(made))}
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": stream}}
         for stream, number in numbers.items()
@@ -87,30 +89,90 @@ def trace(made: Plan) -> str:
     return json.dumps({"traceEvents": events})
 
 
+def windows(plan: Plan) -> list[Window]:
+    """Return the step's memory over the time of its computation."""
+    if plan.times is None:
+        return [Window(i, i + 1, moment) for i, moment in enumerate(plan.moments)]
+    spans = sorted((s for s in plan.times.spans if s.stream == COMPUTATION), key=lambda s: s.begin)
+    starts: list[tuple[float, Moment]] = []
+    place = 0
+    for moment in plan.moments:
+        following = [(span.phase, span.layer) for span in spans[place : place + AHEAD]]
+        key = (moment.phase, moment.layer)
+        if key in following:
+            place += following.index(key) + 1
+            starts.append((spans[place - 1].begin if starts else 0.0, moment))
+        elif not starts:
+            starts.append((0.0, moment))
+        elif moment.alive_bytes > starts[-1][1].alive_bytes:  # computes nothing, so it takes no time
+            starts[-1] = (starts[-1][0], moment)
+    ends = [*(begin for begin, _ in starts[1:]), plan.times.step]
+    return [Window(begin, end, moment) for (begin, moment), end in zip(starts, ends, strict=True)]
+
+
+def categories(plan: Plan) -> list[str]:
+    return [name for name in CATEGORIES if any(name in moment.alive for moment in plan.moments)]
+
+
+def top_bytes(plan: Plan) -> int:
+    """Return the top of the memory axis: the device's memory, unless that would flatten the plan's."""
+    total = int(1.1 * max(plan.peak_bytes, plan.taken_bytes))
+    device = 0 if plan.hardware is None else plan.hardware.usable_bytes
+    return int(1.05 * device) if total < 1.05 * device < 2 * total else total
+
+
+def levels(plan: Plan) -> Iterator[tuple[int, str]]:
+    yield plan.taken_bytes, plan.taken
+    if plan.hardware is not None and plan.hardware.usable_bytes <= top_bytes(plan):
+        yield plan.hardware.usable_bytes, "device"
+
+
+def ticks(top: int) -> list[tuple[int, str]]:
+    """Return four to eight sizes up to `top` that are round numbers of its unit, and their texts."""
+    name, unit = unit_of(top)
+    steps = (digit * 10.0**power for power in range(-6, 6) for digit in (1, 2, 5))
+    step = next(digit for digit in steps if top / unit / digit < 8)
+    numbers = [i * step for i in range(1, int(top / unit / step) + 1)]
+    return [(round(number * unit), f"{number:g} {name}") for number in numbers]
+
+
+def streams(plan: Plan) -> list[str]:
+    names = [] if plan.times is None else list(dict.fromkeys(span.stream for span in plan.times.spans))
+    return sorted(names, key=lambda stream: stream != COMPUTATION)
+
+
+def colour_of(span: Span) -> str:
+    """Return a span's colour: its phase's, or that of collectives for which computation waits at once."""
+    return span.stream if span.stream in LANES else span.phase
+
+
 def _held(plan: Plan) -> Iterator[Box]:
-    """Yield one bar: the whole device."""
-    parts = drawing.held(plan)
-    total, x = sum(size for _, size in parts), 0.0
-    for name, size in parts:
-        kind = f"part{CATEGORIES.index(name)}" if name in CATEGORIES else name.split(",")[0]
-        width = 100 * size / total
-        yield Box(x, 0, width, 0, kind, f"{name}: {sized(size)}")
-        x += width
+    """Yield one bar: the parts of the device's memory at the peak."""
+    alive, x = plan.peak.alive, 0.0
+    parts = {name: alive[name] for name in CATEGORIES if name in alive}
+    parts["reserved, not in use"] = max(0, plan.taken_bytes - plan.peak_bytes)
+    if plan.hardware is not None:
+        parts |= {"driver": plan.hardware.context_bytes, "free": max(0, plan.free_bytes)}
+    for name, size in parts.items():
+        if size:
+            kind = f"part{CATEGORIES.index(name)}" if name in CATEGORIES else name.split(",")[0]
+            width = 100 * size / sum(parts.values())
+            yield Box(x, 0, width, 0, kind, f"{name}: {sized(size)}")
+            x += width
 
 
 def _x(at: float, plan: Plan) -> float:
-    """Return the x of a time of the step, in both drawings."""
     total = len(plan.moments) if plan.times is None else plan.times.step
     return LEFT + (WIDTH - LEFT) * at / total
 
 
 def _y(size: int, plan: Plan) -> float:
-    return TOP + HEIGHT * (1 - size / drawing.top_bytes(plan))
+    return TOP + HEIGHT * (1 - size / top_bytes(plan))
 
 
 def _memory(plan: Plan) -> Iterator[Box]:
     """Yield a bar for each moment, its categories on top of each other."""
-    for window in drawing.windows(plan):
+    for window in windows(plan):
         moment, base = window.moment, 0
         x = _x(window.begin, plan)
         width = _x(window.end, plan) - x + 0.3
@@ -125,23 +187,23 @@ def _memory(plan: Plan) -> Iterator[Box]:
             base += size
 
 
-def _phases(plan: Plan) -> Iterator[Mark]:
-    for phase, windows in itertools.groupby(drawing.windows(plan), lambda window: window.moment.phase):
+def _phases(plan: Plan) -> Iterator[tuple[float, str]]:
+    for phase, moments in itertools.groupby(windows(plan), lambda window: window.moment.phase):
         if phase in ("forward", "backward", "optimizer"):
-            yield Mark(_x(next(windows).begin, plan), phase)
+            yield _x(next(moments).begin, plan), phase
 
 
 def _lanes(plan: Plan) -> Iterator[Box]:
     if plan.times is None:
         return
-    streams, scale = drawing.streams(plan), (WIDTH - LEFT) / plan.times.step
+    lanes, scale = streams(plan), (WIDTH - LEFT) / plan.times.step
     for span in plan.times.spans:
         text = (
             f"{span.stream}: {name_of_place(span.phase, span.layer)}, {span.begin * 1e3:.2f} to"
             f" {span.end * 1e3:.2f} ms, busy {span.busy * 1e3:.2f} ms"
         )
-        x, y = LEFT + span.begin * scale, TOP + LANE * streams.index(span.stream)
-        width, kind = max((span.end - span.begin) * scale, 0.4), drawing.colour_of(span).replace(" ", "-")
+        x, y = LEFT + span.begin * scale, TOP + LANE * lanes.index(span.stream)
+        width, kind = max((span.end - span.begin) * scale, 0.4), colour_of(span).replace(" ", "-")
         yield Box(x, y, width, LANE - 8, kind, text)
 
 

@@ -6,8 +6,8 @@ import io
 from typing import Any
 
 from shardwise.errors import from_extra
-from shardwise.planner import drawing
 from shardwise.planner.events import CATEGORIES, EXPERTS, LANES, PIPELINE, TENSOR_PARALLEL, ULYSSES
+from shardwise.planner.page import categories, colour_of, levels, streams, top_bytes, windows
 from shardwise.planner.plan import GIB, Plan
 
 _SHADES = ("#2563c9", "#7ba7ea", "#0f7b5f", "#e0a526", "#8f6fc4", "#c2548b", "#6b7f99", "#b9c0c9")
@@ -25,7 +25,7 @@ def picture(made: Plan) -> bytes:
     """
     matplotlib = from_extra("plan", "matplotlib.figure", feature="a PNG of a plan")
     figure: Any = matplotlib.Figure(figsize=(12.8, 7.2), dpi=150, layout="constrained")
-    lanes = drawing.streams(made)
+    lanes = streams(made)
     rows = figure.subplots(2 if lanes else 1, 1, squeeze=False, height_ratios=[3, 1] if lanes else [1])
     figure.suptitle(_title(made), x=0.02, ha="left", fontsize=17, fontweight="bold")
     _memory(rows[0][0], made)
@@ -48,19 +48,19 @@ def _title(plan: Plan) -> str:
 
 
 def _memory(axes: Any, plan: Plan) -> None:
-    windows = drawing.windows(plan)
-    edges = [*(window.begin for window in windows), windows[-1].end]
-    base = [0.0] * len(windows)
-    for name in drawing.categories(plan):
+    moments = windows(plan)
+    edges = [*(window.begin for window in moments), moments[-1].end]
+    base = [0.0] * len(moments)
+    for name in categories(plan):
         top = [
-            low + window.moment.alive.get(name, 0) / GIB for low, window in zip(base, windows, strict=True)
+            low + window.moment.alive.get(name, 0) / GIB for low, window in zip(base, moments, strict=True)
         ]
         axes.stairs(top, edges, baseline=base, fill=True, color=COLOURS[name], label=name)
         base = top
-    for size, name in drawing.levels(plan):
+    for size, name in levels(plan):
         axes.axhline(size / GIB, color=RULE, linestyle="--", linewidth=1.2)
         axes.text(edges[-1], size / GIB, f"{name} {size / GIB:.1f} GiB ", ha="right", va="bottom", color=RULE)
-    axes.set(xlim=(edges[0], edges[-1]), ylim=(0, drawing.top_bytes(plan) / GIB), ylabel="GiB of a rank")
+    axes.set(xlim=(edges[0], edges[-1]), ylim=(0, top_bytes(plan) / GIB), ylabel="GiB of a rank")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=8, frameon=False, columnspacing=1.2)
     if plan.times is None:
@@ -70,7 +70,7 @@ def _memory(axes: Any, plan: Plan) -> None:
 def _lanes(axes: Any, plan: Plan, lanes: list[str]) -> None:
     for span in plan.step_times.spans:
         box = [(span.begin, max(span.end - span.begin, plan.step_times.step / 2000))]
-        colour = PHASES.get(drawing.colour_of(span), OTHER)
+        colour = PHASES.get(colour_of(span), OTHER)
         axes.broken_barh(box, (lanes.index(span.stream) - 0.38, 0.76), color=colour, linewidth=0)
     axes.set(xlim=(0, plan.step_times.step), ylim=(len(lanes) - 0.5, -0.5), xlabel="seconds")
     axes.set_yticks(range(len(lanes)), lanes)

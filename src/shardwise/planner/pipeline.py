@@ -84,7 +84,6 @@ def bubble(setup: Setup) -> float:
 
 
 def hidden_of(model: Model, setup: Setup, tokens: Tensor) -> Tensor:
-    """Return a stage's output for these tokens, on fake tensors."""
     assert model.stage is not None
     first = model.stage(1, True, False).to("cpu")
     with torch.no_grad():
@@ -178,7 +177,6 @@ class Pipe:
         module.set_requires_gradient_sync(is_last)
 
     def reduce(self) -> None:
-        """Reduce the gradients of all micro-batches."""
         self._end_backward(True)
         state = state_of(self.module)
         assert state is not None
@@ -280,7 +278,6 @@ def pipe_times(recordings: list[Recording], setup: Setup, device: Hardware) -> T
 
 
 def lines(stages: list[StageFigures], setup: Setup, planned: int) -> Iterator[str]:
-    """Yield lines that describe a pipeline; none without one."""
     if not stages:
         return
     yield (

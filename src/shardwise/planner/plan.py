@@ -17,11 +17,9 @@ from torch import nn
 from shardwise._compat import FakeTensorMode
 from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.fsdp import FSDPModule
-from shardwise.planner import measure, regular
-from shardwise.planner.collector import collector_paused
+from shardwise.planner import measure
 from shardwise.planner.devices import Hardware, check_narrow, check_rate, hardware_of
 from shardwise.planner.events import CATEGORIES, Recording, name_of_place
-from shardwise.planner.late import delay_frees
 from shardwise.planner.measure import GroupSent, Moment, Sent
 from shardwise.planner.memory_error import MEMORY_ERROR
 from shardwise.planner.models import Factory, Model, quiet_fakes, report_exits, resolve
@@ -29,20 +27,25 @@ from shardwise.planner.pipeline import StageFigures, figures, fill_pipeline, in_
 from shardwise.planner.pipeline import lines as pipeline_lines
 from shardwise.planner.record import record
 from shardwise.planner.setup import Setup, with_changes
-from shardwise.planner.timing import Times, host_bound, time_of
-from shardwise.planner.unroll import FEW, RECORDED, NotRegular, Pattern, unroll
+from shardwise.planner.timing import Times, delay_frees, host_bound, time_of
+from shardwise.planner.unroll import (
+    RECORDED,
+    NotRegular,
+    collector_paused,
+    numbers_of_blocks,
+    pattern_of,
+    unroll,
+)
 
 GIB = 2**30
 SURE = 0.9
 _UNITS = {"GiB": GIB, "MiB": 2**20, "KiB": 2**10}
-_ASSUMED = "{} has no formula of its operations: none are counted, and it takes the time of its bytes"
-
 _NEEDS = "A plan needs shapes that follow from shapes, and a registered fake kernel for each operator"
+_NO_FORMULA = "has no formula of its operations: none are counted, and it takes the time of its bytes"
 _UNEVEN = (
     "This rank holds {:.2f} times an even share of the parameters, and others less: rows of dim 0 are not"
     " cut, and some parameters have too few for the ranks that shard them"
 )
-_MUCH = 1.2  # times an even share
 
 
 class NotRun(ShardingError):  # noqa: N818
@@ -233,8 +236,8 @@ def plan_of(
         assumed=[
             *model.assumed,
             *recording.assumed,
-            *([_UNEVEN.format(share)] if setup.layout == "interleaved" and share > _MUCH else ()),
-            *(_ASSUMED.format(name) for name in measure.unknown_operators(recording)),
+            *([_UNEVEN.format(share)] if setup.layout == "interleaved" and share > 1.2 else ()),
+            *(f"{name} {_NO_FORMULA}" for name in measure.unknown_operators(recording)),
         ],
         whole=whole,
         whole_logits=recording.whole_logits,
@@ -287,7 +290,7 @@ def _record_blocks(model: Model, setup: Setup, *, parent: Model | None = None) -
     if setup.checkpointing == "alternate":
         return run(model.layers), "every second one is checkpointed"
     try:
-        pattern = regular.check(parent or model, setup)
+        pattern = pattern_of(parent or model, setup)
     except NotRegular as error:
         return run(model.layers), str(error)
     reason = f"kinds of blocks alternate with a period of {pattern.period}" if pattern.period > 1 else ""
@@ -312,19 +315,6 @@ def _can_run(model: Model, setup: Setup) -> bool:
     except ShardwiseError:
         return False
     return True
-
-
-def numbers_of_blocks(setup: Setup, pattern: Pattern, layers: int) -> list[int]:
-    """Return the numbers of `layers` blocks to run, in order of trial; none if all cost less."""
-    reshard = setup.reshard_after_forward
-    reaches_far = setup.layout == "contiguous" and reshard is not False
-    reaches_far |= reshard is not None and not isinstance(reshard, bool)
-    numbers = (RECORDED,) if reaches_far else (FEW, RECORDED)
-    leading, period = pattern
-    least = leading + FEW if leading else 0  # so that the block before the middle one does the same
-    counts = [max(number, least) + period - 1 for number in numbers]
-    counts = [number + (layers - number) % period for number in counts]  # so that they end like all blocks
-    return list(dict.fromkeys(count for count in counts if period == 1 or 2 * count + period < layers))
 
 
 @contextmanager
@@ -402,7 +392,6 @@ def _failing_module(error: Exception) -> str:
 
 
 def sized(nbytes: int) -> str:
-    """Format bytes in the unit that fits them."""
     name, unit = unit_of(nbytes)
     return f"{nbytes / unit:.2f} {name}"
 

@@ -20,7 +20,7 @@ import gc
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -36,43 +36,21 @@ from shardwise._compat import FastFakeTensorMode
 from shardwise.errors import ShardingError
 from shardwise.optim import clip_grad_norm_
 from shardwise.optim.adamw8bit import code_book, has_8_bits
-from shardwise.planner import models
-from shardwise.planner.collector import collector_paused
-from shardwise.planner.compiled import compile_segments
-from shardwise.planner.events import (
-    ACTIVATIONS,
-    EXPERTS,
-    GRADIENTS,
-    PARAMETERS,
-    PIPELINE,
-    TENSOR_PARALLEL,
-    ULYSSES,
-    Recording,
-)
-from shardwise.planner.experts import route_evenly
-from shardwise.planner.kernels import kernels
+from shardwise.planner import events, models
+from shardwise.planner.compiled import compile_segments, partition, partition_function
+from shardwise.planner.events import Recording
+from shardwise.planner.kernels import kernels, route_evenly
 from shardwise.planner.models import Model, chunked, no_packed_sequences
 from shardwise.planner.noop_group import make_smaller_shards, mesh_of, noop_world
-from shardwise.planner.partition import partition, partition_function
 from shardwise.planner.pipeline import Pipe, hidden_of, order
 from shardwise.planner.recorder import Recorder
 from shardwise.planner.setup import Setup
 from shardwise.planner.sharding import build_module, optimizers_of, shard, shard_experts, split
 from shardwise.planner.tensor import cuts, parallelize
+from shardwise.planner.unroll import collector_paused
 from shardwise.planner.watch import watching
 
 STEPS = 2
-
-
-@dataclass(frozen=True)
-class Library:
-    """How a model is sharded, and how a recorder learns meanwhile what runs, on which stream."""
-
-    shard: Callable[[nn.Module, Model, Setup, DeviceMesh], None]
-    watching: Callable[[Recorder, bool], AbstractContextManager[None]]  # with streams, or without
-
-
-SHARDWISE = Library(shard, watching)
 
 
 class _Logits(TorchFunctionMode):
@@ -93,8 +71,10 @@ def holding(variable: str) -> AbstractContextManager[Any]:
     return _Logits() if variable == "logits" else nullcontext()
 
 
-def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDWISE) -> Recording:
-    """Train `model` with `layers` blocks for two steps, sharded by `library`.
+def record(
+    model: Model, setup: Setup, *, layers: int, shard: Any = shard, watching: Any = watching
+) -> Recording:
+    """Train `model` with `layers` blocks for two steps, sharded and watched as by these functions.
 
     Raises:
         ShardingError: the model, the mesh or the setup does not fit together.
@@ -108,11 +88,11 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         lines = _lines(setup)
         expert_mesh = data
         if setup.experts > 1:  # beside the ranks that hold the same ones
-            axes = setup.axes | {"shard": setup.axes["shard"] // setup.experts, EXPERTS: setup.experts}
+            axes = setup.axes | {"shard": setup.axes["shard"] // setup.experts, events.EXPERTS: setup.experts}
             mesh = mesh_of(torch.arange(setup.ranks), axes)
-            expert_mesh, lines[EXPERTS] = mesh[tuple(setup.axes)], mesh[EXPERTS]
+            expert_mesh, lines[events.EXPERTS] = mesh[tuple(setup.axes)], mesh[events.EXPERTS]
         if tensor is not None:
-            lines[TENSOR_PARALLEL] = tensor
+            lines[events.TENSOR_PARALLEL] = tensor
         lanes = {str(mesh.get_group().group_name): lane for lane, mesh in lines.items()}
         stack.enter_context(collector_paused())
         stack.enter_context(FastFakeTensorMode(allow_non_fake_inputs=True))
@@ -134,24 +114,24 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
                     f"{model.name} does not say how its sequences are cut: give a shardwise.planner.Model"
                     " with cut_sequences, or plan with ulysses=1"
                 )
-            model = replace(model, loss=model.cut_sequences(module, lines[ULYSSES]))
+            model = replace(model, loss=model.cut_sequences(module, lines[events.ULYSSES]))
         experts: list[nn.Module] = []
         if setup.experts > 1:
             hf: Any = importlib.import_module("shardwise.hf")
-            experts = hf.cut_experts(module, lines[EXPERTS])
+            experts = hf.cut_experts(module, lines[events.EXPERTS])
             stack.enter_context(route_evenly(setup.expert_load))
         expert_params = {id(p) for expert in experts for p in expert.parameters()}
         dense = ([p for p in block.parameters() if id(p) not in expert_params] for block in blocks)
         gathered = tuple(sum(_compat.local_of(p).numel() for p in params) for params in dense)
         for expert in experts:
             shard_experts(expert, setup, expert_mesh)
-        library.shard(module, model, setup, data)
+        shard(module, model, setup, data)
         rows = setup.micro_batch * model.at.micro_batches
         tokens = torch.zeros(rows, setup.length, dtype=torch.int64)
         pipe: Pipe | None = None
         if setup.pipeline > 1:
             hidden = hidden_of(model, setup, tokens[: setup.micro_batch])
-            pipe = Pipe(model, module, hidden, lines[PIPELINE].get_group())
+            pipe = Pipe(model, module, hidden, lines[events.PIPELINE].get_group())
         optimizers = optimizers_of(module, model, setup)
         code_books: list[Tensor] = []
         if setup.optimizer == "AdamW 8 bits" and any(map(has_8_bits, module.parameters())):
@@ -168,7 +148,7 @@ def record(model: Model, setup: Setup, *, layers: int, library: Library = SHARDW
         if setup.compile_loss:
             compiled_loss = partition_function(models.whole_loss, recorder)
             stack.enter_context(mock.patch.object(models, "whole_loss", compiled_loss))
-        stack.enter_context(library.watching(recorder, setup.device == "cuda"))
+        stack.enter_context(watching(recorder, setup.device == "cuda"))
         stack.enter_context(recorder)
         _start(recorder, module, blocks, tokens, pipe)
         recorder.share(code_books)
@@ -222,8 +202,8 @@ def _assumptions(
 
 def _lines(setup: Setup) -> dict[str, DeviceMesh]:
     """Return rank 0's meshes of its pipeline and of the ranks that share its sequences."""
-    sizes = {PIPELINE: setup.pipeline, ULYSSES: setup.ulysses}
-    strides = {PIPELINE: setup.ranks // setup.pipeline, ULYSSES: setup.experts}
+    sizes = {events.PIPELINE: setup.pipeline, events.ULYSSES: setup.ulysses}
+    strides = {events.PIPELINE: setup.ranks // setup.pipeline, events.ULYSSES: setup.experts}
     cut = [(lane, size) for lane, size in sizes.items() if size > 1]
     return {lane: mesh_of(strides[lane] * torch.arange(size), {lane: size}) for lane, size in cut}
 
@@ -242,13 +222,13 @@ def _start(
         recorder.by_layer(layer)
         recorder.owner = layer
         recorder.see([_compat.local_of(tensor) for tensor in block_tensors])
-        recorder.categorize(block_tensors, PARAMETERS)
+        recorder.categorize(block_tensors, events.PARAMETERS)
     if pipe is not None:
         recorder.by_layer(None)
         recorder.owner = None
         recorder.see(pipe.received + pipe.gradients)
         for tensors in pipe.received + pipe.gradients:
-            recorder.categorize(tensors, ACTIVATIONS)
+            recorder.categorize(tensors, events.ACTIVATIONS)
 
 
 def _step(
@@ -282,13 +262,13 @@ def _step(
         else:
             loss.backward()
             del loss, variables
-        recorder.categorize([p.grad for p in module.parameters()], GRADIENTS)
+        recorder.categorize([p.grad for p in module.parameters()], events.GRADIENTS)
     if pipe is not None:
         recorder.go(phase="end of backward", layer=None, after=False)
         pipe.reduce()
         recorder.by_layer(None)
         pipe.average()
-        recorder.categorize([p.grad for p in module.parameters()], GRADIENTS)
+        recorder.categorize([p.grad for p in module.parameters()], events.GRADIENTS)
     recorder.go(micro=0, phase="optimizer", layer=None, after=False)
     if setup.clip_norm:
         clip_grad_norm_(module.parameters(), 1.0)

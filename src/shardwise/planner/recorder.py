@@ -22,36 +22,16 @@ from shardwise._compat import FakeTensor, resolve_process_group
 from shardwise.comm.count import Collective, collectives, tensors_in
 from shardwise.comm.kinds import NAMESPACES, WAIT
 from shardwise.errors import ShardingError
-from shardwise.planner.compiled import Touch, Touches
-from shardwise.planner.cost import cost_of, dtype_name
-from shardwise.planner.events import (
-    ACTIVATIONS,
-    COMPUTATION,
-    GATHERED,
-    LOGITS,
-    OPTIMIZER,
-    PARAMETERS,
-    STAGING,
-    TEMPORARY,
-    Allocate,
-    Compute,
-    Event,
-    Free,
-    Mark,
-    Memory,
-    Place,
-    Record,
-    Segment,
-    Send,
-    Wait,
-)
-from shardwise.planner.positions import Count, check_lookup, count_of
+from shardwise.planner import events
+from shardwise.planner.cost import Count, check_lookup, cost_of, count_of, dtype_name
+from shardwise.planner.events import Allocate, Compute, Free, Mark, Memory, Place, Record, Segment, Send, Wait
 from shardwise.planner.storages import Life, Storages
 
 _NOBODY = object()
+_UNKNOWN = (events.TEMPORARY, events.ACTIVATIONS)  # categories that what is made later may tell apart
 # Operators of a model for a micro-batch: some 10 s of recording; 66 blocks of a mixture have fewer than half.
 MOST = 100_000
-_DEVICE, _COPY = torch.ops.prim.device.default, torch.ops.aten.copy_.default
+DEVICE, _COPY = torch.ops.prim.device.default, torch.ops.aten.copy_.default
 
 
 def refuse_loop(counts: Counter[tuple[str, str, int | None]]) -> NoReturn:
@@ -66,8 +46,6 @@ def refuse_loop(counts: Counter[tuple[str, str, int | None]]) -> NoReturn:
 
 
 class Recorder(Storages):
-    """Records events while it is entered."""
-
     def __init__(
         self, blocks: list[nn.Module], lanes: dict[str, str], *, touches: bool, record_streams: bool
     ) -> None:
@@ -77,7 +55,7 @@ class Recorder(Storages):
         self.lanes = lanes  # by name of groups for whose collectives computation waits at once
         self._strides: dict[str, int] = {}  # of groups, by name
         self.looks_away = False  # while only shapes are computed
-        self.touches: Touches | None = {} if touches else None  # what a compiler would see
+        self.touches: events.Touches | None = {} if touches else None  # what a compiler would see
         self.in_library = 0  # running calls of the library
         self.in_graphs = False  # a compiler's
         self.operators = Counter[tuple[int, int]]()  # of the model's own, by step and micro-batch
@@ -86,7 +64,7 @@ class Recorder(Storages):
         self.layer_of = {id(block): i for i, block in enumerate(blocks)}
         self.last = len(blocks) - 1
         self.group: int | str = ""  # the group for which something is sent
-        self.streams = [COMPUTATION]  # the current one is the last
+        self.streams = [events.COMPUTATION]  # the current one is the last
         self._memory: dict[int, Memory] = {}  # by life
         self._layers: dict[int, int | None] = {}  # of memory, by life
         self._staged: list[Memory] = []
@@ -95,13 +73,11 @@ class Recorder(Storages):
         self._memory_of_life: dict[int, list[Memory]] = {}  # all memory of a life
         self._in_block = False
         self._defers_allocations = False  # whether allocations belong to the next operator's block
-        self._deferred: list[tuple[int, Event]] = []
+        self._deferred: list[tuple[int, events.Event]] = []
         self._frees: list[tuple[int | None, Free]] = []
         self.owner: Any = _NOBODY  # of what an operator around forward and backward makes
         self._recomputed: list[Memory] | None = None
         self._forward: list[Memory] = []
-
-    # Where
 
     @property
     def place(self) -> Place:
@@ -114,7 +90,7 @@ class Recorder(Storages):
         if place != self.place:
             self.segments.append(Segment(place))
 
-    def write(self, event: Event) -> None:
+    def write(self, event: events.Event) -> None:
         if self._frees:
             self._write_frees()
         if isinstance(event, Wait) and self._outside_blocks:
@@ -160,8 +136,6 @@ class Recorder(Storages):
         if len(frees) == 1 and self.place.layer == self.last and frees[0][0] not in (None, self.last):
             self.go(layer=None, after=True)  # memory used by an operator on all blocks
         self.segments[-1].events += [event for _, event in frees]
-
-    # What
 
     def _note_size(self, life: Life, size: int) -> None:
         previous = life.sizes[-1] if life.sizes else None
@@ -210,7 +184,6 @@ class Recorder(Storages):
                 memory.category = category
 
     def record_collective(self, call: Collective, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-        """Record a collective of these tensors."""
         self.see(tensors)
         self._touch(self._send(call, group)[0], tensors, tensors)
         self._staged += [memory for tensor in tensors if (memory := self.memory_of(tensor)) is not None]
@@ -238,9 +211,9 @@ class Recorder(Storages):
         return event, after
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and type(args[0]) is FakeTensor:
+        if func is DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # read twice per operator: avoids another dispatch
-        if self.looks_away or func is _DEVICE:
+        if self.looks_away or func is DEVICE:
             return func(*args, **(kwargs or {}))
         mark = None
         namespace, _, name = func.name().partition("::")
@@ -287,9 +260,7 @@ class Recorder(Storages):
     def _count_of(self, tensor: Tensor) -> Count | None:
         return self._counts.get(id(self.life(tensor))) if self._counts else None
 
-    def _compute(
-        self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[Tensor]
-    ) -> Compute | None:
+    def _compute(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: Any) -> Compute | None:
         cost = cost_of(func, args, kwargs, result, tensors)
         if cost is None:
             return None
@@ -297,7 +268,7 @@ class Recorder(Storages):
         self.write(event)
         return event
 
-    def _touch(self, event: Event, inputs: Any, outputs: Any) -> None:
+    def _touch(self, event: events.Event, inputs: Any, outputs: Any) -> None:
         if self.touches is None:
             return
         reads, writes = (
@@ -309,8 +280,8 @@ class Recorder(Storages):
             for value in (inputs, outputs)
         )
         inside = self.in_graphs or not (self.in_library or self._outside_blocks or self.place.layer is None)
-        in_block = bool(inside) and isinstance(event, Compute) and event.stream == COMPUTATION
-        self.touches[id(event)] = Touch(reads, writes, in_block)
+        in_block = bool(inside) and isinstance(event, Compute) and event.stream == events.COMPUTATION
+        self.touches[id(event)] = events.Touch(reads, writes, in_block)
 
     def _record_by_layer(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record an operator on many blocks' tensors at once as one event for each block."""
@@ -361,11 +332,9 @@ class Recorder(Storages):
         """Share tensors that belong to no block, such as an optimizer's tables for all blocks."""
         self.by_layer(None)
         self.see(tensors)
-        self.categorize(tensors, OPTIMIZER)
+        self.categorize(tensors, events.OPTIMIZER)
         for tensor in tensors:
             self._layers.pop(id(self.life(tensor)), None)
-
-    # Categories
 
     def _follow_recomputation(self) -> None:
         """Find recomputation: operators in backward that autograd records; their results are kept."""
@@ -379,8 +348,8 @@ class Recorder(Storages):
     def _keep(self, memories: list[Memory]) -> None:
         alive = {id(memory) for memory in self._memory.values()}
         for memory in memories:
-            if id(memory) in alive and memory.category == TEMPORARY:
-                memory.category = ACTIVATIONS
+            if id(memory) in alive and memory.category == events.TEMPORARY:
+                memory.category = events.ACTIVATIONS
 
     def end_forward(self) -> None:
         self._keep(self._forward)
@@ -390,22 +359,22 @@ class Recorder(Storages):
         """Return the recorded segments, with final categories."""
         self.by_layer(None)
         for memory in itertools.chain.from_iterable(self._memory_of_life.get(key, ()) for key in self._freed):
-            memory.category = GATHERED
+            memory.category = events.GATHERED
         lasting = {id(memory) for memory in self._memory.values()}
         for memory in self._staged:
-            if memory.category in (TEMPORARY, ACTIVATIONS) and id(memory) not in lasting:
-                memory.category = STAGING
+            if memory.category in _UNKNOWN and id(memory) not in lasting:
+                memory.category = events.STAGING
         for segment in self.segments:
             place = segment.place
             for event in segment.events:
-                if not isinstance(event, Allocate) or event.memory.category not in (TEMPORARY, ACTIVATIONS):
+                if not isinstance(event, Allocate) or event.memory.category not in _UNKNOWN:
                     continue
                 if place.phase == "optimizer" and id(event.memory) in lasting:
-                    event.memory.category = OPTIMIZER
+                    event.memory.category = events.OPTIMIZER
                 elif place.phase == "forward" and id(event.memory) in lasting:
-                    event.memory.category = PARAMETERS  # gathered once and for all
+                    event.memory.category = events.PARAMETERS  # gathered once and for all
                 elif place.after and place.phase in ("forward", "backward"):
-                    event.memory.category = LOGITS
+                    event.memory.category = events.LOGITS
         _order_frees(self.segments)
         segments, self.segments = self.segments, self.segments[-1:]
         return segments
@@ -415,11 +384,11 @@ def _order_frees(segments: list[Segment]) -> None:
     """Sort memory that is freed at the same time in order of allocation."""
     numbers: dict[int, int] = {}
     for segment in segments:
-        ordered: list[Event] = []
+        ordered: list[events.Event] = []
         for frees, run in itertools.groupby(segment.events, lambda event: isinstance(event, Free)):
-            events = list(run)
+            members = list(run)
             numbers |= {
-                id(e.memory): len(numbers) + i for i, e in enumerate(events) if isinstance(e, Allocate)
+                id(e.memory): len(numbers) + i for i, e in enumerate(members) if isinstance(e, Allocate)
             }
-            ordered += sorted(events, key=lambda event: numbers[id(event[0])]) if frees else events
+            ordered += sorted(members, key=lambda event: numbers[id(event[0])]) if frees else members
         segment.events = ordered

@@ -2,7 +2,8 @@
 
 The packages are mamba-ssm 2.3.2, causal-conv1d 1.7.0 and flash-linear-attention 0.6.0. Each kernel is one
 operator that reads and writes whole tensors, saves what its package saves for backward, and allocates what
-the package allocates temporarily. Operations count like those of attention, in chunks of tokens.
+the package allocates temporarily. Operations count like those of attention, in chunks of tokens. What
+transformers' function is given has its parameters' names.
 """
 
 from __future__ import annotations
@@ -111,12 +112,10 @@ def _rows(*tensors: Tensor | None) -> Iterator[Any]:
         yield tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _convolution(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **_: Any
-) -> Any:
+def _convolution(given: Any) -> Any:
     """Stand for causal-conv1d's: `hidden_states` are (batch, channels, tokens), in any order."""
-    work = _Work(_like(hidden_states), [hidden_states, weight, bias])
-    return _apply(work, hidden_states, weight, bias)
+    inputs = [given.hidden_states, given.weight, given.bias]
+    return _apply(_Work(_like(given.hidden_states), inputs), *inputs)
 
 
 def _states(shape: Sequence[int], width: int) -> _New:
@@ -124,66 +123,41 @@ def _states(shape: Sequence[int], width: int) -> _New:
     return _new((batch, channels, math.ceil(tokens / _SCAN_CHUNK), 2 * width), _FLOAT)
 
 
-def _selective_scan(
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    return_last_state: bool = False,
-    **_: Any,
-) -> Any:
+def _selective_scan(given: Any) -> Any:
     """Stand for mamba-ssm's of Mamba: (batch, channels, tokens), `A` (channels, width)."""
-    u, dt, B, C, z = _rows(hidden_states, dt, B, C, z)
-    saved: list[Any] = [u, dt, A, B, C, D, z, delta_bias, _states(u.shape, A.shape[1])]
-    saved += [] if z is None else [_like(u)]  # before the gate
-    work = _Work(_like(u), saved, backward=[_like(B, _FLOAT), _like(C, _FLOAT)])
-    result = _apply(work, u, dt, A, B, C, D, z, delta_bias)
-    return (result, u.new_empty(*u.shape[:2], A.shape[1], dtype=_FLOAT)) if return_last_state else result
+    u, dt, B, C, z = _rows(given.hidden_states, given.dt, given.B, given.C, given.z)
+    inputs, width = [u, dt, given.A, B, C, given.D, z, given.delta_bias], given.A.shape[1]
+    gated = [] if z is None else [_like(u)]  # before the gate
+    saved = [*inputs, _states(u.shape, width), *gated]
+    result = _apply(_Work(_like(u), saved, backward=[_like(B, _FLOAT), _like(C, _FLOAT)]), *inputs)
+    return (result, u.new_empty(*u.shape[:2], width, dtype=_FLOAT)) if given.return_last_state else result
 
 
-def _mamba(
-    xz: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
-    x_proj_weight: Tensor,
-    delta_proj_weight: Tensor,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    A: Tensor,
-    B: Tensor | None = None,
-    C: Tensor | None = None,
-    D: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    **_: Any,
-) -> Any:
+def _mamba(given: Any) -> Any:
     """Stand for mamba-ssm's block of Mamba: convolution, scan and the projections around it.
 
     Backward computes the convolution and the steps' sizes again.
     """
-    (xz,) = _rows(xz)
+    (xz,) = _rows(given.xz)
     batch, channels, tokens = xz.shape[0], xz.shape[1] // 2, xz.shape[2]
-    rank, width, dtype = delta_proj_weight.shape[1], A.shape[1], xz.dtype
-    tokens_spec = _new((batch, channels, tokens), dtype)
-    projected = _new((batch * tokens, x_proj_weight.shape[0]), dtype)
-    state_specs = [_new((batch, 1, width, tokens), dtype) for tensor in (B, C) if tensor is None]
+    rank, width, dtype = given.delta_proj_weight.shape[1], given.A.shape[1], xz.dtype
+    (out, _), columns = given.out_proj_weight.shape, given.x_proj_weight.shape[0]
+    tokens_spec, projected = _new((batch, channels, tokens), dtype), _new((batch * tokens, columns), dtype)
+    state_specs = [_new((batch, 1, width, tokens), dtype) for x in (given.B, given.C) if x is None]
+    weights = [xz, given.conv1d_weight, given.conv1d_bias, given.x_proj_weight, given.delta_proj_weight]
+    weights.append(given.out_proj_weight)
+    scanned = [given.A, given.B, given.C, given.D, given.delta_bias]
     states = _states((batch, channels, tokens), width)
-    inputs = [xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight]
-    others = [out_proj_bias, A, B, C, D, delta_bias]
-    linear = x_proj_weight.shape[0] + rank + out_proj_weight.shape[0]
     work = _Work(
-        _new((batch, tokens, out_proj_weight.shape[0]), dtype),
-        [*inputs, A, B, C, D, delta_bias, projected, *state_specs, tokens_spec, states],
+        _new((batch, tokens, out), dtype),
+        [*weights, *scanned, projected, *state_specs, tokens_spec, states],
         # The convolution's result, the steps' sizes, the gated result.
         forward=[tokens_spec] * 3,
         # Those again, and the gradient of each.
         backward=[*[tokens_spec] * 6, projected],
-        projections=2 * batch * tokens * channels * linear,
+        projections=2 * batch * tokens * channels * (columns + rank + out),
     )
-    return _apply(work, *inputs, *others)
+    return _apply(work, *weights, given.out_proj_bias, *scanned)
 
 
 def _chunks(shape: Sequence[int], groups: int, width: int, chunk: int) -> tuple[list[_New], int]:
@@ -197,61 +171,35 @@ def _chunks(shape: Sequence[int], groups: int, width: int, chunk: int) -> tuple[
     return [steps, steps, states, products], flops
 
 
-def _chunk_scan(
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    return_final_states: bool = False,
-    **_: Any,
-) -> Any:
+def _chunk_scan(given: Any) -> Any:
     """Stand for mamba-ssm's of Mamba 2: (batch, tokens, heads, width of one), `B` and `C` by groups."""
-    x, dt, B, C = _rows(hidden_states, dt, B, C)
-    batch, _tokens, heads, head = x.shape
-    temporary, flops = _chunks(x.shape, B.shape[2], B.shape[3], chunk_size)
+    x, dt, B, C = _rows(given.hidden_states, given.dt, given.B, given.C)
+    temporary, flops = _chunks(x.shape, B.shape[2], B.shape[3], given.chunk_size)
     steps, _sizes, states, _products = temporary
-    result = _like(x)
-    saved = [result, x, dt, steps, A, B, C, D, dt_bias]
+    result, others = _like(x), [given.A, B, C, given.D, given.dt_bias]
+    saved = [result, x, dt, steps, *others]
     work = _Work(result, saved, temporary[1:], [*temporary, states, states], flops)
-    result_tensor = _apply(work, x, dt, A, B, C, D, dt_bias)
-    last = (batch, heads, head, B.shape[-1])
-    return (result_tensor, x.new_empty(last, dtype=_FLOAT)) if return_final_states else result_tensor
+    result_tensor = _apply(work, x, dt, *others)
+    last = (x.shape[0], *x.shape[2:], B.shape[-1])
+    return (result_tensor, x.new_empty(last, dtype=_FLOAT)) if given.return_final_states else result_tensor
 
 
-def _mamba2(
-    zxbcdt: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
-    dt_bias: Tensor,
-    A: Tensor,
-    D: Tensor,
-    chunk_size: int,
-    rmsnorm_weight: Tensor | None = None,
-    outproj_weight: Tensor | None = None,
-    outproj_bias: Tensor | None = None,
-    headdim: int | None = None,
-    ngroups: int = 1,
-    **_: Any,
-) -> Any:
+def _mamba2(given: Any) -> Any:
     """Stand for mamba-ssm's block of Mamba 2: convolution, scan, norm, gate and the projection after it.
 
     Backward computes the convolution and the normed result again.
     """
-    (zxbcdt,) = _rows(zxbcdt)
-    batch, tokens, _all = zxbcdt.shape
-    heads, dtype = A.shape[0], zxbcdt.dtype
-    head = headdim or D.shape[-1]
-    convolved, inner = conv1d_weight.shape[0], heads * head
-    width = (convolved - inner) // (2 * ngroups)
-    temporary, flops = _chunks((batch, tokens, heads, head), ngroups, width, chunk_size)
-    out = inner if outproj_weight is None else outproj_weight.shape[0]
-    norms = [] if rmsnorm_weight is None else [_new((ngroups * batch * tokens,), _FLOAT)]
+    (zxbcdt,) = _rows(given.zxbcdt)
+    (batch, tokens, _all), heads, dtype = zxbcdt.shape, given.A.shape[0], zxbcdt.dtype
+    head, groups, projection = given.headdim or given.D.shape[-1], given.ngroups, given.outproj_weight
+    convolved, inner = given.conv1d_weight.shape[0], heads * head
+    width = (convolved - inner) // (2 * groups)
+    temporary, flops = _chunks((batch, tokens, heads, head), groups, width, given.chunk_size)
+    out = inner if projection is None else projection.shape[0]
+    norms = [] if given.rmsnorm_weight is None else [_new((groups * batch * tokens,), _FLOAT)]
     inner_spec, convolved_spec = (_new((batch, tokens, size), dtype) for size in (inner, convolved))
-    inputs = [zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, rmsnorm_weight, outproj_weight, outproj_bias]
+    inputs = [zxbcdt, given.conv1d_weight, given.conv1d_bias, given.dt_bias, given.A, given.D]
+    inputs += [given.rmsnorm_weight, projection, given.outproj_bias]
     work = _Work(
         _new((batch, tokens, out), dtype),
         [*inputs, inner_spec, *norms],
@@ -260,30 +208,22 @@ def _mamba2(
         # normed result and of the scan's, and the normed result again.
         backward=[*temporary, temporary[2], temporary[2], convolved_spec, convolved_spec, *[inner_spec] * 3],
         flops=flops,
-        projections=0 if outproj_weight is None else 2 * batch * tokens * inner * out,
+        projections=0 if projection is None else 2 * batch * tokens * inner * out,
     )
     return _apply(work, *inputs)
 
 
-def _delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **_: Any,
-) -> tuple[Tensor, Tensor | None]:
+def _delta_rule(given: Any) -> tuple[Tensor, Tensor | None]:
     """Stand for flash-linear-attention's gated delta rule, and Kimi's, whose `g` has a width too.
 
     Queries, keys and values are (batch, tokens, heads, width).
     """
-    query, key, value, g, beta = (tensor.contiguous() for tensor in (query, key, value, g, beta))
+    tensors = (given.query, given.key, given.value, given.g, given.beta)
+    query, key, value, g, beta = (tensor.contiguous() for tensor in tensors)
     batch, tokens, heads, out = value.shape
     width, dtype, chunk = key.shape[-1], key.dtype, _DELTA_CHUNK
     inputs: list[Any] = [query, key]
-    if use_qk_l2norm_in_kernel:
+    if given.use_qk_l2norm_in_kernel:
         inputs = [*map(_like, inputs), *(_new(tensor.shape[:-1], _FLOAT) for tensor in inputs)]
     by_channel = g.ndim == key.ndim
     products = [_new((batch, tokens, heads, chunk), dtype)] * (2 if by_channel else 1)
@@ -299,11 +239,11 @@ def _delta_rule(
         flops=2 * batch * tokens * heads * (chunk * (3 * width + 2 * out) + 3 * width * out),
     )
     result = _apply(work, query, key, value, g, beta)
-    last = value.new_empty(batch, heads, width, out, dtype=_FLOAT) if output_final_state else None
+    last = value.new_empty(batch, heads, width, out, dtype=_FLOAT) if given.output_final_state else None
     return result, last
 
 
-FUNCTIONS: dict[str, tuple[str, Callable[..., Any]]] = {  # of transformers: their kernels' names, and they
+FUNCTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {  # of transformers: their kernels' names, and they
     "causal_conv1d_fn": ("causal_conv1d_fn", _convolution),
     "mamba_selective_scan": ("selective_scan_fn", _selective_scan),
     "mamba_inner_fn": ("mamba_inner_fn", _mamba),

@@ -24,26 +24,26 @@ import torch
 from shardwise.comm.count import Collective
 from shardwise.errors import ShardingError
 from shardwise.fsdp.strategy import NAMED, AxisPlacement
-from shardwise.planner import regular, tensor
+from shardwise.planner import tensor
 from shardwise.planner.code import python
 from shardwise.planner.devices import Hardware, hardware_of
 from shardwise.planner.events import LANES, Recording
 from shardwise.planner.found import SMALLER, Figures, Point, Search, describe_tradeoff, gain, precision
 from shardwise.planner.models import Factory, Model, report_exits, resolve
-from shardwise.planner.plan import (
-    NotRun,
-    Plan,
-    explain,
-    numbers_of_blocks,
-    plan,
-    plan_of,
-    record_step,
-    suggesting,
-)
+from shardwise.planner.plan import NotRun, Plan, explain, plan, plan_of, record_step, suggesting
 from shardwise.planner.setup import Setup, check_filled, with_changes
 from shardwise.planner.shapes import undivided
 from shardwise.planner.timing import send_seconds
-from shardwise.planner.unroll import FEW, RECORDED, NotRegular, Pattern, extrapolate, unroll
+from shardwise.planner.unroll import (
+    FEW,
+    RECORDED,
+    NotRegular,
+    Pattern,
+    extrapolate,
+    numbers_of_blocks,
+    pattern_of,
+    unroll,
+)
 
 FASTER = 0.98  # a separate point has at most this fraction of another's time
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -159,9 +159,6 @@ def _cuts(setup: Setup, device: Hardware, tensor: int) -> Iterator[dict[str, Any
         yield from (dict(zip(names, (tensor, replicas, *choice), strict=True)) for choice in choices)
 
 
-# ---------------------------------------------------------------- memory and messages of each cut
-
-
 def _axes(setup: Setup) -> list[tuple[AxisPlacement, int, int]]:
     """Return the strategy's row, size and stride for each data-parallel axis, the inner first."""
     sizes = setup.axes
@@ -219,9 +216,6 @@ def _message_seconds(setup: Setup, plan: Plan, device: Hardware) -> float:
     return plan.layers / setup.pipeline * seconds
 
 
-# ---------------------------------------------------------------- plans and estimates
-
-
 _WEIGHTS = {  # by how badly a difference is estimated
     "tensor": 128,
     "layout": 64,
@@ -241,7 +235,6 @@ def _distance(setup: Setup, other: Setup) -> int:
 
 
 def _figures(plan: Plan) -> tuple[float, float]:
-    """Return the seconds per token of a device, and the bytes reserved."""
     return 1 / plan.tokens_per_s, plan.reserved_bytes
 
 
@@ -265,7 +258,7 @@ class _Survey:
         """Plan the settings that look best, until all of them are planned."""
         try:
             if self.model.layers > FEW + 1 and self.setup.pipeline == 1:
-                self.pattern = regular.check(self.model, self.setup)
+                self.pattern = pattern_of(self.model, self.setup)
         except NotRegular as error:
             self.whole = str(error)
         for setup in self.space:
@@ -378,7 +371,6 @@ class _Survey:
             self.estimates = {setup: fig for setup, fig in self.estimates.items() if setup in self.space}
 
     def _plan(self, setup: Setup, *, alone: bool = False) -> None:
-        """Plan the setup and its other micro-batches."""
         if setup.pipeline > 1:
             self._add(plan(self.model, setup, hardware=self.device))
             self.recordings += 4

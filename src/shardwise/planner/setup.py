@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import types
 import typing
@@ -12,12 +13,10 @@ from typing import Any, Literal, TypeVar
 from shardwise.errors import ShardingError
 
 DType = Literal["float32", "bfloat16", "float16"]
-Checkpointing = Literal["none", "selective", "alternate", "full"]
 Optimizer = Literal["AdamW", "AdamW fused", "AdamW flat", "AdamW 8 bits", "Muon", "SGD"]
 Strategy = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp", "hierarchical_fsdp"]  # of `fully_shard`
 MOST = 10_000_000  # limit of ranks and so on: plans make lists of ranks, of parts of a loss, of micro-batches
 T = TypeVar("T")
-_LENGTH = 2048  # tokens per sequence by default
 _AXES = ("pipeline", "replicas", "tensor", "ulysses", "experts")  # the rest is the data-parallel axis
 
 
@@ -102,7 +101,7 @@ class Setup:
     param_dtype: DType = "bfloat16"
     reduce_dtype: DType = "float32"
     ends_apart: bool = True
-    checkpointing: Checkpointing = "none"
+    checkpointing: Literal["none", "selective", "alternate", "full"] = "none"
     compile: bool = False
     compile_loss: bool = False
     float8: bool = False
@@ -156,7 +155,19 @@ class Setup:
             raise ShardingError(
                 "compile_loss needs logits that are not cut by tensor parallelism: give tensor=1"
             )
-        _check_strategy(self)
+        if self.layout != "contiguous" and self.strategy not in (None, "fsdp", "hsdp"):
+            raise ShardingError(
+                f"strategy {self.strategy!r} needs the contiguous layout: give layout='contiguous'"
+                " (--layout contiguous)"
+            )
+        several = self.replicas > 1
+        if self.strategy is not None and (self.strategy in ("hsdp", "hierarchical_fsdp")) != several:
+            needs, fix = "more than 1 replica", "replicas (--replicas), a divisor of ranks"
+            if several:
+                needs, fix = f"1 replica, got {self.replicas}", "replicas=1, or hsdp or hierarchical_fsdp"
+            raise ShardingError(f"strategy {self.strategy!r} needs {needs}: give {fix}")
+        if self.layout != "contiguous":
+            object.__setattr__(self, "strategy", None)  # the same plan, as all other settings compare
         ranks = self.ranks
         for index, name in enumerate(_AXES):
             if ranks % (size := getattr(self, name)):
@@ -166,7 +177,26 @@ class Setup:
                     f"{name}={size} does not divide {ranks} ranks{note}: choose {name} among their divisors"
                 )
             ranks //= size
-        _check_dimensions(self)
+        if (self.stages > 1) != (self.schedule == "Interleaved1F1B"):
+            raise ShardingError(
+                f"schedule={self.schedule!r} with stages={self.stages}: Interleaved1F1B needs more than one"
+                " stage on each rank, other schedules exactly one"
+            )
+        if self.pipeline == 1 and (self.schedule == "GPipe" or self.stages > 1):
+            setting = "stages > 1" if self.stages > 1 else "schedule='GPipe'"
+            raise ShardingError(f"{setting} needs a pipeline: give pipeline (--pipeline) of more than 1 rank")
+        if self.length % self.ulysses:
+            raise ShardingError(
+                f"ulysses={self.ulysses} does not divide sequence={self.length}: choose one of its divisors"
+            )
+        axes = [name for name in ("pipeline", "ulysses", "experts") if getattr(self, name) > 1]
+        if axes and self.loss == "chunked":
+            raise ShardingError(
+                f"loss='chunked' cannot be planned with {', '.join(axes)}: choose loss='whole'"
+            )
+        for first, second in itertools.product(("tensor", "pipeline"), ("ulysses", "experts")):
+            if getattr(self, first) > 1 and getattr(self, second) > 1:
+                raise ShardingError(f"{first} and {second} cannot be planned together: choose {second}=1")
 
     @property
     def narrow(self) -> str | None:
@@ -201,54 +231,12 @@ class Setup:
 
     @property
     def length(self) -> int:
-        """Tokens per sequence."""
-        return _LENGTH if self.sequence is None else self.sequence
+        return 2048 if self.sequence is None else self.sequence
 
     @property
     def tokens(self) -> int:
         """The tokens of a rank's optimizer step, which `sharing` ranks compute together."""
         return self.micro_batch * self.length * self.accumulation
-
-
-def _check_strategy(setup: Setup) -> None:
-    """Raises ShardingError for a strategy that does not fit; the interleaved layout's own become None."""
-    if setup.strategy is None:
-        return
-    if setup.layout != "contiguous" and setup.strategy not in ("fsdp", "hsdp"):
-        raise ShardingError(
-            f"strategy {setup.strategy!r} needs the contiguous layout: give layout='contiguous'"
-            " (--layout contiguous)"
-        )
-    if (setup.strategy in ("hsdp", "hierarchical_fsdp")) != (setup.replicas > 1):
-        needs, fix = "more than 1 replica", "replicas (--replicas), a divisor of ranks"
-        if setup.replicas > 1:
-            needs, fix = f"1 replica, got {setup.replicas}", "replicas=1, or hsdp or hierarchical_fsdp"
-        raise ShardingError(f"strategy {setup.strategy!r} needs {needs}: give {fix}")
-    if setup.layout != "contiguous":
-        object.__setattr__(setup, "strategy", None)  # the same plan, as all other settings compare
-
-
-def _check_dimensions(setup: Setup) -> None:
-    """Raises ShardingError for settings that cannot be planned with pipelines, sequences or experts."""
-    if (setup.stages > 1) != (setup.schedule == "Interleaved1F1B"):
-        raise ShardingError(
-            f"schedule={setup.schedule!r} with stages={setup.stages}: Interleaved1F1B needs more than one"
-            " stage on each rank, other schedules exactly one"
-        )
-    if setup.pipeline == 1 and (setup.schedule == "GPipe" or setup.stages > 1):
-        setting = "stages > 1" if setup.stages > 1 else "schedule='GPipe'"
-        raise ShardingError(f"{setting} needs a pipeline: give pipeline (--pipeline) of more than 1 rank")
-    if setup.length % setup.ulysses:
-        raise ShardingError(
-            f"ulysses={setup.ulysses} does not divide sequence={setup.length}: choose one of its divisors"
-        )
-    axes = [name for name in ("pipeline", "ulysses", "experts") if getattr(setup, name) > 1]
-    if axes and setup.loss == "chunked":
-        raise ShardingError(f"loss='chunked' cannot be planned with {', '.join(axes)}: choose loss='whole'")
-    pairs = [("tensor", "ulysses"), ("tensor", "experts"), ("pipeline", "ulysses"), ("pipeline", "experts")]
-    for first, second in pairs:
-        if getattr(setup, first) > 1 and getattr(setup, second) > 1:
-            raise ShardingError(f"{first} and {second} cannot be planned together: choose {second}=1")
 
 
 def check_filled(setup: Setup) -> None:
@@ -266,7 +254,6 @@ def check_filled(setup: Setup) -> None:
 
 
 def check_stages(name: str, layers: int, setup: Setup) -> None:
-    """Raises ShardingError for a model with fewer blocks than stages."""
     stages = setup.pipeline * setup.stages
     if layers < stages:
         raise ShardingError(

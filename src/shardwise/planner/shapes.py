@@ -165,3 +165,11 @@ def check_divided(name: str, sizes: Mapping[str, int], degree: int) -> None:
         raise ShardingError(
             f"{name}: tensor={degree} does not divide its {' and '.join(wrong[:3])}; choose one of {fit}"
         )
+
+
+def check_positions(needed: int, learned: int) -> None:
+    if needed > learned:
+        raise ShardingError(
+            f"the model looks up {needed} positions, but its table has only {learned} learned ones; plan a"
+            " shorter sequence, or a model with more positions"
+        )

@@ -93,7 +93,6 @@ def shard_experts(module: nn.Module, setup: Setup, mesh: DeviceMesh) -> None:
 
 
 def options_of(setup: Setup, mesh: DeviceMesh) -> dict[str, Any]:
-    """Return the arguments of `fully_shard`."""
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, setup.param_dtype), reduce_dtype=getattr(torch, setup.reduce_dtype)
     )

@@ -16,7 +16,7 @@ Under `FakeTensorMode` sizes are real and memory is not, so any machine can meas
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -73,12 +73,9 @@ class Storages(EagerDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def note_resize(self, storage: torch.UntypedStorage) -> None:
-        """Note that a storage was resized."""
         self._see(storage)
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(runs_its_own_ops(kind) for kind in types):
             return NotImplemented  # the subclass runs; its operators on wrapped tensors come through here
         result = func(*args, **(kwargs or {}))
@@ -87,7 +84,6 @@ class Storages(EagerDispatchMode):
         return result
 
     def record_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note that an operator has run."""
         self.see((args, kwargs, result))
 
     def see(self, value: Any) -> None:
@@ -97,7 +93,6 @@ class Storages(EagerDispatchMode):
                 self._see(tensor.untyped_storage())
 
     def life(self, tensor: Tensor) -> Life:
-        """Return the history of a live tensor's storage."""
         return self._alive[id(tensor.untyped_storage())][1]
 
     def _see(self, storage: torch.UntypedStorage) -> None:

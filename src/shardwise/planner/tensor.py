@@ -102,11 +102,10 @@ def sizes_of(module: nn.Module, name: str) -> dict[str, int]:
     words = styles_of(module, name)
     config: Any = getattr(module, "config", None) or getattr(module, "shape", None)
     sizes: dict[str, int] = {}
-    for label, names in {
-        "heads": ("num_attention_heads", "heads"),
-        "heads of keys": ("num_key_value_heads", "kv_heads"),
-    }.items():
-        for size in [size for name in names if isinstance(size := getattr(config, name, None), int)][:1]:
+    # Of transformers' configs, and of built-in shapes; an attribute that comes later counts.
+    labels = {"heads": ("heads", "num_attention_heads"), "heads of keys": ("kv_heads", "num_key_value_heads")}
+    for label, attribute in ((label, name) for label, names in labels.items() for name in names):
+        if isinstance(size := getattr(config, attribute, None), int):
             sizes[label] = size
     for path, child in module.named_modules():
         word = next((word for pattern, word in words.items() if _fits(path, pattern)), "")
@@ -135,9 +134,14 @@ def plan_of(module: nn.Module) -> dict[str, str]:
         )
     names = [name for name, _ in module.named_modules()]
     if wrong := [path for path in plan if not any(_fits(name, _of_any_block(path)) for name in names)]:
+        with_parameters = [
+            name for name, m in module.named_modules() if name and next(m.parameters(False), None) is not None
+        ]
+        known = list(dict.fromkeys(map(_of_any_block, with_parameters)))  # once for all blocks
+        known = [*known[:20], "..."] if len(known) > 20 else known
         raise ShardingError(
             f"the tensor_plan of {kind} has names that match no module: {', '.join(map(repr, wrong))};"
-            f" modules with parameters are {', '.join(_with_parameters(module))}"
+            f" modules with parameters are {', '.join(known)}"
         )
     return dict(plan)
 
@@ -145,15 +149,6 @@ def plan_of(module: nn.Module) -> dict[str, str]:
 def _of_any_block(pattern: str) -> str:
     """Return the pattern for any block instead of a given one, because only a few blocks are built."""
     return ".".join("*" if part.isdecimal() else part for part in pattern.split("."))
-
-
-def _with_parameters(module: nn.Module) -> list[str]:
-    """List names of modules with parameters, once for all blocks."""
-    names = (
-        name for name, m in module.named_modules() if name and next(m.parameters(False), None) is not None
-    )
-    patterns = list(dict.fromkeys(map(_of_any_block, names)))
-    return [*patterns[:20], "..."] if len(patterns) > 20 else patterns
 
 
 def styles_of(module: nn.Module, name: str) -> dict[str, str]:

@@ -1,5 +1,4 @@
-"""The duration of a recorded step: operators by a roofline, collectives by latency and rate, streams as
-events.
+"""The duration of a recorded step: operators by a roofline, collectives by latency and rate.
 
 The host issues one event after another, in the library's own order, and takes time for each. An operator
 begins when its stream is free and the host has issued it. It takes the time of its operations at the rate of
@@ -10,23 +9,17 @@ when the stream that made it has reached it.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shardwise.comm.count import Collective
+from shardwise.planner import events
 from shardwise.planner.devices import Hardware
-from shardwise.planner.events import (
-    COMPUTATION,
-    TENSOR_PARALLEL,
-    Compute,
-    Mark,
-    Place,
-    Record,
-    Recording,
-    Send,
-    Wait,
-)
+from shardwise.planner.events import Allocate, Compute, Free, Mark, Record, Recording, Segment, Send, Wait
 from shardwise.planner.measure import last_step
+
+QUEUED = 1024  # commands that CUDA queues ahead of the device, as often measured; not documented
 
 
 @dataclass(frozen=True)
@@ -81,7 +74,6 @@ class _Pieces:
         return max(self.first + takes, begin + takes / self.count) + adds
 
     def end_of_matmul(self, begin: float, takes: float) -> float:
-        """Return when this matmul ends."""
         self.first = begin + takes / self.count
         end, self.last = max(begin + takes, self.last + takes / self.count), 0.0
         return end
@@ -92,7 +84,7 @@ def time_of(recording: Recording, hardware: Hardware, accumulation: int, *, piec
     tensor = _Pieces(pieces, hardware)
     clocks: dict[str, float] = {}
     marks: dict[Mark, float] = {}
-    spans: dict[tuple[str, Place], Span] = {}
+    spans: dict[tuple[str, events.Place], Span] = {}
     host = computation = communication = exposed = 0.0
     for place, event, times in last_step(recording, accumulation):
         if isinstance(event, Compute | Send):
@@ -102,13 +94,13 @@ def time_of(recording: Recording, hardware: Hardware, accumulation: int, *, piec
             takes = times * seconds_of(event, hardware)
             if isinstance(event, Send):
                 communication += takes
-            elif event.stream == COMPUTATION:
+            elif event.stream == events.COMPUTATION:
                 computation += takes
             end = begin + takes
-            if event.stream == TENSOR_PARALLEL and isinstance(event, Send):
+            if event.stream == events.TENSOR_PARALLEL and isinstance(event, Send):
                 whole = place.layer is None  # only blocks are compiled
                 end = tensor.end_of_collective(event.collective, begin, takes, whole=whole)
-            elif event.stream == COMPUTATION and isinstance(event, Compute) and event.flops:
+            elif event.stream == events.COMPUTATION and isinstance(event, Compute) and event.flops:
                 end = tensor.end_of_matmul(begin, takes)
             clocks[event.stream] = end
             new = Span(event.stream, place.phase, place.layer, begin, 0, 0)
@@ -117,12 +109,12 @@ def time_of(recording: Recording, hardware: Hardware, accumulation: int, *, piec
             spans[event.stream, place] = replace(span, end=end, busy=busy, host=issuing)
         elif isinstance(event, Record):
             reached = clocks.get(event.stream, 0.0)
-            early = tensor.gathered if event.stream == TENSOR_PARALLEL else None
+            early = tensor.gathered if event.stream == events.TENSOR_PARALLEL else None
             marks[event.mark] = reached if early is None else early
         elif isinstance(event, Wait):
             until, reached = marks.get(event.mark, 0.0), max(clocks.get(event.stream, 0.0), host)
             if until > reached:
-                exposed += until - reached if event.stream == COMPUTATION else 0.0
+                exposed += until - reached if event.stream == events.COMPUTATION else 0.0
                 clocks[event.stream] = until
     step = max([host, *clocks.values()])
     return Times(step, computation, communication, exposed, host, list(spans.values()))
@@ -145,7 +137,6 @@ def host_bound(times: Times) -> Iterator[str]:
 
 
 def seconds_of(event: Compute | Send, hardware: Hardware) -> float:
-    """Return an event's time on the device, by itself."""
     if isinstance(event, Send):
         return send_seconds(event.collective, hardware, stride=event.stride)
     return compute_seconds(event, hardware)
@@ -181,3 +172,47 @@ def send_seconds(call: Collective, hardware: Hardware, *, stride: int = 1) -> fl
     hops = min(hosts - 1, 2 * math.ceil(math.log2(hosts))) if hosts > 1 else 0
     latency = (inside - 1) * hardware.host_latency_s + hops * hardware.network_latency_s
     return latency + call.wire_bytes / rate
+
+
+def delay_frees(recording: Recording, hardware: Hardware) -> Recording:
+    """Return the recording with each marked `Free` moved to the first allocation after the device passes it.
+
+    The allocator may record the memory that a collective uses on its own stream, and reuse it only when the
+    device has passed the collective. The host runs ahead of the device, so freed memory of many blocks is
+    kept at the same time, as far as the queue of commands between the two reaches: operators, collectives,
+    marks (including those of these frees) and waits.
+    """
+    host, ends = 0.0, dict[str, float]()  # the host's time; the end of the last command of each stream
+    marks = dict[Mark, float]()
+
+    def end_of(event: Compute | Send | Record | Wait | Free) -> float:
+        if isinstance(event, Free):
+            assert event.mark is not None
+            return marks[event.mark]
+        end = ends.get(event.stream, 0.0)
+        if isinstance(event, Record):
+            marks[event.mark] = end
+        elif isinstance(event, Wait):
+            end = max(end, marks.get(event.mark, 0.0))
+        else:
+            end = max(end, host) + seconds_of(event, hardware)
+        ends[event.stream] = end
+        return end
+
+    queue, waiting = deque[float](maxlen=QUEUED), deque[tuple[float, Free]]()
+    segments = [Segment(segment.place) for segment in recording.segments]
+    for segment, late in zip(recording.segments, segments, strict=True):
+        for event in segment.events:
+            if isinstance(event, Allocate):
+                while waiting and waiting[0][0] <= host:
+                    late.events.append(waiting.popleft()[1])
+            elif not isinstance(event, Free) or event.mark is not None:
+                host = max(host, queue[0]) if len(queue) == queue.maxlen else host
+                host += hardware.host_seconds if isinstance(event, Compute | Send) else 0.0
+                queue.append(end_of(event))
+                if isinstance(event, Free) and (waiting or queue[-1] > host):
+                    waiting.append((queue[-1], event))
+                    continue
+            late.events.append(event)
+    segments[-1].events += [free for _, free in waiting]
+    return replace(recording, segments=segments)

@@ -17,26 +17,29 @@ the unrolled first recording. If they differ it raises `NotRegular`: that model 
 
 from __future__ import annotations
 
+import functools
+import gc
 import itertools
+import math
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from shardwise.planner.collector import collector_paused
-from shardwise.planner.events import (
-    Allocate,
-    Compute,
-    Event,
-    Free,
-    Mark,
-    Memory,
-    Record,
-    Recording,
-    Segment,
-    Send,
-    Wait,
-    name_of_place,
-)
+import torch
+from torch import nn
+
+from shardwise._compat import FakeTensor, FastFakeTensorMode
+from shardwise.comm.count import tensors_in
+from shardwise.errors import ShardwiseError
+from shardwise.planner import events
+from shardwise.planner.events import Allocate, Compute, Free, Memory, Record, Recording, Segment, Send, Wait
+from shardwise.planner.kernels import kernels
+from shardwise.planner.models import Model, chunked, no_packed_sequences, quiet_fakes
+from shardwise.planner.recorder import DEVICE, MOST, refuse_loop
+from shardwise.planner.setup import Setup
+from shardwise.planner.sharding import build_module
 
 RECORDED = 8  # blocks: at either end, as many as prefetches and late frees reach
 FEW = 4  # blocks that suffice in most settings
@@ -55,6 +58,31 @@ class Pattern(NamedTuple):
 
     leading: int = 0
     period: int = 1
+
+
+def numbers_of_blocks(setup: Setup, pattern: Pattern, layers: int) -> list[int]:
+    """Return the numbers of `layers` blocks to run, in order of trial; none if all cost less."""
+    reshard = setup.reshard_after_forward
+    reaches_far = setup.layout == "contiguous" and reshard is not False
+    reaches_far |= reshard is not None and not isinstance(reshard, bool)
+    numbers = (RECORDED,) if reaches_far else (FEW, RECORDED)
+    leading, period = pattern
+    least = leading + FEW if leading else 0  # so that the block before the middle one does the same
+    counts = [max(number, least) + period - 1 for number in numbers]
+    counts = [number + (layers - number) % period for number in counts]  # so that they end like all blocks
+    return list(dict.fromkeys(count for count in counts if period == 1 or 2 * count + period < layers))
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Leave cyclic garbage uncollected: a collection walks a recording's hundreds of thousands of objects."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @collector_paused()
@@ -96,7 +124,7 @@ def unroll(
     for words, expected in zip(_words(unrolled), _words(large), strict=False):
         if words != expected:
             place = (words if expected == "the end" else expected)[0]
-            place_name = name_of_place(place.phase, place.layer)
+            place_name = events.name_of_place(place.phase, place.layer)
             raise NotRegular(f"with {large.layers} blocks, {place_name} does something else than with fewer")
     if variant is not None:
         kinds = [
@@ -132,7 +160,7 @@ def _follows(run: list[Segment], segment: Segment) -> bool:
     return abs(step) == 1 and (len(run) == 1 or step == last.layer - (run[-2].place.layer or 0))
 
 
-def _growth(small: Event, large: Event) -> Any:
+def _growth(small: events.Event, large: events.Event) -> Any:
     if isinstance(small, Allocate) and isinstance(large, Allocate):
         return large.memory.nbytes - small.memory.nbytes
     if isinstance(small, Compute) and isinstance(large, Compute):
@@ -143,7 +171,7 @@ def _growth(small: Event, large: Event) -> Any:
     return 0
 
 
-def _grow(event: Event, growth: Any, times: int) -> Event:
+def _grow(event: events.Event, growth: Any, times: int) -> events.Event:
     if isinstance(event, Compute):
         flops, nbytes = (number + change * times for number, change in zip(event[1:3], growth, strict=True))
         return event._replace(flops=flops, nbytes=nbytes)
@@ -231,7 +259,7 @@ class _Copier:
 
     def _copy_value(self, value: Any, offset: int | None, segment: Segment) -> Any:
         """Return the deeper model's memory or mark for `value`; anything else unchanged."""
-        if not _is_born(value):
+        if not isinstance(value, (Memory, events.Mark)):
             return value
         loop, layer, kind, nth = self.births[id(value)]
         if layer is not None:
@@ -245,31 +273,27 @@ class _Copier:
         old_layer = segment.place.layer
         offset = None if layer is None or old_layer is None else layer - old_layer
         counts = {Allocate: itertools.count(), Record: itertools.count()}
-        events: list[Event] = []
+        copied: list[events.Event] = []
         for event in segment.events:
             if isinstance(event, (Allocate, Record)):
                 old: Any = event[0]
                 kind = type(event)
-                new: Any = Mark(layer)
+                new: Any = events.Mark(layer)
                 if kind is Allocate:
                     new = Memory(old.nbytes, old.stream, old.category)
                 self.copies[number, layer, kind, next(counts[kind])] = new
-                events.append(type(event)(new, *event[1:]))
+                copied.append(type(event)(new, *event[1:]))
             elif isinstance(event, (Free, Wait)):
                 values: list[Any] = [self._copy_value(value, offset, segment) for value in event]
-                events.append(type(event)(*values))
+                copied.append(type(event)(*values))
             elif isinstance(event, Send) and isinstance(event.group, int):
                 shift = self.shift(event.group) if offset is None else offset
-                events.append(event._replace(group=event.group + shift))
+                copied.append(event._replace(group=event.group + shift))
             else:
-                events.append(event)
+                copied.append(event)
         growths = self.growths[id(segment)]
-        events = [_grow(e, g, self.times) if g else e for e, g in zip(events, growths, strict=True)]
-        return Segment(segment.place._replace(layer=layer), events)
-
-
-def _is_born(value: Any) -> bool:
-    return isinstance(value, (Memory, Mark))
+        copied = [_grow(e, g, self.times) if g else e for e, g in zip(copied, growths, strict=True)]
+        return Segment(segment.place._replace(layer=layer), copied)
 
 
 def _words(recording: Recording, *, sizes: bool = True) -> Iterator[Any]:
@@ -279,9 +303,128 @@ def _words(recording: Recording, *, sizes: bool = True) -> Iterator[Any]:
         for event in segment.events:
             if isinstance(event, (Allocate, Record)):
                 numbers[id(event[0])] = len(numbers)
-            values = (numbers[id(value)] if _is_born(value) else sizes and value for value in event)
+            values = (numbers.get(id(value), sizes and value) for value in event)
             words: list[Any] = [segment.place, type(event).__name__, *values]
             if sizes and isinstance(event, Allocate):
                 words += [event.memory.nbytes, event.memory.category, event.memory.stream]
             yield words
     yield "the end"
+
+
+def pattern_of(model: Model, setup: Setup) -> Pattern:
+    """Return how blocks repeat, by their contents, and their operators in one forward and backward.
+
+    Raises:
+        NotRegular: blocks do not repeat; names the first that differs.
+    """
+    relevant = ("micro_batch", "sequence", "param_dtype", "loss", "device", "fused_norms")
+    return _pattern(model, Setup(**{name: getattr(setup, name) for name in relevant}))
+
+
+@functools.lru_cache(maxsize=4)
+def _pattern(model: Model, setup: Setup) -> Pattern:
+    model = chunked(model) if setup.loss == "chunked" else model
+    with quiet_fakes(), collector_paused(), _Watch(allow_non_fake_inputs=True) as watch:
+        try:
+            module, _ = build_module(model, model.layers, setup.param_dtype)
+        except ShardwiseError:
+            raise
+        except Exception as error:  # of the user's model
+            raise NotRegular(f"the model cannot be made: {error}") from error
+        blocks = model.blocks(module)
+        holders = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+        patterns = [_compare("has", [list(_describe_block(block, holders)) for block in blocks])]
+        tokens = torch.zeros(setup.micro_batch, setup.length, dtype=torch.int64)
+        watch.follow(blocks)
+        try:
+            with no_packed_sequences(), kernels(setup):  # by now the model's code is imported
+                loss = model.loss(module, tokens, tokens)
+                patterns.append(_compare("does", watch.inside))
+                watch.in_backward = True
+                loss.backward()
+        except (NotRegular, ShardwiseError):
+            raise
+        except Exception as error:  # of the user's model
+            phase = "backward" if watch.in_backward else "forward"
+            raise NotRegular(f"one {phase} of the model cannot be looked at: {error}") from error
+    patterns.append(_compare("is followed by", watch.after[:-1]))
+    # In backward, what precedes the blocks in forward follows block 0.
+    patterns.append(_compare("does in backward", watch.backward, first=1))
+    firsts = list(dict.fromkeys(watch.order))
+    if firsts != sorted(firsts):
+        raise NotRegular(f"blocks run in the order {firsts}")
+    return Pattern(max(p.leading for p in patterns), math.lcm(*[p.period for p in patterns]))
+
+
+def _compare(verb: str, items: list[list[Any]], first: int = 0) -> Pattern:
+    """Return how `items` repeat, with the shortest period."""
+    for period in range(1, LONGEST + 1):
+        unlike = (i for i in range(len(items) - period, first, -1) if items[i - 1] != items[i - 1 + period])
+        leading = next(unlike, 0)
+        if leading <= LEADING and (period == 1 or leading + 2 * period <= len(items)):
+            return Pattern(leading, period)
+    index = next(i for i in range(first, len(items)) if items[i] != items[first])
+    raise NotRegular(f"block {index} {verb} something else than block {first}")
+
+
+def _describe_block(block: nn.Module, holders: Counter[int]) -> Iterator[Any]:
+    for name, module in block.named_modules():
+        flags = sorted((key, value) for key, value in vars(module).items() if isinstance(value, bool))
+        hooks = sorted((key, len(value)) for key, value in vars(module).items() if key.endswith("_hooks"))
+        yield name, type(module), flags, hooks
+    for name, p in block.named_parameters():
+        yield name, p.shape, p.dtype, p.requires_grad, holders[id(p)]
+    for name, buffer in block.named_buffers():
+        yield name, buffer.shape, buffer.dtype
+
+
+class _Watch(FastFakeTensorMode):
+    """Records operators on fake tensors with their shapes, by the block that they are in, or come after.
+
+    In backward, a block begins with the gradient of what it returned, and ends where the next one begins.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.order: list[int] = []
+        self.in_backward = False
+        self._current: list[Any] | None = None
+
+    def follow(self, blocks: list[nn.Module]) -> None:
+        self.inside, self.after, self.backward = ([list[Any]() for _ in blocks] for _ in range(3))
+        for number, block in enumerate(blocks):
+            block.register_forward_pre_hook(lambda *_, number=number: self._enter(number), prepend=True)
+            block.register_forward_hook(lambda *call, number=number: self._leave(number, call[-1]))
+
+    def _enter(self, number: int) -> None:
+        if self.in_backward:  # which recomputes it
+            return
+        self.order.append(number)
+        self._current = self.inside[number]
+        self._current.append("call")
+
+    def _leave(self, number: int, output: Any) -> None:
+        if self.in_backward:
+            return
+        self._current = self.after[number]
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: setattr(self, "_current", self.backward[number]))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # read twice per operator: avoids another dispatch
+        current, self._current = self._current, None  # without what torch computes a new result by
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._current = current
+        if current is not None:
+            tensors = [tensor for tensor in (*args, result) if isinstance(tensor, torch.Tensor)]
+            words = [(tensor.shape, tensor.dtype) for tensor in tensors]
+            current.append((func, torch.is_grad_enabled(), words))
+            # A recording has `FEW` blocks at least.
+            if len(current) > MOST // FEW and current is self.inside[self.order[-1]]:
+                names = (str(tensor[0].overloadpacket) for tensor in current if tensor != "call")
+                refuse_loop(Counter((name, "forward", self.order[-1]) for name in names))
+        return result

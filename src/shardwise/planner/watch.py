@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -34,17 +34,11 @@ def watching(recorder: Recorder, streams: bool) -> Iterator[None]:
     """
     watcher = _Watcher(recorder)
     with ExitStack() as stack:
-        for kind, name, around in (
-            (FSDPState, "pre_forward", watcher.pre_forward),
-            (FSDPState, "post_forward", watcher.post_forward),
-            (FSDPState, "pre_backward", watcher.pre_backward),
-            (FSDPState, "post_backward", operator.call),
-            (FSDPState, "reduce", watcher.reduce),
-            (FSDPState, "end_of_backward", watcher.end_of_backward),
-            (ParamGroup, "reshard", watcher.reshard),
-            (ParamGroup, "unshard", watcher.unshard),
-            (adamw8bit, "_initial_state", watcher.initial_state),
-        ):
+        forward, backward = ("pre_forward", "post_forward"), ("pre_backward", "post_backward")
+        kinds: dict[str, Any] = dict.fromkeys((*forward, *backward, "reduce", "end_of_backward"), FSDPState)
+        kinds |= {"reshard": ParamGroup, "unshard": ParamGroup, "_initial_state": adamw8bit}
+        for name, kind in kinds.items():
+            around = getattr(watcher, name, operator.call)
             method = _inside(recorder, partial(around, getattr(kind, name)))
             stack.enter_context(mock.patch.object(kind, name, method))
         stack.enter_context(hearing(recorder, streams))
@@ -63,7 +57,7 @@ def _inside(recorder: Recorder, method: Method) -> Method:
 
 
 class _Watcher:
-    """Each method but `layer` is called instead of a method of the library, which is its first argument."""
+    """Each method but `layer` is called for one of the same name of the library, its first argument."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -86,9 +80,7 @@ class _Watcher:
             self.recorder.go(layer=None, after=True)
         return result
 
-    def pre_backward(
-        self, original: Method, state: FSDPState, previous: Sequence[tuple[FSDPState, Any]], grad: Any
-    ) -> Any:
+    def pre_backward(self, original: Method, state: FSDPState, previous: Any, grad: Any) -> Any:
         for previous_state, _ in previous:  # still in its own block
             previous_state.post_backward()
         recorder, layer = self.recorder, self.layer(state)
@@ -114,7 +106,7 @@ class _Watcher:
         with self.recorder.in_block(self.layer(state)):
             return original(state, *args, **kwargs)
 
-    def initial_state(self, original: Method, param: Tensor, **options: Any) -> Any:
+    def _initial_state(self, original: Method, param: Tensor, **options: Any) -> Any:
         """Make state that counts for its parameter's block."""
         layer = self.recorder.owner_of([_compat.local_of(param)])
         self.recorder.by_layer(layer)
@@ -160,9 +152,8 @@ def seeing_random_states(storages: Storages) -> Iterator[None]:
         storages.see(made := generator.get_state())
         return made
 
-    with ExitStack() as stack:
-        for module in (torch, torch.random):
-            stack.enter_context(mock.patch.object(module, "get_rng_state", state))
+    patched = partial(mock.patch.object, attribute="get_rng_state", new=state)
+    with patched(torch), patched(torch.random):
         yield
 
 
