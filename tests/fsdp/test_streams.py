@@ -25,6 +25,7 @@ from shardwise.fsdp.schedule import Schedule
 USERS = [
     "shardwise.comm.foreach",
     "shardwise.fsdp.group",
+    "shardwise.fsdp.interleaved",
     "shardwise.fsdp.module_state",
     "shardwise.fsdp.optimizer_watch",
     "shardwise.fsdp.reduction",
@@ -47,6 +48,12 @@ class Recorder:
 class FakeStream:
     def __init__(self, name: str, recorder: Recorder) -> None:
         self.name, self.recorder = name, recorder
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FakeStream) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
     def __enter__(self) -> FakeStream:
         self.recorder.current.append(self)

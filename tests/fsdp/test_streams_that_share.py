@@ -32,6 +32,23 @@ class Siamese(Layers):
         return self.norm(self.layers[2](made[0] * made[1]))
 
 
+class RawAndMade(Siamese):
+    """A layer that is called on raw data on two streams, and on another layer's result between them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.sides
+        for side in self.sides:
+            side.wait_stream(current())
+        with first:
+            raw = self.layers[0](x)
+        made = self.layers[0](self.layers[1](x))
+        with last:
+            more = self.layers[0](x)
+        for side in self.sides:
+            current().wait_stream(side)
+        return self.norm(self.layers[2](raw + made + more))
+
+
 class TwoBranches(Layers):
     """Two layers of odd sizes, each on a stream of its own."""
 
@@ -54,6 +71,19 @@ class TwoBranches(Layers):
 
 def called_on_two_streams(**options: Any) -> list[Tensor]:
     model = sharded(Siamese().to(DEVICE), **options)
+    train(model, sgd(model))
+    return list(model.parameters())
+
+
+def called_on_three_streams(**options: Any) -> list[Tensor]:
+    model = sharded(RawAndMade().to(DEVICE), **options)
+    train(model, sgd(model))
+    return list(model.parameters())
+
+
+def called_on_two_streams_over_kept_memory(**options: Any) -> list[Tensor]:
+    model = sharded(Siamese().to(DEVICE), **options)
+    model.set_keep_unsharded_storage(True)
     train(model, sgd(model))
     return list(model.parameters())
 
@@ -118,6 +148,8 @@ def prefetched_for_another_stream(**options: Any) -> list[Tensor]:
 PROGRAMS: list[Callable[..., list[Tensor]]] = [
     called_on_two_streams,
     called_on_two_streams_while_gathered,
+    called_on_three_streams,
+    called_on_two_streams_over_kept_memory,
     called_on_two_streams_for_two_losses,
     accumulated_on_two_streams,
     accumulated_on_two_streams_and_finalized,

@@ -46,7 +46,7 @@ CALLS = {
 STREAMS = {"stream", "copy_in", "all_gather", "reduce_scatter", "all_reduce", "where"}
 KEEPS = {
     "_freed", "copy_out_pending", "offload_events", "reduce_inputs", "reduce_shards",
-    "reduced", "smaller_ready", "reducing_from", "stepped", "owner", "ready", "made_on",
+    "reduced", "smaller_ready", "reducing_from", "stepped", "owner", "ready", "ran_on",
 }  # fmt: skip
 _NAMES = re.compile(rf"\b({'|'.join(set().union(*CALLS.values()))})\(|with .*stream|{'|'.join(KEEPS)}")
 _NOTHING = ast.Tuple([], ast.Load())

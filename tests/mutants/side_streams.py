@@ -182,6 +182,7 @@ PROGRAMS: dict[str, tuple[Callable[[], list[Tensor]], int]] = {
             (streams_of_users.branches_that_prefetch_each_other, "zero1", 2),
             (streams_of_users.gathered_on_a_stream, "fsdp", 2),
             (streams_that_share.accumulated_on_two_streams, "fsdp", 2),
+            (streams_that_share.called_on_three_streams, "fsdp", 2),
             (streams_of_users.gathered_on_a_stream_for_nothing, "fsdp", 1),
             (streams_of_users.used_twice_with_steps_in_hooks, "zero1", 2),
         ]

@@ -447,8 +447,11 @@ class ParamGroup(ABC):
         if self.read_guard is not None:
             self.read_guard.close()  # before a saved tensor could find it freed
         if self.settings.keep_unsharded_storage:
-            if self.streams is not None:  # the next gather overwrites what computation may still read
+            # The next gather overwrites what computation may still read.
+            if self.streams is not None:
                 self.streams.all_gather.wait_stream(current_stream(self.device))
+            elif self.device.type not in WITHOUT_STREAMS:
+                self.ready = (stream := current_stream(self.device)), record_event(stream)
             self.holds_memory = all(buffer.full.untyped_storage().nbytes() for buffer in self.buffers)
             return
         self.holds_memory = False

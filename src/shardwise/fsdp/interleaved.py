@@ -209,6 +209,8 @@ class InterleavedGroup(ParamGroup):
                 buffer.storage.resize_(buffer.full.nbytes)
             if self.device.type not in WITHOUT_STREAMS:
                 self.owner = current_stream(self.device)
+        elif self.ready is not None and self.ready[0] != (stream := current_stream(self.device)):
+            stream.wait_event(self.ready[1])  # another may still read what is written now
         self._copy_out(result, plan)
         if self.extended:
             for extended in self.extended.values():

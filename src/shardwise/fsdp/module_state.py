@@ -91,7 +91,7 @@ class ModuleState:
     prefetch_in_backward: Sequence[weakref.ref[ModuleState]] = ()
     shared_streams: CommStreams | None = None
     stream: torch.Stream | None = None  # accelerators: on which its forward last ran with gradients
-    made_on: tuple[torch.Stream, ...] = ()  # and all on which gradients since the last reductions were made
+    ran_on: tuple[torch.Stream, ...] = ()  # all of them; autograd may add gradients on any, also much later
     schedule_settings: dict[str, Any] = field(default_factory=dict)  # for one that may not exist yet
 
     def __post_init__(self, call_modules: Sequence[nn.Module]) -> None:
@@ -319,19 +319,23 @@ class ModuleState:
             stream.wait_event(event)
 
     def note_stream(self) -> torch.Stream:
-        """Return the current stream, on which gradients are made."""
+        """Return the current stream, on which backward will run, too."""
         stream = current_stream(self.device)
-        if stream not in self.made_on:
-            self.made_on = (*self.made_on, stream)
+        if stream not in self.ran_on:
+            self.ran_on = (*self.ran_on, stream)
         return stream
 
-    def keep_gradients(self, streams: CommStreams) -> None:
-        """Keep gradients, maybe of other streams' memory, until the streams that reduce have read them."""
+    def follow_other_streams(self, streams: CommStreams) -> None:
+        """Make the current stream wait for others on which the module ran, before it frees and reduces."""
+        current = current_stream(self.device)
+        for stream in self.ran_on:
+            if stream != current:
+                current.wait_stream(stream)
         for group in self.groups:
             for param in group.params:
                 for grad in (param.accumulated, None if param.unsharded is None else param.unsharded.grad):
-                    for stream in (current_stream(self.device), streams.reduce_scatter):
-                        if grad is not None:
+                    for stream in (current, streams.reduce_scatter):
+                        if grad is not None:  # may be memory of another stream, freed once it is reduced
                             _compat.local_of(grad).record_stream(stream)
 
     def prefetch(self, state: ModuleState | None, schedule: Schedule, *, forward: bool) -> None:

@@ -377,8 +377,8 @@ class FSDPState(ModuleState):
 
     def reduce(self, schedule: Schedule, *, unsynced_only: bool = False) -> None:
         """Reduce gradients (with `unsynced_only`, those that were kept) or keep them for later; reshard."""
-        if schedule.streams is not None and len(self.made_on) > 1:
-            self.keep_gradients(schedule.streams)
+        if schedule.streams is not None and len(self.ran_on) > 1:
+            self.follow_other_streams(schedule.streams)
         for group, reducer in self.in_reverse:
             settings = group.settings
             is_done = unsynced_only and not reducer.unsynced
@@ -390,8 +390,6 @@ class FSDPState(ModuleState):
                 reducer.unsynced = not settings.reduce_grads
                 if reducer.unsynced:
                     reducer.store_unreduced()
-                    if schedule.streams is not None:
-                        self.note_stream()
             if not collected:
                 continue
             if schedule.streams is not None:
@@ -460,9 +458,6 @@ class FSDPState(ModuleState):
         schedule.unfinished = False
         schedule.order.clear()
         schedule.wait_for_reductions()
-        for state in (self, *self.below) if schedule.streams is not None else ():
-            if not any(reducer.unsynced for _, reducer in state.in_reverse):
-                state.made_on = ()
         for group, reducer in self.all_groups:
             # Prefetched for a backward that did not come.
             if group.gather is not None:

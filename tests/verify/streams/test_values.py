@@ -487,7 +487,7 @@ def test_a_wait_that_training_lacks_changes_its_numbers(shards: str) -> None:
 def test_both_judges_miss_the_same_waits(shards: str) -> None:
     _, _, waits = train_simulated(shards, None, ranks=4)
     missed = 0
-    for without in range(11, waits, max(1, waits // 3)):
+    for without in range(10, waits, max(1, waits // 3)):
         found, _, _ = train_simulated(shards, None, ranks=4, without=without)
         missed += bool(found.findings)
         orders = [Order.as_needed(), Order.first(1), Order.of(0)]
