@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,21 +22,31 @@ BF16, FLOAT, BOOL = 2, 4, 1
 OF_TOKENS, SCORES = BATCH * HEADS * TOKENS, BATCH * HEADS * TOKENS * TOKENS
 
 
-def saved(function: Callable[..., Tensor], *args: Any, device: str = "cuda", **kwargs: Any) -> int:
-    """Bytes that backward keeps beside the inputs and the result, on fake tensors."""
-    storages: dict[int, int] = {}
+@contextmanager
+def saving() -> Iterator[Callable[[Iterable[Any]], int]]:
+    """Give a function: the bytes that backward keeps from the block, beside those of given tensors."""
     kept: list[Tensor] = []
+
+    def nbytes_beside(given: Iterable[Any]) -> int:
+        storages = {each._cdata: each.nbytes() for each in map(Tensor.untyped_storage, kept)}
+        for tensor in given:
+            if isinstance(tensor, Tensor):
+                storages.pop(tensor.untyped_storage()._cdata, None)
+        return sum(storages.values())
 
     def pack(tensor: Tensor) -> Tensor:
         kept.append(tensor)
-        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with kernels(Setup(device=device)), torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield nbytes_beside
+
+
+def saved(function: Callable[..., Tensor], *args: Any, device: str = "cuda", **kwargs: Any) -> int:
+    """Bytes that backward keeps beside the inputs and the result, on fake tensors."""
+    with kernels(Setup(device=device)), saving() as nbytes_beside:
         result = function(*args, **kwargs)
-    tensors = [one for one in (result, *args, *kwargs.values()) if isinstance(one, Tensor)]
-    given = {one.untyped_storage()._cdata for one in tensors}
-    return sum(nbytes for key, nbytes in storages.items() if key not in given)
+    return nbytes_beside((result, *args, *kwargs.values()))
 
 
 def query(heads: int = HEADS, width: int = WIDTH) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from planner.test_kernels import saving
 from shardwise._compat import FastFakeTensorMode
 from shardwise.planner.kernels import kernels
 from shardwise.planner.setup import Setup
@@ -23,22 +24,13 @@ def saved(
     make: Callable[[], nn.Module], shape: tuple[int, ...], mode: Any = nullcontext, **setup: Any
 ) -> int:
     """Bytes that backward keeps beside the weights and the input."""
-    storages: dict[int, int] = {}
-    kept: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        return tensor
-
     there: AbstractContextManager[Any] = kernels(Setup(**setup)) if setup else nullcontext()
     with mode():
         layers = make()
         x = torch.randn(shape, dtype=next(layers.parameters()).dtype, requires_grad=True)
-        with there, torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        with there, saving() as nbytes_beside:
             layers(x)[0].sum().backward()
-    given = {one.untyped_storage()._cdata for one in (x, *layers.parameters())}
-    return sum(nbytes for key, nbytes in storages.items() if key not in given)
+    return nbytes_beside((x, *layers.parameters()))
 
 
 @pytest.mark.parametrize(

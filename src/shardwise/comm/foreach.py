@@ -173,6 +173,22 @@ def current_stream(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device)
 
 
+Reached = tuple[torch.Stream, torch.Event]  # a stream, and an event after its work at some time
+
+
+def reached(device: torch.device) -> Reached:
+    """Return the current stream, with an event after its work so far."""
+    stream = current_stream(device)
+    return stream, record_event(stream)
+
+
+def follow_stream(earlier: Reached, device: torch.device) -> None:
+    """Make the current stream wait for what another had reached."""
+    stream, event = earlier
+    if stream != (current := current_stream(device)):
+        current.wait_event(event)
+
+
 @dataclass(frozen=True)
 class Reduction:
     """The reduction of a group's gradients."""

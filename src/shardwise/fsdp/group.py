@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from shardwise import _compat
 from shardwise.comm import AllGatherResult, CommStreams
 from shardwise.comm.auto import transport
-from shardwise.comm.foreach import current_stream, on_current_stream, wait_for_gather
+from shardwise.comm.foreach import Reached, current_stream, on_current_stream, reached, wait_for_gather
 from shardwise.comm.order import Event, Order, event_for
-from shardwise.comm.streams import WITHOUT_STREAMS, record_event
+from shardwise.comm.streams import WITHOUT_STREAMS
 from shardwise.comm.watch import order_of
 from shardwise.errors import ShardingError, here
 from shardwise.fsdp.fast import process
@@ -83,10 +83,10 @@ class ParamGroup(ABC):
     streams: CommStreams | None = None  # allocate unsharded buffers; None: the current stream does
     read_guard: ReadGuard | None = None  # made with the unsharded memory, if that is ever freed
     smaller_shards: Sequence[Tensor] = ()  # POST_FORWARD: pieces over the smaller mesh, by segment
-    smaller_ready: tuple[torch.Stream, torch.Event] | None = None  # on which, and when, they were written
+    smaller_ready: Reached | None = None  # when they were written
     stepped: Sequence[torch.Event] = ()  # after optimizers in hooks, or loading, have changed the shards
     owner: torch.Stream | None = None  # has the unsharded memory, or the all-gather stream
-    ready: tuple[torch.Stream, torch.Event] | None = None  # which finished the latest gather, and when
+    ready: Reached | None = None  # when the latest gather was finished, or kept memory last read
     orders: Sequence[Order] = ()  # of the process groups it communicates over, from its first forward
     traced: list[TracedSegment] | str | None = None  # what a compiler reads of it, or why it cannot
     gather_event: Event | None = None  # the gather in words; None, as `layout_words`, after a change
@@ -395,7 +395,7 @@ class ParamGroup(ABC):
         if self.smaller_shards:
             self._drop_smaller()
         if self.device.type not in WITHOUT_STREAMS:
-            self.ready = (stream := current_stream(self.device)), record_event(stream)
+            self.ready = reached(self.device)
         if self.read_guard is not None:
             self.read_guard.open()  # the memory has its values again
         self.form = _UNSHARDED
@@ -451,7 +451,7 @@ class ParamGroup(ABC):
             if self.streams is not None:
                 self.streams.all_gather.wait_stream(current_stream(self.device))
             elif self.device.type not in WITHOUT_STREAMS:
-                self.ready = (stream := current_stream(self.device)), record_event(stream)
+                self.ready = reached(self.device)
             self.holds_memory = all(buffer.full.untyped_storage().nbytes() for buffer in self.buffers)
             return
         self.holds_memory = False
@@ -484,7 +484,7 @@ class ParamGroup(ABC):
             with torch.inference_mode(False):  # users change `requires_grad` of these later
                 self.smaller_shards = self._smaller(mesh)
             if streams is not None:
-                self.smaller_ready = (stream := current_stream(self.device)), record_event(stream)
+                self.smaller_ready = reached(self.device)
             self._free_unsharded()
             self.form = Form.POST_FORWARD
 

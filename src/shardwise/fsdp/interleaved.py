@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from shardwise import _compat
 from shardwise.comm import AllGatherResult, CommStreams, foreach_all_gather, foreach_all_gather_copy_out
-from shardwise.comm.foreach import current_stream
+from shardwise.comm.foreach import current_stream, follow_stream
 from shardwise.comm.streams import WITHOUT_STREAMS, record_event
 from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp.extension import ExtendedParam, is_gathered_separately
@@ -209,8 +209,8 @@ class InterleavedGroup(ParamGroup):
                 buffer.storage.resize_(buffer.full.nbytes)
             if self.device.type not in WITHOUT_STREAMS:
                 self.owner = current_stream(self.device)
-        elif self.ready is not None and self.ready[0] != (stream := current_stream(self.device)):
-            stream.wait_event(self.ready[1])  # another may still read what is written now
+        elif self.ready is not None:  # another stream may still read what is written now
+            follow_stream(self.ready, self.device)
         self._copy_out(result, plan)
         if self.extended:
             for extended in self.extended.values():

@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwise import _compat
 from shardwise.comm import CommStreams
-from shardwise.comm.foreach import current_stream
+from shardwise.comm.foreach import current_stream, follow_stream
 from shardwise.comm.order import event_for
 from shardwise.comm.streams import WITHOUT_STREAMS, wait_for
 from shardwise.comm.watch import raise_explained
@@ -292,7 +292,7 @@ class ModuleState:
     def gather(self, group: ParamGroup, schedule: Schedule, *, forward: bool) -> None:
         if group.form is _UNSHARDED:
             if group.ready is not None:
-                self.follow_gather(group.ready)
+                follow_stream(group.ready, self.device)
             for parameters, name, sharded, unsharded in group.assignments:
                 if name in parameters and parameters[name] is sharded:
                     parameters[name] = unsharded  # functional_call restored what it found before the gather
@@ -311,12 +311,6 @@ class ModuleState:
         # Interleaved only: the gathered buffer is separate from the parameters, and may be reused.
         if result is not None and schedule.streams is not None:
             schedule.finish_gather(result, forward=forward)
-
-    def follow_gather(self, ready: tuple[torch.Stream, torch.Event]) -> None:
-        """Make the current stream wait for a gather that was finished on another."""
-        finished_on, event = ready
-        if finished_on != (stream := current_stream(self.device)):
-            stream.wait_event(event)
 
     def note_stream(self) -> torch.Stream:
         """Return the current stream, on which backward will run, too."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, is_grad_enabled, nn
 
 from shardwise import _compat
-from shardwise.comm.foreach import current_stream
+from shardwise.comm.foreach import current_stream, follow_stream
 from shardwise.comm.order import event_for
 from shardwise.comm.watch import raise_explained
 from shardwise.errors import LifecycleError, here
@@ -316,7 +316,7 @@ class FSDPState(ModuleState):
         if action is _SKIP:
             for group in self.groups:
                 if group.ready is not None:
-                    self.follow_gather(group.ready)
+                    follow_stream(group.ready, self.device)
             return grad
         schedule.pending_release = None  # from here on backward decides
         for group in self.groups:
