@@ -145,6 +145,26 @@ def prefetched_for_another_stream(**options: Any) -> list[Tensor]:
     return list(model.parameters())
 
 
+def losses_kept(**options: Any) -> list[Tensor]:
+    """Gradients are added where the first graph, which lives on, used the parameters."""
+    model, side, losses = sharded(Layers().to(DEVICE), **options), other(), []
+    optimizer = sgd(model)
+    for step in range(3):
+        if step == 0:
+            side.wait_stream(current())
+            with side:
+                losses.append(loss_of(model) + loss_of(model))
+            current().wait_stream(side)
+        else:
+            losses.append(loss_of(model) + loss_of(model))
+        losses[-1].backward()
+        with side:
+            use_memory()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters())
+
+
 PROGRAMS: list[Callable[..., list[Tensor]]] = [
     called_on_two_streams,
     called_on_two_streams_while_gathered,
@@ -154,6 +174,7 @@ PROGRAMS: list[Callable[..., list[Tensor]]] = [
     accumulated_on_two_streams,
     accumulated_on_two_streams_and_finalized,
     prefetched_for_another_stream,
+    losses_kept,
 ]
 
 

@@ -100,6 +100,26 @@ next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 # torch whether a device batches them. A simulated device replaces them.
 START_COALESCING, END_COALESCING, BACKEND_OF = "_start_coalescing", "_end_coalescing", "_get_backend"
 
+
+class _Receives(torch.autograd.Function):
+    """Function whose node follows its argument's; unlike operators it records that below autograd, too."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return torch.empty(0)
+
+
+def data_of_accumulation(leaf: Tensor) -> dict[Any, Any]:
+    """Return the dict of the node that accumulates a leaf's gradient, which lives as long as a graph with it.
+
+    The dict is empty and kept by nobody for a leaf that backward unpacked, which has no node.
+    """
+    with torch.enable_grad():
+        output = _Receives.apply(leaf)  # type: ignore[no-untyped-call]
+    node = output.grad_fn.next_functions[0][0]
+    return {} if node is None else node.metadata
+
+
 # All public functions of torch.autograd call the engine by it. A simulated device follows the nodes run.
 ENGINE = "_engine_run_backward"
 

@@ -230,6 +230,38 @@ def test_a_leafs_gradient_is_accumulated_on_the_stream_that_first_used_the_leaf(
     assert races(lambda: program(waits=False))
 
 
+@pytest.mark.parametrize("alive", [False, True])
+@pytest.mark.parametrize("by_function", [False, True])
+def test_a_leafs_gradient_is_accumulated_where_the_oldest_graph_alive_first_used_it(
+    alive: bool, by_function: bool
+) -> None:
+    class Doubles(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Tensor) -> Tensor:
+            return value * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 2
+
+    def program() -> None:
+        weight, stream, streams = square().requires_grad_(), side(), []
+        with stream:
+            older = Doubles.apply(weight) if by_function else weight * 2
+        current().wait_stream(stream)
+        if not alive:
+            del older
+        with torch.no_grad():
+            weight + 1  # part of no graph
+        with torch.inference_mode():
+            weight + 1
+        weight.register_post_accumulate_grad_hook(lambda _: streams.append(current().stream_id))
+        (weight * 3).sum().backward()
+        assert streams == [(stream if alive else current()).stream_id]
+
+    assert not races(program)
+
+
 def test_what_a_hook_issues_to_another_stream_is_not_waited_for_by_backward() -> None:
     def program(*, leaf: bool) -> None:
         made: list[Tensor] = []

@@ -356,10 +356,14 @@ class _Mode(TorchDispatchMode):
             return args[0].device if not isinstance(args[0], SimTensor) else torch.device(NAME, 0)
         if self.simulation.looks_away:
             return func(*args, **(kwargs or {}))
+        other_thread = self.simulation.in_other_thread()
+        if not other_thread and not torch.is_inference_mode_enabled():
+            for tensor in tensors_in((args, kwargs)):
+                if tensor.requires_grad and tensor.is_leaf and tensor.device.type == NAME:
+                    self.simulation.timeline.note_leaf(tensor)
         if any(kind is not SimTensor and operators.runs_its_own(kind) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        other_thread = self.simulation.in_other_thread()
         # Inference mode passes composite operators undecomposed.
         if torch.is_inference_mode_enabled() and not other_thread:
             with self, torch.inference_mode(mode=False), torch.no_grad():

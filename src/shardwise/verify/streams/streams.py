@@ -5,7 +5,7 @@ Autograd's engine runs nodes on streams, as its notes on streaming backwards and
 
     a node             runs on its forward's stream, after the nodes that give it gradients; the first nodes
                        run after what the caller of backward issued
-    a leaf's gradient  is accumulated on the stream on which the graph first used the leaf
+    a leaf's gradient  is accumulated on the stream on which the oldest graph alive first used the leaf
     sums               gradients from several nodes for one node are added on the receiving node's stream
     memory             of a gradient for a node on another stream is not reused until that stream has used it
     the caller         continues after the streams of leaves, and of tensors whose gradients it requested
@@ -29,6 +29,7 @@ from shardwise.errors import LifecycleError
 from shardwise.verify.streams.clocks import HOST, Clock, Line, Operation, merge
 
 ACCUMULATES = 1 << 62  # first number of nodes that accumulate gradients
+_STREAM = "shardwise.stream"  # in their metadata
 _STANDARD = f"{sysconfig.get_path('stdlib')}/"
 # The package's wrappers of the user's and torch's calls do not count as places either.
 _WRAPPERS = (
@@ -298,6 +299,9 @@ class Backward:
     def _stream_of(self, node: Any) -> Stream:
         number = _compat.node_number(node)
         if number >= ACCUMULATES:
+            if (stream := node.metadata.get(_STREAM)) is not None:
+                return stream  # type: ignore[no-any-return]
+            # Functions may use a leaf without an operator.
             number = self._first_uses.get(id(node), number)
         return self.caller if number >= ACCUMULATES else self._stream_of_number(number)
 
@@ -363,6 +367,10 @@ class Timeline:
         self._current.append((stream, self._node()))
 
     # Autograd
+
+    def note_leaf(self, leaf: torch.Tensor) -> None:
+        """Record where a leaf that an operator uses gets its gradient, while a graph with it lives."""
+        _compat.data_of_accumulation(leaf).setdefault(_STREAM, self.current())
 
     def _note_nodes(self) -> None:
         """Record a change of the current stream: nodes made since the last change are on it."""
