@@ -71,6 +71,10 @@ def objects(folder: StorePath) -> set[str]:
     return {name.removeprefix(f"{folder.path}/") for name in folder.system.find(str(folder.path))}
 
 
+def test_a_path_may_begin_with_the_home_folder() -> None:
+    assert location("~/run") == Path.home() / "run"
+
+
 class Killed(BaseException):
     """Stands for a process that is gone: nothing catches it, nothing cleans up."""
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from typer.testing import CliRunner
@@ -70,6 +71,22 @@ def test_a_picture_says_what_to_install_where_matplotlib_is_missing(monkeypatch:
         planner.picture(made)
     result = CliRunner().invoke(app, ["plan", "gpt2", "--png", "plan.png"])
     assert (result.exit_code, "shardwise[plan]" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(("step", "unit"), [(1, "GiB"), (1000, "MiB")])
+def test_a_picture_has_units_for_its_sizes(monkeypatch: pytest.MonkeyPatch, step: int, unit: str) -> None:
+    matplotlib = MagicMock()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", matplotlib)
+    made = plan_of_gpt2()
+    moments = [
+        replace(moment, alive={name: size // step for name, size in moment.alive.items()})
+        for moment in made.moments
+    ]
+    sizes = {"reserved_bytes": made.reserved_bytes // step, "needed_bytes": made.needed_bytes // step}
+    planner.picture(replace(made, moments=moments, hardware=None, times=None, **sizes))
+    axes = matplotlib.Figure.return_value.subplots.return_value.__getitem__.return_value.__getitem__
+    label = axes.return_value.set.call_args_list[0].kwargs["ylabel"]
+    assert label == f"{unit} of a rank"
 
 
 def test_what_is_asked_for_beside_a_picture_is_there_without_matplotlib(

@@ -326,6 +326,10 @@ def test_folders_and_ranks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     package.save(good, place)
     with pytest.raises(ShardingError, match="already exists"):
         package.save(good, place)
+    (place / "notes.txt").write_text("mine")
+    with pytest.raises(ShardingError, match="not a folder of programs alone"):
+        package.save(good, place, overwrite=True)
+    (place / "notes.txt").unlink()
     package.save(good, place, overwrite=True)
     assert list(tmp_path.iterdir()) == [place]
     for options, message in (

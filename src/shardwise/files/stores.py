@@ -89,13 +89,13 @@ StrPath = str | os.PathLike[str]
 
 
 def location(path: StrPath) -> Location:
-    """Return the location of a path or `fsspec` URL; the store's client reads keys from the environment.
+    """Return the location of a path or `fsspec` URL; a store's client reads keys from the environment.
 
     Raises CheckpointError for an unknown protocol or missing client, ShardwiseError without `fsspec`.
     """
     text = os.fspath(path)
     if not isinstance(text, str) or "://" not in text:
-        return Path(text)
+        return Path(text).expanduser()
     core = from_extra("stores", "fsspec.core", feature=text)
     try:
         system, inside = core.url_to_fs(text)

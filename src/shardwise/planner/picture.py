@@ -8,7 +8,7 @@ from typing import Any
 from shardwise.errors import from_extra
 from shardwise.planner.events import CATEGORIES, EXPERTS, LANES, PIPELINE, TENSOR_PARALLEL, ULYSSES
 from shardwise.planner.page import categories, colour_of, levels, streams, top_bytes, windows
-from shardwise.planner.plan import GIB, Plan
+from shardwise.planner.plan import Plan, sized, unit_of
 
 _SHADES = ("#2563c9", "#7ba7ea", "#0f7b5f", "#e0a526", "#8f6fc4", "#c2548b", "#6b7f99", "#b9c0c9")
 COLOURS = dict(zip(CATEGORIES, _SHADES, strict=True))
@@ -42,25 +42,25 @@ def _title(plan: Plan) -> str:
         return text
     verdict = "to spare" if plan.fits else "too much"
     return (
-        f"{text}: {abs(plan.free_bytes) / GIB:.1f} GiB {verdict}, {plan.tokens_per_s:,.0f} tokens/s a device,"
+        f"{text}: {sized(abs(plan.free_bytes))} {verdict}, {plan.tokens_per_s:,.0f} tokens/s a device,"
         f" MFU {plan.mfu:.0%}"
     )
 
 
 def _memory(axes: Any, plan: Plan) -> None:
-    moments = windows(plan)
+    moments, (name_of_unit, unit) = windows(plan), unit_of(top_bytes(plan))
     edges = [*(window.begin for window in moments), moments[-1].end]
     base = [0.0] * len(moments)
     for name in categories(plan):
         top = [
-            low + window.moment.alive.get(name, 0) / GIB for low, window in zip(base, moments, strict=True)
+            low + window.moment.alive.get(name, 0) / unit for low, window in zip(base, moments, strict=True)
         ]
         axes.stairs(top, edges, baseline=base, fill=True, color=COLOURS[name], label=name)
         base = top
     for size, name in levels(plan):
-        axes.axhline(size / GIB, color=RULE, linestyle="--", linewidth=1.2)
-        axes.text(edges[-1], size / GIB, f"{name} {size / GIB:.1f} GiB ", ha="right", va="bottom", color=RULE)
-    axes.set(xlim=(edges[0], edges[-1]), ylim=(0, top_bytes(plan) / GIB), ylabel="GiB of a rank")
+        axes.axhline(size / unit, color=RULE, linestyle="--", linewidth=1.2)
+        axes.text(edges[-1], size / unit, f"{name} {sized(size)} ", ha="right", va="bottom", color=RULE)
+    axes.set(xlim=(edges[0], edges[-1]), ylim=(0, top_bytes(plan) / unit), ylabel=f"{name_of_unit} of a rank")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=8, frameon=False, columnspacing=1.2)
     if plan.times is None:

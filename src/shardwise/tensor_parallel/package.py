@@ -36,7 +36,7 @@ from torch.export import ExportedProgram
 from shardwise.checkpoint import save_slices
 from shardwise.comm.agree import together
 from shardwise.errors import CheckpointError, ShardingError, here
-from shardwise.files.manifest import digest, is_count, read_manifest, whole_file, write_manifest
+from shardwise.files.manifest import MANIFEST, digest, is_count, read_manifest, whole_file, write_manifest
 from shardwise.files.stores import on_disk
 from shardwise.graph.nodes import kind_of
 from shardwise.tensor_parallel import device
@@ -67,7 +67,7 @@ def save(
             collective over `group` (the default group if None), whose ranks must share a file system.
         folder: to write to; its parents are created.
         group: only if each rank passes its own program.
-        overwrite: replace an existing folder of programs.
+        overwrite: replace an existing folder that holds nothing but programs.
 
     Raises:
         ShardingError: programs that are not all parts of one, in order; a folder that exists, or that cannot
@@ -100,7 +100,7 @@ def save(
         if place.exists() and not (overwrite and _is_replaceable(place)):
             reason, hint = "already exists", ", or pass overwrite=True (--overwrite)"
             if overwrite:
-                reason, hint = "is not a folder of programs, so it is not replaced", ""
+                reason, hint = "is not a folder of programs alone, so it is not replaced", ""
             raise ShardingError(f"{place} {reason}; choose another folder{hint}")
         return [{key: record[key] for key in ("rank", *_SHARED)} for record in records]
 
@@ -238,9 +238,10 @@ def _temporary_path(place: Path) -> Path:
 
 
 def _is_replaceable(place: Path) -> bool:
-    """Return whether a path is an empty folder, or one that `save` wrote."""
+    """Return whether a path is an empty folder, or one of files that `save` wrote alone."""
     with suppress(OSError, CheckpointError):
-        return not any(place.iterdir()) or bool(manifest_of(place))
+        found = {path.name for path in place.iterdir()}
+        return not found or found <= {MANIFEST, *manifest_of(place)["files"]}
     return False
 
 
