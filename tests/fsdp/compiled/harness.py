@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +15,9 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from savings import forget_meshes
 from shardwise import fully_shard
 
 Model = Callable[[], nn.Module]
@@ -46,6 +49,30 @@ class Run:
     microbatches: int = 1
     steps: int = 3
     change: Callable[[nn.Module, int], None] = lambda model, step: None
+
+
+def as_one_of(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the test in this process as the last of `ranks`, of which the others hold what it holds.
+
+    What it gathers is its own shard once per rank, and of what it reduces its own gradients are left. So eager
+    and compiled runs have equal numbers, and graphs the collectives of real ranks, for a part of the time.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**params: Any) -> None:
+            dist.init_process_group("fake", store=FakeStore(), rank=ranks - 1, world_size=ranks)
+            torch.manual_seed(0)
+            try:
+                body(**params)
+            finally:
+                torch.compiler.reset()
+                forget_meshes()
+                dist.destroy_process_group()
+
+        return test
+
+    return decorate
 
 
 def compiled(backend: Any, *, fullgraph: bool = True, **options: Any) -> Callable[[nn.Module], Any]:

@@ -14,8 +14,7 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard as fsdp2
 
-from fsdp.compiled.harness import local
-from ranks import on_ranks
+from fsdp.compiled.harness import as_one_of, local
 from shardwise import fully_shard
 from shardwise.comm import DefaultAllGather
 from shardwise.errors import LifecycleError
@@ -60,7 +59,7 @@ def breaks() -> int:
     return sum(counters["graph_break"].values())
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_backward_in_a_compiled_function_runs_hooks_outside_of_graphs() -> None:
     def shard(**options: Any) -> nn.Module:
         model = small()
@@ -76,7 +75,7 @@ def test_backward_in_a_compiled_function_runs_hooks_outside_of_graphs() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@on_ranks(2)
+@as_one_of(2)
 @pytest.mark.parametrize(
     ("shard", "options"),
     [
@@ -103,7 +102,7 @@ class Net(nn.Module):
         return self.down(torch.relu(self.up(rows)))
 
 
-@on_ranks(1)
+@as_one_of(2)
 def test_graphs_break_once_for_each_module_that_no_graph_can_hold_as_fsdp2s_do() -> None:
     def count(model: nn.Module, sharded: list[nn.Module], shard: Callable[..., Any]) -> int:
         torch.compiler.reset()
@@ -130,7 +129,7 @@ def test_graphs_break_once_for_each_module_that_no_graph_can_hold_as_fsdp2s_do()
         torch.compile(fully_shard(net), backend="eager", fullgraph=True)(torch.ones(4, 6))
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_compiled_autograd_takes_graphs_alone() -> None:
     for shard in (fully_shard, with_own_gather):
         torch.compiler.reset()

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch.utils.checkpoint import checkpoint
 
-from fsdp.compiled.harness import WORDS, Run, batch, compare, compiled
-from ranks import on_ranks
+from fsdp.compiled.harness import WORDS, Run, as_one_of, batch, compare, compiled
 from shardwise import fully_shard
 
 
@@ -64,7 +63,7 @@ def wrapped(model: nn.Module) -> nn.Module:
 RUN = Run(Blocks, by_twos, {"layout": "contiguous"}, steps=2)
 
 
-@on_ranks(2)
+@as_one_of(2)
 @pytest.mark.parametrize(
     ("layout", "made", "reentrant"), [("interleaved", in_place, True), ("contiguous", wrapped, False)]
 )
@@ -77,7 +76,7 @@ def test_modules_of_a_list_that_are_compiled_one_by_one_are_gathered_together_ea
     compare(recomputed, graphs=None, breaks=None, tolerance=1e-7)
 
 
-@on_ranks(2)
+@as_one_of(2)
 @pytest.mark.parametrize(("layout", "reentrant"), [("interleaved", False), ("contiguous", True)])
 def test_a_list_whose_first_module_runs_under_a_checkpoint_leaves_the_graph_of_its_root(
     layout: str, reentrant: bool
@@ -89,7 +88,7 @@ def test_a_list_whose_first_module_runs_under_a_checkpoint_leaves_the_graph_of_i
     compare(run, graphs=None, breaks=None, tolerance=1e-7)
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_checkpoints_behind_the_first_of_a_list_and_around_its_root_are_in_one_graph() -> None:
     def around(model: nn.Module) -> Any:
         def call(words: Tensor) -> Tensor:
@@ -100,7 +99,7 @@ def test_checkpoints_behind_the_first_of_a_list_and_around_its_root_are_in_one_g
     compare(replace(RUN, model=partial(Blocks, 2), compile=around))
 
 
-@on_ranks(1)
+@as_one_of(2)
 def test_a_list_that_no_graph_holds_is_named_where_there_must_be_one_graph() -> None:
     named = "modules that fully_shard got as a list are gathered together"
     with pytest.raises(Unsupported, match=named):

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from fsdp.compiled.harness import Run, batch, by_block, compare, compiled, local, loss_of, train
+from fsdp.compiled.harness import Run, as_one_of, batch, by_block, compare, compiled, local, loss_of, train
 from fsdp.compiled.models import Block, CheckpointedBlock, Mlp, Transformer
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -32,14 +32,16 @@ ONE_BLOCK = replace(TRANSFORMER, model=partial(Transformer, depth=1))
 SMALL = Run(Mlp, fully_shard, options={"layout": "contiguous"}, compile=compiled("aot_eager"))
 
 
-@on_ranks(2)
-def test_equal_blocks_compiled_in_place_share_one_graph() -> None:
-    def each_block(model: nn.Module) -> nn.Module:
-        for block in model.blocks:
-            block.compile(backend="aot_eager", fullgraph=True)
-        return model
+def each_block(model: nn.Module, **options: Any) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend="aot_eager", **options)
+    return model
 
-    regional = replace(TRANSFORMER, model=partial(Transformer, depth=3), compile=each_block, steps=2)
+
+@as_one_of(2)
+def test_equal_blocks_compiled_in_place_share_one_graph() -> None:
+    each = partial(each_block, fullgraph=True)
+    regional = replace(TRANSFORMER, model=partial(Transformer, depth=3), compile=each, steps=2)
     with torch._dynamo.config.patch(recompile_limit=1):
         compare(regional)
     found = compare(replace(regional, model=Transformer, options={"layout": "interleaved"}))
@@ -51,23 +53,18 @@ class Encoder(nn.Linear):
         return torch.relu(nn.Linear.forward(self, x))
 
 
-class Encoded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.head = Encoder(8, 8), nn.Linear(8, 3)
-
+class Encoded(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder.encode(x))
+        return self[1](self[0].encode(x))
 
 
-@on_ranks(1)
+@as_one_of(2)
 def test_registered_forward_methods_are_part_of_the_graph() -> None:
     found = []
     for backend in (None, "aot_eager"):
         torch.manual_seed(0)
-        model = Encoded()
-        fully_shard(model.encoder)
-        register_fsdp_forward_method(model.encoder, "encode")
+        model = Encoded(fully_shard(Encoder(8, 8)), nn.Linear(8, 3))
+        register_fsdp_forward_method(model[0], "encode")
         fully_shard(model)
         call = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
         loss = call(torch.ones(2, 8)).square().sum()
@@ -76,7 +73,7 @@ def test_registered_forward_methods_are_part_of_the_graph() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@on_ranks(1)
+@as_one_of(2)
 def test_more_classes_and_shapes_of_modules_than_one_function_is_compiled_for() -> None:
     classes = [type(f"Linear{index}", (nn.Linear,), {}) for index in range(3)]
     shapes = [(4 + index, 5 + index) for index in range(3)]
@@ -91,7 +88,7 @@ def test_more_classes_and_shapes_of_modules_than_one_function_is_compiled_for() 
     assert counters["stats"]["unique_graphs"] == 3 + 3
 
 
-@on_ranks(1)
+@as_one_of(2)
 @pytest.mark.parametrize("synchronises", [True, False])
 def test_a_backward_whose_model_is_gone_has_nothing_to_reduce(synchronises: bool) -> None:
     model = fully_shard(nn.Linear(4, 4), layout="contiguous")
@@ -107,13 +104,8 @@ def test_a_backward_whose_model_is_gone_has_nothing_to_reduce(synchronises: bool
     assert x.grad is not None
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_blocks_compiled_in_place_whose_code_breaks_graphs_run_eagerly_around_the_breaks() -> None:
-    def each_block(model: nn.Module) -> nn.Module:
-        for block in model.blocks:
-            block.compile(backend="aot_eager")
-        return model
-
     broken = partial(Transformer, partial(Block, breaks=True), depth=3)
     run = replace(TRANSFORMER, model=broken, compile=each_block, steps=2)
     with torch._dynamo.config.patch(recompile_limit=1):
@@ -124,7 +116,7 @@ def test_blocks_compiled_in_place_whose_code_breaks_graphs_run_eagerly_around_th
     compare(replace(run, model=inside), graphs=0, breaks=2)  # torch traces no checkpoint that breaks
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_compiled_and_eager_steps_take_turns() -> None:
     def every_other(model: nn.Module) -> Any:
         made = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -135,7 +127,7 @@ def test_compiled_and_eager_steps_take_turns() -> None:
     compare(replace(SMALL, compile=every_other, options={"layout": "interleaved"}))
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_evaluation_between_steps_has_a_graph_of_its_own() -> None:
     model = by_block(Transformer(depth=1), layout="contiguous")
     made = torch.compile(model, backend="eager", fullgraph=True)
@@ -157,7 +149,7 @@ def test_evaluation_between_steps_has_a_graph_of_its_own() -> None:
         assert torch.equal(model(words), made(words))
 
 
-@on_ranks(4)
+@as_one_of(4)
 def test_beside_tensor_parallelism() -> None:
     class Feed(nn.Module):
         def __init__(self) -> None:
@@ -173,7 +165,8 @@ def test_beside_tensor_parallelism() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(Feed(), Feed())
         for layer, layout in zip(model, ("interleaved", "contiguous"), strict=True):
-            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(layer, mesh["tp"], plan, src_data_rank=None)
             fully_shard(layer, mesh=mesh["dp"], layout=layout)
         call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -191,7 +184,7 @@ class Mine(DefaultAllGather):
     pass
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_what_cannot_be_traced_leaves_the_graph_and_is_named() -> None:
     def with_mine(model: nn.Module, **options: Any) -> nn.Module:
         fully_shard(model, **options).set_custom_all_gather(Mine())
@@ -209,7 +202,7 @@ def test_what_cannot_be_traced_leaves_the_graph_and_is_named() -> None:
     assert all(torch.equal(a, b) for a, b in zip(eager.parameters, found.parameters, strict=True))
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_parameters_that_are_frozen_later_are_named_and_moved_ones_are_followed() -> None:
     model = fully_shard(Mlp(), layout="contiguous")
     made = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -227,55 +220,45 @@ def test_parameters_that_are_frozen_later_are_named_and_moved_ones_are_followed(
     model.reset_iter_state()
 
 
-@on_ranks(2)
-def test_a_block_unfrozen_after_compilation_raises_and_trains_after_a_reset() -> None:
-    model, eager = (by_block(Transformer(depth=1), layout="interleaved") for _ in range(2))
+@pytest.mark.parametrize(
+    ("layout", "gathered"), [("interleaved", False), ("interleaved", True), ("contiguous", True)]
+)
+@as_one_of(2)
+def test_what_is_frozen_or_unfrozen_later_is_followed_or_named_and_trains_after_a_reset(
+    layout: str, gathered: bool
+) -> None:
+    options = {"layout": layout, "reshard_after_forward": False if gathered else None}
+    model, eager = (by_block(Transformer(depth=1), **options) for _ in range(2))
     eager.load_state_dict(model.state_dict())
+    optimizer, words = torch.optim.SGD(model.parameters(), lr=0.0), batch(0, 4, 5)
     made = torch.compile(model, backend="aot_eager", fullgraph=True)
-    words = batch(0, 4, 5)
-    model.blocks[0].requires_grad_(False)
+
+    def set_block(trains: bool) -> None:
+        if gathered:
+            model.eval()(words)  # uncompiled, and no backward comes
+            assert all(type(param) is nn.Parameter for param in model.parameters())
+        model.train().blocks[0].requires_grad_(trains)
+
+    set_block(False)
     loss_of(made, words).backward()
-    torch.optim.SGD(model.parameters(), lr=0.0).step()
-    model.requires_grad_(True)
+    model.blocks[0].reshard()
+    trained = {name: param.grad is not None for name, param in model.named_parameters()}
+    assert trained == {name: not name.startswith("blocks.") for name in trained}
+    optimizer.step()
+    optimizer.zero_grad()
+    set_block(True)
     with pytest.raises(LifecycleError, match=r"blocks.0.*changed after compilation"):
         loss_of(made, words).backward()
     torch.compiler.reset()
     model.zero_grad()
     model.reset_iter_state()
-    loss_of(made, words).backward()
-    loss_of(eager, words).backward()
+    for one in (made, eager):
+        loss_of(one, words).backward()
     for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
         assert torch.equal(local(ours.grad), local(theirs.grad))
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
-def test_what_is_frozen_or_unfrozen_on_gathered_modules_is_followed_or_named(layout: str) -> None:
-    def gathered() -> nn.Module:
-        model.eval()(words)  # uncompiled, and no backward comes
-        assert all(type(param) is nn.Parameter for param in model.parameters())
-        return model.train()
-
-    model, words = by_block(Transformer(depth=1), layout=layout, reshard_after_forward=False), batch(0, 4, 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    made = torch.compile(model, backend="aot_eager", fullgraph=True)
-    gathered().blocks[0].requires_grad_(False)
-    loss_of(made, words).backward()
-    model.blocks[0].reshard()
-    assert {name for name, param in model.named_parameters() if param.grad is None} == {
-        name for name, _ in model.named_parameters() if name.startswith("blocks.")
-    }
-    optimizer.step()
-    gathered().blocks[0].requires_grad_(True)
-    with pytest.raises(LifecycleError, match=r"blocks.0.*changed after compilation"):
-        loss_of(made, words).backward()
-    torch.compiler.reset()
-    model.reset_iter_state()
-    loss_of(made, words).backward()
-    assert all(param.grad is not None for param in model.parameters())
-
-
-@on_ranks(4)
+@as_one_of(4)
 def test_gradients_of_graphs_are_on_registered_parameters_where_evaluation_left_smaller_shards() -> None:
     model, words = fully_shard(Mlp(), layout="contiguous", reshard_after_forward=2), batch(0, 4, 5)
     sharded = list(model.parameters())
@@ -286,7 +269,7 @@ def test_gradients_of_graphs_are_on_registered_parameters_where_evaluation_left_
     assert all(param.grad is not None for param in sharded)
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_settings_are_followed_without_compiling_again_where_they_are_what_they_were() -> None:
     model = by_block(Transformer(depth=1), layout="interleaved")
     made = torch.compile(model, backend="eager", fullgraph=True)
@@ -298,13 +281,14 @@ def test_settings_are_followed_without_compiling_again_where_they_are_what_they_
         model.zero_grad()
         return found
 
-    mean = gradient()
+    model.blocks[0].set_gradient_divide_factor(4.0)
+    quarter = gradient()
     counters.clear()
     model.set_requires_gradient_sync(True)
-    assert torch.equal(gradient(), mean)
+    assert torch.equal(gradient(), quarter)
     assert counters["stats"]["unique_graphs"] == 0
-    model.blocks[0].set_gradient_divide_factor(1.0)
-    assert torch.equal(gradient(), 2 * mean)
+    model.blocks[0].set_gradient_divide_factor(2.0)
+    assert torch.equal(gradient(), 2 * quarter)
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -325,7 +309,7 @@ class Answering(nn.Module):
         return Answer(self.linear(pair[0] + pair[1]) * scale)
 
 
-@on_ranks(1)
+@as_one_of(2)
 def test_inputs_and_outputs_in_containers_are_cast() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     model = fully_shard(Answering(), mp_policy=policy)
@@ -345,7 +329,7 @@ def step_of_a_script(words: Tensor) -> Tensor:
     return loss_of(model_of_a_script, words)
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_a_compiled_function_that_calls_a_global_model() -> None:
     global model_of_a_script
     model_of_a_script = fully_shard(Mlp(), layout="contiguous")
@@ -361,7 +345,7 @@ def test_a_compiled_function_that_calls_a_global_model() -> None:
     del model_of_a_script
 
 
-@on_ranks(2)
+@as_one_of(2)
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_export_is_refused_and_leaves_the_model_as_it_was(strict: bool) -> None:
     model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 2)))
@@ -390,7 +374,7 @@ class Breaks(nn.Module):
         return self.inner(x)
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_what_raises_around_a_graph_break_leaves_parameters_sharded() -> None:
     model = fully_shard(Breaks(), layout="contiguous")
     whole = torch.compile(model, backend="eager")
@@ -416,7 +400,7 @@ def test_what_raises_around_a_graph_break_leaves_parameters_sharded() -> None:
     assert torch.equal(whole(torch.ones(2, 4)), expected)
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_compiled_blocks_of_an_eager_root_accumulate_without_synchronisation() -> None:
     grads = []
     for is_compiled in (False, True):
@@ -430,11 +414,11 @@ def test_compiled_blocks_of_an_eager_root_accumulate_without_synchronisation() -
         for step in range(3):
             model.set_requires_gradient_sync(step == 2)
             model(torch.full((2, 4), 1.0 + step)).sum().backward()
-        grads.append([param.grad.full_tensor() for param in model.parameters()])
+        grads.append([local(param.grad) for param in model.parameters()])
     assert all(map(torch.equal, *grads))
 
 
-@on_ranks(1)
+@as_one_of(2)
 @pytest.mark.parametrize("compiled_first", [True, False])
 def test_gradients_that_are_reduced_together_are_all_compiled_or_all_eager(compiled_first: bool) -> None:
     model = fully_shard(nn.Linear(4, 4), layout="contiguous")
@@ -472,15 +456,11 @@ def test_blocks_compiled_before_they_are_sharded_are_recomputed_in_checkpoints(
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
-class Recomputed(nn.Module):
+class Recomputed(nn.Sequential):
     """A module whose call is recomputed in backward."""
 
-    def __init__(self, *parts: nn.Module) -> None:
-        super().__init__()
-        self.parts = nn.Sequential(*parts)
-
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.parts, x, use_reentrant=False)
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
@@ -489,7 +469,7 @@ def test_parts_compiled_after_their_root_was_sharded_are_recomputed_in_checkpoin
     torch.compiler.reset()
     reference = Recomputed(Recomputed(nn.Linear(4, 9), nn.Tanh()), nn.Linear(9, 3))
     model = fully_shard(copy.deepcopy(reference), layout=layout)
-    model.parts[0].compile(backend="eager")
+    model[0].compile(backend="eager")
     for one in (reference, model):
         one(torch.ones(2, 4)).square().sum().backward()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp.compiled.harness import Run, batch, by_block, compare, compiled, local, loss_of, train
+from fsdp.compiled.harness import Run, as_one_of, batch, by_block, compare, compiled, local, loss_of, train
 from fsdp.compiled.models import (
     Attention,
     Block,
@@ -123,7 +123,7 @@ def test_finalization_by_hand_reduces_what_compiled_backwards_left(layout: str) 
     assert all(map(torch.equal, moved(eager=False), expected))
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_decompositions_and_sizes_that_vary() -> None:
     dynamic = Run(Mlp, fully_shard, compile=compiled(DECOMPOSED), sizes=((4, 5), (3, 7), (6, 2)))
     compare(with_layout(dynamic, "contiguous"), graphs=2, tolerance=ROUNDING)
@@ -135,7 +135,7 @@ def test_modules_inside_sharded_modules_that_run_several_times() -> None:
     compare(run, tolerance=ROUNDING)
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_activation_checkpointing_inside_and_around_sharded_blocks() -> None:
     for model, layout in [
         (partial(Transformer, CheckpointedBlock, depth=1), "contiguous"),
@@ -176,7 +176,7 @@ def test_replicas_and_frozen_parameters() -> None:
     compare(with_layout(frozen, "contiguous"))
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_a_graph_break_that_the_user_put_into_a_block() -> None:
     broken = replace(TRANSFORMER, model=lambda: Transformer(partial(Block, breaks=True)), steps=2)
     # What FSDP2's two graphs have: a block before and after. One break in the root, which then runs eagerly.
@@ -184,7 +184,7 @@ def test_a_graph_break_that_the_user_put_into_a_block() -> None:
     compare(with_layout(broken, "contiguous"), graphs=2, breaks=2)
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_a_llama_of_transformers() -> None:
     # Its own code takes another path when compiled: attention's mask is added instead of implied.
     recorder = record(AOT)
