@@ -6,14 +6,23 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise import fully_shard
+from ranks import on_ranks
+from shardwise import ShardingError, fully_shard
 from shardwise.comm.count import CommCounter
 from shardwise.fsdp.module_state import state_of
+
+LAYOUTS: Any = ("interleaved", "contiguous")
+
+
+def in_each_layout(*world_sizes: int) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Run the test on ranks, as `on_ranks` does, with either `layout`."""
+    return lambda body: pytest.mark.parametrize("layout", LAYOUTS)(on_ranks(*world_sizes)(body))
 
 
 class Block(nn.Module):
@@ -87,17 +96,19 @@ def kinds(counter: CommCounter) -> dict[str, int]:
     return {kind: counter.count(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 
 
-def raises_on_every_rank(kind: type[Exception], act: Callable[[], Any]) -> str:
-    """Check that `act` raises `kind` on this and every other rank; returns this rank's message."""
+def refused(act: Callable[[], Any], *words: str, by: type[Exception] = ShardingError) -> str:
+    """Check that `act` raises `by`, with `words`, on this and all other ranks; returns this one's message."""
     message = None
     try:
         act()
-    except kind as error:
+    except by as error:
         message = str(error)
     raised = [None] * dist.get_world_size()
     dist.all_gather_object(raised, message)
     assert all(raised), f"raised on each rank: {[m is not None for m in raised]}"
     assert message is not None
+    missing = [word for word in words if word not in message]
+    assert not missing, f"{missing} not in: {message}"
     return message
 
 
@@ -105,8 +116,3 @@ def forget_what_lives() -> None:
     """Leave what is in this process by now out of what garbage collection visits: little to look at."""
     gc.collect()
     gc.freeze()
-
-
-def mentions(message: str, *words: str) -> None:
-    missing = [word for word in words if word not in message]
-    assert not missing, f"{missing} not in: {message}"

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from fsdp.models import LAYOUTS, in_each_layout
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard
 
-LAYOUTS: Any = ("interleaved", "contiguous")
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
@@ -278,8 +278,7 @@ class Passing(nn.Module):
         return Named(f"{state.name}.", state[0] + self.linear(state[0]).tanh(), *state[1:])
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@in_each_layout(2)
 def test_a_tuple_of_its_own_class_keeps_its_class_and_attributes(layout: Any) -> None:
     torch.manual_seed(0)
     blocks = [Passing() for _ in range(3)]
@@ -318,8 +317,7 @@ class Files(nn.Linear):
         return out
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(2)
 def test_a_list_that_a_block_files_stays_the_callers_and_outputs_keep_what_is_set(layout: Any) -> None:
     torch.manual_seed(0)
     whole = nn.ModuleList(Files(4, 4) for _ in range(2))

@@ -1,19 +1,17 @@
 """Exactly which collectives a step issues, how many bytes they carry, and what stays gathered."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp.models import Net, kinds, sharded_net, step
+from fsdp.models import Net, in_each_layout, kinds, sharded_net, step
 from ranks import on_ranks
 from shardwise import FSDPModule, fully_shard
 from shardwise.comm.count import CommCounter
 from shardwise.fsdp.module_state import state_of
 from shardwise.planner.noop_group import noop_world
 
-LAYOUTS = ("interleaved", "contiguous")
 BLOCK_NUMEL, ROOT_NUMEL = 2 * 8 * 16 + 16 + 8, 8 * 8 + 8 + 2 * 8 + 2
 
 
@@ -24,8 +22,7 @@ def warm(model: nn.Module) -> nn.Module:
     return model
 
 
-@on_ranks(2, 3, 4)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(2, 3, 4)
 def test_a_step_gathers_each_group_twice_but_the_root_and_the_last_block_once(layout: str) -> None:
     model = warm(sharded_net(blocks=3, layout=layout))
     with CommCounter() as counter:
@@ -43,8 +40,7 @@ def test_the_bytes_of_a_step_are_those_of_the_padded_parameters() -> None:
     assert counter.bytes("reduce_scatter") == 4 * (3 * BLOCK_NUMEL + ROOT_NUMEL)
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(2, 3)
 def test_without_resharding_each_group_is_gathered_once(layout: str) -> None:
     model = warm(sharded_net(blocks=3, reshard_after_forward=False, layout=layout))
     with CommCounter() as counter:
@@ -53,8 +49,7 @@ def test_without_resharding_each_group_is_gathered_once(layout: str) -> None:
     assert len(counter.calls) == 8
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(2, 3)
 def test_a_root_that_reshards_is_gathered_again_and_keeps_nothing_between(layout: str) -> None:
     model = warm(sharded_net(blocks=3, reshard_after_forward=True, layout=layout))
     shown = []
@@ -65,8 +60,7 @@ def test_a_root_that_reshards_is_gathered_again_and_keeps_nothing_between(layout
     assert len(counter.calls) == 12
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(4)
 def test_hsdp_adds_one_all_reduce_of_the_shard_per_group(layout: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = warm(sharded_net(blocks=3, mesh=mesh, layout=layout))
@@ -76,8 +70,7 @@ def test_hsdp_adds_one_all_reduce_of_the_shard_per_group(layout: str) -> None:
     assert counter.bytes("all_reduce") == counter.bytes("reduce_scatter") // 2
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(4)
 def test_after_a_partial_reshard_backward_gathers_over_the_smaller_groups(layout: str) -> None:
     model = warm(sharded_net(blocks=3, reshard_after_forward=2, layout=layout))
     with CommCounter() as counter:
@@ -88,8 +81,7 @@ def test_after_a_partial_reshard_backward_gathers_over_the_smaller_groups(layout
     assert kinds(counter) == {"all_gather": 8, "reduce_scatter": 4, "all_reduce": 0}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(4)
+@in_each_layout(4)
 def test_what_a_forward_cut_over_fewer_ranks_is_gathered_from_all_when_that_setting_changes(
     layout: str,
 ) -> None:

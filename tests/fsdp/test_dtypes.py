@@ -6,15 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp.models import Net, raises_on_every_rank, step
+from fsdp.models import Net, in_each_layout, refused, step
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, ShardingError, _compat, fully_shard
 
-LAYOUTS = ["interleaved", "contiguous"]
 
-
-@on_ranks(2)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(2)
 def test_a_chosen_grad_dtype_and_its_gradients_outlive_conversions(layout: str) -> None:
     net = Net(blocks=1)
     net.head.weight.grad_dtype = torch.bfloat16
@@ -32,8 +29,7 @@ def test_a_chosen_grad_dtype_and_its_gradients_outlive_conversions(layout: str) 
         assert torch.equal(param.grad.full_tensor(), before[name].to(param.grad.dtype))
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(2)
 @pytest.mark.parametrize("ran", [False, True])
 def test_a_model_with_a_list_is_converted_whole(layout: str, ran: bool) -> None:
     net, whole = Net(blocks=2), Net(blocks=2)
@@ -57,7 +53,7 @@ def test_a_module_of_a_list_is_not_converted_without_the_others_in_the_contiguou
         if ran:
             step(net)
         net.blocks[0].double()
-        assert said in raises_on_every_rank(ShardingError, lambda net=net: net(torch.ones(4, 8)))
+        refused(lambda net=net: net(torch.ones(4, 8)), said)
 
 
 @on_ranks(2)
@@ -88,26 +84,22 @@ def test_gradients_share_the_spec_that_a_converted_parameter_has() -> None:
         assert _compat.spec_of(param.grad).tensor_meta.dtype is torch.float64
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(2)
 def test_a_grad_dtype_that_is_set_after_the_first_forward_is_named(layout: str) -> None:
     net = fully_shard(Net(blocks=1), layout=layout)
     step(net)
     net.zero_grad()
     net.head.weight.grad_dtype = torch.bfloat16
-    message = raises_on_every_rank(ShardingError, lambda: step(net))
-    assert "grad_dtype of 'head.weight' was set to torch.bfloat16" in message
-    assert "expected torch.float32" in message
+    refused(
+        lambda: step(net), "grad_dtype of 'head.weight' was set to torch.bfloat16", "expected torch.float32"
+    )
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(2)
 def test_an_override_that_is_neither_the_stored_nor_the_computed_dtype_is_refused(layout: str) -> None:
     net = Net(blocks=1)
     policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda param: torch.float16)
-    message = raises_on_every_rank(ShardingError, lambda: fully_shard(net, mp_policy=policy, layout=layout))
-    assert "'inner.weight'" in message
-    assert "torch.float32" in message
+    refused(lambda: fully_shard(net, mp_policy=policy, layout=layout), "'inner.weight'", "torch.float32")
     assert type(net.inner.weight) is nn.Parameter
 
 

@@ -12,14 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp.models import raises_on_every_rank
+from fsdp.models import in_each_layout, refused
 from ranks import on_ranks
 from shardwise import fully_shard
 from shardwise.errors import LifecycleError
 from shardwise.fsdp.module_state import state_of
 from shardwise.optim import flat
-
-LAYOUTS = ("interleaved", "contiguous")
 
 
 class Plain:
@@ -94,9 +92,8 @@ def assert_same_gradients(net: Net, reference: Net) -> None:
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("form", ["plain", "slotted", "nested", "view"])
-@on_ranks(2)
+@in_each_layout(2)
 def test_outputs_in_objects_and_views_changed_in_place_have_the_right_gradients(
     form: str, layout: str
 ) -> None:
@@ -119,8 +116,7 @@ class Recomputed(nn.Sequential):
         return hidden
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(2)
+@in_each_layout(2)
 def test_a_recomputation_that_no_hook_announces_is_laid_to_what_left_forward(layout: str) -> None:
     net = Recomputed(Queued(8, 8), Queued(8, 8))
     for block in net:
@@ -129,24 +125,29 @@ def test_a_recomputation_that_no_hook_announces_is_laid_to_what_left_forward(lay
     inputs = deque([torch.ones(4, 8, requires_grad=True)])
     net(inputs)[0].sum().backward()
     net.zero_grad()
-    message = raises_on_every_rank(LifecycleError, lambda: net(inputs))
-    assert "an earlier backward recomputed the forward of '0' and did not end there" in message
-    assert "in an object whose attributes cannot be inspected. Return it from forward too" in message
+    refused(
+        lambda: net(inputs),
+        "an earlier backward recomputed the forward of '0' and did not end there",
+        "in an object whose attributes cannot be inspected. Return it from forward too",
+        by=LifecycleError,
+    )
     net.reset_iter_state()
     net(inputs)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("reshard", [True, 2])
-@on_ranks(4)
+@in_each_layout(4)
 def test_backward_that_no_hook_announces_is_an_error_that_names_the_module(
     layout: str, reshard: bool | int
 ) -> None:
     net, reference = sharded("opaque", layout, reshard_after_forward=reshard), Net("opaque")
-    message = raises_on_every_rank(LifecycleError, lambda: net(torch.ones(4, 8)).sum().backward())
+    message = refused(lambda: net(torch.ones(4, 8)).sum().backward(), by=LifecycleError)
     assert message.startswith(f"rank {dist.get_rank()}: backward reached the inside of module 'blocks.1'")
-    message = raises_on_every_rank(LifecycleError, lambda: net(torch.ones(4, 8)))
-    assert "an earlier backward of '' raised; call reset_iter_state()" in message
+    refused(
+        lambda: net(torch.ones(4, 8)),
+        "an earlier backward of '' raised; call reset_iter_state()",
+        by=LifecycleError,
+    )
     net.reset_iter_state()
     net.zero_grad()
     for block in (*net.blocks, *reference.blocks):
@@ -156,15 +157,17 @@ def test_backward_that_no_hook_announces_is_an_error_that_names_the_module(
     assert_same_gradients(net, reference)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(2)
+@in_each_layout(2)
 def test_a_backward_through_a_backward_is_refused_by_its_name(layout: str) -> None:
     net = sharded("view", layout, reshard_after_forward=False)
     x = torch.ones(4, 8, requires_grad=True)
     loss = net(x).square().mean()
     (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-    message = raises_on_every_rank(LifecycleError, (loss + slope.square().mean()).backward)
-    assert "(create_graph=True), sharded modules support first derivatives only" in message
+    refused(
+        (loss + slope.square().mean()).backward,
+        "(create_graph=True), sharded modules support first derivatives only",
+        by=LifecycleError,
+    )
     net.reset_iter_state()
 
 
@@ -189,16 +192,18 @@ def clamping(**options: Any) -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("reshard", [True, False])
-@on_ranks(2)
+@in_each_layout(2)
 def test_a_parameter_that_its_forward_changes_in_place_is_an_error_that_names_the_module(
     layout: str, reshard: bool
 ) -> None:
     model = clamping(layout=layout, reshard_after_forward=reshard)
-    message = raises_on_every_rank(LifecycleError, lambda: model(torch.ones(4, 8)).sum().backward())
-    assert f"rank {dist.get_rank()}: a parameter of module '1' was changed in place while gathered" in message
-    assert "weight.clamp(-1, 1)" in message
+    refused(
+        lambda: model(torch.ones(4, 8)).sum().backward(),
+        f"rank {dist.get_rank()}: a parameter of module '1' was changed in place while gathered",
+        "weight.clamp(-1, 1)",
+        by=LifecycleError,
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
@@ -214,15 +219,13 @@ def test_a_parameter_that_stays_whole_may_be_changed_in_place_by_its_forward(str
     assert_same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(2)
+@in_each_layout(2)
 def test_what_a_gather_in_flight_writes_to_cannot_be_read_by_backward(layout: str) -> None:
     net = sharded("plain", layout)
     net(torch.ones(4, 8))
     escaped = net.blocks[0].penalty
     handle = net.blocks[0].unshard(async_op=True)
-    message = raises_on_every_rank(LifecycleError, escaped.backward)
-    assert "inside of module 'blocks.0'" in message
+    refused(escaped.backward, "inside of module 'blocks.0'", by=LifecycleError)
     handle.wait()
     net.reset_iter_state()
 
@@ -240,9 +243,7 @@ def test_a_gradient_that_no_reduction_saw_is_an_error_in_the_next_step_or_forwar
     block(x)
     block.penalty.backward()  # the root's parameters are still there
     for go_on in (optimizer.step, lambda: block(x)):
-        message = raises_on_every_rank(LifecycleError, go_on)
-        assert "gradient of 'norm.weight' was not reduced" in message
-        assert "the root module" in message
+        refused(go_on, "gradient of 'norm.weight' was not reduced", "the root module", by=LifecycleError)
     block.reset_iter_state()
     block.set_requires_gradient_sync(False)
     block(x).hidden.sum().backward()
@@ -276,8 +277,11 @@ def test_a_backward_that_entered_past_the_outputs_and_raised_is_told_of_in_the_n
     net(torch.ones(4, 8))
     with pytest.raises(ZeroDivisionError):
         net.blocks[-1].penalty.backward()
-    message = raises_on_every_rank(LifecycleError, lambda: net(torch.ones(4, 8)))
-    assert "an earlier backward of '' raised; call reset_iter_state()" in message
+    refused(
+        lambda: net(torch.ones(4, 8)),
+        "an earlier backward of '' raised; call reset_iter_state()",
+        by=LifecycleError,
+    )
 
 
 @on_ranks(2)

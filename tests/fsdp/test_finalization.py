@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
-from fsdp.models import raises_on_every_rank, sharded_net, step
+from fsdp.models import in_each_layout, refused, sharded_net, step
 from ranks import on_ranks
 from shardwise import LifecycleError
 from shardwise.comm.count import CommCounter
@@ -21,8 +20,7 @@ def manual_net(layout: str = "interleaved") -> Any:
     return model
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@in_each_layout(2)
 def test_only_what_is_left_is_reduced_at_the_call_and_everything_is_resharded(layout: str) -> None:
     model = manual_net(layout)
     model.set_reduce_scatter_unused_params(True)
@@ -64,14 +62,14 @@ def test_calls_at_the_wrong_time_are_refused() -> None:
         (lambda: model.set_manual_backward_finalization(False), "after backward has begun"),
         (lambda: model.blocks[0].finalize_backward(), r"on 'blocks.0'; call it on the root"),
     ]:
-        assert words in raises_on_every_rank(LifecycleError, act)
+        refused(act, words, by=LifecycleError)
     handle = model.finalize_backward(async_op=True)
     for act in (lambda: step(model), model.finalize_backward, optimizer.step):
-        assert "wait() was not called" in raises_on_every_rank(LifecycleError, act)
+        refused(act, "wait() was not called", by=LifecycleError)
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()  # which has nothing to do with it
     model.reset_iter_state()
     optimizer.step()
-    assert "has dropped" in raises_on_every_rank(LifecycleError, handle.wait)
+    refused(handle.wait, "has dropped", by=LifecycleError)
 
     def inside(grad: torch.Tensor) -> None:
         model.finalize_backward()
@@ -79,12 +77,11 @@ def test_calls_at_the_wrong_time_are_refused() -> None:
     x = torch.randn(4, 8)
     output = model(x)
     output.register_hook(inside)
-    assert "inside a backward" in raises_on_every_rank(LifecycleError, output.sum().backward)
+    refused(output.sum().backward, "inside a backward", by=LifecycleError)
     model.reset_iter_state()
     model.set_manual_backward_finalization(False)
     step(model)
-    needs = raises_on_every_rank(LifecycleError, model.finalize_backward)
-    assert "needs set_manual_backward_finalization(True)" in needs
+    refused(model.finalize_backward, "needs set_manual_backward_finalization(True)", by=LifecycleError)
     below = sharded_net(blocks=1)
     below.blocks[0].set_manual_backward_finalization(True)
-    assert "on the root module" in raises_on_every_rank(LifecycleError, lambda: step(below))
+    refused(lambda: step(below), "on the root module", by=LifecycleError)

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from fsdp.models import Net, raises_on_every_rank, sharded_net, step
-from ranks import RankPool, on_ranks
+from fsdp.models import LAYOUTS, Net, in_each_layout, refused, sharded_net, step
+from ranks import RankPool
 from shardwise.errors import ShardingError
 
-LAYOUTS = ("interleaved", "contiguous")
 X = torch.linspace(-1, 1, 32).view(4, 8)
 OPTIONS: dict[str, dict[str, Any]] = {
     "freed": {},
@@ -44,10 +43,9 @@ def give_computed(layout: str, option: str) -> None:
                 net(X)
             given = computed(net, which=which)
             if forwards == 0 or option == "smaller":
-                message = raises_on_every_rank(ShardingError, partial(functional_call, net, given, (X,)))
-                assert (
-                    "instead of passing computed parameters to functional_call, compute them in forward"
-                    in message
+                refused(
+                    partial(functional_call, net, given, (X,)),
+                    "instead of passing computed parameters to functional_call, compute them in forward",
                 )
             else:  # those of groups that are still gathered are whole tensors
                 with suppress(ShardingError):
@@ -57,8 +55,7 @@ def give_computed(layout: str, option: str) -> None:
             assert all(param.grad is not None for param in net.parameters())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(2)
+@in_each_layout(2)
 def test_a_modules_own_parameters_may_be_given_in_any_form(layout: str) -> None:
     expected = Net()(X)
     for option in ("freed", "kept"):

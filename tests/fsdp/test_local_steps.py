@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp.models import in_each_layout
 from ranks import on_ranks
 from shardwise import fully_shard
 from shardwise.fsdp import fast
@@ -193,8 +194,7 @@ def test_a_large_table_keeps_fp32_moments_beside_those_in_8_bits() -> None:
     torch.testing.assert_close(table.weight.full_tensor(), whole.weight.detach(), rtol=1e-6, atol=1e-7)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@in_each_layout(2)
 @pytest.mark.parametrize("name", ["SGD", "SGD momentum foreach", "AdamW", "AdamW amsgrad foreach", "Rprop"])
 def test_tables_that_are_sharded_tensors_step_beside_sharded_modules(layout: str, name: str) -> None:
     kind, options = KINDS.get(name, (torch.optim.Rprop, {"foreach": True}))

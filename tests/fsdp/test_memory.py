@@ -12,13 +12,12 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp.contiguous.one_process import STRATEGIES
-from fsdp.models import Net, gathered_bytes, groups, sharded_net, step
+from fsdp.models import Net, gathered_bytes, groups, in_each_layout, sharded_net, step
 from ranks import on_ranks
 from shardwise import fully_shard
 from shardwise.comm.api import DefaultReduceScatter
 from shardwise.fsdp.module_state import state_of
 
-LAYOUTS = ("interleaved", "contiguous")
 WAYS = [{}, *({"layout": "contiguous", "strategy": name} for name in STRATEGIES)]
 
 
@@ -32,8 +31,7 @@ def root_and_block(model: nn.Module, layout: str) -> tuple[int, int]:
     return root, block
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(2, 3)
 def test_unsharded_memory_exists_only_inside_a_step(layout: str) -> None:
     model = sharded_net(blocks=3, layout=layout)
     root, block = root_and_block(model, layout)
@@ -43,8 +41,7 @@ def test_unsharded_memory_exists_only_inside_a_step(layout: str) -> None:
     assert gathered_bytes(model) == 0
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(2)
 def test_a_head_larger_than_most_groups_is_freed_before_the_loss_unless_told_to_stay(layout: str) -> None:
     for stays in (None, False):
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 64))
@@ -59,8 +56,7 @@ def test_a_head_larger_than_most_groups_is_freed_before_the_loss_unless_told_to_
         assert gathered_bytes(model) == 0
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(2)
 def test_kept_storage_is_refilled_where_it_is(layout: str) -> None:
     model, expected = sharded_net(layout=layout), sharded_net(layout=layout)
     model.set_keep_unsharded_storage(True)
@@ -82,8 +78,7 @@ def test_kept_storage_is_refilled_where_it_is(layout: str) -> None:
     assert gathered_bytes(model) == 0
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(2)
 def test_forward_never_holds_more_than_one_block_and_the_root(layout: str) -> None:
     model = sharded_net(blocks=5, layout=layout)
     seen = []
@@ -94,8 +89,7 @@ def test_forward_never_holds_more_than_one_block_and_the_root(layout: str) -> No
     assert seen == [sum(root_and_block(model, layout))] * 10
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(2)
 def test_backward_never_holds_more_than_two_blocks_and_the_root(layout: str) -> None:
     model = sharded_net(blocks=5, layout=layout)
     seen: list[int] = []
@@ -172,8 +166,7 @@ def test_gathered_memory_does_not_grow_over_steps() -> None:
     assert counts[2:] == [counts[2]] * 4
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(2)
 def test_the_whole_parameters_are_freed_when_sharded(layout: str) -> None:
     linear = nn.Linear(64, 64)
     data = weakref.ref(linear.weight)
@@ -241,8 +234,7 @@ class Counting(DefaultReduceScatter):
         return super().__call__(*args, **kwargs)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(2)
 def test_gradients_are_freed_before_their_reduction_runs(layout: str) -> None:
     """Also where one parameter has none, and where dtypes are reduced one after another."""
     Tracked.made.clear()

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from fsdp.models import Block, Net, sharded_net, step
+from fsdp.models import Block, Net, in_each_layout, sharded_net, step
 from ranks import on_ranks
 from shardwise import (
     FSDPModule,
@@ -26,8 +26,6 @@ from shardwise.comm.watch import order_of
 from shardwise.fsdp.module import sharded_class
 from shardwise.fsdp.module_state import state_of
 from shardwise.planner.noop_group import noop_world
-
-LAYOUTS = ("interleaved", "contiguous")
 
 
 @on_ranks(2)
@@ -52,8 +50,7 @@ def test_names_shapes_and_placements_stay_those_of_the_whole_model() -> None:
         assert torch.equal(ours.full_tensor(), theirs)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(2)
 def test_an_encoder_layer_of_torch_evaluates_with_sharded_attention(layout: str) -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     x = torch.randn(2, 3, 8)
@@ -81,8 +78,7 @@ def test_copying_a_sharded_module_says_when_to_copy() -> None:
         copy.deepcopy(net.head)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(2)
 def test_a_users_hooks_see_whole_parameters_and_whole_gradients(layout: str) -> None:
     net = sharded_net(layout=layout)
     seen: list[tuple[type, torch.Size]] = []
@@ -100,8 +96,7 @@ def test_a_users_hooks_see_whole_parameters_and_whole_gradients(layout: str) -> 
     assert set(grads) == {(Tensor, torch.Size([16, 8]))}
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(2)
 def test_unshard_shows_whole_parameters_until_reshard(layout: str) -> None:
     net, whole = sharded_net(layout=layout), Net()
     handle = net.unshard(async_op=True)
@@ -116,8 +111,7 @@ def test_unshard_shows_whole_parameters_until_reshard(layout: str) -> None:
     assert isinstance(net.inner.weight, DTensor)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(2)
 def test_forward_waits_for_an_unshard_that_the_user_started(layout: str) -> None:
     net = sharded_net(layout=layout)
     step(net)
@@ -127,8 +121,7 @@ def test_forward_waits_for_an_unshard_that_the_user_started(layout: str) -> None
     assert counter.count("all_gather") == 3  # the root and the two other blocks
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(2)
 def test_a_registered_method_runs_like_a_forward(layout: str) -> None:
     net, whole = sharded_net(layout=layout), Net()
     register_fsdp_forward_method(net, "features")
@@ -212,8 +205,7 @@ def test_unshard_never_shows_values_from_before_an_optimizer_step() -> None:
         assert torch.equal(net(torch.ones(1, 8)), expected(torch.ones(1, 8)))
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(4)
 def test_zero_grad_after_an_evaluation_clears_the_gradients_of_the_optimizer(layout: str) -> None:
     for reshard in (None, False, 2):
         net = sharded_net(layout=layout, reshard_after_forward=reshard)
@@ -236,8 +228,7 @@ def test_reset_iter_state_is_for_the_root() -> None:
         net.blocks[1].reset_iter_state()
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(2, 3)
 def test_hooks_after_gradient_accumulation_run_on_sharded_gradients(layout: str) -> None:
     """An optimizer in backward: step each parameter as soon as its gradient is reduced."""
     net, reference = sharded_net(layout=layout), sharded_net(layout=layout)
@@ -399,8 +390,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=True)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(2)
+@in_each_layout(2)
 def test_backward_of_each_module_of_a_list_gathers_also_where_the_last_was_recomputed(layout: str) -> None:
     net, reference = Reentrant(), Reentrant()
     fully_shard([net.first, net.last], layout=layout)
@@ -432,9 +422,8 @@ def _alone(net: nn.Sequential, which: int | str) -> None:
             net[0](torch.ones(2, 4), 2)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("reshard", [None, True, False])
-@on_ranks(2)
+@in_each_layout(2)
 def test_a_part_of_a_list_that_runs_outside_of_the_root_leaves_no_old_values(
     layout: str, reshard: bool | None
 ) -> None:

@@ -10,12 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp.models import Net, raises_on_every_rank, sharded_net, step
+from fsdp.models import Net, in_each_layout, refused, sharded_net, step
 from ranks import on_ranks
 from shardwise import fully_shard
-from shardwise.errors import ShardingError
-
-LAYOUTS = ("interleaved", "contiguous")
 
 
 def names_seen(model: nn.Module, seen: list[str]) -> None:
@@ -35,8 +32,7 @@ def names_seen(model: nn.Module, seen: list[str]) -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(4)
+@in_each_layout(4)
 def test_hooks_after_accumulation_run_in_order_of_registration_on_every_rank(
     layout: str, replicas: int
 ) -> None:
@@ -66,8 +62,7 @@ def test_hooks_after_accumulation_run_in_order_of_registration_on_every_rank(
     assert seen == [name for name in expected if "0.up" not in name]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(3)
+@in_each_layout(3)
 def test_a_gradient_hook_changes_the_sharded_gradient_before_it_is_accumulated(layout: str) -> None:
     model, reference = sharded_net(layout=layout), sharded_net(layout=layout)
     bias = model.head.bias  # two rows on three ranks
@@ -92,9 +87,8 @@ def test_a_gradient_hook_changes_the_sharded_gradient_before_it_is_accumulated(l
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@on_ranks(2)
+@in_each_layout(2)
 def test_gradients_of_a_converted_model_describe_the_new_dtype(layout: str, dtype: torch.dtype) -> None:
     model = sharded_net(layout=layout)
     step(model)
@@ -106,9 +100,8 @@ def test_gradients_of_a_converted_model_describe_the_new_dtype(layout: str, dtyp
     torch.optim.AdamW(model.parameters()).step()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("by_hand", [False, True])
-@on_ranks(2)
+@in_each_layout(2)
 def test_what_is_frozen_or_trained_while_gathered_stays_so(layout: str, by_hand: bool) -> None:
     model = sharded_net(layout=layout)
     names, sharded = zip(*model.named_parameters(), strict=True)
@@ -142,16 +135,16 @@ def test_data_assigned_to_a_dtensor_is_an_error_and_to_rows_is_used(stepped: boo
         for param in model.parameters():
             param.data = torch.zeros_like(param)
     assert contiguous(torch.ones(4, 8)).abs().sum() == 0
-    message = raises_on_every_rank(ShardingError, lambda: interleaved(torch.ones(4, 8)))
-    assert f"'{'blocks.1.up' if stepped else 'inner'}.weight'.data was assigned to" in message
+    refused(
+        lambda: interleaved(torch.ones(4, 8)),
+        f"'{'blocks.1.up' if stepped else 'inner'}.weight'.data was assigned to",
+    )
     contiguous.reshard()
     contiguous.head.weight.data = contiguous.head.weight.data.double()
-    message = raises_on_every_rank(ShardingError, lambda: contiguous(torch.ones(4, 8)))
-    assert "'head.weight' was given other memory (torch.float64" in message
+    refused(lambda: contiguous(torch.ones(4, 8)), "'head.weight' was given other memory (torch.float64")
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@in_each_layout(2)
 def test_sharded_parameters_may_be_frozen_while_unsharded_ones_are_registered(layout: Any) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(net, layout=layout, reshard_after_forward=False)
@@ -168,8 +161,7 @@ def test_sharded_parameters_may_be_frozen_while_unsharded_ones_are_registered(la
         net.zero_grad()
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(4)
 @pytest.mark.parametrize("after", [False, True, 2])
 def test_the_form_that_was_frozen_or_trained_last_counts(layout: Any, after: Any) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -199,8 +191,7 @@ def test_the_form_that_was_frozen_or_trained_last_counts(layout: Any, after: Any
                 param.grad = None
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_each_layout(4)
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_blocks_left_in_smaller_shards_may_be_frozen(layout: Any, evaluates: bool) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))

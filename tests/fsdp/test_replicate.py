@@ -6,8 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 
-from fsdp.models import Net
-from ranks import on_ranks
+from fsdp.models import Net, in_each_layout
 from shardwise import fully_shard
 
 ROWS = 4
@@ -25,9 +24,8 @@ def train(model: nn.Module, ranks: list[int]) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 @pytest.mark.parametrize("replicated_first", [False, True])
-@on_ranks(2)
+@in_each_layout(2)
 def test_replicate_leaves_sharded_modules_alone_whichever_came_first(
     replicated_first: bool, layout: str
 ) -> None:

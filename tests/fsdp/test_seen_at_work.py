@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp.models import sharded_net, step
+from fsdp.models import in_each_layout, sharded_net, step
 from ranks import on_ranks
 from shardwise.fsdp.module_state import state_of
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
-@on_ranks(2)
+@in_each_layout(2)
 def test_profiles_name_what_each_module_does_and_nothing_stays_after_them(layout: str) -> None:
     model = sharded_net(blocks=2, layout=layout)
     step(model)
@@ -64,8 +63,7 @@ def test_the_log_says_what_was_grouped_and_who_gathers_it() -> None:
     assert "group 'blocks.0' is gathered by c10d (gloo; smaller than 250,000 bytes)" in text
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
-@on_ranks(2)
+@in_each_layout(2)
 def test_the_report_counts_what_every_group_holds(layout: str) -> None:
     model = sharded_net(blocks=2, layout=layout)
     whole = sum(param.numel() * param.element_size() for param in model.parameters())
@@ -78,8 +76,7 @@ def test_the_report_counts_what_every_group_holds(layout: str) -> None:
     assert "blocks.1" in str(model.shard_report())
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
-@on_ranks(2)
+@in_each_layout(2)
 def test_a_module_that_backward_does_not_gather_is_prefetched_in_forward(layout: str) -> None:
     model = sharded_net(blocks=2, layout=layout, reshard_after_forward=False)
     first, second = model.blocks

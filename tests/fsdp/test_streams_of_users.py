@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -14,6 +16,9 @@ from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardwise.planner.noop_group import noop_world
 from shardwise.verify.streams import DEVICE, simulated
 
+Program = Callable[..., list[Tensor]]
+PROGRAMS: list[Program] = []
+
 
 def current() -> torch.Stream:
     return torch.accelerator.current_stream()
@@ -23,9 +28,39 @@ def other() -> torch.Stream:
     return torch.Stream(device=DEVICE)
 
 
+@contextmanager
+def on(stream: torch.Stream) -> Iterator[None]:
+    """Run what follows on a stream, after what is there."""
+    stream.wait_stream(current())
+    with stream:
+        yield
+
+
 def use_memory() -> None:
     """Allocate on the current stream what may be free there, write it, and free it."""
     del [torch.randn(WIDTH, size, device=DEVICE) for size in (WIDTH, WIDTH, 9, 9, 1) for _ in range(3)][:]
+
+
+def a_program(
+    *models: Callable[[], Layers], programs: list[Program] = PROGRAMS, **fixed: Any
+) -> Callable[[Callable[..., None]], Program]:
+    """Make a program of what a user does with sharded models, an optimizer and a stream.
+
+    It takes options of `fully_shard`, to which `fixed` is added, and returns all parameters.
+    """
+
+    def decorate(body: Callable[..., None]) -> Program:
+        @wraps(body)
+        def program(**options: Any) -> list[Tensor]:
+            made = [sharded(kind().to(DEVICE), **fixed, **options) for kind in models or (Layers,)]
+            params = [param for model in made for param in model.parameters()]
+            body(*made, torch.optim.SGD(params, lr=0.1), other())
+            return params
+
+        programs.append(program)
+        return program
+
+    return decorate
 
 
 class Branches(Layers):
@@ -49,8 +84,7 @@ class Branches(Layers):
 
 def step_on(side: torch.Stream, optimizer: torch.optim.Optimizer, model: Any) -> None:
     """Step on a stream, for whose event the model's gathers then wait."""
-    side.wait_stream(current())
-    with side:
+    with on(side):
         optimizer.step()
     model.set_post_optim_event(side.record_event())
 
@@ -62,24 +96,21 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) ->
         optimizer.zero_grad()
 
 
-def branches(**options: Any) -> list[Tensor]:
-    model = sharded(Branches().to(DEVICE), **options)
-    train(model, sgd(model))
-    return list(model.parameters())
+@a_program(Branches)
+def branches(model: Any, optimizer: Any, side: Any) -> None:
+    train(model, optimizer)
 
 
-def branches_that_prefetch_each_other(**options: Any) -> list[Tensor]:
-    model = sharded(Branches().to(DEVICE), **options)
+@a_program(Branches)
+def branches_that_prefetch_each_other(model: Any, optimizer: Any, side: Any) -> None:
     model.set_reduce_scatter_max_input_buffers(9)
     model.layers[0].set_modules_to_forward_prefetch([model.layers[1], model.layers[3]])
-    train(model, sgd(model))
-    return list(model.parameters())
+    train(model, optimizer)
 
 
-def one_layer_on_its_stream(**options: Any) -> list[Tensor]:
+@a_program(partial(Layers, apart=True))
+def one_layer_on_its_stream(model: Any, optimizer: Any, side: Any) -> None:
     """The layer is gathered on the main stream, which then goes on."""
-    model = sharded(Layers(apart=True).to(DEVICE), **options)
-    optimizer = sgd(model)
     loss_of(model).backward()
     main = current()
 
@@ -91,53 +122,50 @@ def one_layer_on_its_stream(**options: Any) -> list[Tensor]:
     for async_op in (True, False, True, False):
         model.layers[2].unshard(async_op=async_op)
         train(model, optimizer, steps=1)
-    return list(model.parameters())
 
 
-def finalized_on_a_stream(**options: Any) -> list[Tensor]:
-    model, side = sharded(Layers().to(DEVICE), **options), other()
-    optimizer = sgd(model)
+@a_program()
+def finalized_on_a_stream(model: Any, optimizer: Any, side: Any) -> None:
     model.set_manual_backward_finalization(True)
     for _ in range(2):
         loss_of(model).backward()
         handle = model.finalize_backward(async_op=True)
-        side.wait_stream(current())
-        with side:
+        with on(side):
             handle.wait()
             optimizer.step()
         model.set_post_optim_event(side.record_event())
         optimizer.zero_grad()
-    return list(model.parameters())
 
 
-def backward_on_a_stream(*, step_there: bool = False, **options: Any) -> list[Tensor]:
-    model, side = sharded(Layers().to(DEVICE), **options), other()
-    optimizer = sgd(model)
+@a_program()
+def backward_on_a_stream(model: Any, optimizer: Any, side: Any) -> None:
     for _ in range(2):
         loss = loss_of(model)
-        side.wait_stream(current())
-        with side:
+        with on(side):
             loss.backward()
-            if step_there:
-                optimizer.step()
-                model.set_post_optim_event(side.record_event())
         del loss
         use_memory()
-        if not step_there:
-            current().wait_stream(side)
-            optimizer.step()
+        current().wait_stream(side)
+        optimizer.step()
         optimizer.zero_grad()
-    return list(model.parameters())
 
 
-def backward_and_step_on_a_stream(**options: Any) -> list[Tensor]:
-    return backward_on_a_stream(step_there=True, **options)
+@a_program()
+def backward_and_step_on_a_stream(model: Any, optimizer: Any, side: Any) -> None:
+    for _ in range(2):
+        loss = loss_of(model)
+        with on(side):
+            loss.backward()
+            optimizer.step()
+            model.set_post_optim_event(side.record_event())
+        del loss
+        use_memory()
+        optimizer.zero_grad()
 
 
-def two_models_on_streams(**options: Any) -> list[Tensor]:
-    first, second = (sharded(Layers().to(DEVICE), **options) for _ in range(2))
-    left, right = other(), other()
-    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+@a_program(Layers, Layers)
+def two_models_on_streams(first: Any, second: Any, optimizer: Any, side: Any) -> None:
+    left, right = side, other()
     for stream in (left, right):
         stream.wait_stream(current())
     for _ in range(2):
@@ -151,16 +179,13 @@ def two_models_on_streams(**options: Any) -> list[Tensor]:
         for model in (first, second):
             model.set_post_optim_event(right.record_event())
         optimizer.zero_grad()
-    return [*first.parameters(), *second.parameters()]
 
 
-def gathered_on_a_stream(**options: Any) -> list[Tensor]:
-    model, ahead = sharded(Layers().to(DEVICE), **options), other()
-    optimizer = sgd(model)
+@a_program()
+def gathered_on_a_stream(model: Any, optimizer: Any, ahead: Any) -> None:
     loss_of(model).backward()
     for _ in range(2):
-        ahead.wait_stream(current())
-        with ahead:
+        with on(ahead):
             model.layers[0].unshard(async_op=True)
         loss_of(model).backward()
         with ahead:
@@ -168,37 +193,30 @@ def gathered_on_a_stream(**options: Any) -> list[Tensor]:
         current().wait_stream(ahead)
         optimizer.step()
         optimizer.zero_grad()
-    return list(model.parameters())
 
 
-def gathered_on_a_stream_before_the_first_forward(**options: Any) -> list[Tensor]:
-    model, ahead = sharded(Layers().to(DEVICE), **options), other()
-    ahead.wait_stream(current())
-    with ahead:
+@a_program()
+def gathered_on_a_stream_before_the_first_forward(model: Any, optimizer: Any, ahead: Any) -> None:
+    with on(ahead):
         handle = model.layers[0].unshard(async_op=True)
     handle.wait()
     del handle
     with ahead:
         use_memory()
     loss_of(model).backward()
-    return list(model.parameters())
 
 
-def gathered_on_a_stream_for_nothing(**options: Any) -> list[Tensor]:
-    model, ahead = sharded(Layers().to(DEVICE), **options), other()
-    optimizer = sgd(model)
+@a_program()
+def gathered_on_a_stream_for_nothing(model: Any, optimizer: Any, ahead: Any) -> None:
     train(model, optimizer, steps=1)
     loss_of(model).backward()
-    ahead.wait_stream(current())
-    with ahead:
+    with on(ahead):
         model.layers[0].unshard(async_op=True)
     optimizer.step()
-    return list(model.parameters())
 
 
-def steps_beside_a_second_backward(**options: Any) -> list[Tensor]:
-    model, side = sharded(Layers().to(DEVICE), **options), other()
-    optimizer = sgd(model)
+@a_program()
+def steps_beside_a_second_backward(model: Any, optimizer: Any, side: Any) -> None:
     loss = loss_of(model)
     loss.backward(retain_graph=True)
     step_on(side, optimizer, model)
@@ -206,7 +224,6 @@ def steps_beside_a_second_backward(**options: Any) -> list[Tensor]:
     loss.backward()
     current().wait_stream(side)
     optimizer.step()
-    return list(model.parameters())
 
 
 class Encoder(Layers):
@@ -217,59 +234,50 @@ class Encoder(Layers):
         self.side = other()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.side.wait_stream(current())
-        with self.side:
+        with on(self.side):
             y = self.layers[0](x).relu()
         current().wait_stream(self.side)
         return self.norm(self.layers[1](y))
 
 
-def inputs_without_gradient_on_a_stream(**options: Any) -> list[Tensor]:
+@a_program(Encoder)
+def inputs_without_gradient_on_a_stream(model: Any, optimizer: Any, side: Any) -> None:
     """The end of backward reduces what no input's gradient did; the next batch is made on that stream."""
-    model = sharded(Encoder().to(DEVICE), **options)
-    optimizer = sgd(model)
     for _ in range(2):
         loss_of(model).backward()
         with model.side:
             use_memory()
         optimizer.step()
         optimizer.zero_grad()
-    return list(model.parameters())
 
 
-def finalized_on_another_stream_than_backward(**options: Any) -> list[Tensor]:
-    model, side = sharded(Layers().to(DEVICE), **options), other()
-    optimizer = sgd(model)
+@a_program()
+def finalized_on_another_stream_than_backward(model: Any, optimizer: Any, side: Any) -> None:
     model.set_manual_backward_finalization(True)
     for _ in range(2):
         model.set_requires_gradient_sync(False)
         loss_of(model).backward()
         model.set_requires_gradient_sync(True)
-        side.wait_stream(current())
-        with side:
+        with on(side):
             model.finalize_backward()
         use_memory()
         current().wait_stream(side)
         optimizer.step()
         optimizer.zero_grad()
-    return list(model.parameters())
 
 
-def gathered_by_hand_after_a_step_on_a_stream(**options: Any) -> list[Tensor]:
-    model, side = sharded(Layers().to(DEVICE), **options), other()
-    optimizer = sgd(model)
+@a_program()
+def gathered_by_hand_after_a_step_on_a_stream(model: Any, optimizer: Any, side: Any) -> None:
     for async_op in (False, True):
         loss_of(model).backward()
         step_on(side, optimizer, model)
         optimizer.zero_grad()
         model.layers[0].unshard(async_op=async_op)
     loss_of(model).backward()
-    return list(model.parameters())
 
 
-def loaded_after_a_step_on_a_stream(**options: Any) -> list[Tensor]:
-    model, side = sharded(Layers().to(DEVICE), **options), other()
-    optimizer = sgd(model)
+@a_program()
+def loaded_after_a_step_on_a_stream(model: Any, optimizer: Any, side: Any) -> None:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     for _ in range(2):
         loss_of(model).backward()
@@ -278,12 +286,11 @@ def loaded_after_a_step_on_a_stream(**options: Any) -> list[Tensor]:
         current().wait_stream(side)
         model.load_state_dict(state)
     loss_of(model).backward()
-    return list(model.parameters())
 
 
-def prefetched_by_another_model(**options: Any) -> list[Tensor]:
-    first, second = (sharded(Layers().to(DEVICE), **options) for _ in range(2))
-    side, optimizers = other(), (sgd(first), sgd(second))
+@a_program(Layers, Layers)
+def prefetched_by_another_model(first: Any, second: Any, _: Any, side: Any) -> None:
+    optimizers = sgd(first), sgd(second)
     second(first(batch())).mean().backward()
     first.layers[2].set_modules_to_forward_prefetch([second.layers[0]])
     for _ in range(2):
@@ -295,22 +302,20 @@ def prefetched_by_another_model(**options: Any) -> list[Tensor]:
             model.set_post_optim_event(side.record_event())
         for optimizer in optimizers:
             optimizer.zero_grad()
-    return [*first.parameters(), *second.parameters()]
 
 
-def prefetched_beside_steps_in_hooks(**options: Any) -> list[Tensor]:
-    first, second = (sharded(Layers().to(DEVICE), **options) for _ in range(2))
+@a_program(Layers, Layers)
+def prefetched_beside_steps_in_hooks(first: Any, second: Any, *unused: Any) -> None:
     with stepping_in_hooks(second):
         second(first(batch())).mean().backward()
         first.layers[2].set_modules_to_forward_prefetch([second.layers[0]])
         second.set_is_last_backward(False)
         for _ in range(2):
             second(first(batch())).mean().backward()
-    return [*first.parameters(), *second.parameters()]
 
 
-def gathered_after_steps_in_hooks(**options: Any) -> list[Tensor]:
-    model = sharded(Layers().to(DEVICE), **options)
+@a_program()
+def gathered_after_steps_in_hooks(model: Any, *unused: Any) -> None:
     with stepping_in_hooks(model):
         loss_of(model).backward()
         model.set_is_last_backward(False)
@@ -318,55 +323,48 @@ def gathered_after_steps_in_hooks(**options: Any) -> list[Tensor]:
         model.layers[0].unshard()
         model.set_is_last_backward(True)
         loss_of(model).backward()
-    return list(model.parameters())
 
 
-def used_twice_with_steps_in_hooks(**options: Any) -> list[Tensor]:
-    model = sharded(Layers().to(DEVICE), **options)
+@a_program()
+def used_twice_with_steps_in_hooks(model: Any, *unused: Any) -> None:
     with stepping_in_hooks(model):
         model.forward = lambda x: model.layers[1](model.layers[1](model.layers[0](x)))
-        for _ in range(2):
-            for sync in (False, True):
-                model.set_requires_gradient_sync(sync)
-                loss_of(model).backward()
-    return list(model.parameters())
+        for sync in (False, True) * 2:
+            model.set_requires_gradient_sync(sync)
+            loss_of(model).backward()
 
 
-def prefetched_after_its_step_in_a_hook(**options: Any) -> list[Tensor]:
-    model = sharded(Layers().to(DEVICE), **options)
+@a_program()
+def prefetched_after_its_step_in_a_hook(model: Any, *unused: Any) -> None:
     with stepping_in_hooks(model):
         model.layers[0].set_modules_to_backward_prefetch([model.layers[2]])
         for _ in range(2):
             loss_of(model).backward()
-    return list(model.parameters())
 
 
-def offloaded_with_another_step_between(**options: Any) -> list[Tensor]:
-    model = sharded(Layers().to(DEVICE), offload_policy=CPUOffloadPolicy(), **options)
+@a_program(offload_policy=CPUOffloadPolicy())
+def offloaded_with_another_step_between(model: Any, optimizer: Any, side: Any) -> None:
     own = nn.Parameter(torch.randn(3))
     own.grad = torch.ones(3)
-    optimizers = torch.optim.SGD([own], lr=0.1), sgd(model)
     for _ in range(2):
         loss_of(model).backward()
         with torch.no_grad():
             model(batch())
-        for optimizer in optimizers:
-            optimizer.step()
-    return list(model.parameters())
+        for each in (torch.optim.SGD([own], lr=0.1), optimizer):
+            each.step()
 
 
-def offloaded_and_loaded(**options: Any) -> list[Tensor]:
-    model = sharded(Layers().to(DEVICE), offload_policy=CPUOffloadPolicy(), **options)
+@a_program(offload_policy=CPUOffloadPolicy())
+def offloaded_and_loaded(model: Any, *unused: Any) -> None:
     loss_of(model).backward()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
         model(batch())
     model.load_state_dict(state)
-    return list(model.parameters())
 
 
-def prefetched_and_loaded(**options: Any) -> list[Tensor]:
-    model = sharded(Layers().to(DEVICE), **options)
+@a_program()
+def prefetched_and_loaded(model: Any, *unused: Any) -> None:
     loss_of(model).backward()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model.layers[1].set_modules_to_forward_prefetch([model.layers[2]])
@@ -376,7 +374,6 @@ def prefetched_and_loaded(**options: Any) -> list[Tensor]:
     model.skipped = ()
     model.load_state_dict(state)
     loss_of(model).backward()
-    return list(model.parameters())
 
 
 def deleted_while_it_reduces(**options: Any) -> list[Tensor]:
@@ -389,32 +386,7 @@ def deleted_while_it_reduces(**options: Any) -> list[Tensor]:
     return []
 
 
-PROGRAMS: list[Callable[..., list[Tensor]]] = [
-    branches,
-    branches_that_prefetch_each_other,
-    one_layer_on_its_stream,
-    finalized_on_a_stream,
-    backward_on_a_stream,
-    backward_and_step_on_a_stream,
-    two_models_on_streams,
-    gathered_on_a_stream,
-    gathered_on_a_stream_before_the_first_forward,
-    gathered_on_a_stream_for_nothing,
-    steps_beside_a_second_backward,
-    inputs_without_gradient_on_a_stream,
-    finalized_on_another_stream_than_backward,
-    gathered_by_hand_after_a_step_on_a_stream,
-    loaded_after_a_step_on_a_stream,
-    prefetched_by_another_model,
-    prefetched_beside_steps_in_hooks,
-    gathered_after_steps_in_hooks,
-    used_twice_with_steps_in_hooks,
-    prefetched_after_its_step_in_a_hook,
-    offloaded_with_another_step_between,
-    offloaded_and_loaded,
-    prefetched_and_loaded,
-    deleted_while_it_reduces,
-]
+PROGRAMS.append(deleted_while_it_reduces)
 STRATEGIES = [
     ("interleaved", None, 2),
     ("contiguous", None, 2),
@@ -424,17 +396,22 @@ STRATEGIES = [
     ("contiguous", "zero2", 1),
     ("contiguous", "ddp", 2),
 ]
+on_each_mesh = pytest.mark.parametrize(("layout", "strategy", "ranks"), STRATEGIES)
 
 
-@pytest.mark.parametrize(("layout", "strategy", "ranks"), STRATEGIES)
+@on_each_mesh
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_nothing_races(program: Callable[..., list[Tensor]], layout: Any, strategy: Any, ranks: int) -> None:
-    check_order(program, layout, strategy, ranks)
+def test_nothing_races(program: Program, layout: Any, strategy: Any, ranks: int) -> None:
+    check_order(PROGRAMS, program, layout, strategy, ranks)
 
 
-def check_order(program: Callable[..., list[Tensor]], layout: Any, strategy: Any, ranks: int) -> None:
+def check_order(programs: list[Program], program: Program, layout: Any, strategy: Any, ranks: int) -> None:
+    """With parameters gathered as stored and cast: both in either layout over two ranks, else in turns."""
+    case = layout, strategy, ranks
+    turn = programs.index(program) + STRATEGIES.index(case)
+    dtypes = [None, torch.bfloat16] if case in STRATEGIES[:2] else [(None, torch.bfloat16)[turn % 2]]
     options: dict[str, Any] = {"layout": layout} | ({"strategy": strategy} if strategy else {})
-    for dtype in (None, torch.bfloat16):
+    for dtype in dtypes:
         with simulated() as found, noop_world(ranks):
             program(mp_policy=MixedPrecisionPolicy(param_dtype=dtype), **options)
         assert [str(one) for one in found.findings] == []

@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor, func, nn
 
-from fsdp.models import Net, raises_on_every_rank, sharded_net, step
-from ranks import on_ranks
+from fsdp.models import Net, in_each_layout, refused, sharded_net, step
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.errors import LifecycleError
 from shardwise.fsdp.module_state import state_of
 
-LAYOUTS = ("interleaved", "contiguous")
 X = torch.linspace(-1, 1, 32).view(4, 8)
 Model = Callable[[Tensor], Tensor]
 
@@ -29,8 +27,7 @@ TRANSFORMS: dict[str, Callable[[Model], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(2)
+@in_each_layout(2)
 def test_derivatives_by_a_sharded_models_input_are_right_from_its_first_forward_on(layout: str) -> None:
     reference = Net(blocks=1)
     for transform in TRANSFORMS.values():
@@ -42,8 +39,7 @@ def test_derivatives_by_a_sharded_models_input_are_right_from_its_first_forward_
         assert all(param.grad is not None for param in net.parameters())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(4)
+@in_each_layout(4)
 def test_transforms_gather_in_another_dtype_and_over_fewer_ranks(layout: str) -> None:
     reference = Net(blocks=1)
     for options in (
@@ -55,8 +51,7 @@ def test_transforms_gather_in_another_dtype_and_over_fewer_ranks(layout: str) ->
         torch.testing.assert_close(found, TRANSFORMS["jacrev"](reference))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(2)
+@in_each_layout(2)
 def test_a_transforms_backward_frees_each_module_behind_it(layout: str) -> None:
     net, gathered = sharded_net(layout=layout), []
 
@@ -82,8 +77,7 @@ VMAPS: dict[str, Callable[[Model], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(2)
+@in_each_layout(2)
 def test_a_backward_behind_vmap_trains_and_frees_each_module_behind_it(layout: str) -> None:
     net, reference, gathered = sharded_net(layout=layout), Net(), []
     net.inner.register_full_backward_hook(lambda *_: gathered.append(what_is_gathered(net)))
@@ -104,16 +98,15 @@ def what_is_gathered(net: nn.Module) -> list[bool]:
     return [group.is_unsharded for block in net.blocks for group in state_of(block).groups]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("outer", ["grad", "jacrev"])
-@on_ranks(2)
+@in_each_layout(2)
 def test_a_transform_that_goes_backward_through_derivatives_is_refused(layout: str, outer: str) -> None:
     net = sharded_net(blocks=1, layout=layout)
     inner = func.grad(lambda x: net(x).square().sum()) if outer == "grad" else func.jacfwd(net)
     twice = func.grad(lambda x: inner(x).sum()) if outer == "grad" else func.jacrev(inner)
-    message = raises_on_every_rank(LifecycleError, lambda: twice(X))
-    assert "reverse mode for first derivatives only" in message
-    assert "torch.func.hessian" in message
+    refused(
+        lambda: twice(X), "reverse mode for first derivatives only", "torch.func.hessian", by=LifecycleError
+    )
     step(net)
 
 
@@ -128,8 +121,7 @@ class Slope(nn.Module):
         return func.jvp(self.energy, (x,), (torch.ones_like(x),))[1]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(2)
+@in_each_layout(2)
 def test_a_forward_may_take_forward_derivatives_of_the_sharded_modules_in_it(layout: str) -> None:
     reference, net = Slope(), Slope()
     fully_shard(net.energy.blocks[0], layout=layout)

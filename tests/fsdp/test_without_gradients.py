@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fsdp.models import in_each_layout
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from shardwise.fsdp.module_state import state_of
@@ -45,8 +46,7 @@ def sharded(layout: str, *, root_alone: bool) -> Any:
     return net
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@in_each_layout(2)
 @pytest.mark.parametrize("root_alone", [False, True])
 @pytest.mark.parametrize("how", ["a method", "no_grad", "inference_mode"])
 def test_what_follows_finds_the_parameters_and_gradients(how: str, root_alone: bool, layout: str) -> None:
@@ -87,9 +87,8 @@ def test_a_loss_that_a_root_keeps_to_itself_still_trains() -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 @pytest.mark.parametrize("how", ["prefetched", "unsharded"])
-@on_ranks(2)
+@in_each_layout(2)
 def test_values_loaded_while_a_gather_is_under_way_are_used(layout: str, how: str, dtype: Any) -> None:
     model: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     for layer in model:

@@ -54,8 +54,8 @@ class Run:
 def as_one_of(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the test in this process as the last of `ranks`, of which the others hold what it holds.
 
-    What it gathers is its own shard once per rank, and of what it reduces its own gradients are left. So eager
-    and compiled runs have equal numbers, and graphs the collectives of real ranks, for a part of the time.
+    What it gathers is its own shard once per rank, and of what it reduces its own gradients are left. So
+    eager and compiled runs have equal numbers, and graphs the collectives of real ranks, for less.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp.compiled.harness import Run, as_one_of, batch, by_block, compare, compiled, local, loss_of, train
 from fsdp.compiled.models import Block, CheckpointedBlock, Mlp, Transformer
+from fsdp.models import in_each_layout
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from shardwise.comm import DefaultAllGather
@@ -463,8 +464,7 @@ class Recomputed(nn.Sequential):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
-@on_ranks(2)
+@in_each_layout(2)
 def test_parts_compiled_after_their_root_was_sharded_are_recomputed_in_checkpoints(layout: str) -> None:
     torch.compiler.reset()
     reference = Recomputed(Recomputed(nn.Linear(4, 9), nn.Tanh()), nn.Linear(9, 3))

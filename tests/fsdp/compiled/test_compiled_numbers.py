@@ -24,6 +24,7 @@ from fsdp.compiled.models import (
     shard_llama,
     shard_nested,
 )
+from fsdp.models import in_each_layout
 from ranks import RankPool, on_ranks
 from shardwise import FSDPModule, MixedPrecisionPolicy, _compat, fully_shard
 from shardwise.comm import AutoAllGather, AutoReduceScatter, GlooAllGather, GlooReduceScatter
@@ -97,8 +98,7 @@ def test_graphs_exchange_directly_what_hooks_do() -> None:
     assert all(map(torch.equal, *trained))
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@in_each_layout(2)
 def test_finalization_by_hand_reduces_what_compiled_backwards_left(layout: str) -> None:
     def moved(*, eager: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)

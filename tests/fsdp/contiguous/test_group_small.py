@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
+from fsdp.models import in_each_layout
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, ShardingError, fully_shard
 from shardwise.comm.count import CommCounter
@@ -35,8 +36,7 @@ def _shard(layout: str, group_small: int | None, **options: object) -> nn.Sequen
     return model
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@in_each_layout(1, 2)
 def test_consecutive_modules_share_a_group_until_it_is_large_enough(layout: str) -> None:
     assert _groups(_shard(layout, None)) == [BLOCKS]
     assert _groups(_shard(layout, 1)) == [1] * BLOCKS
@@ -55,14 +55,12 @@ def _ignored_are_not_counted(layout: str) -> list[int]:
     return _groups(model)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@in_each_layout(2)
 def test_ignored_parameters_count_for_nothing(layout: str) -> None:
     assert _ignored_are_not_counted(layout) == [2, 2, 2]
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@in_each_layout(2, 3)
 def test_grouped_modules_train_as_one_process_in_fewer_collectives(layout: str) -> None:
     alone, model = _model(), _shard(layout, 2 * BLOCK_BYTES)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
@@ -89,8 +87,7 @@ def test_one_module_is_refused() -> None:
         fully_shard(_model(), group_small=1)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@in_each_layout(2)
 def test_host_bound_groups_are_named_with_their_bytes(layout: str) -> None:
     model = _shard(layout, 2 * BLOCK_BYTES)
     assert isinstance(model, shardwise.FSDPModule)

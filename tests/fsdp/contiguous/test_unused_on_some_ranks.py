@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp.models import in_each_layout
 from ranks import on_ranks
 from shardwise import FSDPModule, RankMismatchError, ShardingError, fully_shard
 
@@ -29,8 +30,7 @@ def _model() -> Routed:
     return Routed()
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@in_each_layout(2)
 def test_ranks_that_use_different_parameters_are_told_of_both(layout: str) -> None:
     model, used = fully_shard(_model(), layout=layout), dist.get_rank()
     with pytest.raises(RankMismatchError, match=r"experts\.0\.weight") as error:
