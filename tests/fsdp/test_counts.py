@@ -1,11 +1,14 @@
 """Exactly which collectives a step issues, how many bytes they carry, and what stays gathered."""
 
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp.models import Net, in_each_layout, kinds, sharded_net, step
+from fsdp.models import Net, groups, in_each_layout, kinds, sharded_net, step
 from ranks import on_ranks
 from shardwise import FSDPModule, fully_shard
 from shardwise.comm.count import CommCounter
@@ -22,59 +25,48 @@ def warm(model: nn.Module) -> nn.Module:
     return model
 
 
+def counted(model: nn.Module, **how: Any) -> CommCounter:
+    with CommCounter() as counter:
+        step(model, **how)
+    return counter
+
+
 @in_each_layout(2, 3, 4)
 def test_a_step_gathers_each_group_twice_but_the_root_and_the_last_block_once(layout: str) -> None:
-    model = warm(sharded_net(blocks=3, layout=layout))
-    with CommCounter() as counter:
-        step(model)
+    counter = counted(warm(sharded_net(layout=layout)))
     assert kinds(counter) == {"all_gather": 2 * 2 + 1 + 1, "reduce_scatter": 4, "all_reduce": 0}
     assert len(counter.calls) == 6 + 4, "nothing else: no collective per parameter"
+    if layout == "interleaved" and dist.get_world_size() == 2:  # nothing is padded
+        assert counter.bytes("all_gather") == 4 * ((2 * 2 + 1) * BLOCK_NUMEL + ROOT_NUMEL)
+        assert counter.bytes("reduce_scatter") == 4 * (3 * BLOCK_NUMEL + ROOT_NUMEL)
 
 
-@on_ranks(2)
-def test_the_bytes_of_a_step_are_those_of_the_padded_parameters() -> None:
-    model = warm(sharded_net(blocks=3))
-    with CommCounter() as counter:
-        step(model)
-    assert counter.bytes("all_gather") == 4 * ((2 * 2 + 1) * BLOCK_NUMEL + ROOT_NUMEL)
-    assert counter.bytes("reduce_scatter") == 4 * (3 * BLOCK_NUMEL + ROOT_NUMEL)
-
-
+@pytest.mark.parametrize(("reshard", "gathers"), [(False, 4), (True, 8)])
 @in_each_layout(2, 3)
-def test_without_resharding_each_group_is_gathered_once(layout: str) -> None:
-    model = warm(sharded_net(blocks=3, reshard_after_forward=False, layout=layout))
-    with CommCounter() as counter:
-        step(model)
-    assert kinds(counter) == {"all_gather": 4, "reduce_scatter": 4, "all_reduce": 0}
-    assert len(counter.calls) == 8
-
-
-@in_each_layout(2, 3)
-def test_a_root_that_reshards_is_gathered_again_and_keeps_nothing_between(layout: str) -> None:
-    model = warm(sharded_net(blocks=3, reshard_after_forward=True, layout=layout))
-    shown = []
-    with CommCounter() as counter:
-        step(model, then=lambda: shown.extend(unsharded_groups(model)))
-    assert shown == []
-    assert kinds(counter) == {"all_gather": 8, "reduce_scatter": 4, "all_reduce": 0}
-    assert len(counter.calls) == 12
+def test_groups_that_stay_are_gathered_once_and_a_root_that_reshards_again(
+    layout: str, reshard: bool, gathers: int
+) -> None:
+    model = warm(sharded_net(reshard_after_forward=reshard, layout=layout))
+    kept: list[str] = []
+    counter = counted(model, then=lambda: kept.extend(unsharded_groups(model)))
+    assert len(kept) == (0 if reshard else 4)
+    assert kinds(counter) == {"all_gather": gathers, "reduce_scatter": 4, "all_reduce": 0}
+    assert len(counter.calls) == gathers + 4
 
 
 @in_each_layout(4)
 def test_hsdp_adds_one_all_reduce_of_the_shard_per_group(layout: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = warm(sharded_net(blocks=3, mesh=mesh, layout=layout))
-    with CommCounter() as counter:
-        step(model)
+    model = warm(sharded_net(mesh=mesh, layout=layout))
+    counter = counted(model)
     assert kinds(counter) == {"all_gather": 6, "reduce_scatter": 4, "all_reduce": 4}
     assert counter.bytes("all_reduce") == counter.bytes("reduce_scatter") // 2
 
 
 @in_each_layout(4)
 def test_after_a_partial_reshard_backward_gathers_over_the_smaller_groups(layout: str) -> None:
-    model = warm(sharded_net(blocks=3, reshard_after_forward=2, layout=layout))
-    with CommCounter() as counter:
-        step(model)
+    model = warm(sharded_net(reshard_after_forward=2, layout=layout))
+    counter = counted(model)
     sizes = [call.group_size for call in counter.calls if call.kind == "all_gather"]
     assert sizes.count(4) == 4  # forward, root included
     assert sizes.count(2) == 4  # backward: three blocks and the root, which was told to reshard too
@@ -89,53 +81,54 @@ def test_what_a_forward_cut_over_fewer_ranks_is_gathered_from_all_when_that_sett
     assert isinstance(model, FSDPModule)
     model(torch.ones(1, 8))  # no backward follows
     model.set_reshard_after_forward(True)
-    with CommCounter() as counter:
-        step(model)
+    counter = counted(model)
     assert {call.group_size for call in counter.calls if call.kind == "all_gather"} == {4}
 
 
 @on_ranks(2)
 def test_evaluation_gathers_each_group_once_and_keeps_none() -> None:
-    model = warm(sharded_net(blocks=3))
+    model = warm(sharded_net())
     with CommCounter() as counter, torch.no_grad():
         model(torch.ones(1, 8))
     assert kinds(counter) == {"all_gather": 4, "reduce_scatter": 0, "all_reduce": 0}
     assert unsharded_groups(model) == []
 
 
-@on_ranks(2)
-def test_accumulation_without_sync_and_without_resharding_communicates_only_once() -> None:
-    model = warm(sharded_net(blocks=3))
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(False)
-    model.set_reshard_after_backward(False)
-    with CommCounter() as first:
-        step(model)
-    with CommCounter() as second:
-        step(model)
-    model.set_requires_gradient_sync(True)
-    model.set_reshard_after_backward(True)
-    with CommCounter() as last:
-        step(model)
-    assert kinds(first) == {"all_gather": 6, "reduce_scatter": 0, "all_reduce": 0}
-    # Forward still frees the blocks: only the parameters that backward left gathered are reused.
-    assert kinds(second)["reduce_scatter"] == 0
-    assert second.count("all_gather") < first.count("all_gather")
-    assert kinds(last)["reduce_scatter"] == 4
+@pytest.mark.parametrize("reshard", [None, False])
+@in_each_layout(2)
+def test_accumulation_without_sync_and_without_resharding_communicates_only_once(
+    layout: str, reshard: bool | None
+) -> None:
+    model: Any = warm(sharded_net(layout=layout, reshard_after_forward=reshard))
+    found = []
+    for syncs in (False, False, True):
+        model.set_requires_gradient_sync(syncs)
+        model.set_reshard_after_backward(syncs)
+        found.append(kinds(counted(model)))
+    assert [one["reduce_scatter"] for one in found] == [0, 0, 4]
+    gathers = [one["all_gather"] for one in found]
+    # Where forward frees the blocks, only the parameters that backward left gathered are reused.
+    assert gathers == [4, 0, 0] if reshard is False else gathers[1] < gathers[0] == 6
 
 
-@on_ranks(2)
-def test_frozen_parameters_are_gathered_but_not_reduced() -> None:
+@in_each_layout(2, 3)
+def test_frozen_parameters_are_gathered_and_never_reduced(layout: str) -> None:
+    """By rows they are a segment of their own, with an all-gather of its own."""
     net = Net(blocks=2)
     for block in net.blocks:
         block.up.requires_grad_(False)
-        fully_shard(block)
-    fully_shard(net)
-    warm(net)
-    with CommCounter() as counter:
-        step(net)
-    up = 8 * 16 + 16
-    assert counter.bytes("reduce_scatter") == 4 * (2 * (BLOCK_NUMEL - up) + ROOT_NUMEL)
+        fully_shard(block, layout=layout)
+    fully_shard(net, layout=layout)
+    counter = counted(warm(net))
+    segments = 2 if layout == "contiguous" else 1
+    gathers = 1 + segments * (1 + 2)  # of the root, and of the last block and the other
+    assert kinds(counter) == {"all_gather": gathers, "reduce_scatter": 3, "all_reduce": 0}
+    if layout == "contiguous":
+        trained = [s.unsharded_numel for g in groups(net) for s in g.layout.segments if s.trainable]
+        assert counter.bytes("reduce_scatter") == 4 * sum(trained)
+    elif dist.get_world_size() == 2:
+        up = 8 * 16 + 16
+        assert counter.bytes("reduce_scatter") == 4 * (2 * (BLOCK_NUMEL - up) + ROOT_NUMEL)
 
 
 @on_ranks(2)
@@ -171,7 +164,7 @@ def unsharded_groups(model: nn.Module) -> list[str]:
 
 @on_ranks(2)
 def test_a_backward_of_the_first_block_alone_gathers_no_other() -> None:
-    model = sharded_net(blocks=3, reshard_after_forward=True)
+    model = sharded_net(reshard_after_forward=True)
     kept: list[torch.Tensor] = []
     model.blocks[0].register_forward_hook(lambda _, __, output: kept.append(output))
     for _ in range(2):

@@ -22,59 +22,61 @@ from shardwise import (
 )
 
 
+def linears(layout: str | None = None, **options: Any) -> nn.Sequential:
+    """Two layers, sharded as one group if there is a layout."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return fully_shard(net, layout=layout, **options) if layout else net
+
+
 @on_ranks(4)
 def test_a_mesh_of_the_wrong_shape_names_its_dims_and_what_to_pass() -> None:
     cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
     net = Net()
-    refused(lambda: fully_shard(net, mesh=cube), f"rank {dist.get_rank()}", "3 dims", "dp_mesh_dims")
-    unnamed = init_device_mesh("cpu", (2, 2))
-    refused(lambda: fully_shard(net, mesh=unnamed), "mesh_dim_names")
-    dims = DataParallelMeshDims(shard="z")
-    refused(lambda: fully_shard(net, mesh=cube, dp_mesh_dims=dims), "'z'", "('a', 'b', 'c')")
-    dims = DataParallelMeshDims(shard="a")
-    refused(
-        lambda: fully_shard(net, mesh=cube, dp_mesh_dims=dims),
-        "is a plain tensor; distribute the module first",
-    )
+
+    def shard(mesh: Any, **dims: str) -> Any:
+        return lambda: fully_shard(
+            net, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims) if dims else None
+        )
+
+    refused(shard(cube), f"rank {dist.get_rank()}", "3 dims", "dp_mesh_dims")
+    refused(shard(init_device_mesh("cpu", (2, 2))), "mesh_dim_names")
+    refused(shard(cube, shard="z"), "'z'", "('a', 'b', 'c')")
+    refused(shard(cube, shard="a"), "is a plain tensor; distribute the module first")
     assert type(net) is Net, "a refused model stays as it was"
+    refused(lambda: fully_shard(net, reshard_after_forward=3), "reshard_after_forward=3", "4 ranks")
 
 
 @on_ranks(2)
-def test_a_module_sharded_twice_is_refused() -> None:
-    net = sharded_net()
-    refused(lambda: fully_shard(net), "FSDPNet", "already applied", "inner modules before outer")
+def test_what_cannot_be_a_module_of_its_own_is_refused() -> None:
+    refused(lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])), "ModuleList", "no forward")
+    refused(lambda: fully_shard(nn.ParameterList([torch.ones(2)])), "ParameterList", "no forward")
+    refused(lambda: fully_shard([]))
+    refused(lambda: fully_shard(Net(), layout="diagonal"), "'diagonal'", "interleaved")
 
 
 @on_ranks(1)
 def test_policies_of_torch_are_refused_by_name() -> None:
     policies = {"mp_policy": torch_fsdp.MixedPrecisionPolicy(), "offload_policy": torch_fsdp.OffloadPolicy()}
     for name, policy in policies.items():
-        refused(
-            lambda given={name: policy}: fully_shard(Net(), **given),
+        words = (
             f"shardwise.{type(policy).__name__}",
             "found a torch.distributed.fsdp",
             "Import it from shardwise",
         )
-
-
-@on_ranks(2)
-def test_a_list_without_a_forward_is_refused() -> None:
-    blocks = nn.ModuleList([nn.Linear(2, 2)])
-    refused(lambda: fully_shard(blocks), "ModuleList", "no forward")
-    assert refused(lambda: fully_shard([]))
-    weights = nn.ParameterList([nn.Parameter(torch.ones(2))])
-    refused(lambda: fully_shard(weights), "ParameterList", "no forward")
+        refused(lambda given={name: policy}: fully_shard(Net(), **given), *words)
 
 
 @in_each_layout(2)
-def test_a_module_inside_a_sharded_one_is_refused(layout: str) -> None:
+def test_a_module_sharded_twice_or_inside_a_sharded_one_is_refused(layout: str) -> None:
     net = fully_shard(Net(), layout=layout)
-    refused(lambda: fully_shard(net.blocks[0], layout=layout), "already", "inner modules before outer")
+    for module in (net, net.blocks[0]):
+        refused(lambda one=module: fully_shard(one, layout=layout), "already", "inner modules before outer")
+    refused(lambda: fully_shard(net, layout=layout), "FSDPNet", "already applied")
 
 
 @in_each_layout(2)
 def test_parameters_tied_after_sharding_are_refused(layout: str) -> None:
-    net = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), layout=layout)
+    net = linears(layout)
     net[1].weight = net[0].weight
     refused(lambda: net(torch.ones(2, 4)), "'1.weight' was tied to '0.weight' after fully_shard")
 
@@ -96,7 +98,7 @@ def test_parameters_that_come_after_sharding_are_warned_of_unless_frozen_or_igno
 
 @in_each_layout(2)
 def test_a_parameter_replaced_or_parametrized_between_passes_is_found(layout: str) -> None:
-    net = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), layout=layout)
+    net = linears(layout)
     step(net, width=4)
     kept, net[1].bias = net[1].bias, nn.Parameter(torch.zeros(4))
     refused(lambda: step(net, width=4), "'1.bias' was replaced by Parameter (4,)")
@@ -104,10 +106,13 @@ def test_a_parameter_replaced_or_parametrized_between_passes_is_found(layout: st
     step(net, width=4)
     nn.utils.parametrizations.weight_norm(net[0])
     refused(lambda: step(net, width=4), "'0.weight' was replaced by nothing")
+    net = linears(layout)
+    net[0].weight = nn.Parameter(torch.ones(4, 4))
+    refused(lambda: net(torch.ones(1, 4)), "'0.weight'", "DTensor of shape (4, 4)")
 
 
-@in_each_layout(2)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@in_each_layout(2)
 def test_an_optimizer_built_before_sharding_is_caught_at_its_first_step(kind: type, layout: str) -> None:
     net = Net(blocks=1)
     optimizer = kind(net.parameters(), lr=0.1)
@@ -136,67 +141,34 @@ def test_optimizers_of_other_models_step_as_ever() -> None:
     assert not torch.equal(other.bias, before)
 
 
-@on_ranks(2)
-def test_a_shard_dim_out_of_range_names_the_parameter_and_the_dims_it_has() -> None:
-    net = Net()
-    refused(
-        lambda: fully_shard(net, shard_placement_fn=lambda p: Shard(2)),
-        "'inner.weight'",
-        "(8, 8)",
-        "no dim 2",
-        "0 <= d < 2",
-    )
-    assert all(type(p) is nn.Parameter for p in net.parameters()), "nothing was sharded"
-
-
 @on_ranks(3)
-def test_an_uneven_dim_other_than_0_is_refused() -> None:
-    refused(
-        lambda: fully_shard(nn.Linear(8, 3, bias=False), shard_placement_fn=lambda p: Shard(1)),
-        "'weight'",
-        "(3, 8)",
-        "dim 1",
-        "3 ranks",
-    )
-
-
-@in_each_layout(2)
-def test_a_wrong_answer_of_shard_placement_fn_names_the_parameter(layout: str) -> None:
-    net = nn.Linear(4, 4)
-    refused(lambda: fully_shard(net, shard_placement_fn=lambda p: 1, layout=layout), "'weight'", "got 1")
+def test_a_shard_dim_out_of_range_or_uneven_names_the_parameter_and_its_shape() -> None:
+    net = Net()
+    shard = {dim: lambda p, dim=dim: Shard(dim) for dim in (1, 2)}
+    words = "'inner.weight'", "(8, 8)", "no dim 2", "0 <= d < 2"
+    refused(lambda: fully_shard(net, shard_placement_fn=shard[2]), *words)
+    assert all(type(p) is nn.Parameter for p in net.parameters()), "nothing was sharded"
+    thin = nn.Linear(8, 3, bias=False)
+    refused(lambda: fully_shard(thin, shard_placement_fn=shard[1]), "'weight'", "(3, 8)", "dim 1", "3 ranks")
 
 
 @in_each_layout(2)
 def test_scalar_and_non_contiguous_parameters_are_refused_by_name(layout: str) -> None:
-    scalar = nn.Module()
+    scalar, turned = nn.Module(), nn.Linear(4, 2)
     scalar.scale = nn.Parameter(torch.tensor(1.0))
     refused(lambda: fully_shard(scalar, layout=layout), "'scale'", "ignored_params")
-    turned = nn.Linear(4, 2)
     turned.weight = nn.Parameter(torch.ones(4, 2).t())
     refused(lambda: fully_shard(turned, layout=layout), "'weight'", "contiguous")
-
-
-@on_ranks(4)
-def test_a_number_of_ranks_to_reshard_to_must_divide_the_shard_axis() -> None:
-    refused(lambda: fully_shard(Net(), reshard_after_forward=3), "reshard_after_forward=3", "4 ranks")
-
-
-@on_ranks(2)
-def test_an_unknown_layout_is_refused() -> None:
-    refused(lambda: fully_shard(Net(), layout="diagonal"), "'diagonal'", "interleaved")
+    answers: Any = {"layout": layout, "shard_placement_fn": lambda p: 1}
+    refused(lambda: fully_shard(nn.Linear(4, 4), **answers), "'weight'", "got 1")
 
 
 @in_each_layout(2, 3)
 def test_different_models_on_different_ranks_raise_on_each_rank_with_both_sides(layout: str) -> None:
     width = 8 if dist.get_rank() == 0 else 9
     net = fully_shard(nn.Linear(width, 4), layout=layout)
-    refused(
-        lambda: net(torch.ones(1, width)),
-        "weight: shape [4, 8]",
-        "weight: shape [4, 9]",
-        "Build the same model",
-        by=RankMismatchError,
-    )
+    words = "weight: shape [4, 8]", "weight: shape [4, 9]", "Build the same model"
+    refused(lambda: net(torch.ones(1, width)), *words, by=RankMismatchError)
 
 
 @in_each_layout(2)
@@ -209,20 +181,15 @@ def test_freezing_a_parameter_on_one_rank_only_is_caught_before_its_reduction_ha
 
 @on_ranks(2)
 def test_calling_a_part_of_a_sharded_model_names_the_parameter_and_the_ways_out() -> None:
-    net = sharded_net()
+    net, x = sharded_net(), torch.ones(1, 8)
+    refused(lambda: net.features(x), "'inner.weight'", by=LifecycleError)  # before the first forward as well
     step(net)
-    refused(
-        lambda: net.head(torch.ones(1, 8)),
-        "'head.weight'",
-        "register_fsdp_forward_method",
-        "unshard()",
-        by=LifecycleError,
-    )
+    words = "'head.weight'", "register_fsdp_forward_method", "unshard()"
+    refused(lambda: net.head(x), *words, by=LifecycleError)
     net.unshard()
-    assert net.head(torch.ones(1, 8)).shape == (1, 2)
+    assert net.head(x).shape == (1, 2)
     net.reshard()
-    with pytest.raises(LifecycleError, match=r"head\.weight"):
-        net.head(torch.ones(1, 8))
+    refused(lambda: net.head(x), "head.weight", by=LifecycleError)
 
 
 @on_ranks(2)
@@ -247,62 +214,31 @@ def test_a_forward_that_is_set_on_a_part_of_a_sharded_model_stays() -> None:
     refused(lambda: net.head(torch.ones(1, 8)), by=LifecycleError)
 
 
-@on_ranks(2)
-def test_calling_a_part_before_the_first_forward_is_refused_as_well() -> None:
-    net = sharded_net()
-    refused(lambda: net.features(torch.ones(1, 8)), "'inner.weight'", by=LifecycleError)
-
-
 @in_each_layout(2)
-def test_parameters_left_on_the_meta_device_are_named(layout: str) -> None:
+def test_parameters_left_on_meta_or_moved_there_are_named(layout: str) -> None:
     with torch.device("meta"):
-        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    fully_shard(net, layout=layout)
+        net = linears(layout)
     refused(lambda: net(torch.ones(1, 4)), "'0.weight'", "meta", "to_empty")
-
-
-@in_each_layout(2)
-def test_a_parameter_moved_to_the_wrong_device_is_named(layout: str) -> None:
-    net = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), layout=layout)
+    net = linears(layout)
     net[1].to("meta")
     refused(lambda: net(torch.ones(1, 4)), "'1.weight'", "meta")
 
 
 @in_each_layout(2)
 def test_one_parameter_in_two_groups_is_refused(layout: str) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-            self.b.weight = self.a.weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.b(self.a(x))
-
-    tied = Tied()
-    fully_shard(tied.a, layout=layout)
-    refused(lambda: fully_shard(tied.b, layout=layout), "'weight'", "fully_shard([")
+    net = linears()
+    net[1].weight = net[0].weight
+    fully_shard(net[0], layout=layout)
+    refused(lambda: fully_shard(net[1], layout=layout), "'weight'", "fully_shard([")
 
 
 @on_ranks(2)
-def test_a_list_cannot_be_the_root() -> None:
-    a, b = fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)])
+def test_modules_that_run_without_their_root_are_refused() -> None:
+    a, _ = fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)])
     refused(lambda: a(torch.ones(1, 2)), "root", "list of 2", by=LifecycleError)
-    assert b is not None
-
-
-@on_ranks(2)
-def test_an_inner_module_must_not_run_before_its_root() -> None:
     net = sharded_net()
     net.blocks[0](torch.ones(1, 8))
     refused(lambda: net(torch.ones(1, 8)), "'blocks.0'", "through the root", by=LifecycleError)
-
-
-@in_each_layout(2)
-def test_replacing_a_sharded_parameter_by_a_plain_one_is_refused(layout: str) -> None:
-    net = fully_shard(nn.Linear(4, 4), layout=layout)
-    net.weight = nn.Parameter(torch.ones(4, 4))
-    refused(lambda: net(torch.ones(1, 4)), "'weight'", "DTensor of shape (4, 4)")
 
 
 @on_ranks(2)
@@ -314,7 +250,7 @@ def test_setters_refuse_what_they_cannot_use() -> None:
     refused(lambda: net.set_modules_to_forward_prefetch([nn.Linear(1, 1)]), "Linear")
     refused(lambda: net.set_reduce_scatter_max_input_buffers("x"), "'x'")
     for factor in (-1.0, float("nan"), "x"):
-        refused(lambda factor=factor: net.set_gradient_divide_factor(factor), "positive", repr(factor))
+        refused(lambda given=factor: net.set_gradient_divide_factor(given), "positive", repr(factor))
     policy: Any = MixedPrecisionPolicy(param_dtype="bfloat16")  # type: ignore[arg-type]
     refused(lambda: fully_shard(nn.Linear(2, 2), mp_policy=policy), "param_dtype", "'bfloat16'")
     assert net.unshard(None) is None

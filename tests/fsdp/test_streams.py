@@ -7,16 +7,20 @@ which stream each collective, copy and view was issued to.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp.models import sharded_net, step
+from fsdp.contiguous.one_process import STRATEGIES
+from fsdp.models import in_each_layout, sharded_net, step
 from ranks import on_ranks
-from shardwise import FSDPModule
+from shardwise import FSDPModule, MixedPrecisionPolicy
 from shardwise.comm import CommStreams, DefaultAllGather, DefaultReduceScatter
 from shardwise.fsdp.fast import process
 from shardwise.fsdp.module_state import state_of
@@ -24,6 +28,8 @@ from shardwise.fsdp.schedule import Schedule
 
 USERS = [
     "shardwise.comm.foreach",
+    "shardwise.fsdp.contiguous",
+    "shardwise.fsdp.contiguous_reduction",
     "shardwise.fsdp.group",
     "shardwise.fsdp.interleaved",
     "shardwise.fsdp.module_state",
@@ -34,26 +40,24 @@ USERS = [
 ]
 
 
+Log = list[tuple[str, ...]]
+
+
 @dataclass
 class Recorder:
     """What each stream was told, and which stream is current."""
 
-    log: list[tuple[str, ...]] = field(default_factory=list)
+    log: Log = field(default_factory=list)
     current: list[Any] = field(default_factory=list)
 
-    def event(self, stream: str) -> tuple[str, int]:
-        return (stream, len(self.log))
+    def current_stream(self, device: torch.device) -> Any:
+        return self.current[-1]
 
 
+@dataclass(frozen=True)
 class FakeStream:
-    def __init__(self, name: str, recorder: Recorder) -> None:
-        self.name, self.recorder = name, recorder
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FakeStream) and self.name == other.name
-
-    def __hash__(self) -> int:
-        return hash(self.name)
+    name: str
+    recorder: Recorder = field(compare=False)
 
     def __enter__(self) -> FakeStream:
         self.recorder.current.append(self)
@@ -69,109 +73,79 @@ class FakeStream:
         self.recorder.log.append((self.name, "waits for", event[0]))
 
     def record_event(self) -> tuple[str, int]:
-        return self.recorder.event(self.name)
+        return self.name, len(self.recorder.log)
 
 
-class LoggedAllGather(DefaultAllGather):
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
+def logged(comm: type, what: str, recorder: Recorder) -> Any:
+    """A kind of collective that also notes on which stream it is issued."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.recorder.log.append((self.recorder.current[-1].name, "all-gather"))
-        return super().__call__(*args, **kwargs)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder.log.append((recorder.current[-1].name, what))
+        return comm.__call__(self, *args, **kwargs)
 
-
-class LoggedReduceScatter(DefaultReduceScatter):
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.recorder.log.append((self.recorder.current[-1].name, "reduce-scatter"))
-        return super().__call__(*args, **kwargs)
+    return type("Logged", (comm,), {"__call__": call})()
 
 
-def on_streams(recorder: Recorder) -> list[Any]:
-    """Patches that put recorded streams into the library."""
-    compute = FakeStream("compute", recorder)
-    recorder.current.append(compute)
-    names = ("copy_in", "all_gather", "reduce_scatter", "all_reduce")
-    streams = CommStreams(*(FakeStream(name, recorder) for name in names))  # type: ignore[arg-type]
-
-    def current(device: torch.device) -> Any:
-        return recorder.current[-1]
-
-    patches = [mock.patch(f"{user}.current_stream", current) for user in USERS]
-    patches.append(mock.patch.object(CommStreams, "create", return_value=streams))
-    patches.append(mock.patch.object(process, "computing", set()))  # put back when they end
-    return patches
-
-
-def logged_step(model: FSDPModule, *, steps: int = 1) -> list[tuple[str, ...]]:
-    """The log of the last of `steps` steps on recorded streams."""
+@contextmanager
+def recorded(model: Any, *, staging_bytes: int | None = None) -> Iterator[Log]:
+    """Put recorded streams into the library: the log of what they are told."""
     recorder = Recorder()
+    recorder.current.append(FakeStream("compute", recorder))
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(LoggedAllGather(recorder))
-            module.set_custom_reduce_scatter(LoggedReduceScatter(recorder))
-    patches = on_streams(recorder)
-    for patch in patches:
-        patch.start()
-    try:
+            module.set_custom_all_gather(logged(DefaultAllGather, "all-gather", recorder))
+            module.set_custom_reduce_scatter(logged(DefaultReduceScatter, "reduce-scatter", recorder))
+            for group in module._groups():
+                group.settings.staging_bytes = staging_bytes or group.settings.staging_bytes
+    names = ("copy_in", "all_gather", "reduce_scatter", "all_reduce")
+    streams = CommStreams(*(FakeStream(name, recorder) for name in names))  # type: ignore[arg-type]
+    with ExitStack() as patches:
+        for user in USERS:
+            patches.enter_context(mock.patch(f"{user}.current_stream", recorder.current_stream))
+        patches.enter_context(mock.patch.object(CommStreams, "create", return_value=streams))
+        patches.enter_context(mock.patch.object(process, "computing", set()))  # put back when they end
+        yield recorder.log
+
+
+def logged_step(model: Any, *, steps: int = 2, staging_bytes: int | None = None) -> Log:
+    """The log of the last of `steps` steps."""
+    with recorded(model, staging_bytes=staging_bytes) as log:
         for _ in range(steps):
-            recorder.log.clear()
+            log.clear()
             step(model)
-    finally:
-        for patch in patches:
-            patch.stop()
-    return recorder.log
+    return log
 
 
-def position(log: list[tuple[str, ...]], entry: tuple[str, ...], start: int = 0) -> int:
-    return log.index(entry, start)
+def issued(log: Log, what: str) -> list[int]:
+    return [i for i, entry in enumerate(log) if entry[1] == what]
 
 
-@on_ranks(2)
-def test_collectives_run_on_their_own_streams_after_what_they_read() -> None:
-    log = logged_step(sharded_net(blocks=3), steps=2)
-    gathers = [i for i, entry in enumerate(log) if entry[1] == "all-gather"]
-    assert {log[i][0] for i in gathers} == {"all_gather"}
-    for i in gathers:
-        assert log[i - 1] == ("all_gather", "waits for", "copy_in")
-    scatters = [i for i, entry in enumerate(log) if entry[1] == "reduce-scatter"]
-    assert {log[i][0] for i in scatters} == {"reduce_scatter"}
-    for i in scatters:
-        assert log[i - 1] == ("reduce_scatter", "waits for", "compute")
-
-
-@on_ranks(2)
-def test_gathers_start_only_after_the_optimizer_step_and_copies_only_after_their_gather() -> None:
-    log = logged_step(sharded_net(blocks=3), steps=2)
-    first = position(log, ("all_gather", "all-gather"))
-    assert position(log, ("copy_in", "waits for", "compute")) < first
-    assert position(log, ("all_gather", "waits for", "compute")) < first
-    waits = log.count(("compute", "waits for", "all_gather"))
-    assert waits == sum(entry[1] == "all-gather" for entry in log)
-
-
-@on_ranks(2)
-def test_backward_gathers_the_next_module_before_it_needs_it() -> None:
-    log = logged_step(sharded_net(blocks=3), steps=2)
-    first_reduction = position(log, ("reduce_scatter", "reduce-scatter"))
-    gathered_by_then = sum(entry[1] == "all-gather" for entry in log[:first_reduction])
+@in_each_layout(2)
+def test_collectives_run_on_their_own_streams_after_what_they_read(layout: str) -> None:
+    log = logged_step(sharded_net(layout=layout))
+    gathers, scatters = issued(log, "all-gather"), issued(log, "reduce-scatter")
+    assert [log[i][0] for i in gathers] == ["all_gather"] * 6
+    assert [log[i][0] for i in scatters] == ["reduce_scatter"] * 4
+    if layout == "interleaved":
+        assert {log[i - 1] for i in gathers} == {("all_gather", "waits for", "copy_in")}
+        assert log.index(("copy_in", "waits for", "compute")) < gathers[0]
+    assert {log[i - 1] for i in scatters} == {("reduce_scatter", "waits for", "compute")}
+    assert log.index(("all_gather", "waits for", "compute")) < gathers[0], "after the optimizer's step"
+    assert log.count(("compute", "waits for", "all_gather")) == len(gathers)
     # Forward gathers four groups; by the first reduction (the last block's, which is still gathered)
     # backward has asked for the block before it.
-    assert gathered_by_then == 4 + 1
+    assert sum(i < scatters[0] for i in gathers) == 4 + 1
 
 
 @on_ranks(2)
 def test_one_reduce_scatter_input_is_in_flight_unless_more_are_allowed() -> None:
-    default = logged_step(sharded_net(blocks=3), steps=2)
-    model = sharded_net(blocks=3)
+    default = logged_step(sharded_net())
+    model = sharded_net()
     model.set_reduce_scatter_max_input_buffers(2)
-    relaxed = logged_step(model, steps=2)
+    relaxed = logged_step(model)
 
-    def waits_before_last_reduction(log: list[tuple[str, ...]]) -> int:
-        last = max(i for i, entry in enumerate(log) if entry[1] == "reduce-scatter")
+    def waits_before_last_reduction(log: Log) -> int:
+        last = issued(log, "reduce-scatter")[-1]
         return log[:last].count(("compute", "waits for", "reduce_scatter"))
 
     assert waits_before_last_reduction(default) == 3
@@ -180,9 +154,9 @@ def test_one_reduce_scatter_input_is_in_flight_unless_more_are_allowed() -> None
 
 @on_ranks(2)
 def test_the_end_of_backward_waits_for_every_reduction_and_holds_no_buffer() -> None:
-    model = sharded_net(blocks=3)
-    log = logged_step(model, steps=2)
-    last = max(i for i, entry in enumerate(log) if entry[1] == "reduce-scatter")
+    model = sharded_net()
+    log = logged_step(model)
+    last = issued(log, "reduce-scatter")[-1]
     assert ("compute", "waits for", "reduce_scatter") in log[last:]
     schedule = state_of(model).schedule
     assert (schedule.reduce_inputs, schedule.reduce_shards, schedule.reduced) == ([], [], {})
@@ -199,15 +173,15 @@ def test_shards_are_kept_until_backward_ends_only_where_they_become_gradients() 
 
     def shards_kept(model: FSDPModule) -> int:
         kept.clear()
-        logged_step(model)
+        logged_step(model, steps=1)
         return kept[-1]
 
     waited = Schedule.wait_for_reductions
     with mock.patch.object(Schedule, "wait_for_reductions", keeping):
-        model = sharded_net(blocks=3)
+        model = sharded_net()
         assert shards_kept(model) == 4  # as gradients, which have the same memory
         assert shards_kept(model) == 0  # added to gradients
-        hooked = sharded_net(blocks=3)
+        hooked = sharded_net()
         for param in hooked.parameters():
             param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
         assert shards_kept(hooked) == 0  # used by an optimizer in backward
@@ -216,7 +190,7 @@ def test_shards_are_kept_until_backward_ends_only_where_they_become_gradients() 
 @on_ranks(4)
 def test_hsdp_all_reduces_on_a_stream_of_its_own_and_ends_waiting_for_it() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    log = logged_step(sharded_net(blocks=2, mesh=mesh), steps=2)
+    log = logged_step(sharded_net(blocks=2, mesh=mesh))
     assert log.count(("all_reduce", "waits for", "reduce_scatter")) == 3
     assert log[-1][0] == "compute"
     assert ("compute", "waits for", "all_reduce") in log[-4:]
@@ -224,8 +198,8 @@ def test_hsdp_all_reduces_on_a_stream_of_its_own_and_ends_waiting_for_it() -> No
 
 @on_ranks(4)
 def test_backward_of_a_partial_reshard_gathers_after_the_smaller_shards_were_written() -> None:
-    log = logged_step(sharded_net(blocks=2, reshard_after_forward=2), steps=2)
-    gathers = [i for i, entry in enumerate(log) if entry[1] == "all-gather"]
+    log = logged_step(sharded_net(blocks=2, reshard_after_forward=2))
+    gathers = issued(log, "all-gather")
     assert len(gathers) == 6
     for i in gathers[3:]:
         assert log[i - 3 : i - 1] == [
@@ -235,34 +209,30 @@ def test_backward_of_a_partial_reshard_gathers_after_the_smaller_shards_were_wri
 
 
 @on_ranks(2)
-def test_streams_change_no_number() -> None:
-    recorded, plain = sharded_net(blocks=2), sharded_net(blocks=2)
-    logged_step(recorded, steps=2)
+@pytest.mark.parametrize("cast", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", [None, *STRATEGIES])
+def test_streams_and_slices_change_no_number(strategy: str | None, cast: bool) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if cast else MixedPrecisionPolicy()
+    by_rows = {"layout": "contiguous", "strategy": strategy} if strategy else {}
+    on_streams, plain = (sharded_net(blocks=2, mp_policy=policy, **by_rows) for _ in range(2))
+    logged_step(on_streams, staging_bytes=200)
     step(plain)
     step(plain)
-    for ours, theirs in zip(recorded.parameters(), plain.parameters(), strict=True):
+    for ours, theirs in zip(on_streams.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
 
 
 @on_ranks(2)
 def test_a_post_optim_event_replaces_the_wait_for_the_compute_stream_once() -> None:
     model = sharded_net(blocks=1)
-    recorder = Recorder()
-    patches = [*on_streams(recorder), mock.patch.object(torch, "Event", tuple)]
-    for patch in patches:
-        patch.start()
-    try:
+    with recorded(model) as log, mock.patch.object(torch, "Event", tuple):
         step(model)
-        recorder.log.clear()
-        model.set_post_optim_event(("optimizer", 0))  # type: ignore[arg-type]
-        step(model)
-        assert recorder.log[0] == ("copy_in", "waits for", "optimizer")
-        recorder.log.clear()
-        step(model)
-        assert recorder.log[0] == ("copy_in", "waits for", "compute")
-    finally:
-        for patch in patches:
-            patch.stop()
+        for awaited in ("optimizer", "compute"):
+            log.clear()
+            if awaited == "optimizer":
+                model.set_post_optim_event(("optimizer", 0))  # type: ignore[arg-type]
+            step(model)
+            assert log[0] == ("copy_in", "waits for", awaited)
 
 
 def test_who_gathers_again_has_its_memory_back_whatever_buffers_others_left() -> None:
