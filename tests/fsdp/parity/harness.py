@@ -27,12 +27,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
+from inspect import signature
 from types import ModuleType
 from typing import Any, Literal
 from unittest import mock
 from weakref import WeakKeyDictionary
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
@@ -46,8 +48,10 @@ from torch.func import functional_call
 import shardwise
 import shardwise.comm
 from fsdp.parity.models import ROWS, Batch, Task
+from ranks import RankPool
 from shardwise.sharded_tensor.rows import ShardedParameter, ShardedRows
 
+ZERO2, ONE_AXIS, TWO_AXES = ("zero2",), ("zero2", "ddp", "zero1"), ("hierarchical_fsdp",)
 STEPS = 3  # the first finds the order, the second follows it, the third begins from what that left
 OURS: ModuleType = shardwise
 TORCHS: ModuleType = torch_fsdp
@@ -83,6 +87,9 @@ def one_axis(world: int) -> DeviceMesh:
 
 def two_axes(replicas: int, shards: int) -> Callable[[int], DeviceMesh]:
     return lambda world: init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+REPLICAS: dict[str, Any] = {"mesh": two_axes(2, 2), "ranks": 4}
 
 
 def one_pass(model: nn.Module, task: Task, batch: Batch) -> Tensor:
@@ -128,6 +135,8 @@ class Case:
     steps: int = STEPS
     contiguous: Literal["bits", "rounding", "no"] = "bits"  # how near torch's; "no" has a test elsewhere
     torchs: bool = True  # can the installed torch's FSDP2 run it?
+    ranks: int | tuple[int, ...] = 2
+    strategies: tuple[str, ...] = ()  # which others of rows it is trained with, in `contiguous`
 
 
 @dataclass
@@ -406,17 +415,14 @@ def adds_in_pairs(mesh: DeviceMesh) -> bool:
     return max(mesh.shape) <= 2
 
 
-def compare(case: Case, *, contiguous: bool = True) -> None:
-    """Both layouts against torch's and against one process. Collective over all ranks.
-
-    Without `contiguous`, only the interleaved one, which torch's equals bit for bit.
-    """
+def compare(case: Case) -> None:
+    """Both layouts against torch's and against one process. Collective over all ranks."""
     mesh = case.mesh(dist.get_world_size())
     ours = run_training(OURS, case, mesh)
     if case.torchs:
         assert_bit_equal(ours, run_training(TORCHS, case, mesh, wholes=False))
     runs = {"interleaved": ours}
-    if contiguous and case.contiguous != "no":
+    if case.contiguous != "no":
         exact = adds_in_pairs(mesh) and case.contiguous == "bits"
         runs["contiguous"] = run_contiguous(case, mesh)
         assert_same_run(runs["contiguous"], ours, rounding=None if exact else case.rounding)
@@ -429,10 +435,24 @@ def compare_with_one_process(case: Case) -> None:
     assert_close_to_single_process({"interleaved": ours}, case)
 
 
-def train(cases: Mapping[str, tuple[tuple[int, ...], Case]], name: str) -> None:
-    """Both layouts, the contiguous one not on 4 ranks where there are 3: both cut unevenly."""
-    worlds, case = cases[name]
-    compare(case, contiguous=dist.get_world_size() != 4 or 3 not in worlds)
+def each_of(cases: Mapping[str, Case]) -> Callable[[Callable[[str], None]], Callable[..., None]]:
+    """Run a test of a case's name, as `on_ranks` does, on each number of ranks that each of `cases` has."""
+
+    def decorate(body: Callable[[str], None]) -> Callable[..., None]:
+        @wraps(body)
+        def test(ranks: RankPool, name: str, world_size: int) -> None:
+            ranks(test, name, world_size=world_size)
+
+        test.body_on_ranks = body  # type: ignore[attr-defined]
+        test.__signature__ = signature(test, follow_wrapped=False)  # type: ignore[attr-defined]
+        pairs = [(name, world) for name, case in cases.items() for world in worlds_of(case)]
+        return pytest.mark.parametrize(("name", "world_size"), pairs)(test)
+
+    return decorate
+
+
+def worlds_of(case: Case) -> tuple[int, ...]:
+    return case.ranks if isinstance(case.ranks, tuple) else (case.ranks,)
 
 
 def has(method: str) -> bool:
@@ -444,12 +464,40 @@ def no_options(api: ModuleType) -> dict[str, Any]:
     return {}
 
 
-def by_block(options: Callable[[ModuleType], dict[str, Any]] = no_options):
-    """A group for every module in `.blocks`, and one for the rest."""
+def by_block(
+    options: Callable[[ModuleType], dict[str, Any]] = no_options, each: Callable[[Any], None] = nothing
+) -> Callable[[ModuleType, nn.Module, DeviceMesh], None]:
+    """A group for every module in `.blocks`, and one for the rest; `each` is done to them then."""
 
     def shard(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
-        for block in model.blocks:
-            api.fully_shard(block, mesh=mesh, **options(api))
-        api.fully_shard(model, mesh=mesh, **options(api))
+        modules = [*model.blocks, model]
+        for module in modules:
+            api.fully_shard(module, mesh=mesh, **options(api))
+        for module in modules:
+            each(module)
 
     return shard
+
+
+def micro_batches(batch: Batch, count: int) -> list[Batch]:
+    assert len(batch[0]) % count == 0, "the mean of the micro-batches' means must be the batch's"
+    return list(zip(*(tensor.chunk(count) for tensor in batch), strict=True))
+
+
+def accumulate(count: int, prepare: Callable[[nn.Module, int, bool], None]) -> Any:
+    """A step of `count` micro-batches; `prepare` gets each one's number, and whether it is the last."""
+
+    def step(model: nn.Module, task: Task, batch: Batch) -> Tensor:
+        total = torch.zeros(())
+        for i, part in enumerate(micro_batches(batch, count)):
+            prepare(model, i, i == count - 1)
+            loss = task.loss(model, part) / count
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    return step
+
+
+def reduce_last(model: nn.Module, i: int, last: bool) -> None:
+    model.set_requires_gradient_sync(last)

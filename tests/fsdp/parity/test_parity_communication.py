@@ -15,20 +15,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp.parity.extension import Narrowed, Quantized, wrap_weights
 from fsdp.parity.harness import (
     BF16,
+    REPLICAS,
     TORCHS,
+    TWO_AXES,
+    ZERO2,
     Case,
     Rounding,
     by_block,
+    compare,
     compare_with_one_process,
+    each_of,
     has,
     one_axis,
     protocols,
     run_training,
-    train,
-    two_axes,
 )
 from fsdp.parity.models import RESIDUAL, UNEVEN, Batch, Task
-from ranks import RankPool, on_ranks
+from ranks import on_ranks
 
 EIGHT_BITS = Rounding(1e-1, 2e-2, "weights are rounded to 8 bits for compute, gradients are not")
 
@@ -89,19 +92,22 @@ def rank_order_reduce_scatter(api: ModuleType) -> Any:
     return InRankOrder()
 
 
+def use_own(api: ModuleType, model: nn.Module, *modules: tuple[Any, Any]) -> None:
+    """Give modules collectives of their own: the first of each pair gathers, the second reduces."""
+    model.own = [(broadcast_all_gather(api), rank_order_reduce_scatter(api)) for _ in modules]
+    for (gathers, reduces), (gather, reduce) in zip(modules, model.own, strict=True):
+        gathers.set_custom_all_gather(gather)
+        reduces.set_custom_reduce_scatter(reduce)
+
+
 def own_collectives(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
     by_block()(api, model, mesh)
-    model.own = [(broadcast_all_gather(api), rank_order_reduce_scatter(api)) for _ in (*model.blocks, model)]
-    for module, (gather, reduce) in zip((*model.blocks, model), model.own, strict=True):
-        module.set_custom_all_gather(gather)
-        module.set_custom_reduce_scatter(reduce)
+    use_own(api, model, *((module, module) for module in (*model.blocks, model)))
 
 
 def own_collectives_in_one_group(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
     by_block()(api, model, mesh)
-    model.own = [(broadcast_all_gather(api), rank_order_reduce_scatter(api))]
-    model.blocks[0].set_custom_all_gather(model.own[0][0])
-    model.blocks[1].set_custom_reduce_scatter(model.own[0][1])
+    use_own(api, model, (model.blocks[0], model.blocks[1]))
 
 
 def calls(model: nn.Module, task: Task, batch: Batch) -> Tensor:
@@ -114,27 +120,17 @@ def calls(model: nn.Module, task: Task, batch: Batch) -> Tensor:
     return torch.tensor([reduce.calls for _, reduce in model.own])
 
 
-def halve_reduced(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
-    by_block()(api, model, mesh)
-    for module in (*model.blocks, model):
-        module.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5))
-
-
-def halved(model: nn.Module, task: Task, batch: Batch) -> Tensor:
-    loss = task.loss(model, batch)
-    (loss / 2).backward()
-    return loss.detach()
+def halve(module: Any) -> None:
+    module.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5))
 
 
 def divide_by(factor: float, *, force_sum: bool, fp16: bool = False) -> Any:
-    def shard(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
-        policy = api.MixedPrecisionPolicy(reduce_dtype=torch.float16 if fp16 else None)
-        by_block(lambda _: {"mp_policy": policy})(api, model, mesh)
-        for module in (*model.blocks, model):
-            module.set_force_sum_reduction_for_comms(force_sum)
-            module.set_gradient_divide_factor(factor)
+    def divide(module: Any) -> None:
+        module.set_force_sum_reduction_for_comms(force_sum)
+        module.set_gradient_divide_factor(factor)
 
-    return shard
+    reduce_dtype = torch.float16 if fp16 else None
+    return by_block(lambda api: {"mp_policy": api.MixedPrecisionPolicy(reduce_dtype=reduce_dtype)}, divide)
 
 
 def divided(by: float) -> Any:
@@ -148,16 +144,12 @@ def divided(by: float) -> Any:
     return step
 
 
-def force_sum(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
-    by_block()(api, model, mesh)
-    for module in (*model.blocks, model):
-        module.set_force_sum_reduction_for_comms(True)
+def force_sum(module: Any) -> None:
+    module.set_force_sum_reduction_for_comms(True)
 
 
-def buffers_of_the_group(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
-    by_block()(api, model, mesh)
-    for module in (*model.blocks, model):
-        module.set_allocate_memory_from_process_group_for_comm(True)
+def use_the_groups_buffers(module: Any) -> None:
+    module.set_allocate_memory_from_process_group_for_comm(True)
 
 
 def more_buffers(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -167,54 +159,45 @@ def more_buffers(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 # Tensors that choose what is sent are refused by rows: test_contiguous_errors.py.
-CASES: dict[str, tuple[tuple[int, ...], Case]] = {
-    "own collectives, uneven dims": ((3,), Case(UNEVEN, own_collectives, after_step=calls)),
-    "own collectives in one group": ((2,), Case(RESIDUAL, own_collectives_in_one_group, after_step=calls)),
-    "own collectives over replicas": (
-        (4,),
-        Case(RESIDUAL, own_collectives, mesh=two_axes(2, 2), after_step=calls),
+CASES: dict[str, Case] = {
+    "own collectives, uneven dims": Case(
+        UNEVEN, own_collectives, after_step=calls, ranks=3, strategies=ZERO2
     ),
-    "hook after reduce-scatter": ((2,), Case(RESIDUAL, halve_reduced, alone=halved)),
-    "hook after all-reduce": ((4,), Case(RESIDUAL, halve_reduced, mesh=two_axes(2, 2), alone=halved)),
-    "divided by the world size": ((2,), Case(RESIDUAL, divide_by(2.0, force_sum=False))),
-    "divided by 6 of 3, summed": (
-        (3,),
-        Case(RESIDUAL, divide_by(6.0, force_sum=True), alone=divided(2.0)),
+    "own collectives in one group": Case(RESIDUAL, own_collectives_in_one_group, after_step=calls),
+    "own collectives over replicas": Case(
+        RESIDUAL, own_collectives, after_step=calls, strategies=TWO_AXES, **REPLICAS
     ),
-    "divided by 6 of 3, in fp16": (
-        (3,),
-        Case(RESIDUAL, divide_by(6.0, force_sum=False, fp16=True), alone=divided(2.0), rounding=BF16),
+    "hook after reduce-scatter": Case(RESIDUAL, by_block(each=halve), alone=divided(2.0), strategies=ZERO2),
+    "hook after all-reduce": Case(
+        RESIDUAL, by_block(each=halve), alone=divided(2.0), strategies=TWO_AXES, **REPLICAS
     ),
-    "divided by 8 of 2 x 2, summed": (
-        (4,),
-        Case(RESIDUAL, divide_by(8.0, force_sum=True), mesh=two_axes(2, 2), alone=divided(2.0)),
+    "divided by the world size": Case(RESIDUAL, divide_by(2.0, force_sum=False)),
+    "divided by 6 of 3, summed": Case(
+        RESIDUAL, divide_by(6.0, force_sum=True), alone=divided(2.0), ranks=3, strategies=ZERO2
     ),
-    "replicas summed by force": ((4,), Case(RESIDUAL, force_sum, mesh=two_axes(2, 2))),
-    "buffers of the group's allocator": ((2,), Case(RESIDUAL, buffers_of_the_group)),
-    "more buffers and a group for reductions": (
-        (2,),
-        Case(RESIDUAL, more_buffers, torchs=has("set_reduce_scatter_max_input_buffers")),
+    "divided by 6 of 3, in fp16": Case(
+        RESIDUAL, divide_by(6.0, force_sum=False, fp16=True), alone=divided(2.0), rounding=BF16, ranks=3
     ),
-    "weights sent in bf16": (
-        (2,),
-        Case(RESIDUAL.but(wrap_weights(Narrowed)), by_block(), rounding=BF16, contiguous="no"),
+    "divided by 8 of 2 x 2, summed": Case(
+        RESIDUAL, divide_by(8.0, force_sum=True), alone=divided(2.0), strategies=TWO_AXES, **REPLICAS
     ),
-    "weights sent in int8": (
-        (4,),
-        Case(RESIDUAL.but(wrap_weights(Quantized)), by_block(), rounding=EIGHT_BITS, contiguous="no"),
+    "replicas summed by force": Case(RESIDUAL, by_block(each=force_sum), **REPLICAS),
+    "buffers of the group's allocator": Case(RESIDUAL, by_block(each=use_the_groups_buffers)),
+    "more buffers and a group for reductions": Case(
+        RESIDUAL, more_buffers, torchs=has("set_reduce_scatter_max_input_buffers")
+    ),
+    "weights sent in bf16": Case(
+        RESIDUAL.but(wrap_weights(Narrowed)), by_block(), rounding=BF16, contiguous="no"
+    ),
+    "weights sent in int8": Case(
+        RESIDUAL.but(wrap_weights(Quantized)), by_block(), rounding=EIGHT_BITS, contiguous="no", ranks=4
     ),
 }
 
 
-def run(name: str) -> None:
-    train(CASES, name)
-
-
-@pytest.mark.parametrize(
-    ("name", "world_size"), [(name, world) for name, (worlds, _) in CASES.items() for world in worlds]
-)
-def test_own_communication_equals_torchs_and_one_process(ranks: RankPool, name: str, world_size: int) -> None:
-    ranks(run, name, world_size=world_size)
+@each_of(CASES)
+def test_own_communication_equals_torchs_and_one_process(name: str) -> None:
+    compare(CASES[name])
 
 
 @on_ranks(3)

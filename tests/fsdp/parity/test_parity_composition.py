@@ -25,19 +25,23 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._pytree import tree_flatten
 
 from fsdp.parity.harness import (
+    ONE_AXIS,
     OURS,
     TORCHS,
+    TWO_AXES,
+    ZERO2,
     Case,
     adamw,
     assert_bit_equal,
     by_block,
+    compare,
+    each_of,
     one_axis,
     run_training,
     sgd,
-    train,
 )
 from fsdp.parity.models import LANGUAGE, RESIDUAL, Batch, Task
-from ranks import RankPool, on_ranks
+from ranks import on_ranks
 
 Make = Callable[[int], DeviceMesh]
 FEED_FORWARD = {"up": (Shard(0), Shard(0)), "down": (Shard(1), Replicate())}  # weight, bias
@@ -161,105 +165,86 @@ HAS_MESH_DIMS = hasattr(TORCHS, "DataParallelMeshDims")
 
 parallel = slice_of("dp")
 # By rows, 2 x 2 ranks flattened are one axis of 4, and a norm adds the squares of other pieces first.
-CASES: dict[str, tuple[tuple[int, ...], Case]] = {
-    "replicas of tensor parallel": (
-        (4,),
-        Case(
-            RESIDUAL,
-            beside_tensor_parallel("replicate", "dp"),
-            mesh=axes(replicate=2, dp=1, tp=2),
-            slices=slice_of("replicate", "dp"),
-        ),
+CASES: dict[str, Case] = {
+    "replicas of tensor parallel": Case(
+        RESIDUAL,
+        beside_tensor_parallel("replicate", "dp"),
+        mesh=axes(replicate=2, dp=1, tp=2),
+        slices=slice_of("replicate", "dp"),
+        ranks=4,
     ),
-    "tensor parallel on the whole mesh": (
-        (4,),
-        Case(
-            RESIDUAL,
-            on_whole_mesh(lambda api: api.DataParallelMeshDims(shard="dp")),
-            mesh=axes(dp=2, tp=2),
-            slices=parallel,
-            steps=2,
-            torchs=HAS_MESH_DIMS,
-        ),
+    "tensor parallel on the whole mesh": Case(
+        RESIDUAL,
+        on_whole_mesh(lambda api: api.DataParallelMeshDims(shard="dp")),
+        mesh=axes(dp=2, tp=2),
+        slices=parallel,
+        steps=2,
+        torchs=HAS_MESH_DIMS,
+        ranks=4,
+        strategies=ONE_AXIS,
     ),
-    "replicas on the whole mesh": (
-        (4,),
-        Case(
-            RESIDUAL,
-            on_whole_mesh(lambda api: api.DataParallelMeshDims(shard="dp", replicate="copies")),
-            mesh=axes(copies=2, dp=2),
-            steps=2,
-            torchs=HAS_MESH_DIMS,
-        ),
+    "replicas on the whole mesh": Case(
+        RESIDUAL,
+        on_whole_mesh(lambda api: api.DataParallelMeshDims(shard="dp", replicate="copies")),
+        mesh=axes(copies=2, dp=2),
+        steps=2,
+        torchs=HAS_MESH_DIMS,
+        ranks=4,
     ),
-    "two axes flattened": (
-        (4,),
-        Case(
-            RESIDUAL,
-            on_whole_mesh(lambda api: api.DataParallelMeshDims(shard=("dp", "cp"))),
-            mesh=axes(dp=2, cp=2),
-            steps=2,
-            contiguous="rounding",
-            # Before, torch shows one placement for both axes.
-            torchs=torch.torch_version.TorchVersion(torch.__version__) >= "2.13",
-        ),
+    "two axes flattened": Case(
+        RESIDUAL,
+        on_whole_mesh(lambda api: api.DataParallelMeshDims(shard=("dp", "cp"))),
+        mesh=axes(dp=2, cp=2),
+        steps=2,
+        contiguous="rounding",
+        torchs=torch.torch_version.TorchVersion(torch.__version__) >= "2.13",
+        ranks=4,
     ),
-    "only replicas": (
-        (2,),
-        Case(
-            RESIDUAL,
-            on_whole_mesh(lambda api: api.DataParallelMeshDims(replicate="dp")),
-            mesh=axes(dp=2),
-            torchs=HAS_MESH_DIMS,
-        ),
+    "only replicas": Case(
+        RESIDUAL,
+        on_whole_mesh(lambda api: api.DataParallelMeshDims(replicate="dp")),
+        mesh=axes(dp=2),
+        torchs=HAS_MESH_DIMS,
     ),
-    "clipped": ((3,), Case(RESIDUAL, by_block(), after_backward=clip(0.05), contiguous="rounding")),
-    "clipped by the largest": (
-        (2,),
-        Case(RESIDUAL, by_block(), after_backward=clip(0.01, norm=float("inf"))),
+    "clipped": Case(
+        RESIDUAL, by_block(), after_backward=clip(0.05), contiguous="rounding", ranks=3, strategies=ZERO2
     ),
-    "clipped replicas": (
-        (4,),
-        Case(
-            RESIDUAL, by_block(), mesh=axes(copies=2, dp=2), after_backward=clip(0.05), contiguous="rounding"
-        ),
+    "clipped by the largest": Case(RESIDUAL, by_block(), after_backward=clip(0.01, norm=float("inf"))),
+    "clipped replicas": Case(
+        RESIDUAL,
+        by_block(),
+        mesh=axes(copies=2, dp=2),
+        after_backward=clip(0.05),
+        contiguous="rounding",
+        ranks=4,
+        strategies=TWO_AXES,
     ),
-    "clipped beside tensor parallel": (
-        (4,),
-        Case(
-            RESIDUAL,
-            parallel_everywhere,
-            mesh=axes(dp=2, tp=2),
-            slices=parallel,
-            steps=2,
-            after_backward=clip(0.05),
-            contiguous="rounding",
-        ),
+    "clipped beside tensor parallel": Case(
+        RESIDUAL,
+        parallel_everywhere,
+        mesh=axes(dp=2, tp=2),
+        slices=parallel,
+        steps=2,
+        after_backward=clip(0.05),
+        contiguous="rounding",
+        ranks=4,
     ),
-    "loss scaled, one step skipped": (
-        (2,),
-        Case(
-            replace(RESIDUAL, batch=overflowing),
-            by_block(),
-            step=scaled_pass,
-            alone=scaled_pass,
-            optimizer=Scaled,
-            steps=5,  # the scale grows after three, then one overflows
-        ),
+    "loss scaled, one step skipped": Case(
+        replace(RESIDUAL, batch=overflowing),
+        by_block(),
+        step=scaled_pass,
+        alone=scaled_pass,
+        optimizer=Scaled,
+        steps=5,
+        strategies=ZERO2,
     ),
 }
 
 
-def run(name: str) -> None:
-    train(CASES, name)
-
-
 @pytest.mark.filterwarnings("ignore:.*returns a view")  # a DTensor's local part is one
-@pytest.mark.parametrize(
-    ("name", "world_size"), [(name, world) for name, (worlds, _) in CASES.items() for world in worlds]
-)
-def test_composed_training_equals_torchs_and_one_process(ranks: RankPool, name: str, world_size: int) -> None:
-    ranks(run, name, world_size=world_size)
+@each_of(CASES)
+def test_composed_training_equals_torchs_and_one_process(name: str) -> None:
+    compare(CASES[name])
 
 
 @on_ranks(3)

@@ -10,16 +10,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp.parity.harness import BF16, Case, by_block, no_options, one_pass, train, two_axes
+from fsdp.parity.harness import (
+    BF16,
+    REPLICAS,
+    Case,
+    by_block,
+    compare,
+    each_of,
+    micro_batches,
+    no_options,
+    one_pass,
+)
 from fsdp.parity.models import LANGUAGE, RESIDUAL, UNEVEN, Batch, Task
-from fsdp.parity.test_parity_accumulation import micro_batches
 from fsdp.parity.test_parity_grad_dtypes import IN_TORCH
 from fsdp.parity.test_parity_precision import policy
-from ranks import RankPool
 
 Step = Callable[[nn.Module, Task, Batch], Tensor]
 
@@ -79,51 +86,35 @@ def case(task: Task, step: Step, **changes: Any) -> Case:
 
 
 BF = policy(torch.bfloat16, torch.float32)
-CASES: dict[str, tuple[tuple[int, ...], Case]] = {
-    "ended by hand": ((3,), case(UNEVEN, by_hand(async_op=False), alone=one_pass)),
-    "ended by hand, waited for later": ((2,), case(LANGUAGE, by_hand(async_op=True))),
-    "accumulated, reduced by hand": ((3,), case(LANGUAGE, by_hand(async_op=True, count=2))),
-    "accumulated in fp32, reduced by hand": (
-        (2,),
-        case(
-            LANGUAGE,
-            by_hand(async_op=False, count=2),
-            shard=by_block(BF),
-            compute_dtype=torch.bfloat16,
-            rounding=BF16,
-        ),
+CASES: dict[str, Case] = {
+    "ended by hand": case(UNEVEN, by_hand(async_op=False), alone=one_pass, ranks=3),
+    "ended by hand, waited for later": case(LANGUAGE, by_hand(async_op=True)),
+    "accumulated, reduced by hand": case(LANGUAGE, by_hand(async_op=True, count=2), ranks=3),
+    "accumulated in fp32, reduced by hand": case(
+        LANGUAGE,
+        by_hand(async_op=False, count=2),
+        shard=by_block(BF),
+        compute_dtype=torch.bfloat16,
+        rounding=BF16,
     ),
-    "replicas reduced by hand": ((4,), case(RESIDUAL, by_hand(async_op=True, count=2), mesh=two_axes(2, 2))),
-    "zero_grad while resharded": (
-        (2,),
-        case(RESIDUAL, cleared_between(gathered=False), alone=halves_of_all_ranks(False, 2)),
+    "replicas reduced by hand": case(RESIDUAL, by_hand(async_op=True, count=2), **REPLICAS),
+    "zero_grad while resharded": case(
+        RESIDUAL, cleared_between(gathered=False), alone=halves_of_all_ranks(False, 2)
     ),
-    "zero_grad while gathered": (
-        (2,),
-        case(RESIDUAL, cleared_between(gathered=True), alone=halves_of_all_ranks(True, 2)),
+    "zero_grad while gathered": case(
+        RESIDUAL, cleared_between(gathered=True), alone=halves_of_all_ranks(True, 2)
     ),
-    "zero_grad while gathered, in fp32": (
-        (2,),
-        case(
-            RESIDUAL,
-            cleared_between(gathered=True),
-            alone=halves_of_all_ranks(True, 2),
-            shard=by_block(BF),
-            compute_dtype=torch.bfloat16,
-            rounding=BF16,
-        ),
+    "zero_grad while gathered, in fp32": case(
+        RESIDUAL,
+        cleared_between(gathered=True),
+        alone=halves_of_all_ranks(True, 2),
+        shard=by_block(BF),
+        compute_dtype=torch.bfloat16,
+        rounding=BF16,
     ),
 }
 
 
-def run(name: str) -> None:
-    train(CASES, name)
-
-
-@pytest.mark.parametrize(
-    ("name", "world_size"), [(name, world) for name, (worlds, _) in CASES.items() for world in worlds]
-)
-def test_what_backward_leaves_is_torchs_and_near_one_process(
-    ranks: RankPool, name: str, world_size: int
-) -> None:
-    ranks(run, name, world_size=world_size)
+@each_of(CASES)
+def test_what_backward_leaves_is_torchs_and_near_one_process(name: str) -> None:
+    compare(CASES[name])

@@ -11,16 +11,22 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp.parity.harness import BF16, Case, train, two_axes
-from fsdp.parity.models import LANGUAGE, Batch, Task
-from fsdp.parity.test_parity_accumulation import accumulate, reduce_last
-from ranks import RankPool
+from fsdp.parity.harness import (
+    BF16,
+    REPLICAS,
+    Case,
+    accumulate,
+    by_block,
+    compare,
+    each_of,
+    reduce_last,
+)
+from fsdp.parity.models import LANGUAGE
 
 bf16, fp32 = torch.bfloat16, torch.float32
 IN_TORCH = "param_dtype_override_fn" in torch_fsdp.MixedPrecisionPolicy.__dataclass_fields__
@@ -40,9 +46,7 @@ def norms_in_fp32(**dtypes: torch.dtype) -> Callable[..., None]:
         policy = api.MixedPrecisionPolicy(
             bf16, param_dtype_override_fn=lambda p: p.dtype if p in kept else None, **dtypes
         )
-        for block in model.blocks:
-            api.fully_shard(block, mesh=mesh, mp_policy=policy)
-        api.fully_shard(model, mesh=mesh, mp_policy=policy)
+        by_block(lambda api: {"mp_policy": policy})(api, model, mesh)
         for inside, dtype in ((model.blocks[0].norm, fp32), (model.blocks[0].up, bf16)):
             inside.register_forward_pre_hook(partial(computes_in, dtype))
 
@@ -61,10 +65,7 @@ def kept_in(dtype: torch.dtype | None, which: str = "", policy: tuple[Any, ...] 
         for name, parameter in model.named_parameters():
             if name in chosen:
                 parameter.grad_dtype = dtype
-        options = api.MixedPrecisionPolicy(*policy)
-        for block in model.blocks:
-            api.fully_shard(block, mesh=mesh, mp_policy=options)
-        api.fully_shard(model, mesh=mesh, mp_policy=options)
+        by_block(lambda api: {"mp_policy": api.MixedPrecisionPolicy(*policy)})(api, model, mesh)
 
     return shard
 
@@ -84,40 +85,22 @@ def case(shard: Callable[..., None], **changes: Any) -> Case:
     return replace(made, **changes)
 
 
-def thirds(model: nn.Module, task: Task, batch: Batch) -> Tensor:
-    """Three micro-batches; the first two wait for the last, unsharded."""
-    return accumulate(3, reduce_last)(model, task, batch)
-
-
-CASES: dict[str, tuple[tuple[int, ...], Case]] = {
-    "norms in fp32, summed in bf16": ((2,), case(norms_in_fp32(reduce_dtype=bf16), compute_dtype=bf16)),
-    "norms in fp32, accumulated": ((2,), case(norms_in_fp32(), compute_dtype=bf16, step=thirds)),
-    "gradients in bf16": ((3,), case(kept_in(bf16), after_backward=dtypes_are(bf16))),
-    "gradients in bf16, accumulated": ((2,), case(kept_in(bf16), step=thirds)),
-    "gradients in bf16 of replicas": ((4,), case(kept_in(bf16), mesh=two_axes(2, 2))),
-    "some gradients in bf16": (
-        (2,),
-        case(kept_in(bf16, "norm"), after_backward=dtypes_are(bf16, "norm")),
+CASES: dict[str, Case] = {
+    "norms in fp32, summed in bf16": case(norms_in_fp32(reduce_dtype=bf16), compute_dtype=bf16),
+    "norms in fp32, accumulated": case(norms_in_fp32(), compute_dtype=bf16, step=accumulate(3, reduce_last)),
+    "gradients in bf16": case(kept_in(bf16), after_backward=dtypes_are(bf16), ranks=3),
+    "gradients in bf16, accumulated": case(kept_in(bf16), step=accumulate(3, reduce_last)),
+    "gradients in bf16 of replicas": case(kept_in(bf16), **REPLICAS),
+    "some gradients in bf16": case(kept_in(bf16, "norm"), after_backward=dtypes_are(bf16, "norm")),
+    "gradients as they come": case(
+        kept_in(None, policy=(bf16,)), compute_dtype=bf16, after_backward=dtypes_are(bf16)
     ),
-    "gradients as they come": (
-        (2,),
-        case(kept_in(None, policy=(bf16,)), compute_dtype=bf16, after_backward=dtypes_are(bf16)),
-    ),
-    "gradients in bf16, summed in fp32": (
-        (2,),
-        case(kept_in(bf16, policy=(bf16, fp32)), compute_dtype=bf16, after_backward=dtypes_are(bf16)),
+    "gradients in bf16, summed in fp32": case(
+        kept_in(bf16, policy=(bf16, fp32)), compute_dtype=bf16, after_backward=dtypes_are(bf16)
     ),
 }
 
 
-def run(name: str) -> None:
-    train(CASES, name)
-
-
-@pytest.mark.parametrize(
-    ("name", "world_size"), [(name, world) for name, (worlds, _) in CASES.items() for world in worlds]
-)
-def test_dtypes_by_parameter_are_torchs_and_near_one_process(
-    ranks: RankPool, name: str, world_size: int
-) -> None:
-    ranks(run, name, world_size=world_size)
+@each_of(CASES)
+def test_dtypes_by_parameter_are_torchs_and_near_one_process(name: str) -> None:
+    compare(CASES[name])

@@ -16,9 +16,20 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp.parity.harness import Case, by_block, compare_with_one_process, has, one_pass, train
+from fsdp.parity.harness import (
+    ONE_AXIS,
+    ZERO2,
+    Case,
+    by_block,
+    compare,
+    compare_with_one_process,
+    each_of,
+    has,
+    micro_batches,
+    one_pass,
+)
 from fsdp.parity.models import BRANCHES, DEEP, LANGUAGE, RESIDUAL, ROWS, Batch, Residual, Task, pairs, seeded
-from ranks import RankPool, on_ranks
+from ranks import on_ranks
 
 
 def recompute_forward(model: nn.Module) -> None:
@@ -46,19 +57,14 @@ def recompute_half(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
     api.fully_shard(model, mesh=mesh)
 
 
-def halves(batch: Batch) -> list[Batch]:
-    return list(zip(*(tensor.chunk(2) for tensor in batch), strict=True))
-
-
 def forward_twice_backward_once(model: nn.Module, task: Task, batch: Batch) -> Tensor:
-    first, second = halves(batch)
-    loss = (task.loss(model, first) + task.loss(model, second)) / 2
+    loss = sum(task.loss(model, half) for half in micro_batches(batch, 2)) / 2
     loss.backward()
     return loss.detach()
 
 
 def forward_twice_backward_twice(model: nn.Module, task: Task, batch: Batch) -> Tensor:
-    losses = [task.loss(model, half) / 2 for half in halves(batch)]
+    losses = [task.loss(model, half) / 2 for half in micro_batches(batch, 2)]
     for loss in losses:
         loss.backward()
     return (losses[0] + losses[1]).detach()
@@ -234,58 +240,47 @@ looped = replace(RESIDUAL, build=seeded(Looped))
 structured = Task(seeded(Structured), pairs(8, 4), structured_loss)
 always = by_block(lambda api: {"reshard_after_forward": True})
 never = by_block(lambda api: {"reshard_after_forward": False})
-CASES: dict[str, tuple[tuple[int, ...], Case]] = {
-    "recompute inside": ((2,), Case(LANGUAGE.but(recompute_forward), by_block())),
-    "recompute wrapper outside": ((2,), Case(LANGUAGE.but(wrap_blocks), shard_wrapped)),
-    "recompute a group in a group": ((2,), Case(LANGUAGE, recompute_half)),
-    "two forwards, one backward": ((2,), Case(RESIDUAL, by_block(), step=forward_twice_backward_once)),
-    "two forwards, two backwards": ((2,), Case(RESIDUAL, never, step=forward_twice_backward_twice)),
-    "two backwards of one forward": ((2,), Case(RESIDUAL, never, step=backward_twice_through_one_graph)),
-    "evaluation before backward": ((2,), Case(RESIDUAL, always, step=evaluate_before_backward)),
-    "evaluation before backward, never resharded": (
-        (2,),
-        Case(RESIDUAL, never, step=evaluate_before_backward),
+CASES: dict[str, Case] = {
+    "recompute inside": Case(LANGUAGE.but(recompute_forward), by_block()),
+    "recompute wrapper outside": Case(LANGUAGE.but(wrap_blocks), shard_wrapped, strategies=ZERO2),
+    "recompute a group in a group": Case(LANGUAGE, recompute_half),
+    "two forwards, one backward": Case(
+        RESIDUAL, by_block(), step=forward_twice_backward_once, strategies=ONE_AXIS
     ),
-    "blocks called twice": ((3,), Case(looped, by_block())),
-    "evaluation in inference mode": (
-        (2,),
-        Case(RESIDUAL, by_block(), after_step=evaluate(torch.inference_mode)),
+    "two forwards, two backwards": Case(RESIDUAL, never, step=forward_twice_backward_twice),
+    "two backwards of one forward": Case(RESIDUAL, never, step=backward_twice_through_one_graph),
+    "evaluation before backward": Case(RESIDUAL, always, step=evaluate_before_backward),
+    "evaluation before backward, never resharded": Case(RESIDUAL, never, step=evaluate_before_backward),
+    "blocks called twice": Case(looped, by_block(), ranks=3, strategies=ZERO2),
+    "evaluation in inference mode": Case(
+        RESIDUAL, by_block(), after_step=evaluate(torch.inference_mode), strategies=ZERO2
     ),
-    "evaluation, then resharded by hand": ((2,), Case(RESIDUAL, never, after_step=evaluate_and_reshard)),
-    "unsharded by hand": ((2,), Case(RESIDUAL, by_block(), step=unshard_ahead)),
-    "containers in and out": ((2,), Case(structured, by_block())),
-    "forward and another method": ((2,), Case(replace(RESIDUAL, loss=mixed_ways_loss), register_features)),
-    "explicit prefetch": ((3,), Case(DEEP, explicit_prefetch)),
-    "wrong prefetch": ((2,), Case(DEEP, wrong_prefetch)),
-    "not gathered in backward": ((2,), Case(RESIDUAL, not_gathered_in_backward)),
-    "siblings sharing streams": ((2,), Case(RESIDUAL, shared_context)),
-    "each rank its own branch": (
-        (2,),
-        Case(
-            routed,
-            reduce_unused,
-            alone=both_routes_zeros_for_unused,
-            torchs=has("set_reduce_scatter_unused_params"),
-        ),
+    "evaluation, then resharded by hand": Case(RESIDUAL, never, after_step=evaluate_and_reshard),
+    "unsharded by hand": Case(RESIDUAL, by_block(), step=unshard_ahead, strategies=ZERO2),
+    "containers in and out": Case(structured, by_block()),
+    "forward and another method": Case(replace(RESIDUAL, loss=mixed_ways_loss), register_features),
+    "explicit prefetch": Case(DEEP, explicit_prefetch, ranks=3, strategies=ONE_AXIS),
+    "wrong prefetch": Case(DEEP, wrong_prefetch),
+    "not gathered in backward": Case(RESIDUAL, not_gathered_in_backward),
+    "siblings sharing streams": Case(RESIDUAL, shared_context),
+    "each rank its own branch": Case(
+        routed,
+        reduce_unused,
+        alone=both_routes_zeros_for_unused,
+        torchs=has("set_reduce_scatter_unused_params"),
+        strategies=ZERO2,
     ),
-    "frozen in turns": ((2,), Case(RESIDUAL, by_block(), after_backward=alternate_frozen_block)),
-    "recovery from a failed forward": (
-        (2,),
-        Case(RESIDUAL, by_block(), step=raising("forward"), torchs=has("reset_iter_state")),
+    "frozen in turns": Case(RESIDUAL, by_block(), after_backward=alternate_frozen_block, strategies=ZERO2),
+    "recovery from a failed forward": Case(
+        RESIDUAL, by_block(), step=raising("forward"), torchs=has("reset_iter_state"), strategies=ZERO2
     ),
 }
 
 
-def run(name: str) -> None:
-    train(CASES, name)
-
-
 @pytest.mark.filterwarnings("ignore:.*returns a view")  # an attention ends in a linear layer over 3-d input
-@pytest.mark.parametrize(
-    ("name", "world_size"), [(name, world) for name, (worlds, _) in CASES.items() for world in worlds]
-)
-def test_unusual_order_equals_torchs_and_one_process(ranks: RankPool, name: str, world_size: int) -> None:
-    ranks(run, name, world_size=world_size)
+@each_of(CASES)
+def test_unusual_order_equals_torchs_and_one_process(name: str) -> None:
+    compare(CASES[name])
 
 
 @on_ranks(2, 3)

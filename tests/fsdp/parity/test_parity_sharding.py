@@ -16,19 +16,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fsdp.parity.harness import (
+    ONE_AXIS,
     OURS,
+    REPLICAS,
+    TWO_AXES,
+    ZERO2,
     Case,
     adamw,
     assert_bit_equal,
     by_block,
+    compare,
+    each_of,
     mesh_names,
     one_axis,
     run_training,
-    train,
     two_axes,
 )
 from fsdp.parity.models import BRANCHES, BUFFERED, DEEP, LANGUAGE, RESIDUAL, SHARING, UNEVEN, Task, freeze
-from ranks import RankPool
 from shardwise.fsdp.policy import GroupSettings
 
 Shards = Callable[[ModuleType, nn.Module, DeviceMesh], None]
@@ -125,85 +129,60 @@ def meta(task: Task) -> Shards:
 
 # Cut on another dim than 0 is refused by rows (test_contiguous_errors.py), and what is made on meta is
 # filled there in our own way (test_contiguous_module.py). Half of two meshes is summed over 4 ranks.
-CASES: dict[str, tuple[tuple[int, ...], Case]] = {
-    "uneven dims": ((1, 3), Case(UNEVEN, by_block(), optimizer=adamw)),
-    "uneven dims in one group": ((4,), Case(UNEVEN, one_group)),
-    "language model in one group": ((2,), Case(LANGUAGE, one_group)),
-    "nested groups": ((3,), Case(LANGUAGE, nested)),
-    "norm, head and embedding in a list": ((2,), Case(LANGUAGE, norm_and_head)),
-    "lists of modules": ((3,), Case(DEEP, lists)),
-    "sibling groups": ((2,), Case(RESIDUAL, siblings)),
-    "2 replicas of 2 uneven shards": (
-        (4,),
-        Case(UNEVEN, by_block(), mesh=two_axes(2, 2), optimizer=adamw),
+CASES: dict[str, Case] = {
+    "uneven dims": Case(UNEVEN, by_block(), optimizer=adamw, ranks=(1, 3), strategies=ONE_AXIS),
+    "uneven dims in one group": Case(UNEVEN, one_group, ranks=4, strategies=ZERO2),
+    "language model in one group": Case(LANGUAGE, one_group),
+    "nested groups": Case(LANGUAGE, nested, ranks=3),
+    "norm, head and embedding in a list": Case(LANGUAGE, norm_and_head),
+    "lists of modules": Case(DEEP, lists, ranks=3, strategies=ZERO2),
+    "sibling groups": Case(RESIDUAL, siblings),
+    "2 replicas of 2 uneven shards": Case(
+        UNEVEN, by_block(), optimizer=adamw, strategies=TWO_AXES, **REPLICAS
     ),
-    "3 replicas of 1 shard": ((3,), Case(UNEVEN, by_block(), mesh=two_axes(3, 1))),
-    "1 replica of 4 shards": ((4,), Case(RESIDUAL, by_block(), mesh=two_axes(1, 4))),
-    "reshard uneven dims to 2 of 4": ((4,), Case(UNEVEN, reshard(2))),
-    "reshard replicas": ((4,), Case(RESIDUAL, reshard(True), mesh=two_axes(2, 2))),
-    "reshard set later": ((2,), Case(RESIDUAL, reshard_set_later)),
-    "last dim": (
-        (2,),
-        Case(RESIDUAL, by_block(lambda api: {"shard_placement_fn": last_dim}), contiguous="no"),
+    "3 replicas of 1 shard": Case(UNEVEN, by_block(), mesh=two_axes(3, 1), ranks=3, strategies=TWO_AXES),
+    "1 replica of 4 shards": Case(RESIDUAL, by_block(), mesh=two_axes(1, 4), ranks=4, strategies=TWO_AXES),
+    "reshard uneven dims to 2 of 4": Case(UNEVEN, reshard(2), ranks=4),
+    "reshard replicas": Case(RESIDUAL, reshard(True), **REPLICAS),
+    "reshard set later": Case(RESIDUAL, reshard_set_later),
+    "last dim": Case(RESIDUAL, by_block(lambda api: {"shard_placement_fn": last_dim}), contiguous="no"),
+    "columns of replicas": Case(
+        RESIDUAL, by_block(lambda api: {"shard_placement_fn": columns}), contiguous="no", **REPLICAS
     ),
-    "columns of replicas": (
-        (4,),
-        Case(
-            RESIDUAL,
-            by_block(lambda api: {"shard_placement_fn": columns}),
-            mesh=two_axes(2, 2),
-            contiguous="no",
-        ),
+    "buffers": Case(BUFFERED, by_block()),
+    "biases frozen": Case(RESIDUAL.but(freeze("bias")), by_block()),
+    "last block frozen": Case(RESIDUAL.but(freeze("blocks.1")), by_block()),
+    "all frozen but two": Case(
+        LANGUAGE.but(freeze("blocks", "tokens", "positions")), by_block(), ranks=3, strategies=ZERO2
     ),
-    "buffers": ((2,), Case(BUFFERED, by_block())),
-    "biases frozen": ((2,), Case(RESIDUAL.but(freeze("bias")), by_block())),
-    "last block frozen": ((2,), Case(RESIDUAL.but(freeze("blocks.1")), by_block())),
-    "all frozen but two": ((3,), Case(LANGUAGE.but(freeze("blocks", "tokens", "positions")), by_block())),
-    "two meshes in a block": (
-        (4,),
-        Case(RESIDUAL, two_meshes, mesh=two_axes(2, 2), contiguous="rounding"),
-    ),
-    "ignored parameters": ((2,), Case(RESIDUAL.but(freeze("outward")), ignore_outward)),
-    "an object that blocks share": ((2,), Case(SHARING, by_block())),
-    "unused branch": ((2,), Case(BRANCHES, by_block())),
-    "made on meta": ((3,), Case(UNEVEN, meta(UNEVEN), contiguous="no")),
+    "two meshes in a block": Case(RESIDUAL, two_meshes, contiguous="rounding", **REPLICAS),
+    "ignored parameters": Case(RESIDUAL.but(freeze("outward")), ignore_outward),
+    "an object that blocks share": Case(SHARING, by_block()),
+    "unused branch": Case(BRANCHES, by_block()),
+    "made on meta": Case(UNEVEN, meta(UNEVEN), contiguous="no", ranks=3),
 }
 
 
-def run(name: str) -> None:
-    train(CASES, name)
-
-
-def run_apart(name: str) -> None:
-    case = CASES[name][1]
-    mesh = case.mesh(dist.get_world_size())
-    together = run_training(OURS, case, mesh, wholes=False)
-    with mock.patch(
-        "shardwise.fsdp.group.GroupSettings", partial(GroupSettings, separate_memory_min_bytes=256)
-    ):
-        assert_bit_equal(run_training(OURS, case, mesh, wholes=False), together)
+LARGE = (
+    "uneven dims",
+    "language model in one group",
+    "reshard uneven dims to 2 of 4",
+    "columns of replicas",
+    "two meshes in a block",
+)
 
 
 @pytest.mark.filterwarnings("ignore:.*returns a view")
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [
-        ("uneven dims", 3),
-        ("language model in one group", 2),
-        ("reshard uneven dims to 2 of 4", 4),
-        ("columns of replicas", 4),
-        ("two meshes in a block", 4),
-    ],
-)
-def test_training_with_memory_for_each_large_parameter_is_the_same(
-    ranks: RankPool, name: str, world_size: int
-) -> None:
-    ranks(run_apart, name, world_size=world_size)
+@each_of({name: CASES[name] for name in LARGE})
+def test_training_with_memory_for_each_large_parameter_is_the_same(name: str) -> None:
+    mesh = CASES[name].mesh(dist.get_world_size())
+    together = run_training(OURS, CASES[name], mesh, wholes=False)
+    apart = partial(GroupSettings, separate_memory_min_bytes=256)
+    with mock.patch("shardwise.fsdp.group.GroupSettings", apart):
+        assert_bit_equal(run_training(OURS, CASES[name], mesh, wholes=False), together)
 
 
 @pytest.mark.filterwarnings("ignore:.*returns a view")  # an attention ends in a linear layer over 3-d input
-@pytest.mark.parametrize(
-    ("name", "world_size"), [(name, world) for name, (worlds, _) in CASES.items() for world in worlds]
-)
-def test_sharded_training_equals_torchs_and_one_process(ranks: RankPool, name: str, world_size: int) -> None:
-    ranks(run, name, world_size=world_size)
+@each_of(CASES)
+def test_sharded_training_equals_torchs_and_one_process(name: str) -> None:
+    compare(CASES[name])
