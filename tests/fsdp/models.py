@@ -18,6 +18,8 @@ from shardwise.comm.count import CommCounter
 from shardwise.fsdp.module_state import state_of
 
 LAYOUTS: Any = ("interleaved", "contiguous")
+STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
+WAYS: list[dict[str, Any]] = [{}, *({"layout": "contiguous", "strategy": name} for name in STRATEGIES)]
 
 
 def in_each_layout(*world_sizes: int) -> Callable[[Callable[..., Any]], Callable[..., None]]:
@@ -94,6 +96,28 @@ def gathered_bytes(model: nn.Module) -> int:
 def kinds(counter: CommCounter) -> dict[str, int]:
     """How many collectives of each kind there were."""
     return {kind: counter.count(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+
+
+EXACT = {"rtol": 0.0, "atol": 0.0}
+
+
+def whole(tensor: Any) -> Tensor:
+    """Collective where the tensor is sharded."""
+    return getattr(tensor, "full_tensor", tensor.clone)().detach()
+
+
+def assert_same_gradients(model: nn.Module, reference: nn.Module, **near: float) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if theirs.grad is not None:
+            torch.testing.assert_close(
+                whole(ours.grad), whole(theirs.grad), msg=lambda text, n=name: f"{n}: {text}", **near
+            )
+
+
+def assert_same_parameters(model: nn.Module, reference: nn.Module, **near: float) -> None:
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours), whole(theirs), **near)
 
 
 def refused(act: Callable[[], Any], *words: str, by: type[Exception] = ShardingError) -> str:

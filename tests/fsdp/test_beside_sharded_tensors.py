@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp.models import in_each_layout, refused
+from fsdp.models import EXACT, assert_same_gradients, in_each_layout, refused
 from ranks import on_ranks
 from shardwise import fully_shard
 from shardwise.sharded_tensor import ChunkShardingSpec, ShardedTensor, shard_parameter, shard_tensor
@@ -101,8 +101,7 @@ def test_a_compiled_model_looks_up_ids_of_each_rank_in_a_table_outside_of_its_gr
         ids = torch.randint(10, (2, 4))[dist.get_rank() if step else 0]
         for one in (eager, compiled):
             one(ids).square().mean().backward()
-    for found, expected in zip(model.parameters(), eager.parameters(), strict=True):
-        assert torch.equal(found.grad.full_tensor(), expected.grad.full_tensor())
+    assert_same_gradients(model, eager, **EXACT)
     torch.compiler.reset()
     with pytest.raises(RuntimeError, match="a graph holds no ShardedTensor; pass fullgraph=False"):
         torch.compile(model, backend="aot_eager", fullgraph=True)(ids)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from fsdp.models import LAYOUTS, in_each_layout
+from fsdp.models import LAYOUTS, assert_same_gradients, in_each_layout
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard
 
@@ -145,8 +145,7 @@ def test_blocks_write_to_the_container_that_the_model_holds(
         # bf16 keeps 8 bits; fp32 differs where ranks average gradients.
         near: dict[str, float] = {"rtol": 2e-2, "atol": 2e-2} if policy.param_dtype else {}
         torch.testing.assert_close(loss.float(), expected, **near)
-        for mine, one in zip(model.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad.full_tensor(), one.grad, **near)
+        assert_same_gradients(model, whole, **near)
 
 
 @on_ranks(2)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp.models import in_each_layout, refused
+from fsdp.models import assert_same_gradients, in_each_layout, refused
 from ranks import on_ranks
 from shardwise import fully_shard
 from shardwise.errors import LifecycleError
@@ -85,11 +85,6 @@ def sharded(form: str, layout: str, **options: Any) -> Net:
     for block in net.blocks:
         fully_shard(block, layout=layout, **options)
     return fully_shard(net, layout=layout)
-
-
-def assert_same_gradients(net: Net, reference: Net) -> None:
-    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
 @pytest.mark.parametrize("form", ["plain", "slotted", "nested", "view"])

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp.models import in_each_layout
+from fsdp.models import assert_same_parameters, in_each_layout
 from ranks import on_ranks
 from shardwise import fully_shard
 from shardwise.fsdp import fast
@@ -221,5 +221,4 @@ def test_tables_that_are_sharded_tensors_step_beside_sharded_modules(layout: str
             optimizer.step()
             optimizer.zero_grad()
             assert all(param.grad is None for param in one.parameters())
-    for found, expected in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(found.full_tensor(), expected.detach(), rtol=1e-12, atol=1e-14)
+    assert_same_parameters(model, whole, rtol=1e-12, atol=1e-14)

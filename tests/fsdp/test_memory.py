@@ -11,14 +11,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp.contiguous.one_process import STRATEGIES
-from fsdp.models import Net, gathered_bytes, groups, in_each_layout, sharded_net, step
+from fsdp.models import (
+    EXACT,
+    WAYS,
+    Net,
+    assert_same_parameters,
+    gathered_bytes,
+    groups,
+    in_each_layout,
+    sharded_net,
+    step,
+)
 from ranks import on_ranks
 from shardwise import fully_shard
 from shardwise.comm.api import DefaultReduceScatter
 from shardwise.fsdp.module_state import state_of
-
-WAYS = [{}, *({"layout": "contiguous", "strategy": name} for name in STRATEGIES)]
 
 
 def root_and_block(model: nn.Module, layout: str) -> tuple[int, int]:
@@ -70,8 +77,7 @@ def test_kept_storage_is_refilled_where_it_is(layout: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert seen[:3] == seen[3:]
-    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(ours.full_tensor(), theirs.full_tensor())
+    assert_same_parameters(model, expected, **EXACT)
     assert gathered_bytes(model) >= 4 * sum(param.numel() for param in Net().parameters())
     model.set_keep_unsharded_storage(False)
     step(model)

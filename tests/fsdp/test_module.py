@@ -11,7 +11,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from fsdp.models import Block, Net, in_each_layout, sharded_net, step
+from fsdp.models import (
+    EXACT,
+    WAYS,
+    Block,
+    Net,
+    assert_same_gradients,
+    assert_same_parameters,
+    in_each_layout,
+    sharded_net,
+    step,
+)
 from ranks import on_ranks
 from shardwise import (
     FSDPModule,
@@ -26,6 +36,7 @@ from shardwise.comm.watch import order_of
 from shardwise.fsdp.module import sharded_class
 from shardwise.fsdp.module_state import state_of
 from shardwise.planner.noop_group import noop_world
+from shardwise.sharded_tensor.rows import ShardedParameter
 
 
 @on_ranks(2)
@@ -37,17 +48,19 @@ def test_the_module_stays_the_same_object_of_a_named_subclass() -> None:
     assert isinstance(block, FSDPModule)
     assert isinstance(block, Block)
     assert type(fully_shard(Block(4))) is type(block), "equal modules stay of equal type"
+    assert type(fully_shard(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))[:1]) is nn.Sequential
 
 
-@on_ranks(2)
-def test_names_shapes_and_placements_stay_those_of_the_whole_model() -> None:
-    whole, net = Net(), sharded_net()
+@in_each_layout(1, 2, 3, 4)
+def test_names_shapes_and_values_stay_those_of_the_whole_model(layout: str) -> None:
+    whole, net = Net(), sharded_net(layout=layout)
     assert [n for n, _ in net.named_parameters()] == [n for n, _ in whole.named_parameters()]
-    for (_, ours), (_, theirs) in zip(net.named_parameters(), whole.named_parameters(), strict=True):
-        assert isinstance(ours, DTensor)
-        assert ours.placements == (Shard(0),)
+    for ours, theirs in zip(net.parameters(), whole.parameters(), strict=True):
+        assert isinstance(ours, ShardedParameter if layout == "contiguous" else DTensor)
+        assert isinstance(ours, nn.Parameter)
+        assert layout == "contiguous" or ours.placements == (Shard(0),)
         assert (ours.shape, ours.dtype, ours.requires_grad) == (theirs.shape, theirs.dtype, True)
-        assert torch.equal(ours.full_tensor(), theirs)
+    assert_same_parameters(net, whole, **EXACT)
 
 
 @in_each_layout(2)
@@ -61,21 +74,20 @@ def test_an_encoder_layer_of_torch_evaluates_with_sharded_attention(layout: str)
         assert torch.allclose(layer(x), expected, atol=1e-6)  # torch's fused kernel rounds otherwise
 
 
-@on_ranks(2)
-def test_slicing_a_sharded_container_gives_a_plain_one() -> None:
-    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    assert type(model[:1]) is nn.Sequential
-
-
-@on_ranks(2)
-def test_copying_a_sharded_module_says_when_to_copy() -> None:
-    net = sharded_net()
+@in_each_layout(2)
+def test_copying_a_sharded_module_says_when_to_copy(layout: str) -> None:
+    net = sharded_net(layout=layout)
     for copied in (copy.copy, copy.deepcopy):
         with pytest.raises(LifecycleError, match="before fully_shard"):
             copied(net)
     step(net)
-    with pytest.raises(LifecycleError, match="before fully_shard"):
-        copy.deepcopy(net.head)
+    if layout == "interleaved":
+        with pytest.raises(LifecycleError, match="before fully_shard"):
+            copy.deepcopy(net.head)
+    for param in net.parameters():
+        copied = copy.deepcopy(param).to_local()
+        assert torch.equal(copied, param.to_local())
+        assert copied.data_ptr() != param.to_local().data_ptr() or not copied.numel()
 
 
 @in_each_layout(2)
@@ -151,8 +163,7 @@ def test_a_registered_method_may_call_its_own_module_again_and_again() -> None:
     for _ in range(2):
         net.generate(x, 2).sum().backward()
         whole.generate(x, 2).sum().backward()
-    for ours, theirs in zip(net.parameters(), whole.parameters(), strict=True):
-        assert torch.allclose(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
+    assert_same_gradients(net, whole, rtol=1e-5, atol=1e-5)
 
 
 @on_ranks(2)
@@ -163,12 +174,13 @@ def test_a_forward_that_raised_is_forgotten_and_can_be_tried_again() -> None:
     with pytest.raises(ZeroDivisionError):
         step(net)
     hook.remove()
+    with pytest.raises(LifecycleError, match="root"):
+        net.blocks[1].reset_iter_state()
     assert all(isinstance(p, DTensor) for p in net.parameters())
     with CommCounter() as counter:
         step(net)
     assert counter.count("all_gather") == 4 + 2  # in backward all but the root and the last block
-    for ours, theirs in zip(net.parameters(), healthy.parameters(), strict=True):
-        assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+    assert_same_gradients(net, healthy, **EXACT)
 
 
 @on_ranks(2)
@@ -220,14 +232,6 @@ def test_zero_grad_after_an_evaluation_clears_the_gradients_of_the_optimizer(lay
             assert all(grad is None if to_none else not grad.full_tensor().any() for grad in left)
 
 
-@on_ranks(2)
-def test_reset_iter_state_is_for_the_root() -> None:
-    net = sharded_net()
-    step(net)
-    with pytest.raises(LifecycleError, match="root"):
-        net.blocks[1].reset_iter_state()
-
-
 @in_each_layout(2, 3)
 def test_hooks_after_gradient_accumulation_run_on_sharded_gradients(layout: str) -> None:
     """An optimizer in backward: step each parameter as soon as its gradient is reduced."""
@@ -240,9 +244,8 @@ def test_hooks_after_gradient_accumulation_run_on_sharded_gradients(layout: str)
     step(net)
     step(reference)
     optimizer.step()
-    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
-        assert ours.grad is None
-        assert torch.equal(ours.to_local(), theirs.to_local())
+    assert all(param.grad is None for param in net.parameters())
+    assert_same_parameters(net, reference, **EXACT)
 
 
 @on_ranks(2)
@@ -264,8 +267,7 @@ def test_reductions_may_have_a_process_group_of_their_own() -> None:
     assert groups != {plain._groups()[0].info.shard_process_group}
     step(net)
     step(plain)
-    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+    assert_same_gradients(net, plain, **EXACT)
     plain.set_separate_reduce_scatter_group(True)  # after its first forward: ranks that wait there are ended
     of = order_of(plain._groups()[0].info.shard_process_group)
     assert of is not None
@@ -303,13 +305,9 @@ def test_conversions_keep_sharded_parameters_in_their_buffer() -> None:
 
 
 @on_ranks(2)
-def test_parameters_and_state_dicts_can_be_copied_and_saved_one_by_one() -> None:
+def test_state_dicts_can_be_copied_and_saved_one_by_one() -> None:
     net = sharded_net()
-    step(net)
-    for param in net.parameters():
-        assert torch.equal(copy.deepcopy(param).to_local(), param.to_local())
     copied = copy.deepcopy(net.state_dict())
-    step(net)
     file = io.BytesIO()
     torch.save(copied["blocks.1.down.bias"], file)
     assert file.tell() < 5000, "one small parameter, not its group's buffer"
@@ -319,13 +317,14 @@ def test_parameters_and_state_dicts_can_be_copied_and_saved_one_by_one() -> None
 
 
 @on_ranks(2)
-def test_assigned_state_dicts_are_used_before_and_after_the_first_step() -> None:
-    source = sharded_net()
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_assigned_state_dicts_are_used_before_and_after_the_first_step(options: dict[str, str]) -> None:
+    source = sharded_net(**options)
     with torch.no_grad():
         for param in source.parameters():
             param.mul_(2.0)
     state = {name: value.clone() for name, value in source.state_dict().items()}
-    fresh, trained = sharded_net(), sharded_net()
+    fresh, trained = sharded_net(**options), sharded_net(**options)
     step(trained)
     x = torch.ones(2, 8)
     expected = source(x)
@@ -334,20 +333,18 @@ def test_assigned_state_dicts_are_used_before_and_after_the_first_step() -> None
         assert torch.equal(net(x), expected)
         net.load_state_dict(net.state_dict(), assign=True)  # other parameters, of the same memory
         assert torch.equal(net(x), expected)
+        step(net)
+        assert all(p.grad is not None for p in net.parameters())
 
 
 @on_ranks(2)
 def test_inputs_and_outputs_in_nested_containers_are_marked_and_cast() -> None:
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(4, 4)
-
+    class Nested(nn.Linear):
         def forward(self, batch: dict[str, list[torch.Tensor]], *, scale: torch.Tensor) -> dict[str, object]:
-            return {"out": (self.lin(batch["x"][0]) * scale,), "ids": batch["x"][1]}
+            return {"out": (super().forward(batch["x"][0]) * scale,), "ids": batch["x"][1]}
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    model = fully_shard(Nested(), mp_policy=policy, reshard_after_forward=True)
+    model = fully_shard(Nested(4, 4), mp_policy=policy, reshard_after_forward=True)
     x, ids = torch.ones(2, 4, requires_grad=True), torch.arange(2)
     out = model({"x": [x, ids]}, scale=torch.ones(1))
     assert out["out"][0].dtype == torch.float32
@@ -355,17 +352,24 @@ def test_inputs_and_outputs_in_nested_containers_are_marked_and_cast() -> None:
     out["out"][0].sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
-    assert model.lin.weight.grad is not None
+    assert model.weight.grad is not None
 
 
-@on_ranks(3)
-def test_a_sharded_gradient_belongs_to_the_same_ranks_as_its_parameter() -> None:
-    net = fully_shard(nn.Linear(2, 1))  # one row over three ranks: two ranks hold nothing
+@in_each_layout(3)
+def test_gradients_and_states_belong_to_the_same_ranks_as_their_parameters(layout: str) -> None:
+    net = fully_shard(nn.Linear(2, 1), layout=layout)  # one row over three ranks: two ranks hold nothing
+    optimizer = torch.optim.AdamW(net.parameters())
     net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    held = torch.zeros((), dtype=torch.int64)
     for param in net.parameters():
-        assert param.grad.to_local().shape == param.to_local().shape
-        assert param.grad.placements == param.placements
-    assert net.weight.to_local().numel() == (2 if dist.get_rank() == 0 else 0)
+        for tensor in (param.grad, optimizer.state[param]["exp_avg"]):
+            assert tensor.to_local().shape == param.to_local().shape
+            assert tensor.placements == param.placements
+        held += param.to_local().numel()
+    assert layout == "contiguous" or held == (3 if dist.get_rank() == 0 else 0)
+    dist.all_reduce(held)
+    assert held == 3
 
 
 class Reentrant(nn.Module):
@@ -398,8 +402,7 @@ def test_backward_of_each_module_of_a_list_gathers_also_where_the_last_was_recom
     for _ in range(2):
         for model in (net, reference):
             model(torch.ones(2, 4, requires_grad=True)).square().sum().backward()
-    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+    assert_same_gradients(net, reference)
 
 
 class Half(nn.Sequential):

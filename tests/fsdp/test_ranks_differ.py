@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from fsdp.models import EXACT, assert_same_gradients
 from ranks import RankFailure, RankPool, on_ranks
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, clip_grad_norm_, fully_shard
 from shardwise._compat import timeout_of
@@ -208,8 +209,7 @@ def test_a_late_rank_is_waited_for() -> None:
     alone = Net()
     for _ in range(2):
         step(alone)
-    for param, whole in zip(net.parameters(), alone.parameters(), strict=True):
-        assert torch.equal(param.grad.full_tensor(), whole.grad)
+    assert_same_gradients(net, alone, **EXACT)
 
 
 @on_ranks(2)

@@ -17,8 +17,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp.contiguous.one_process import STRATEGIES
-from fsdp.models import in_each_layout, sharded_net, step
+from fsdp.models import EXACT, STRATEGIES, assert_same_gradients, in_each_layout, sharded_net, step
 from ranks import on_ranks
 from shardwise import FSDPModule, MixedPrecisionPolicy
 from shardwise.comm import CommStreams, DefaultAllGather, DefaultReduceScatter
@@ -218,8 +217,7 @@ def test_streams_and_slices_change_no_number(strategy: str | None, cast: bool) -
     logged_step(on_streams, staging_bytes=200)
     step(plain)
     step(plain)
-    for ours, theirs in zip(on_streams.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+    assert_same_gradients(on_streams, plain, **EXACT)
 
 
 @on_ranks(2)

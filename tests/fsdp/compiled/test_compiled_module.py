@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp.compiled.harness import Run, as_one_of, batch, by_block, compare, compiled, local, loss_of, train
 from fsdp.compiled.models import Block, CheckpointedBlock, Mlp, Transformer
-from fsdp.models import in_each_layout
+from fsdp.models import assert_same_gradients, in_each_layout
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from shardwise.comm import DefaultAllGather
@@ -453,8 +453,7 @@ def test_blocks_compiled_before_they_are_sharded_are_recomputed_in_checkpoints(
     for rows in (2, 3):
         for one in (reference, model):
             checkpoint(one, torch.ones(rows, 4), use_reentrant=False).square().sum().backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+    assert_same_gradients(model, reference)
 
 
 class Recomputed(nn.Sequential):
@@ -472,5 +471,4 @@ def test_parts_compiled_after_their_root_was_sharded_are_recomputed_in_checkpoin
     model[0].compile(backend="eager")
     for one in (reference, model):
         one(torch.ones(2, 4)).square().sum().backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+    assert_same_gradients(model, reference)

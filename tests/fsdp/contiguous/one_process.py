@@ -11,14 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp.models import Net, sharded_net, step
+from fsdp.models import STRATEGIES, Net, sharded_net, step
 from ranks import on_ranks
 from shardwise import (
     fully_shard,
 )
 from shardwise.sharded_tensor.rows import ShardedRows
-
-STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
 
 
 def net(*, blocks: int = 3, **options: Any) -> Any:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp.contiguous.one_process import STRATEGIES, net
-from fsdp.models import Net, forget_what_lives, gathered_bytes, groups, step
+from fsdp.contiguous.one_process import net
+from fsdp.models import STRATEGIES, Net, forget_what_lives, gathered_bytes, groups, step
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.sharded_tensor.rows import ShardedRows

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp.contiguous.one_process import (
     all_strategies,
@@ -21,29 +18,13 @@ from fsdp.contiguous.one_process import (
     net,
     shard,
 )
-from fsdp.models import Net, step
+from fsdp.models import EXACT, Net, assert_same_gradients, step
 from ranks import on_ranks
 from shardwise import (
-    LifecycleError,
     MixedPrecisionPolicy,
-    fully_shard,
 )
 from shardwise.fsdp.module_state import state_of
 from shardwise.layout import Owned, RaggedShard
-from shardwise.sharded_tensor.rows import ShardedParameter
-
-# Form
-
-
-@on_ranks(1, 2, 3, 4)
-def test_names_shapes_and_values_stay_those_of_the_whole_model() -> None:
-    reference, model = lone(), net()
-    assert [n for n, _ in model.named_parameters()] == [n for n, _ in reference.named_parameters()]
-    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert isinstance(ours, ShardedParameter)
-        assert isinstance(ours, nn.Parameter)
-        assert (ours.shape, ours.dtype, ours.requires_grad) == (theirs.shape, theirs.dtype, True)
-        assert torch.equal(ours.full_tensor(), theirs), name
 
 
 @on_ranks(2, 3, 4)
@@ -59,21 +40,6 @@ def test_ranks_hold_every_row_once_and_a_near_equal_share() -> None:
         for group in state.groups:
             held = sum(p.local.numel() for p in group.params)
             assert held <= group.layout.segments[0].shard_numel == group.shards[0].numel()
-
-
-@on_ranks(2)
-def test_copying_a_sharded_module_says_when_to_copy_and_parameters_can_be_copied() -> None:
-    model = net()
-    with pytest.raises(LifecycleError, match="before fully_shard"):
-        copy.deepcopy(model)
-    step(model)
-    for param in model.parameters():
-        copied = copy.deepcopy(param)
-        assert torch.equal(copied.local, param.local)
-        assert copied.local.data_ptr() != param.local.data_ptr() or not param.local.numel()
-
-
-# Placement
 
 
 def placed(placement: Any) -> Callable[[nn.Parameter], Any]:
@@ -104,9 +70,6 @@ def test_owned_parameters_are_whole_on_one_rank_and_train(rank: int | None) -> N
             assert sorted(held.tolist()) == [0] * (ranks - 1) + [param.shape[0]], name
             assert owner is None or held[owner] == param.shape[0], name
     assert_trains_like_one_process(model, lone())
-
-
-# Conversion and initialisation
 
 
 @all_strategies(3, stepped=[False, True], dtype=[torch.float64, torch.bfloat16])
@@ -157,36 +120,6 @@ def test_a_model_made_on_meta_and_initialised_in_place_equals_one_process(strate
     assert_trains_like_one_process(model, reference)
 
 
-# Failure and recovery
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_iteration_that_raised_is_forgotten_by_reset_iter_state(where: str) -> None:
-    model, healthy = net(), net()
-    step(healthy)
-
-    def fail(*unused: object) -> None:
-        raise ZeroDivisionError
-
-    def fail_later(module: nn.Module, args: Any, output: Tensor) -> None:
-        output.register_hook(fail)
-
-    hook = model.blocks[1].up.register_forward_hook(fail if where == "forward" else fail_later)
-    with pytest.raises(ZeroDivisionError):
-        step(model)
-    hook.remove()
-    if where == "backward":
-        with pytest.raises(LifecycleError, match="reset_iter_state"):
-            step(model)
-    model.reset_iter_state()
-    model.zero_grad()
-    assert all(isinstance(p, ShardedParameter) for p in model.parameters())
-    step(model)
-    for ours, theirs in zip(model.parameters(), healthy.parameters(), strict=True):
-        assert torch.equal(ours.grad.local, theirs.grad.local)
-
-
 @on_ranks(2)
 def test_gradients_kept_without_synchronisation_are_forgotten_by_reset_iter_state() -> None:
     """In the reduction's dtype too; and the next synchronised backward starts from nothing."""
@@ -198,32 +131,4 @@ def test_gradients_kept_without_synchronisation_are_forgotten_by_reset_iter_stat
     model.reset_iter_state()
     model.set_requires_gradient_sync(True)
     step(model)
-    for ours, theirs in zip(model.parameters(), healthy.parameters(), strict=True):
-        assert torch.equal(ours.grad.local, theirs.grad.local)
-
-
-@on_ranks(3)
-def test_ranks_without_any_row_hold_empty_gradients_and_state() -> None:
-    model = fully_shard(nn.Linear(2, 1), layout="contiguous")  # two rows of one or two elements in all
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    held = 0
-    for param in model.parameters():
-        assert param.grad.local.shape == param.local.shape
-        assert optimizer.state[param]["exp_avg"].local.shape == param.local.shape
-        held += math.prod(param.local.shape)
-    total = torch.tensor(held)
-    dist.all_reduce(total)
-    assert total.item() == 3
-
-
-@on_ranks(2)
-def test_compiled_blocks_inside_a_sharded_model_give_the_same_numbers() -> None:
-    eager, compiled = net(), net()
-    for index, block in enumerate(compiled.blocks):
-        compiled.blocks[index] = torch.compile(block, backend="eager")
-    for _ in range(3):
-        assert torch.equal(step(eager), step(compiled))
-    for ours, theirs in zip(compiled.parameters(), eager.parameters(), strict=True):
-        assert torch.equal(ours.grad.local, theirs.grad.local)
+    assert_same_gradients(model, healthy, **EXACT)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from fsdp.contiguous.one_process import STRATEGIES
+from fsdp.models import STRATEGIES
 from fsdp.parity import (
     test_parity_accumulation,
     test_parity_communication,

@@ -16,12 +16,10 @@ from fsdp.contiguous.one_process import (
     net,
     shard,
     whole,
-    whole_step,
 )
-from fsdp.models import Net, step
+from fsdp.models import Net, assert_same_gradients, step
 from ranks import on_ranks
 from shardwise import (
-    CPUOffloadPolicy,
     FSDPModule,
     fully_shard,
 )
@@ -75,8 +73,7 @@ def test_a_loss_may_have_sums_and_means_of_sharded_parameters(strategy: str) -> 
     for one in (model, reference):
         loss = one(torch.ones(4, 8)).square().mean()
         (loss + sum(p.sum() + (2 * p).mean() for p in one.blocks[0].parameters())).backward()
-    for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(whole(found.grad), expected.grad)
+    assert_same_gradients(model, reference)
 
 
 @on_ranks(2)
@@ -170,47 +167,6 @@ def _sharded_like(model: nn.Module, source: nn.Module) -> dict[str, Tensor]:
     for name, value in source.state_dict().items():
         state[name].copy_(value)
     return state
-
-
-@all_strategies(3)
-def test_accumulated_gradients_are_those_of_one_batch(strategy: str) -> None:
-    """Without synchronisation, then with it, and once more onto what is there."""
-    model, reference = net(strategy=strategy), lone()
-    model.set_requires_gradient_sync(False)
-    step(model)
-    model.set_requires_gradient_sync(True)
-    step(model)
-    step(model)
-    for _ in range(3):
-        whole_step(reference)
-    for (name, mine), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(whole(mine.grad), other.grad, rtol=1e-4, atol=1e-6, msg=name)
-
-
-@all_strategies(2)
-def test_offloading_on_cpu_changes_nothing(strategy: str) -> None:
-    model = net(strategy=strategy, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    assert_trains_like_one_process(model, lone())
-
-
-@all_strategies(2, stepped=[False, True])
-def test_an_assigned_state_dict_is_used(strategy: str, stepped: bool) -> None:
-    source, model = net(strategy=strategy), net(strategy=strategy)
-    with torch.no_grad():
-        for param in source.parameters():
-            param.mul_(2.0)
-    if stepped:
-        step(model)
-    state = {name: value.clone() for name, value in source.state_dict().items()}
-    x = torch.ones(2, 8)
-    expected = source(x)
-    model.load_state_dict(state, assign=True)
-    assert torch.equal(model(x), expected)
-    step(model)
-    assert all(p.grad is not None for p in model.parameters())
-
-
-# Accumulation without all-reduce
 
 
 @on_ranks(4)

@@ -11,7 +11,6 @@ from fsdp.parity.harness import (
     ONE_AXIS,
     REPLICAS,
     TWO_AXES,
-    ZERO2,
     Case,
     accumulate,
     by_block,
@@ -58,7 +57,7 @@ CASES: dict[str, Case] = {
     "reduced at the last": Case(LANGUAGE, by_block(), step=accumulate(3, reduce_last), ranks=(1, 2)),
     "uneven dims reduced at the last": Case(UNEVEN, by_block(), step=accumulate(2, reduce_last), ranks=3),
     "kept, reduced, kept, reduced": Case(
-        RESIDUAL, by_block(), step=accumulate(4, reduce_middle), ranks=3, strategies=ZERO2
+        RESIDUAL, by_block(), step=accumulate(4, reduce_middle), ranks=3, strategies=ONE_AXIS
     ),
     "replicas reduced at the last": Case(
         RESIDUAL, by_block(), step=accumulate(2, reduce_last), strategies=TWO_AXES, **REPLICAS

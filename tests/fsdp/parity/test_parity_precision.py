@@ -100,7 +100,7 @@ CASES: dict[str, Case] = {
         by_block(
             lambda api: policy(bf16, fp32)(api) | {"offload_policy": api.CPUOffloadPolicy(pin_memory=False)}
         ),
-        strategies=ZERO2,
+        strategies=ONE_AXIS,
     ),
 }
 
