@@ -68,7 +68,9 @@ class InterleavedGroup(ParamGroup):
         self.check_params()
         for param in self.params:
             param.follow_replacement()
-        self.extended = self._extend()  # before packing, which moves local tensors
+        # Before packing, which moves local tensors. What was gathered before the first forward stays.
+        made, self.extended = self.extended, self._extend()
+        self.extended.update({p: made[p] for p in self.extended if p.unsharded is not None})
         super().check_ready()
 
     def check_params(self) -> None:

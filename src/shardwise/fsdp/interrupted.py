@@ -201,6 +201,8 @@ def forget_forward(state: ModuleState) -> None:
 def _reset_state(state: ModuleState) -> None:
     state.pending_modules.clear()
     state.training_state = TrainingState.IDLE
+    if state.schedule is not None and state.schedule.streams is not None:
+        state.follow_other_streams(state.schedule.streams)
     for group in state.groups:
         # First, since the gather still writes into the memory that resharding frees.
         group.abandon_gather()

@@ -249,6 +249,8 @@ class FSDPState(ModuleState):
         if not trains:
             del schedule.order[schedule.order_before :]
             if self.reshard_is_automatic:
+                if schedule.streams is not None:
+                    self.follow_other_streams(schedule.streams)
                 for group in self.groups:
                     group.reshard()
             for group, _ in root.all_groups if root is not None else ():

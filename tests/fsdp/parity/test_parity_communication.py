@@ -32,6 +32,7 @@ from fsdp.parity.harness import (
 )
 from fsdp.parity.models import RESIDUAL, UNEVEN, Batch, Task
 from ranks import on_ranks
+from shardwise import fully_shard
 
 EIGHT_BITS = Rounding(1e-1, 2e-2, "weights are rounded to 8 bits for compute, gradients are not")
 
@@ -108,6 +109,11 @@ def own_collectives(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None
 def own_collectives_in_one_group(api: ModuleType, model: nn.Module, mesh: DeviceMesh) -> None:
     by_block()(api, model, mesh)
     use_own(api, model, (model.blocks[0], model.blocks[1]))
+
+
+def gather_and_free(module: Any) -> None:
+    module.unshard()
+    module.reshard()
 
 
 def calls(model: nn.Module, task: Task, batch: Batch) -> Tensor:
@@ -189,6 +195,9 @@ CASES: dict[str, Case] = {
     "weights sent in bf16": Case(
         RESIDUAL.but(wrap_weights(Narrowed)), by_block(), rounding=BF16, contiguous="no"
     ),
+    "weights sent in bf16, gathered before the first forward": Case(
+        RESIDUAL.but(wrap_weights(Narrowed)), by_block(each=gather_and_free), rounding=BF16, contiguous="no"
+    ),
     "weights sent in int8": Case(
         RESIDUAL.but(wrap_weights(Quantized)), by_block(), rounding=EIGHT_BITS, contiguous="no", ranks=4
     ),
@@ -198,6 +207,30 @@ CASES: dict[str, Case] = {
 @each_of(CASES)
 def test_own_communication_equals_torchs_and_one_process(name: str) -> None:
     compare(CASES[name])
+
+
+class Unhooked(Tensor):
+    """A subclass that leaves to us how it is gathered."""
+
+
+@on_ranks(2)
+def test_a_subclass_gathered_before_the_first_forward_is_gathered_again_in_each() -> None:
+    losses = []
+    for is_early in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(6, 5, bias=False)
+        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Unhooked))
+        model: Any = fully_shard(nn.Sequential(fully_shard(layer)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if is_early:
+            model[0].unshard()
+        for _ in range(3):
+            loss = model(torch.ones(4, 6)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:3] == losses[3:]
 
 
 @on_ranks(3)
