@@ -285,11 +285,5 @@ def test_a_backward_that_enters_past_the_outputs_still_ends() -> None:
     for model in (net, reference):
         model(torch.ones(4, 8))
         model.blocks[-1].penalty.backward()  # still gathered
-    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
-        assert (ours.grad is None) == (theirs.grad is None)
-        if theirs.grad is not None:
-            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
-    state = state_of(net)
-    assert state is not None
-    assert state.schedule is not None
-    assert not state.schedule.callback_queued
+    assert_same_gradients(net, reference)
+    assert not state_of(net).schedule.callback_queued

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from fsdp.models import (
     Net,
     assert_same_gradients,
     assert_same_parameters,
+    groups,
     in_each_layout,
     sharded_net,
     step,
@@ -121,12 +124,6 @@ def test_unshard_shows_whole_parameters_until_reshard(layout: str) -> None:
     assert isinstance(net.blocks[0].up.weight, DTensor), "unshard is not recursive"
     net.reshard()
     assert isinstance(net.inner.weight, DTensor)
-
-
-@in_each_layout(2)
-def test_forward_waits_for_an_unshard_that_the_user_started(layout: str) -> None:
-    net = sharded_net(layout=layout)
-    step(net)
     net.blocks[0].unshard(async_op=True)
     with CommCounter() as counter, torch.no_grad():
         net(torch.ones(1, 8))
@@ -153,16 +150,14 @@ def test_a_registered_method_may_call_its_own_module_again_and_again() -> None:
             return x
 
     whole, net = Generator(), Generator()
-    for block in net.blocks:
-        fully_shard(block)
-    fully_shard(net)
+    for module in (*net.blocks, net):
+        fully_shard(module)
     register_fsdp_forward_method(net, "generate")
     x = torch.ones(2, 8)
     with torch.no_grad():
         assert torch.equal(net.generate(x, 3), whole.generate(x, 3))
-    for _ in range(2):
-        net.generate(x, 2).sum().backward()
-        whole.generate(x, 2).sum().backward()
+    for model in (net, net, whole, whole):
+        model.generate(x, 2).sum().backward()
     assert_same_gradients(net, whole, rtol=1e-5, atol=1e-5)
 
 
@@ -276,32 +271,29 @@ def test_reductions_may_have_a_process_group_of_their_own() -> None:
     assert {g.settings.reduce_scatter_group for s in net._states(True) for g in s.groups} == {None}
 
 
-@on_ranks(2)
-def test_ignored_parameters_are_left_as_they_are() -> None:
-    net = Net()
-    ignored = set(net.head.parameters())
-    for block in net.blocks:
-        fully_shard(block, ignored_params=ignored)
-    fully_shard(net, ignored_params=ignored)
-    assert all(type(p) is nn.Parameter for p in net.head.parameters())
-    assert isinstance(net.inner.weight, DTensor)
-    step(net)
-    assert type(net.head.weight.grad) is torch.Tensor
-
-
-@on_ranks(2)
-def test_conversions_keep_sharded_parameters_in_their_buffer() -> None:
-    net = sharded_net()
-    net.double()
-    net.to("cpu")
-    x = torch.ones(2, 8, dtype=torch.float64)
-    expected = Net().double()(x)
-    assert torch.allclose(net(x), expected, rtol=1e-12)
-    group = state_of(net).groups[0]
-    begin = group.shards[0].data_ptr()
-    starts = [p.local.data_ptr() - begin for p in group.params if p.local.numel()]
-    assert starts == sorted(starts)
-    assert all(0 <= start < group.shards[0].nbytes for start in starts)
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@on_ranks(3)
+def test_a_converted_model_keeps_its_shards_and_computes_in_the_new_dtype(options: dict[str, Any]) -> None:
+    for stepped, dtype in itertools.product((False, True), (torch.float64, torch.bfloat16)):
+        net, reference = sharded_net(**options), Net().to(dtype)
+        if stepped:
+            step(net)
+            net.zero_grad()
+        shapes = [param.to_local().shape for param in net.parameters()]
+        net.to(dtype)
+        net.to("cpu")
+        assert [param.to_local().shape for param in net.parameters()] == shapes
+        assert {param.dtype for param in net.parameters()} == {dtype}
+        x = torch.ones(2, 8, dtype=dtype)
+        assert torch.equal(net(x), reference(x))
+        for group in groups(net):
+            begin = group.shards[0].data_ptr()
+            starts = [p.local.data_ptr() - begin for p in group.params if p.local.numel()]
+            assert starts == sorted(starts) or options
+            assert all(0 <= start < group.shards[0].nbytes for start in starts)
+        net(x).float().square().mean().backward()
+        assert {param.grad.dtype for param in net.parameters()} == {dtype}
+        assert [param.grad.to_local().shape for param in net.parameters()] == shapes
 
 
 @on_ranks(2)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 from torch import Tensor, nn
 
-from fsdp.test_simulated_streams import WIDTH, Layers, loss_of, sgd, sharded
-from fsdp.test_streams_of_users import STRATEGIES, check_order, current, other, train, use_memory
-from shardwise.verify.streams import DEVICE
+from fsdp.test_simulated_streams import WIDTH, Layers, loss_of
+from fsdp.test_streams_of_users import (
+    Program,
+    check_order,
+    current,
+    on,
+    on_each_mesh,
+    other,
+    train,
+    use_memory,
+)
+from fsdp.test_streams_of_users import a_program as a_program_of
 
 
 class Siamese(Layers):
@@ -24,8 +34,7 @@ class Siamese(Layers):
     def forward(self, x: Tensor) -> Tensor:
         made = []
         for side in self.sides:
-            side.wait_stream(current())
-            with side:
+            with on(side):
                 made.append(self.layers[0](x))
         for side in self.sides:
             current().wait_stream(side)
@@ -61,63 +70,60 @@ class TwoBranches(Layers):
     def forward(self, x: Tensor) -> Tensor:
         made = []
         for side, layer in zip(self.sides, self.layers, strict=True):
-            side.wait_stream(current())
-            with side:
+            with on(side):
                 made.append(layer(x).relu())
         for side in self.sides:
             current().wait_stream(side)
         return self.norm(made[0] + made[1])
 
 
-def called_on_two_streams(**options: Any) -> list[Tensor]:
-    model = sharded(Siamese().to(DEVICE), **options)
-    train(model, sgd(model))
-    return list(model.parameters())
+PROGRAMS: list[Program] = []
+a_program = partial(a_program_of, programs=PROGRAMS)
 
 
-def called_on_three_streams(**options: Any) -> list[Tensor]:
-    model = sharded(RawAndMade().to(DEVICE), **options)
-    train(model, sgd(model))
-    return list(model.parameters())
+@a_program(Siamese)
+def called_on_two_streams(model: Any, optimizer: Any, side: Any) -> None:
+    train(model, optimizer)
 
 
-def called_on_two_streams_over_kept_memory(**options: Any) -> list[Tensor]:
-    model = sharded(Siamese().to(DEVICE), **options)
+@a_program(Siamese, reshard_after_forward=False)
+def called_on_two_streams_while_gathered(model: Any, optimizer: Any, side: Any) -> None:
+    train(model, optimizer)
+
+
+@a_program(RawAndMade)
+def called_on_three_streams(model: Any, optimizer: Any, side: Any) -> None:
+    train(model, optimizer)
+
+
+@a_program(Siamese)
+def called_on_two_streams_over_kept_memory(model: Any, optimizer: Any, side: Any) -> None:
     model.set_keep_unsharded_storage(True)
-    train(model, sgd(model))
-    return list(model.parameters())
+    train(model, optimizer)
 
 
-def called_on_two_streams_while_gathered(**options: Any) -> list[Tensor]:
-    return called_on_two_streams(reshard_after_forward=False, **options)
-
-
-def called_on_two_streams_for_two_losses(**options: Any) -> list[Tensor]:
-    model = sharded(Layers().to(DEVICE), reshard_after_forward=True, **options)
-    optimizer, sides = sgd(model), (other(), other())
+@a_program(reshard_after_forward=True)
+def called_on_two_streams_for_two_losses(model: Any, optimizer: Any, side: Any) -> None:
+    sides = side, other()
     for _ in range(2):
         losses = []
-        for side in sides:
-            side.wait_stream(current())
-            with side:
+        for each in sides:
+            with on(each):
                 losses.append(loss_of(model))
-            current().wait_stream(side)
+            current().wait_stream(each)
         (losses[0] + losses[1]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return list(model.parameters())
 
 
-def accumulated_on_two_streams(*, finalized: bool = False, **options: Any) -> list[Tensor]:
+def accumulate_on_two_streams(model: Any, optimizer: Any, first: Any, *, finalized: bool) -> None:
     """Gradients that one stream made are reduced from another."""
-    model, sides = sharded(Layers().to(DEVICE), **options), (other(), other())
-    optimizer = sgd(model)
+    sides = first, other()
     model.set_manual_backward_finalization(finalized)
     for _ in range(2):
         for side in sides:
             model.set_requires_gradient_sync(side is sides[1] and not finalized)
-            side.wait_stream(current())
-            with side:
+            with on(side):
                 loss = loss_of(model)
             current().wait_stream(side)
             loss.backward()
@@ -125,60 +131,47 @@ def accumulated_on_two_streams(*, finalized: bool = False, **options: Any) -> li
         if finalized:
             model.set_requires_gradient_sync(True)
             model.finalize_backward()
-        with sides[0]:
+        with first:
             use_memory()
         optimizer.step()
         optimizer.zero_grad()
-    return list(model.parameters())
 
 
-def accumulated_on_two_streams_and_finalized(**options: Any) -> list[Tensor]:
-    return accumulated_on_two_streams(finalized=True, **options)
+@a_program()
+def accumulated_on_two_streams(*made: Any) -> None:
+    accumulate_on_two_streams(*made, finalized=False)
 
 
-def prefetched_for_another_stream(**options: Any) -> list[Tensor]:
-    model = sharded(TwoBranches().to(DEVICE), **options)
+@a_program()
+def accumulated_on_two_streams_and_finalized(*made: Any) -> None:
+    accumulate_on_two_streams(*made, finalized=True)
+
+
+@a_program(TwoBranches)
+def prefetched_for_another_stream(model: Any, optimizer: Any, side: Any) -> None:
     model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
     with model.sides[0]:
         use_memory()
-    train(model, sgd(model), steps=2)
-    return list(model.parameters())
+    train(model, optimizer, steps=2)
 
 
-def losses_kept(**options: Any) -> list[Tensor]:
+@a_program()
+def losses_kept(model: Any, optimizer: Any, side: Any) -> None:
     """Gradients are added where the first graph, which lives on, used the parameters."""
-    model, side, losses = sharded(Layers().to(DEVICE), **options), other(), []
-    optimizer = sgd(model)
+    losses = []
     for step in range(3):
-        if step == 0:
-            side.wait_stream(current())
-            with side:
-                losses.append(loss_of(model) + loss_of(model))
-            current().wait_stream(side)
-        else:
+        with on(side) if step == 0 else nullcontext():
             losses.append(loss_of(model) + loss_of(model))
+        if step == 0:
+            current().wait_stream(side)
         losses[-1].backward()
         with side:
             use_memory()
         optimizer.step()
         optimizer.zero_grad()
-    return list(model.parameters())
 
 
-PROGRAMS: list[Callable[..., list[Tensor]]] = [
-    called_on_two_streams,
-    called_on_two_streams_while_gathered,
-    called_on_three_streams,
-    called_on_two_streams_over_kept_memory,
-    called_on_two_streams_for_two_losses,
-    accumulated_on_two_streams,
-    accumulated_on_two_streams_and_finalized,
-    prefetched_for_another_stream,
-    losses_kept,
-]
-
-
-@pytest.mark.parametrize(("layout", "strategy", "ranks"), STRATEGIES)
+@on_each_mesh
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_nothing_races(program: Callable[..., list[Tensor]], layout: Any, strategy: Any, ranks: int) -> None:
-    check_order(program, layout, strategy, ranks)
+def test_nothing_races(program: Program, layout: Any, strategy: Any, ranks: int) -> None:
+    check_order(PROGRAMS, program, layout, strategy, ranks)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp.models import in_each_layout
+from fsdp.models import WAYS, in_each_layout
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from shardwise.fsdp.module_state import state_of
@@ -66,9 +66,7 @@ def test_what_follows_finds_the_parameters_and_gradients(how: str, root_alone: b
     assert all(a is b for a, b in zip(params, net.parameters(), strict=True))
     norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
     assert torch.equal(norm, expected)
-    state = state_of(net)
-    assert state is not None
-    assert state.schedule.order == []
+    assert state_of(net).schedule.order == []
     torch.optim.SGD(params, lr=1.0).step()
     net(x)["out"].sum().backward()
 
@@ -86,53 +84,49 @@ def test_a_loss_that_a_root_keeps_to_itself_still_trains() -> None:
     assert all(p.grad is not None for p in net.parameters())
 
 
+def three_layers(**options: Any) -> Any:
+    """The last is gathered ahead on demand."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for module in (*model, model):
+        fully_shard(module, **options)
+    return model
+
+
+def evaluate_without_the_last(model: Any, x: Tensor) -> None:
+    """It is gathered ahead, and not used."""
+    model[1].set_modules_to_forward_prefetch([model[2]])
+    model.forward = lambda x: model[1](model[0](x))
+    with torch.no_grad():
+        model(x)
+    model.forward = lambda x: model[2](model[1](model[0](x)))
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("how", ["prefetched", "unsharded"])
 @in_each_layout(2)
 def test_values_loaded_while_a_gather_is_under_way_are_used(layout: str, how: str, dtype: Any) -> None:
-    model: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    for layer in model:
-        fully_shard(layer, layout=layout, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
-    fully_shard(model, layout=layout, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    model = three_layers(layout=layout, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     x = torch.ones(2, 4)
     model(x).mean().backward()
     zeros = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
     if how == "unsharded":
         model[2].unshard(async_op=True)
     else:
-        model[1].set_modules_to_forward_prefetch([model[2]])
-        model.forward = lambda x: model[1](model[0](x))
-        with torch.no_grad():
-            model(x)
-        model.forward = lambda x: model[2](model[1](model[0](x)))
+        evaluate_without_the_last(model, x)
     model.load_state_dict(zeros)
     with torch.no_grad():
         assert not model(x).any()
 
 
-@pytest.mark.parametrize(
-    ("layout", "strategy"),
-    [("interleaved", None), *(("contiguous", one) for one in (None, "zero1", "zero2", "ddp"))],
-)
+@pytest.mark.parametrize("options", WAYS, ids=str)
 @on_ranks(2)
-def test_after_an_evaluation_that_skips_what_was_prefetched_everything_is_sharded(
-    layout: Any, strategy: Any
-) -> None:
+def test_after_an_evaluation_that_skips_what_was_prefetched_everything_is_sharded(options: Any) -> None:
     """So changes of weights count, and clipping finds the gradients."""
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    options = {"layout": layout} | ({"strategy": strategy} if strategy else {})
-    for layer in model:
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
-    x = torch.ones(2, 4)
+    model, x = three_layers(**options), torch.ones(2, 4)
     model(x).square().mean().backward()
     norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])
-    model[1].set_modules_to_forward_prefetch([model[2]])
-    model.forward = lambda x: model[1](model[0](x))
-    with torch.no_grad():
-        model(x)
-    model.forward = lambda x: model[2](model[1](model[0](x)))
+    evaluate_without_the_last(model, x)
     assert torch.nn.utils.get_total_norm([param.grad for param in model.parameters()]).equal(norm)
     with torch.no_grad():
         for param in model.parameters():

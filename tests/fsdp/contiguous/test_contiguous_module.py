@@ -72,32 +72,6 @@ def test_owned_parameters_are_whole_on_one_rank_and_train(rank: int | None) -> N
     assert_trains_like_one_process(model, lone())
 
 
-@all_strategies(3, stepped=[False, True], dtype=[torch.float64, torch.bfloat16])
-def test_a_converted_model_keeps_its_rows_and_computes_in_the_new_dtype(
-    strategy: str, stepped: bool, dtype: torch.dtype
-) -> None:
-    model, reference = net(strategy=strategy), lone().to(dtype)
-    if stepped:
-        step(model)
-        model.zero_grad()
-    boxes = {n: p.box for n, p in model.named_parameters()}
-    model.to(dtype)
-    model.to("cpu")
-    assert {n: p.box for n, p in model.named_parameters()} == boxes
-    assert {p.dtype for p in model.parameters()} == {dtype}
-    x = torch.ones(2, 8, dtype=dtype)
-    assert torch.equal(model(x), reference(x))
-    for group in (g for m in model.modules() if (s := state_of(m)) for g in s.groups):
-        begin = group.shards[0].data_ptr()
-        for param in group.params:
-            if param.local.numel():
-                assert 0 <= param.local.data_ptr() - begin < group.shards[0].nbytes
-    model(x).float().square().mean().backward()
-    for param in model.parameters():
-        assert param.grad.dtype == dtype
-        assert param.grad.local.shape == param.local.shape
-
-
 def initialise(model: nn.Module) -> None:
     torch.manual_seed(3)
     for module in model.modules():

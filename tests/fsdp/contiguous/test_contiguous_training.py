@@ -23,7 +23,6 @@ from shardwise import (
     FSDPModule,
     fully_shard,
 )
-from shardwise.comm.count import CommCounter
 from shardwise.fsdp.module_state import state_of
 
 
@@ -74,39 +73,6 @@ def test_a_loss_may_have_sums_and_means_of_sharded_parameters(strategy: str) -> 
         loss = one(torch.ones(4, 8)).square().mean()
         (loss + sum(p.sum() + (2 * p).mean() for p in one.blocks[0].parameters())).backward()
     assert_same_gradients(model, reference)
-
-
-@on_ranks(2)
-def test_an_adapter_beside_frozen_weights_is_reduced_alone() -> None:
-    class Adapted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.weight = nn.Parameter(torch.randn(8, 8) / 3, requires_grad=False)
-            self.down = nn.Parameter(torch.randn(2, 8) / 3)
-            self.up = nn.Parameter(torch.randn(8, 2) / 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.weight.T + x @ self.down.T @ self.up.T
-
-    def build() -> nn.Sequential:
-        return nn.Sequential(*[Adapted() for _ in range(2)])
-
-    model = build()
-    for block in model:
-        fully_shard(block, layout="contiguous")
-    fully_shard(model, layout="contiguous")
-    step(model)
-    model.zero_grad()
-    with CommCounter() as counter:
-        step(model)
-    assert counter.bytes("reduce_scatter") == 4 * 2 * (2 * 8 + 8 * 2)
-    assert_trains_like_one_process(_cleared(model), build())
-
-
-def _cleared(model: nn.Module) -> nn.Module:
-    model.zero_grad()
-    return model
 
 
 class Mixed(nn.Module):

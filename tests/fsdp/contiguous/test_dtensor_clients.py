@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from fsdp.models import EXACT, assert_same_parameters, whole
 from ranks import RankPool, on_ranks
 from shardwise import ShardedParameter, fully_shard
 from shardwise.errors import ShardingError
@@ -50,15 +51,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) ->
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def assert_same(model: nn.Module, reference: nn.Module) -> None:
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(whole(mine), theirs.detach())
 
 
 @on_ranks(3)
@@ -113,9 +105,6 @@ def test_replicas_and_tensor_parallelism_show_among_the_placements() -> None:
     assert torch.equal(whole(net.weight), before + 1)
 
 
-# Loading
-
-
 def loaded_like_accelerate(model: nn.Module, source: nn.Module, distribute: Callable[..., Any]) -> None:
     """One tensor at a time from rank 0, distributed as the parameter says, and assigned."""
     state: dict[str, Tensor] = {}
@@ -128,35 +117,29 @@ def loaded_like_accelerate(model: nn.Module, source: nn.Module, distribute: Call
     model.load_state_dict(state, assign=True)
 
 
+def evenly(value: Tensor, mesh: Any, _: Any) -> DTensor:
+    return distribute_tensor(value, mesh, [Shard(0)])
+
+
 @on_ranks(2, 3)
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_loader_distributes_and_assigns(device: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "distribute"), [("cpu", distribute_tensor), ("meta", distribute_tensor), ("meta", evenly)]
+)
+def test_a_loader_distributes_and_assigns(device: str, distribute: Callable[..., Any]) -> None:
     reference = bare()
     with torch.no_grad():
         for param in reference.parameters():
             param.add_(1)
     model = sharded(model=bare(device))
     counts = [param.placements[0].counts for param in model.parameters()]
-    loaded_like_accelerate(model, reference, distribute_tensor)
+    loaded_like_accelerate(model, reference, distribute)
     optimizer = adamw(model)
-    assert [param.placements[0].counts for param in model.parameters()] == counts
-    train(model, optimizer)
-    train(reference, adamw(reference))
-    assert_same(model, reference)
-
-
-@on_ranks(2)
-def test_dtensors_that_are_cut_evenly_are_taken_over_too() -> None:
-    reference = bare()
-    model = sharded(model=bare("meta"))
-    loaded_like_accelerate(
-        model, reference, lambda value, mesh, _: distribute_tensor(value, mesh, [Shard(0)])
-    )
-    optimizer = adamw(model)
+    if distribute is distribute_tensor:
+        assert [param.placements[0].counts for param in model.parameters()] == counts
     train(model, optimizer)
     train(reference, adamw(reference))
     assert all(isinstance(param, ShardedParameter) for param in model.parameters())
-    assert_same(model, reference)
+    assert_same_parameters(model, reference)
 
 
 OPTIONS = [
@@ -177,21 +160,16 @@ def test_state_dicts_of_torch_move_between_models_with_every_option() -> None:
         train(source, sources)
         state = get_model_state_dict(source, options=options)
         moments = get_optimizer_state_dict(source, sources, options=options)
-        if given.get("full_state_dict"):
-            assert not any(isinstance(value, DTensor) for value in state.values())
-        else:
-            assert all(type(value) is ShardedRows for value in state.values())
-        if given.get("cpu_offload") and dist.get_rank() and given.get("full_state_dict"):
-            assert not state
-            continue
+        kind = torch.Tensor if given.get("full_state_dict") else ShardedRows
+        assert all(type(value) is kind for value in state.values())
         if given.get("cpu_offload") and given.get("full_state_dict"):
+            assert bool(state) == (dist.get_rank() == 0)
             continue
         set_model_state_dict(target, state, options=options)
         set_optimizer_state_dict(target, targets, copy.deepcopy(moments), options=options)
         train(source, sources, 1)
         train(target, targets, 1)
-        for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
-            assert torch.equal(whole(mine), whole(theirs)), given
+        assert_same_parameters(target, source, **EXACT)
 
 
 @on_ranks(2)
@@ -202,10 +180,7 @@ def test_a_model_on_meta_takes_a_full_state_dict_from_rank_0() -> None:
         model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     )
     model(INPUT)
-    assert_same(model, bare())
-
-
-# Saving
+    assert_same_parameters(model, bare())
 
 
 def save(path: Path) -> None:
@@ -226,7 +201,7 @@ def load(path: Path) -> None:
     train(model, optimizer, 1)
     reference = bare()
     train(reference, adamw(reference), 3)
-    assert_same(model, reference)
+    assert_same_parameters(model, reference)
 
 
 def test_torch_checkpoints_hold_models_and_optimizers(ranks: RankPool, tmp_path: Path) -> None:
@@ -259,10 +234,7 @@ def test_torch_save_and_copies_keep_rows() -> None:
         train(other, others, 1)
         reference = bare()
         train(reference, adamw(reference), 3)
-        assert_same(other, reference)
-
-
-# Optimizers, adapters, autograd
+        assert_same_parameters(other, reference)
 
 
 @on_ranks(3)
@@ -283,7 +255,7 @@ def test_state_made_from_local_tensors_steps_with_parameters() -> None:
         with torch.no_grad():
             mine.add_(state, alpha=-1)
             theirs.sub_(0.5 * theirs.grad)
-    assert_same(model, reference)
+    assert_same_parameters(model, reference)
     with pytest.raises(ShardingError, match="expected this rank's rows"):
         DTensor.from_local(torch.zeros(9, 5), model[0].weight.device_mesh, model[0].weight.placements)
 
@@ -389,6 +361,6 @@ def test_the_interleaved_layout_copies_rows_but_does_not_become_them() -> None:
         for param in model.parameters():
             param.zero_()
     model.load_state_dict(rows)
-    assert_same(model, bare())
+    assert_same_parameters(model, bare())
     with pytest.raises(ShardingError, match=r"a DTensor of shape .*, cut evenly"):
         model.load_state_dict(rows, assign=True)

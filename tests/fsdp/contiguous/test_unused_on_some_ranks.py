@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsdp.models import in_each_layout
 from ranks import on_ranks
-from shardwise import FSDPModule, RankMismatchError, ShardingError, fully_shard
+from shardwise import RankMismatchError, ShardingError, fully_shard
 
 
 class Routed(nn.Module):
@@ -51,22 +51,3 @@ def _use_what_the_other_holds() -> None:
     held = [param.local.numel() > 0 for param in model.parameters()].index(True)
     with pytest.raises(ShardingError, match=rf"'experts\.{held}\.weight' got no gradient on this rank"):
         model(torch.ones(1, 4), 1 - held).sum().backward()
-
-
-@on_ranks(2)
-def test_unused_everywhere_stays_without_gradient() -> None:
-    model = fully_shard(_model(), layout="contiguous")
-    for _ in range(2):
-        model(torch.ones(1, 4), 0).sum().backward()
-    assert [param.grad is not None for param in model.parameters()] == [True, False]
-
-
-@on_ranks(2)
-def test_zeros_on_request_are_the_mean_over_ranks() -> None:
-    model = fully_shard(_model(), layout="contiguous")
-    assert isinstance(model, FSDPModule)
-    model.set_reduce_scatter_unused_params(True)
-    model(torch.ones(1, 4), dist.get_rank()).sum().backward()
-    for param in model.parameters():
-        assert param.grad is not None
-        assert torch.equal(param.grad.full_tensor(), torch.full((4, 4), 0.5))
