@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
-from fsdp.test_simulated_streams import WIDTH, Layers, loss_of
+from fsdp.test_simulated_streams import WIDTH, Layers, batch, loss_of
 from fsdp.test_streams_of_users import (
     Program,
     check_order,
@@ -21,6 +22,7 @@ from fsdp.test_streams_of_users import (
     use_memory,
 )
 from fsdp.test_streams_of_users import a_program as a_program_of
+from shardwise.fsdp import share_comm_ctx
 
 
 class Siamese(Layers):
@@ -75,6 +77,21 @@ class TwoBranches(Layers):
         for side in self.sides:
             current().wait_stream(side)
         return self.norm(made[0] + made[1])
+
+
+class OneBranch(Layers):
+    """A layer on a stream of its own, before the root's own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = self.layers[:1]
+        self.side = other()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with on(self.side):
+            y = self.layers[0](x)
+        current().wait_stream(self.side)
+        return self.norm(y)
 
 
 PROGRAMS: list[Program] = []
@@ -169,6 +186,50 @@ def losses_kept(model: Any, optimizer: Any, side: Any) -> None:
             use_memory()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@a_program(Layers, Layers)
+def two_models_share_streams(first: Any, second: Any, optimizer: Any, side: Any) -> None:
+    share_comm_ctx([first, second])
+    sides = side, other(), other()
+    for model in (first, second):
+        model.set_all_reduce_hook(lambda grads: grads.mul_(0.5), stream=sides[2])
+    for _ in range(2):
+        for model, each in zip((first, second), sides, strict=False):
+            with on(each):
+                loss_of(model).backward()
+        for each in sides:
+            current().wait_stream(each)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@a_program(OneBranch)
+def evaluated_beside_a_forward(model: Any, optimizer: Any, side: Any) -> None:
+    """What backward begins with stays gathered until the evaluation frees it."""
+    branch = model.side
+    for _ in range(2):
+        model.side = branch
+        with on(side):
+            loss = loss_of(model)
+        model.side = current()
+        with torch.no_grad():
+            model(batch())
+        current().wait_stream(side)
+        loss.backward()
+        del loss
+
+
+@a_program(reshard_after_forward=False)
+def fails_beside_a_forward(model: Any, optimizer: Any, side: Any) -> None:
+    for _ in range(2):
+        with on(side):
+            loss = loss_of(model)
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(batch()[:, :1])
+        current().wait_stream(side)
+        loss.backward()
+        del loss
 
 
 @on_each_mesh
