@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,10 +49,10 @@ def test_the_latest_of_each_line_is_kept() -> None:
 
 
 class World:
-    """Two streams over one memory, and what is reported."""
+    """Three streams over one memory, and what is reported."""
 
     def __init__(self) -> None:
-        self.lines = [Line(number, f"line {number}") for number in range(3)]
+        self.lines = [Line(number, f"line {number}") for number in range(4)]
         self.races: list[tuple[str, str, bool]] = []
         self.memory = Memory(self.report)
 
@@ -93,7 +94,7 @@ def test_memory_is_given_out_again_at_worst_to_the_next_allocation_of_its_stream
     world = World()
     block = world.memory.allocate(0, 8, owner=1, origin="")
     world.use(2, 0, 8, "still reads", writes=False)
-    world.memory.free(block, world.lines[1].last)
+    world.memory.free(block, world.lines)
     world.memory.allocate(500, 8, owner=2, origin="of the other stream")
     world.use(2, 500, 508, "apart", writes=True)
     world.memory.allocate(900, 8, owner=1, origin="of the same stream")
@@ -106,7 +107,7 @@ def test_memory_may_be_freed_on_a_stream_that_waits_before_it_uses_it_again() ->
     world = World()
     block = world.memory.allocate(0, 8, owner=1, origin="")
     world.use(2, 0, 8, "still reads", writes=False)
-    world.memory.free(block, world.lines[1].last)
+    world.memory.free(block, world.lines)
     world.memory.allocate(900, 8, owner=1, origin="")
     world.wait(1, 2)
     world.use(1, 900, 908, "first write", writes=True)
@@ -117,18 +118,21 @@ def test_whoever_first_writes_new_memory_must_follow_the_stream_that_it_is_of() 
     world = World()
     block = world.memory.allocate(0, 8, owner=1, origin="")
     world.use(1, 0, 8, "old", writes=True)
-    world.memory.free(block, world.lines[1].last)
+    world.memory.free(block, world.lines)
     world.memory.allocate(0, 8, owner=1, origin="")
     world.use(2, 0, 8, "new, elsewhere", writes=True)
     assert world.races == [("old", "new, elsewhere", True)]
 
 
-def test_a_stream_that_the_allocator_was_told_of_may_go_on() -> None:
+@pytest.mark.parametrize("through_another", [False, True])
+def test_a_stream_that_the_allocator_was_told_of_may_go_on(through_another: bool) -> None:
     world = World()
     block = world.memory.allocate(0, 8, owner=1, origin="")
     world.use(2, 0, 8, "still reads", writes=False)
-    block.guarded.add(2)
-    world.memory.free(block, world.lines[1].last)
+    if through_another:
+        world.wait(3, 2)
+    block.guarded.add(3 if through_another else 2)
+    world.memory.free(block, world.lines)
     world.memory.allocate(0, 8, owner=1, origin="")
     world.use(1, 0, 8, "first write", writes=True)
     assert not world.races

@@ -159,7 +159,7 @@ class Simulation:
     def _free(self, block: Block | None) -> None:
         if block is None:
             return
-        self.memory.free(block, self.timeline.lines[block.owner].last)
+        self.memory.free(block, self.timeline.lines)
         if self.late is not None:
             self.late.record_free(block)
 

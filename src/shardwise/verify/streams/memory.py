@@ -9,7 +9,7 @@ reuses memory that other streams still use.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.verify.streams.clocks import Clock, Operation, comes_after, latest
+from shardwise.verify.streams.clocks import Clock, Line, Operation, comes_after, latest, merge
 
 # The earlier operation, the later one, the block, an address in it, whether it was reused in between.
 Report = Callable[[Operation, Operation, "Block", int, bool], None]
@@ -78,6 +78,7 @@ class Block:
     needs: dict[int, Operation] = field(default_factory=dict)
     accesses: list[Access] = field(default_factory=list)
     guarded: set[int] = field(default_factory=set)  # lines passed to `record_stream`
+    guard: Clock = field(default_factory=dict)  # once freed: their moment then; reuse comes after it
     shadow: Any = None  # for `values`: its contents when operations run in another order
 
 
@@ -100,11 +101,14 @@ class Memory:
         insort(self._blocks, block, key=_LOW)
         return block
 
-    def free(self, block: Block, last_of_owner: Operation | None) -> None:
-        """Return a block to the line on which it was allocated."""
+    def free(self, block: Block, lines: Sequence[Line]) -> None:
+        """Return a block to the line on which it was allocated, one of a device's."""
         if not self.forget(block):
             return
-        uses = [a.operation for a in block.accesses if a.operation.line not in block.guarded]
+        for line in block.guarded:
+            merge(block.guard, lines[line].clock)
+        uses = [a.operation for a in block.accesses if not comes_after(block.guard, a.operation)]
+        last_of_owner = lines[block.owner].last
         pool = self._freed.get(block.owner, {})
         last = [] if last_of_owner is None or not uses else [last_of_owner]
         self._freed[block.owner] = latest([*pool.values(), *block.needs.values(), *uses, *last])

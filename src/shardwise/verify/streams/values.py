@@ -37,7 +37,7 @@ from shardwise.comm.count import on_tensors, tensors_in
 from shardwise.errors import ShardwiseError
 from shardwise.planner.noop_group import NoopGroup
 from shardwise.verify.streams import operators
-from shardwise.verify.streams.clocks import Clock, Operation, Order
+from shardwise.verify.streams.clocks import Clock, Operation, Order, comes_after
 from shardwise.verify.streams.device import SimTensor, Simulation, bare_of, span
 from shardwise.verify.streams.memory import Block
 from shardwise.verify.streams.peers import Peers
@@ -323,7 +323,7 @@ class Late:
                 shadow.predecessors = [freed for freed in shadow.predecessors if freed.waiting]
                 for freed in shadow.predecessors:
                     # once every stream passed to `record_stream` is done with this memory
-                    if not any(job.operation.line in freed.block.guarded for job in freed.waiting):
+                    if not any(comes_after(freed.block.guard, job.operation) for job in freed.waiting):
                         _forget(freed.memory)
                         if shadow not in freed.successors:
                             freed.successors.append(shadow)
