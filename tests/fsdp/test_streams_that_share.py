@@ -30,7 +30,7 @@ class Siamese(Layers):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers[0] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+        self.layers[0] = nn.Sequential(nn.Linear(WIDTH, 5), nn.ReLU(), nn.Linear(5, WIDTH))
         self.sides = other(), other()
 
     def forward(self, x: Tensor) -> Tensor:

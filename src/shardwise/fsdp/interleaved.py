@@ -204,6 +204,8 @@ class InterleavedGroup(ParamGroup):
         """Copy the gathered parameters out."""
         plan = self.smaller if self.form is Form.POST_FORWARD else self.main
         assert plan is not None
+        if self.ready is not None:  # another stream may still read or write what is written now
+            follow_stream(self.ready, self.device)
         # Allocated on the stream that copies out and computes, no earlier than needed.
         if not self.holds_memory:
             for buffer in self.buffers:
@@ -211,8 +213,6 @@ class InterleavedGroup(ParamGroup):
                 buffer.storage.resize_(buffer.full.nbytes)
             if self.device.type not in WITHOUT_STREAMS:
                 self.owner = current_stream(self.device)
-        elif self.ready is not None:  # another stream may still read what is written now
-            follow_stream(self.ready, self.device)
         self._copy_out(result, plan)
         if self.extended:
             for extended in self.extended.values():
