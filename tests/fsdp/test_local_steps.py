@@ -222,3 +222,30 @@ def test_tables_that_are_sharded_tensors_step_beside_sharded_modules(layout: str
             optimizer.zero_grad()
             assert all(param.grad is None for param in one.parameters())
     assert_same_parameters(model, whole, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
+@on_ranks(2)
+def test_an_optimizer_of_another_model_may_step_on_some_ranks(strategy: str) -> None:
+    model: Any = nn.Linear(4, 4)
+    options = {"layout": "contiguous", "strategy": strategy} if strategy != "fsdp" else {}
+    fully_shard(model, reshard_after_forward=False, **options).set_reshard_after_backward(False)
+    own = nn.Parameter(torch.ones(3))
+    others, optimizer = SGD([own], lr=0.1), SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        model(torch.ones(1, 4)).sum().backward()
+        if dist.get_rank() == 0:
+            own.grad = torch.ones(3)
+            others.step()
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+    model.reshard()
+    before, first = fast.process.steps, model.weight.to_local()
+    for params in ([first.detach()], [torch.empty(0)], list(model.parameters())):  # memory of it, or perhaps
+        SGD(params, lr=0.1).step()
+    others.step()
+    others.add_param_group({"params": model.bias})
+    others.step()
+    assert fast.process.steps == before + 4

@@ -41,7 +41,7 @@ from shardwise.sharded_tensor.rows.piece import Piece
 class _Process:
     """Values that groups and parameters read in every step; as attributes, they cost no call."""
 
-    steps = 0  # of optimizers in this process since the first `fully_shard`
+    steps = 0  # of optimizers of sharded parameters in this process
     computing: ClassVar[set[torch.Stream]] = set()  # accelerators: streams that have gradients' memory
     # Whether a function is compiled; if so, each gradient begins its own storage. A tracer cannot take a
     # DTensor whose wrapper has another storage offset than its local tensor, and torch cannot copy one where

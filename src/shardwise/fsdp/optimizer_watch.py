@@ -4,7 +4,7 @@
                     replaced; one built between forward and backward may hold gathered parameters,
                     or pieces of a smaller mesh. Their steps would train nothing, so they raise
     after a step    gathered parameters are out of date: modules compare the count of steps with the
-                    count when they gathered
+                    count when they gathered; optimizers of other models do not count
 
 All of these are held weakly. An optimizer is checked once after each change of the
 models. Parameters without rows on this rank skip steps, as `fast.py` describes.
@@ -40,6 +40,8 @@ Param = Any  # a `ShardedParam`, which imports this file
 # parameter that each is a form of, or None.
 _watched = WeakIdKeyDictionary()
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # `_changes` at the check
+# Optimizers of nothing sharded, with their number of groups at the check.
+_of_others: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _changes = 0
 _watching = False
 
@@ -136,11 +138,27 @@ def _check(optimizer: Optimizer) -> None:
                 f" {len(wrong)} parameters ({', '.join(wrong[:5])}{', ...' if len(wrong) > 5 else ''})"
                 f" that {reason}"
             )
+    if _holds_sharded(params):
+        _of_others.pop(optimizer, None)
+    else:
+        _of_others[optimizer] = len(optimizer.param_groups)
+
+
+def _holds_sharded(params: list[Tensor]) -> bool:
+    """Return whether some parameter is sharded, or is memory of one; an empty one may be, on other ranks."""
+    kinds = {type(param) for param in params} - {nn.Parameter}
+    if not all(map(_compat.is_plain, kinds)) or not all(param.numel() for param in params):
+        return True
+    owners: Any = [ref() for *_, ref in _watched.values() if ref is not None]
+    memory = {owner.local.untyped_storage().data_ptr() for owner in owners if owner is not None}
+    return any(param.untyped_storage().data_ptr() in memory for param in params)
 
 
 @_compat.runs_eagerly
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     fast.restore_gradients(optimizer)
     fast.rekey_state(optimizer)
-    # For any optimizer of any model: a needless gather is better than computing with old parameters.
-    process.steps += 1
+    # For any sharded model: a needless gather is better than computing with old parameters. Other optimizers
+    # may step on some ranks only.
+    if _of_others.get(optimizer) != len(optimizer.param_groups):
+        process.steps += 1
