@@ -23,7 +23,7 @@ from shardwise.layout import Box
 from shardwise.tensor_parallel import counts, cut_steps, export_steps, greedy, materialize
 from shardwise.tensor_parallel.package import default_group
 from shardwise.tensor_parallel.pretrained import build_model, resolve_strategies
-from shardwise.tensor_parallel.serving import Programs, cache_bytes
+from shardwise.tensor_parallel.serving import Programs, cache_bytes, is_state
 from shardwise.tensor_parallel.state import record_of
 
 Strategies = Mapping[str, Any] | Literal["auto"] | None
@@ -63,15 +63,15 @@ def _initialised_buffers(model: Any) -> dict[str, Tensor]:
     for module in model.modules():
         module.__dict__.pop("_is_hf_initialized", None)
     model.initialize_weights()
-    return {f"model.{name}": tensor for name, tensor in buffers.items()}
+    return buffers
 
 
 def _fill(program: ExportedProgram, *, values: Mapping[str, Boxes], buffers: Mapping[str, Tensor]) -> None:
     shapes = {name: entry["shape"] for name, entry in record_of(program)["parameters"].items()}
 
     def find(name: str) -> Any:
-        value = values.get(name.removeprefix("model."))
-        if value is None and name.startswith("model."):
+        value = values.get(name)
+        if value is None and not is_state(name):
             return None
 
         def read(dim: int, begin: int, end: int) -> Tensor:
