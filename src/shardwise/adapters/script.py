@@ -65,6 +65,7 @@ def sharding_summary(*, interleave: Collection[str] = (), **_: Any) -> str:
             " torch.distributed.fsdp._fully_shard keep torch's); did it train with DDP, or on one device?"
         )
     counts = ", ".join(f"{count} {layout}" for layout, count in sorted(sharded_modules.items()))
-    unused, known = (", ".join(sorted(names)) for names in (set(interleave) - sharded_classes, sharded_classes))
+    unused = ", ".join(sorted(set(interleave) - sharded_classes))
+    known = ", ".join(sorted(sharded_classes))
     warning = f"; WARNING: --interleave met none of class {unused}, only {known}" if unused else ""
     return f"shardwise: modules sharded: {counts}{warning}"

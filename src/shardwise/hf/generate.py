@@ -94,8 +94,8 @@ def generate_command(
 ) -> tuple[list[int], str]:
     """Generate with the model in a folder; return the tokens, and a line on what each takes.
 
-    Collective over the default group. Without weights, random ones are drawn from `seed`. Raises ShardwiseError
-    on every rank if the model cannot be read or cut.
+    Collective over the default group. Without weights, random ones are drawn from `seed`. Raises
+    ShardwiseError on every rank if the model cannot be read or cut.
     """
     group = default_group()
     rank, ranks = dist.get_rank(group), group.size()
@@ -124,8 +124,8 @@ def generate_command(
 def read_prompt(folder: str | Path, ids: str, text: str | None) -> tuple[list[int], Any]:
     """Read a prompt, token ids separated by spaces or a text, and for a text the folder's tokenizer. Local.
 
-    Downloads nothing. Raises ShardingError for a prompt or folder that cannot be read, and for tokens that the
-    model does not have.
+    Downloads nothing. Raises ShardingError for a prompt or folder that cannot be read, and for tokens that
+    the model does not have.
     """
     if (text is None) == (not ids):
         found = "both" if ids else "neither"

@@ -69,7 +69,8 @@ class Setup:
         nvfp4: whether all linear layers of compiled blocks multiply in NVFP4, forward and backward, as in
             arXiv 2509.25149; parameters are gathered in `param_dtype` and cast for each use.
         fused_norms: whether RMSNorm is one kernel on "cuda", as since torch 2.9, or several operators.
-        optimizer: "Muon" updates the matrices of blocks, and fused AdamW the rest.
+        optimizer: "Muon" updates the matrices of blocks, and fused AdamW the rest; "AdamW flat" needs the
+            contiguous layout.
         loss: "whole" logits in float32, or "chunked": `shardwise.nn.linear_cross_entropy` in the head.
         loop_holds: "logits" if the training loop still has the loss's input logits in a variable while
             backward runs.

@@ -153,7 +153,7 @@ def greedy(programs: Programs, prompt: Tensor, tokens: int, *, ends: Sequence[in
 
 
 def is_state(name: str) -> bool:
-    """Return whether a buffer of a program is not the model's: keys or values, or the next token's position."""
+    """Return whether a program has this buffer beside the model: keys, values, or the next position."""
     return name == _POSITION or re.fullmatch(rf"({_OWN}|{_CROSS})_(keys|values)_\d+", name) is not None
 
 
@@ -195,11 +195,11 @@ def _fixed_frequencies(model: nn.Module, longest: int) -> Iterator[None]:
 class _Step:
     """One call of a model, on caches that are buffers of `module`, whose other names are the model's own."""
 
+    config: Any
     prefill = True  # whether this is the first call, of a whole prompt
 
     def __init__(self, model: nn.Module, prompt: Tensor, tokens: int) -> None:
-        self.config: Any = model.config
-        self.prompt_shape = prompt.shape
+        self.config, self.prompt_shape = model.config, prompt.shape
         self.model, self.module = copy.copy(model), nn.Module()  # a child's name would precede the model's
         self.module._modules, self.module._parameters = model._modules, model._parameters
         self.model._buffers = self.module._buffers = dict(model._buffers)
