@@ -418,11 +418,14 @@ def test_the_tolerance_given_decides():
 # ---------------------------------------------------------------- cases that cannot be run
 
 
-def test_a_rank_that_raises_is_named_with_its_traceback(monkeypatch):
+def test_a_rank_that_raises_is_named_with_its_traceback_and_leaves_no_lock_behind(monkeypatch):
     monkeypatch.setattr("shardwise.verify.processes.GRACE_S", 0.2)
     with pytest.raises(CaseError, match="rank 1: RuntimeError: rank 1 has had enough") as caught:
         verify(f"{UNRUNNABLE}:raises_on_rank_1", ranks=2, steps=1)
     assert "in _raise" in caught.value.traceback
+    lock = str(caught.value).rpartition("/")[2]
+    assert lock.startswith("mp-")
+    assert not Path(f"/dev/shm/sem.{lock}").exists()
 
 
 def test_a_rank_that_dies_is_named_rather_than_those_that_lost_it():

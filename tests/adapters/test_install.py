@@ -326,6 +326,9 @@ def test_a_run_ends_with_how_many_modules_were_sharded_in_which_layout(run_scrip
         result = run_script(SHARDS + ending)
         assert result.exit_code == 0, result.output
         assert result.stderr == "shardwise: modules sharded: 3 contiguous, 1 interleaved\n"
+    result = run_script(SHARDS, options=("--interleave", "Lineer", "--interleave", "Sequential"))
+    warning = "WARNING: --interleave met none of class Lineer, only Linear, Sequential"
+    assert result.stderr == f"shardwise: modules sharded: 2 contiguous, 2 interleaved; {warning}\n"
 
 
 def test_a_run_that_sharded_nothing_ends_with_a_warning_unless_it_failed(run_script: Any) -> None:

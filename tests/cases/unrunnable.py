@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from dataclasses import replace
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from right import verify_case as right
 
 from shardwise.verify import Case
+
+locks = []  # that processes can share, as progress bars make them
 
 
 def raises_on_rank_1() -> Case:
@@ -37,7 +40,8 @@ def returns_no_case() -> dict:
 
 
 def _raise() -> None:
-    raise RuntimeError("rank 1 has had enough")
+    locks.append(multiprocessing.get_context("spawn").RLock())
+    raise RuntimeError(f"rank 1 has had enough of {locks[0]._semlock.name}")
 
 
 def _misbehaving(action) -> Case:

@@ -116,6 +116,7 @@ def test_the_interleaved_layout_has_fsdp_and_hsdp_by_name() -> None:
         ({"strategy": "fsdp", "replicas": 2}, "'fsdp' needs 1 replica, got 2"),
         ({"strategy": "hsdp"}, "'hsdp' needs more than 1 replica"),
         ({"strategy": "zero2"}, r"'zero2' needs the contiguous layout: .* \(--layout contiguous\)"),
+        ({"optimizer": "AdamW flat"}, r"'AdamW flat' needs the contiguous layout: .* \(--layout contig"),
     ):
         with pytest.raises(ShardingError, match=said):
             Setup(ranks=4, **options)

@@ -24,7 +24,7 @@ from ranks import RankPool, on_ranks
 from shardwise.cli import app
 from shardwise.errors import RankMismatchError, ShardingError
 from shardwise.files.tensors import StoredTensor
-from shardwise.hf.generate import cut_folder
+from shardwise.hf.generate import cut_folder, generate_command
 from shardwise.tensor_parallel import counts, cut_steps, export_steps, generate, strategies_of
 from shardwise.tensor_parallel.canonical import functionalize
 from shardwise.tensor_parallel.pretrained import resolve_strategies
@@ -166,6 +166,34 @@ def test_the_command_generates_by_the_weights_of_a_folder(
     assert tokens == " ".join(map(str, generate_whole(model, prompt)[0].tolist()))
     bytes_here = 2 * 11 * 8 * 4  # keys and values, tokens, a head's width, float32
     assert text == f"A token: 3 all_reduce, 1 all_gather; {bytes_here:,} bytes of cache on rank 0"
+
+
+def test_what_the_command_was_given_wrong_is_named_in_one_line_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.verify.processes.run_ranks", mock.Mock(side_effect=AssertionError))
+    CONFIGS["llama"]().save_pretrained(tmp_path)
+    folder, vocabulary = str(tmp_path), "expected at least one, from 0 to 49"
+    for command, message in (
+        ([folder], "expected one prompt, --ids or --text, found neither; give one of them"),
+        ([folder, "--ids", "1", "--text", "a"], "expected one prompt, --ids or --text, found both; give one"),
+        ([folder, "--ids", "1 x"], "--ids takes token ids separated by spaces, found '1 x'"),
+        ([folder, "--ids", " "], f"the prompt has the tokens []; {vocabulary}"),
+        ([folder, "--ids", "-1"], f"the prompt has the tokens [-1]; {vocabulary}"),
+        ([folder, "--ids", "1 50"], f"the prompt has the tokens [1, 50]; {vocabulary}"),
+        (["no/lm", "--ids", "1"], "no/lm: no such folder; expected one with a transformers config"),
+    ):
+        result = CliRunner().invoke(app, ["tp", "generate", *command])
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
+        assert result.stderr.startswith(f"Error: {message}")
+
+
+@on_ranks(2)
+def test_of_a_model_that_cannot_be_cut_a_rank_says_what_it_found(tmp_path: Path) -> None:
+    folder = tmp_path / str(torch.distributed.get_rank())
+    CONFIGS["llama"]().save_pretrained(folder)
+    with pytest.raises(ShardingError, match=r"^the strategy for 'lm_haed' .*; did you mean lm_head\?$"):
+        generate_command(lambda: None, folder, [1], 2, 0, {"lm_haed": "colwise"})
 
 
 def test_a_rank_reads_from_a_folder_just_what_it_holds(tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ def test_ranks_together_are_the_model_again(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*command, "--overwrite"])
     assert result.exit_code == 2
     assert "rank-1.pt2" in result.output
+    result = CliRunner().invoke(app, ["tp", "merge", "no/cut", "--out", "model.safetensors"])
+    assert (result.exit_code, result.stderr[:41]) == (2, "Error: no/cut: no such folder; expected o")
 
 
 def test_ranks_that_differ_in_what_both_have_are_not_one_model(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ _PRIVATE_INPUTS = "torch.distributed.fsdp._fully_shard._fsdp_common"
 _OF_LAYOUTS = ("layout", "strategy")
 _NEED_WHOLE_MATRICES = (torch.optim.Muon, torch.optim.LBFGS)
 
+sharded_classes: set[str] = set()  # names of those of modules that the replacement was called with
 _replaced: list[tuple[Any, str, Any, Any]] = []  # module or class, name, torch's object, ours
 
 
@@ -152,7 +153,9 @@ def _fully_shard(
             return translations[id(value)][1]
 
         modules = module if isinstance(module, list) else [module]
-        matched = any(type(m).__name__ in interleave for m in modules)
+        names = {type(m).__name__ for m in modules}
+        sharded_classes.update(names)
+        matched = not names.isdisjoint(interleave)
         options = (interleaved if matched else defaults) | {name: translated(v) for name, v in kwargs.items()}
         if (place := options.get("shard_placement_fn")) is not None:
             options["shard_placement_fn"] = lambda param: translated(place(param))

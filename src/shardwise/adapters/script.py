@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import runpy
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from shardwise.adapters.fsdp2 import install
+from shardwise.adapters.fsdp2 import install, sharded_classes
 from shardwise.errors import ShardwiseError
 from shardwise.fsdp.fully_shard import sharded_modules
 from shardwise.launch import note, report_errors
@@ -34,11 +35,12 @@ def run_script(target: str, arguments: list[str], *, is_module: bool = False, **
     """Run a script or module as `python` would, after `install(**defaults)`.
 
     Uncaught errors are shown as by `launch`. If the script ends without one, a line on stderr counts the
-    modules that it sharded in each layout, or warns that it sharded none.
+    modules that it sharded in each layout, or warns that it sharded none, or none of a class to interleave.
     """
     report_errors()
     install(**defaults)
     sharded_modules.clear()
+    sharded_classes.clear()
     sys.argv = [target, *arguments]
     try:
         if is_module:
@@ -49,12 +51,12 @@ def run_script(target: str, arguments: list[str], *, is_module: bool = False, **
             runpy.run_path(target, run_name="__main__")
     except SystemExit as ended:
         if not ended.code:
-            note(sharding_summary())
+            note(sharding_summary(**defaults))
         raise
-    note(sharding_summary())
+    note(sharding_summary(**defaults))
 
 
-def sharding_summary() -> str:
+def sharding_summary(*, interleave: Collection[str] = (), **_: Any) -> str:
     """Return one line with the number of modules that this process sharded in each layout."""
     if not sharded_modules:
         return (
@@ -63,4 +65,7 @@ def sharding_summary() -> str:
             " torch.distributed.fsdp._fully_shard keep torch's); did it train with DDP, or on one device?"
         )
     counts = ", ".join(f"{count} {layout}" for layout, count in sorted(sharded_modules.items()))
-    return f"shardwise: modules sharded: {counts}"
+    unused = ", ".join(sorted(set(interleave) - sharded_classes))
+    known = ", ".join(sorted(sharded_classes))
+    warning = f"; WARNING: --interleave met none of class {unused}, only {known}" if unused else ""
+    return f"shardwise: modules sharded: {counts}{warning}"

@@ -112,18 +112,24 @@ def generate(
     """Generate greedily with a language model cut over ranks; its cache is cut by heads."""
     import torch.distributed as dist
 
-    from shardwise.hf.generate import generate_command
+    from shardwise.files.stores import on_disk
+    from shardwise.hf.generate import generate_command, read_prompt
     from shardwise.tensor_parallel.package import read_strategies
     from shardwise.verify.processes import run_ranks
 
     with reporting():
         plan = strategies if strategies in (None, "auto") else read_strategies(strategies)
-        arguments: tuple[Any, ...] = (str(folder), ids, text, tokens, seed, plan)
+        place = str(on_disk(folder))
+        prompt, tokenizer = read_prompt(place, ids, text)  # before ranks start
+        arguments: tuple[Any, ...] = (place, prompt, tokens, seed, plan)
+        is_first = True
         if dist.is_torchelastic_launched():
             dist.init_process_group("gloo")
-            output = generate_command(lambda: None, *arguments)
-            output = output if dist.get_rank() == 0 else ""
+            generated, line = generate_command(lambda: None, *arguments)
+            is_first = dist.get_rank() == 0
             dist.destroy_process_group()
         else:
-            output, *_ = run_ranks(generate_command, *arguments, world_size=ranks, timeout=timeout)
-        show(output, end="")
+            (generated, line), *_ = run_ranks(generate_command, *arguments, world_size=ranks, timeout=timeout)
+        decoded = [] if tokenizer is None else [tokenizer.decode(generated, skip_special_tokens=True)]
+        if is_first:
+            show("\n".join([" ".join(map(str, generated)), *decoded, line]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,8 +14,7 @@ from torch.export import ExportedProgram
 
 from shardwise import _compat
 from shardwise.comm.agree import together
-from shardwise.errors import ShardingError
-from shardwise.files.stores import on_disk
+from shardwise.errors import ShardingError, ShardwiseError
 from shardwise.files.tensors import TensorFiles
 from shardwise.hf.boxes import Boxes
 from shardwise.hf.load import library, replace_tensors, skeleton_of, take_values
@@ -23,7 +22,7 @@ from shardwise.layout import Box
 from shardwise.tensor_parallel import counts, cut_steps, export_steps, greedy, materialize
 from shardwise.tensor_parallel.package import default_group
 from shardwise.tensor_parallel.pretrained import build_model, resolve_strategies
-from shardwise.tensor_parallel.serving import Programs, cache_bytes
+from shardwise.tensor_parallel.serving import Programs, cache_bytes, is_state
 from shardwise.tensor_parallel.state import record_of
 
 Strategies = Mapping[str, Any] | Literal["auto"] | None
@@ -63,15 +62,15 @@ def _initialised_buffers(model: Any) -> dict[str, Tensor]:
     for module in model.modules():
         module.__dict__.pop("_is_hf_initialized", None)
     model.initialize_weights()
-    return {f"model.{name}": tensor for name, tensor in buffers.items()}
+    return buffers
 
 
 def _fill(program: ExportedProgram, *, values: Mapping[str, Boxes], buffers: Mapping[str, Tensor]) -> None:
     shapes = {name: entry["shape"] for name, entry in record_of(program)["parameters"].items()}
 
     def find(name: str) -> Any:
-        value = values.get(name.removeprefix("model."))
-        if value is None and name.startswith("model."):
+        value = values.get(name)
+        if value is None and not is_state(name):
             return None
 
         def read(dim: int, begin: int, end: int) -> Tensor:
@@ -88,55 +87,56 @@ def _fill(program: ExportedProgram, *, values: Mapping[str, Boxes], buffers: Map
 def generate_command(
     alive: Callable[[], None],
     folder: str | Path,
-    ids: str,
-    text: str | None,
+    prompt: Sequence[int],
     tokens: int,
     seed: int,
     strategies: Strategies,
-) -> str:
-    """Generate with the model in a folder, and return the text to print. Collective over the default group.
+) -> tuple[list[int], str]:
+    """Generate with the model in a folder; return the tokens, and a line on what each takes.
 
-    The prompt is `ids`, numbers separated by spaces, or `text`. Without weights, random ones are drawn from
-    `seed`. Raises ShardingError on every rank if something cannot be read or the prompt is invalid.
+    Collective over the default group. Without weights, random ones are drawn from `seed`. Raises
+    ShardwiseError on every rank if the model cannot be read or cut.
     """
     group = default_group()
     rank, ranks = dist.get_rank(group), group.size()
-    prepared: list[Any] = []
+    ids, cut = torch.tensor([prompt]), list[Programs]()
 
     def prepare() -> None:
-        config, prompt, tokenizer = _read_prompt(on_disk(folder), ids, text)
         if any(Path(folder).glob("*.safetensors")):
-            programs = cut_folder(folder, prompt, tokens, rank, ranks, strategies)
-        else:
-            torch.manual_seed(seed)
-            model = build_model(config)
-            plan = resolve_strategies(model, strategies)
-            programs = cut_steps(export_steps(model, prompt, tokens), rank, ranks, plan)
-        prepared.extend((programs, prompt, tokenizer))
+            cut.append(cut_folder(folder, ids, tokens, rank, ranks, strategies))
+            return
+        torch.manual_seed(seed)
+        model = build_model(library().AutoConfig.from_pretrained(folder, local_files_only=True))
+        plan = resolve_strategies(model, strategies)
+        cut.append(cut_steps(export_steps(model, ids, tokens), rank, ranks, plan))
 
-    together(f"reading {folder}", prepare, group=group, kind=ShardingError)
+    try:
+        together(f"cutting the model in {folder}", prepare, group=group, kind=ShardingError)
+    except ShardingError as error:  # what this rank found says it best
+        raise error.__cause__ if isinstance(error.__cause__, ShardwiseError) else error from None
     alive()
-    programs, prompt, tokenizer = prepared
-    generated = greedy(programs, prompt, tokens, ends=_ends(folder))[0]
-    lines = [" ".join(map(str, generated.tolist()))]
-    lines += [] if tokenizer is None else [tokenizer.decode(generated, skip_special_tokens=True)]
+    programs = cut[0]
+    generated: list[int] = greedy(programs, ids, tokens, ends=_ends(folder))[0].tolist()
     messages = ", ".join(f"{count} {kind}" for kind, count in counts(programs[1]).items()) or "nothing"
-    return "\n".join(
-        [*lines, f"A token: {messages}; {cache_bytes(programs[1]):,} bytes of cache on rank {rank}", ""]
-    )
+    return generated, f"A token: {messages}; {cache_bytes(programs[1]):,} bytes of cache on rank {rank}"
 
 
-def _read_prompt(folder: str | Path, ids: str, text: str | None) -> tuple[Any, Tensor, Any]:
-    """Read a folder's config, a prompt [1, length], and for a text the tokenizer. Download nothing."""
-    transformers, tokenizer, source = library(), None, "config"
+def read_prompt(folder: str | Path, ids: str, text: str | None) -> tuple[list[int], Any]:
+    """Read a prompt, token ids separated by spaces or a text, and for a text the folder's tokenizer. Local.
+
+    Downloads nothing. Raises ShardingError for a prompt or folder that cannot be read, and for tokens that
+    the model does not have.
+    """
     if (text is None) == (not ids):
-        raise ShardingError("give one prompt, as --ids or as --text")
-    if not Path(folder).is_dir():  # transformers would take it for the name of a model on the hub
-        raise ShardingError(f"{folder}: no such folder; expected one with a transformers config")
+        found = "both" if ids else "neither"
+        raise ShardingError(f"expected one prompt, --ids or --text, found {found}; give one of them")
     try:
         tokens = list(map(int, ids.split()))
     except ValueError as error:
         raise ShardingError(f"--ids takes token ids separated by spaces, found {ids!r}") from error
+    if not Path(folder).is_dir():  # transformers would take it for the name of a model on the hub
+        raise ShardingError(f"{folder}: no such folder; expected one with a transformers config")
+    transformers, tokenizer, source = library(), None, "config"
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         if text is not None:
@@ -149,7 +149,7 @@ def _read_prompt(folder: str | Path, ids: str, text: str | None) -> tuple[Any, T
     end = config.get_text_config().vocab_size
     if not tokens or not 0 <= min(tokens) <= max(tokens) < end:
         raise ShardingError(f"the prompt has the tokens {tokens}; expected at least one, from 0 to {end - 1}")
-    return config, torch.tensor([tokens]), tokenizer
+    return tokens, tokenizer
 
 
 def _ends(folder: str | Path) -> list[int]:

@@ -381,6 +381,11 @@ def _model_of_config(path: Path) -> Model:
     if attention not in ("eager", "sdpa"):  # kernels that the CPU lacks, with the same memory
         values["attn_implementation"] = "sdpa"
     transformers = from_extra("hf", "transformers", feature=f"{path}, a transformers config,")
+    if (kind := values["model_type"]) not in transformers.CONFIG_MAPPING:
+        raise ShardingError(
+            f"{path} is no transformers config: transformers {transformers.__version__} has no model_type"
+            f" {kind!r}; those that it has are the keys of transformers.CONFIG_MAPPING"
+        )
     try:
         config = transformers.AutoConfig.for_model(**values)
     except Exception as error:  # of transformers' own checks

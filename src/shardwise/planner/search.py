@@ -265,7 +265,8 @@ class _Survey:
             if setup not in self.plans and setup == self._base(setup):
                 self._plan(setup)
         layout: Any = {"interleaved": "contiguous", "contiguous": "interleaved"}[self.setup.layout]
-        if (setup := replace(self.setup, layout=layout, strategy=None)) in self.space:
+        other = vars(self.setup) | {"layout": layout, "strategy": None}
+        for setup in [setup for setup in self.space if vars(setup) == other]:
             self._try(setup)
         for degree in sorted({setup.tensor for setup in self.space} - {self.setup.tensor}):
             peers = [setup for setup in self.space if setup.tensor == degree]

@@ -17,6 +17,10 @@ Optimizer = Literal["AdamW", "AdamW fused", "AdamW flat", "AdamW 8 bits", "Muon"
 Strategy = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp", "hierarchical_fsdp"]  # of `fully_shard`
 MOST = 10_000_000  # limit of ranks and so on: plans make lists of ranks, of parts of a loss, of micro-batches
 T = TypeVar("T")
+_CONTIGUOUS: dict[str, tuple[str, ...]] = {  # what only that layout has
+    "strategy": ("ddp", "zero1", "zero2", "hierarchical_fsdp"),
+    "optimizer": ("AdamW flat",),
+}
 _AXES = ("pipeline", "replicas", "tensor", "ulysses", "experts")  # the rest is the data-parallel axis
 
 
@@ -65,7 +69,8 @@ class Setup:
         nvfp4: whether all linear layers of compiled blocks multiply in NVFP4, forward and backward, as in
             arXiv 2509.25149; parameters are gathered in `param_dtype` and cast for each use.
         fused_norms: whether RMSNorm is one kernel on "cuda", as since torch 2.9, or several operators.
-        optimizer: "Muon" updates the matrices of blocks, and fused AdamW the rest.
+        optimizer: "Muon" updates the matrices of blocks, and fused AdamW the rest; "AdamW flat" needs the
+            contiguous layout.
         loss: "whole" logits in float32, or "chunked": `shardwise.nn.linear_cross_entropy` in the head.
         loop_holds: "logits" if the training loop still has the loss's input logits in a variable while
             backward runs.
@@ -155,11 +160,12 @@ class Setup:
             raise ShardingError(
                 "compile_loss needs logits that are not cut by tensor parallelism: give tensor=1"
             )
-        if self.layout != "contiguous" and self.strategy not in (None, "fsdp", "hsdp"):
-            raise ShardingError(
-                f"strategy {self.strategy!r} needs the contiguous layout: give layout='contiguous'"
-                " (--layout contiguous)"
-            )
+        for name, values in _CONTIGUOUS.items():
+            if self.layout != "contiguous" and (value := getattr(self, name)) in values:
+                raise ShardingError(
+                    f"{name} {value!r} needs the contiguous layout: give layout='contiguous'"
+                    " (--layout contiguous)"
+                )
         several = self.replicas > 1
         if self.strategy is not None and (self.strategy in ("hsdp", "hierarchical_fsdp")) != several:
             needs, fix = "more than 1 replica", "replicas (--replicas), a divisor of ranks"

@@ -428,6 +428,8 @@ def _bits_equal(a: Tensor, b: Tensor) -> bool:
 def merge_command(folder: str | Path, out: str | Path, *, strip: str = "", overwrite: bool = False) -> str:
     """Write the whole state dict to a safetensors file, with the prefix `strip` removed from names. Local."""
     place, source = on_disk(out), on_disk(folder)
+    if not source.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; expected one that `shardwise tp export` wrote")
     if place.is_dir() or source.resolve() in place.resolve().parents:
         raise CheckpointError(f"{out} is a folder, or in the one to merge; choose another file to write")
     if place.exists() and not overwrite:

@@ -9,6 +9,7 @@ prefill runs the encoder and caches what the decoder attends to; decoding begins
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from shardwise.tensor_parallel.transform import tensor_parallel_transformation
 
 Programs = tuple[ExportedProgram, ExportedProgram]  # prefill and decode
 _OWN, _CROSS = "cache", "cross"
+_POSITION = "next_position"
 
 
 @torch.no_grad()
@@ -83,10 +85,10 @@ def export_steps(model: nn.Module, prompt: Tensor, tokens: int) -> Programs:
     step = _Step(model, prompt, tokens)
     try:
         with torch.no_grad(), _fixed_frequencies(model, prompt.shape[1] + tokens):
-            prefill = torch.export.export(step, (prompt,), strict=False)
+            prefill = torch.export.export(step.module, (prompt,), strict=False)
             _compat.check_index_copies(prefill)
             step.prefill = False
-            return prefill, torch.export.export(step, (prompt[:, :1],), strict=False)
+            return prefill, torch.export.export(step.module, (prompt[:, :1],), strict=False)
     except ShardingError:
         raise
     except Exception as error:
@@ -112,13 +114,10 @@ def cut_steps(
     Arguments are those of `tensor_parallel_transformation`, except:
 
     Args:
-        strategies: by names within the model.
         fill: gives the prefill's weights values if the model has none, for example by `materialize`.
     """
     transform = partial(tensor_parallel_transformation, group_name=group_name)
     target = rank, world_size, device_type
-    if not isinstance(strategies, str):
-        strategies = {f"model.{name}": style for name, style in strategies.items()}
     prefill = transform(whole[0], *target, strategies)
     fill(prefill)
     if isinstance(strategies, str):
@@ -132,7 +131,7 @@ def describe_choice(program: ExportedProgram) -> str:
     """Describe what "auto" chose: modules by style, layers merged, and the bytes that this rank holds."""
     by_style: dict[str, dict[str, None]] = {}
     for name, style in record_of(program)["strategies"].items():
-        by_style.setdefault(str(style), {})[re.sub(r"\b\d+\b", "*", name.removeprefix("model."))] = None
+        by_style.setdefault(str(style), {})[re.sub(r"\b\d+\b", "*", name)] = None
     listing = "; ".join(f"{style}: {', '.join(names)}" for style, names in by_style.items())
     summary = explain(program)
     return (
@@ -153,10 +152,15 @@ def greedy(programs: Programs, prompt: Tensor, tokens: int, *, ends: Sequence[in
     return torch.cat(generated, 1)
 
 
+def is_state(name: str) -> bool:
+    """Return whether a program has this buffer beside the model: keys, values, or the next position."""
+    return name == _POSITION or re.fullmatch(rf"({_OWN}|{_CROSS})_(keys|values)_\d+", name) is not None
+
+
 def cache_bytes(program: ExportedProgram) -> int:
     """Return the bytes of keys and values in a program's cache."""
     constants = program.constants.items()
-    return sum(x.nbytes for name, x in constants if name.startswith((_OWN, _CROSS)) and isinstance(x, Tensor))
+    return sum(x.nbytes for name, x in constants if is_state(name) and isinstance(x, Tensor) and x.ndim)
 
 
 @contextmanager
@@ -188,31 +192,33 @@ def _fixed_frequencies(model: nn.Module, longest: int) -> Iterator[None]:
         yield
 
 
-class _Step(nn.Module):
-    """One call of a model, on caches that are buffers of this module."""
+class _Step:
+    """One call of a model, on caches that are buffers of `module`, whose other names are the model's own."""
 
     config: Any
-    prefill: bool  # whether this is the first call, of a whole prompt
-    position: Tensor  # of the next token
+    prefill = True  # whether this is the first call, of a whole prompt
 
     def __init__(self, model: nn.Module, prompt: Tensor, tokens: int) -> None:
-        super().__init__()
-        self.model, self.prefill, self.prompt_shape = model, True, prompt.shape
-        self.config = model.config
+        self.config, self.prompt_shape = model.config, prompt.shape
+        self.model, self.module = copy.copy(model), nn.Module()  # a child's name would precede the model's
+        self.module._modules, self.module._parameters = model._modules, model._parameters
+        self.model._buffers = self.module._buffers = dict(model._buffers)
+        vars(self.module)["forward"] = self.forward
         length = prompt.shape[1]
         sizes = [tokens, length] if self.config.is_encoder_decoder else [length + tokens]
-        self.register_buffer("position", torch.zeros((), dtype=torch.long), persistent=False)
+        self.module.register_buffer(_POSITION, torch.zeros((), dtype=torch.long), persistent=False)
         self.layers = [_make_layers(model, len(prompt), size) for size in sizes]
         for name, layer, key in self._buffers_of_layers():
-            self.register_buffer(name, getattr(layer, key), persistent=False)
+            self.module.register_buffer(name, getattr(layer, key), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the logits of the token after `ids`, [batch, vocabulary]."""
         from transformers.cache_utils import Cache, EncoderDecoderCache
 
-        begin = torch.zeros_like(self.position) if self.prefill else self.position.clone()
+        position = self.module.get_buffer(_POSITION)
+        begin = torch.zeros_like(position) if self.prefill else position.clone()
         for name, layer, key in self._buffers_of_layers():
-            setattr(layer, key, getattr(self, name))
+            setattr(layer, key, self.module.get_buffer(name))
         batch: dict[str, Any] = {"input_ids": ids}
         if self.config.is_encoder_decoder and self.prefill:
             batch["decoder_input_ids"] = ids = torch.full_like(ids[:, :1], self.config.decoder_start_token_id)
@@ -227,7 +233,7 @@ class _Step(nn.Module):
         for layer in all_layers:
             layer.cumulative_length = begin.clone()
         result = self.model(**batch, past_key_values=cache, use_cache=True)
-        self.position.copy_(begin + ids.shape[1])
+        position.copy_(begin + ids.shape[1])
         return result.logits[:, -1]  # type: ignore[no-any-return]
 
     def _buffers_of_layers(self) -> list[tuple[str, Any, str]]:

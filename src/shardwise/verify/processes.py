@@ -57,6 +57,7 @@ class _Child:
     process: BaseProcess
     pipe: Connection
     done: bool = False
+    raised: bool = False
     value: Any = None
     # Time, message, traceback (None if the message is enough).
     failure: tuple[float, str, str | None] | None = None
@@ -135,7 +136,7 @@ def _main(
             plain = f"{type(error).__name__}: {text}" if text else type(error).__name__
             message = launch.one_line(error) if short else plain
             pipe.send(("failed", time.monotonic(), message, None if short else traceback.format_exc()))
-        os._exit(1)
+        sys.exit(1)  # which frees what Python keeps a count of, such as locks that processes share
 
 
 def _listen(children: list[_Child], timeout: float) -> None:
@@ -172,7 +173,7 @@ def _take(child: _Child) -> None:
         child.done, child.value = True, report[1]
     elif report[0] == "failed":
         _, moment, message, trace = report
-        child.failure = (moment, f"{child.label}: {message}", trace)
+        child.raised, child.failure = True, (moment, f"{child.label}: {message}", trace)
 
 
 def _death(exitcode: int | None) -> str:
@@ -191,11 +192,11 @@ def _tail(log: Path) -> str:
 
 
 def _end(children: list[_Child]) -> None:
-    """Let finished processes exit, kill the others, and wait for all."""
+    """Let processes exit that will, kill the others, and wait for all."""
     finished = all(child.done for child in children)
-    deadline = time.monotonic() + (GRACE_S * 5 if finished else 0.0)
+    deadline = time.monotonic() + GRACE_S * 5
     for child in children:
-        child.process.join(max(deadline - time.monotonic(), 0.0))
+        child.process.join(max(deadline - time.monotonic(), 0.0) if finished or child.raised else 0.0)
         if child.process.is_alive():
             child.process.kill()
     for child in children:

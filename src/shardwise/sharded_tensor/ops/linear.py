@@ -101,7 +101,8 @@ def _product(left: Tensor, right: Tensor, *, name: str, vector: bool = False) ->
     products = []
     for box, tensor in zip(leader.boxes, leader.tensors, strict=True):
         if box.is_empty:
-            products.append(anchor.new_zeros(result_of(box).sizes) + product_of(tensor).sum())
+            nothing_here = product_of(tensor).sum(dtype=anchor.dtype)  # else bools are summed to an int
+            products.append(anchor.new_zeros(result_of(box).sizes) + nothing_here)
             continue
         matching = _matching_box(box, leader.shape, other.shape, summed_dim)
         factor = next(part(outer, shard, matching) for outer, shard in shards if _contains(outer, matching))

@@ -129,7 +129,8 @@ def anchor_of(sharded: ShardedTensor) -> Tensor:
 
 def total_of(parts: Sequence[tuple[Box, Tensor]], size: Sequence[int], anchor: Tensor) -> Tensor:
     """Sum `parts`, each in its box of `size` with zeros around it; depends on `anchor` too. Local."""
-    total = anchor.new_zeros(size) + anchor.sum() if anchor.requires_grad or not parts else None
+    connected = anchor.requires_grad or not parts
+    total = anchor.new_zeros(size) + anchor.sum(dtype=anchor.dtype) if connected else None
     for box, tensor in parts:
         padding: list[int] = []
         for start, end, length in zip(box.offsets[::-1], box.ends[::-1], size[::-1], strict=True):
