@@ -243,10 +243,9 @@ def test_a_leafs_gradient_is_accumulated_where_the_oldest_graph_alive_first_used
         current().wait_stream(stream)
         if not alive:
             del older
-        with torch.no_grad():
-            weight + 1  # part of no graph
-        with torch.inference_mode():
-            weight + 1
+        for no_graph in (torch.no_grad(), torch.inference_mode()):
+            with no_graph:
+                weight + 1
         weight.register_post_accumulate_grad_hook(lambda _: streams.append(current().stream_id))
         (weight * 3).sum().backward()
         assert streams == [(stream if alive else current()).stream_id]
