@@ -19,11 +19,7 @@ def walk(*events: Event, start: TrainingState = IDLE) -> tuple[list[Action], Tra
 
 def test_a_training_iteration_gathers_twice_and_reduces_once() -> None:
     actions, state = walk(
-        Event.PRE_FORWARD,
-        Event.POST_FORWARD,
-        Event.PRE_BACKWARD,
-        Event.POST_BACKWARD,
-        Event.END_OF_BACKWARD,
+        Event.PRE_FORWARD, Event.POST_FORWARD, Event.PRE_BACKWARD, Event.POST_BACKWARD, Event.END_OF_BACKWARD
     )
     assert actions == [Action.GATHER, Action.RELEASE, Action.GATHER, Action.REDUCE, Action.REST]
     assert state is IDLE

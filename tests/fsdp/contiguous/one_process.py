@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from fsdp.models import STRATEGIES, Net, sharded_net, step
 from ranks import on_ranks
-from shardwise import (
-    fully_shard,
-)
+from shardwise import fully_shard
 from shardwise.sharded_tensor.rows import ShardedRows
 
 

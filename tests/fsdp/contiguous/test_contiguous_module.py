@@ -20,9 +20,7 @@ from fsdp.contiguous.one_process import (
 )
 from fsdp.models import EXACT, Net, assert_same_gradients, step
 from ranks import on_ranks
-from shardwise import (
-    MixedPrecisionPolicy,
-)
+from shardwise import MixedPrecisionPolicy
 from shardwise.fsdp.module_state import state_of
 from shardwise.layout import Owned, RaggedShard
 

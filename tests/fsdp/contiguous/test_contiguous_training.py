@@ -19,10 +19,7 @@ from fsdp.contiguous.one_process import (
 )
 from fsdp.models import Net, assert_same_gradients, step
 from ranks import on_ranks
-from shardwise import (
-    FSDPModule,
-    fully_shard,
-)
+from shardwise import FSDPModule, fully_shard
 from shardwise.fsdp.module_state import state_of
 
 
