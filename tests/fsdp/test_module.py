@@ -24,6 +24,7 @@ from fsdp.models import (
     in_each_layout,
     sharded_net,
     step,
+    update,
 )
 from ranks import on_ranks
 from shardwise import (
@@ -435,8 +436,7 @@ def test_a_part_of_a_list_that_runs_outside_of_the_root_leaves_no_old_values(
                 model(x).square().sum().backward()
                 with torch.set_grad_enabled(trains):
                     _alone(model, which)
-                optimizer.step()
-                optimizer.zero_grad()
+                update(optimizer)
             torch.testing.assert_close(net(x), whole(x))
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp.models import Net, forget_what_lives, groups, refused
+from fsdp.models import Net, forget_what_lives, groups, refused, update
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.comm.count import CommCounter
@@ -56,8 +56,7 @@ def train(net: Net, optimizer: torch.optim.Optimizer, *, step: int, micro_batche
     for micro in range(micro_batches):
         net.set_requires_gradient_sync(micro == micro_batches - 1)
         net(batch(dist.get_rank(), step, micro)).float().square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
 
 
 @functools.cache
@@ -219,8 +218,7 @@ def check_memory(strategy: str, policy: str) -> None:
     assert_lives(parameters + 2 * 4 * shard + x.nbytes)
     net(x).float().square().mean().backward()
     assert_lives(parameters + (1 + 2) * 4 * shard + x.nbytes)
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
     assert_lives(parameters + 2 * 4 * shard + x.nbytes)
     assert isinstance(next(net.parameters()), ShardedRows)
 

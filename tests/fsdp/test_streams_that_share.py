@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from fsdp.models import update
 from fsdp.test_simulated_streams import WIDTH, Layers, loss_of
 from fsdp.test_streams_of_users import (
     Program,
@@ -112,8 +113,7 @@ def called_on_two_streams_for_two_losses(model: Any, optimizer: Any, side: Any) 
                 losses.append(loss_of(model))
             current().wait_stream(each)
         (losses[0] + losses[1]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 def accumulate_on_two_streams(model: Any, optimizer: Any, first: Any, *, finalized: bool) -> None:
@@ -133,8 +133,7 @@ def accumulate_on_two_streams(model: Any, optimizer: Any, first: Any, *, finaliz
             model.finalize_backward()
         with first:
             use_memory()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 @a_program()
@@ -167,8 +166,7 @@ def losses_kept(model: Any, optimizer: Any, side: Any) -> None:
         losses[-1].backward()
         with side:
             use_memory()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 @on_each_mesh

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp.compiled.harness import WORDS
+from fsdp.models import shard_each
 from shardwise import fully_shard
 
 WIDTH = 8
@@ -163,6 +164,4 @@ def llama() -> nn.Module:
 
 
 def shard_llama(model: nn.Module, **options: Any) -> nn.Module:
-    for layer in model.model.layers:
-        fully_shard(layer, **options)
-    return fully_shard(model, **options)
+    return shard_each(*model.model.layers, model, **options)

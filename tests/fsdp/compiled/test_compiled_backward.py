@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 from fsdp.compiled.harness import as_one_of, local
+from fsdp.models import update
 from shardwise import fully_shard
 from shardwise.comm import DefaultAllGather
 from shardwise.errors import LifecycleError
@@ -50,8 +51,7 @@ def gradients(model: nn.Module, step: Callable[..., Tensor], steps: int = 2) -> 
         found.append(step(model, torch.randn(4, 6, generator=made)))
         grads = [param.grad for param in model.parameters()]
         found += [local(grad).clone() for grad in grads if grad is not None]
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return found
 
 

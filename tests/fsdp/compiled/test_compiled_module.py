@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp.compiled.harness import Run, as_one_of, batch, by_block, compare, compiled, local, loss_of, train
 from fsdp.compiled.models import Block, CheckpointedBlock, Mlp, Transformer
-from fsdp.models import LAYOUTS, assert_same_gradients
+from fsdp.models import LAYOUTS, assert_same_gradients, update
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from shardwise.comm import DefaultAllGather
@@ -166,8 +166,7 @@ def test_beside_tensor_parallelism() -> None:
         for step in range(2):
             made = torch.Generator().manual_seed(10 * mesh["dp"].get_local_rank() + step)
             call(torch.randn(4, 8, generator=made)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         results.append([local(param.detach()).clone() for param in model.parameters()])
     assert counters["stats"]["unique_graphs"] == 1
     assert all(map(torch.equal, *results))
@@ -235,8 +234,7 @@ def test_what_is_frozen_or_unfrozen_later_is_followed_or_named_and_trains_after_
     model.blocks[0].reshard()
     trained = {name: param.grad is not None for name, param in model.named_parameters()}
     assert trained == {name: not name.startswith("blocks.") for name in trained}
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
     set_block(True)
     with pytest.raises(LifecycleError, match=r"blocks.0.*changed after compilation"):
         loss_of(made, words).backward()

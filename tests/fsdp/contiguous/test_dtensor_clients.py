@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from fsdp.models import EXACT, assert_same_parameters, whole
+from fsdp.models import EXACT, assert_same_parameters, update, whole
 from ranks import RankPool, on_ranks
 from shardwise import ShardedParameter, fully_shard
 from shardwise.errors import ShardingError
@@ -45,8 +45,7 @@ def sharded(mesh: Any = None, model: nn.Module | None = None, **how: Any) -> Any
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
     for _ in range(steps):
         model(INPUT).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -266,7 +265,7 @@ def test_an_adapter_is_merged_into_a_weight() -> None:
     weight, theirs = model[0].weight, reference[0].weight
     delta = torch.randn(7, 5)
     mesh = weight.device_mesh
-    for update in (
+    for change in (
         delta,
         distribute_tensor(delta, mesh, [Shard(0)]),
         distribute_tensor(delta, mesh, [Shard(1)]),
@@ -274,7 +273,7 @@ def test_an_adapter_is_merged_into_a_weight() -> None:
         DTensor.from_local(delta / 2, mesh, [Partial()]),
         distribute_tensor(delta, mesh, weight.placements),
     ):
-        weight.data += update
+        weight.data += change
         weight.data = (weight.data - 0.5 * weight.data).redistribute(mesh, [Shard(0)])
         theirs.data = (theirs.data + delta) * 0.5
     torch.testing.assert_close(whole(weight), theirs.detach())

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.fsdp import fully_shard as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp.models import update
 from ranks import on_ranks
 from shardwise import fully_shard
 
@@ -50,8 +51,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, *, sh
     for step in range(steps):
         inputs = torch.randn(world * 2, 4, generator=torch.Generator().manual_seed(step))
         model(inputs[2 * rank : 2 * rank + 2] if share else inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 @on_ranks(4)
