@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from fsdp.compiled.harness import as_one_of
 from fsdp.models import LAYOUTS, assert_same_gradients, in_each_layout
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard
@@ -136,30 +137,7 @@ def test_blocks_write_to_the_container_that_the_model_holds(
         assert_same_gradients(model, whole, **near)
 
 
-@on_ranks(2)
-def test_a_container_that_a_compiled_block_gets_twice_and_returns_is_the_callers() -> None:
-    class Returns(nn.Linear):
-        def forward(self, x: Tensor, notes: list[Tensor], same: list[Tensor]) -> Any:
-            x = super().forward(x)
-            notes.append(x.mean())
-            same.append(x.sum())
-            return x, notes
-
-    blocks = [fully_shard(Returns(6, 6), layout=layout, mp_policy=BF16) for layout in LAYOUTS]
-
-    def run(x: Tensor) -> list[Tensor]:
-        first = notes = [x.mean()]
-        for block in blocks:
-            x, notes = block(x, notes, same=notes)
-        return first
-
-    found = torch.compile(run, backend="eager", fullgraph=True)(torch.ones(2, 6))
-    expected = run(torch.ones(2, 6))
-    assert len(found) == len(expected) == 5
-    torch.testing.assert_close(found, expected)
-
-
-@on_ranks(2)
+@as_one_of(2)
 def test_keys_keep_the_order_in_which_compiled_blocks_write_them() -> None:
     class Renews(nn.Linear):
         def forward(self, x: Tensor, notes: dict[str, Tensor]) -> Tensor:
@@ -215,27 +193,32 @@ def test_a_container_stays_one_however_often_it_is_given_or_returned(layout: Any
     torch.testing.assert_close(blocks[0].weight.grad.full_tensor(), whole[0].weight.grad, **near)
 
 
-@on_ranks(2)
-def test_a_container_put_into_another_stays_the_callers() -> None:
+@as_one_of(2)
+def test_a_container_given_twice_put_into_another_and_returned_stays_the_callers() -> None:
     class Puts(nn.Linear):
-        def forward(self, x: Tensor, one: list[Tensor], more: dict[str, Any]) -> Any:
+        def forward(self, x: Tensor, one: list[Tensor], more: dict[str, Any], same: list[Tensor]) -> Any:
             x = super().forward(x)
             one.append(x.mean())
+            same.append(x.sum())
             more["put"] = one
             return Notes(x, one)
 
-    blocks = [fully_shard(Puts(6, 6), mp_policy=BF16) for _ in range(2)]
+    blocks = [fully_shard(Puts(6, 6), layout=layout, mp_policy=BF16) for layout in LAYOUTS]
 
-    def run(x: Tensor) -> tuple[int, bool, bool]:
+    def run(x: Tensor) -> tuple[list[Tensor], bool, bool]:
         one, more = [x.mean()], {"x": x}
         given = one
         for block in blocks:
-            out = block(x, given, more)
+            out = block(x, given, more, same=given)
             x, given = out.last, out.losses
-        return len(one), more["put"] is one, given is one
+        return one, more["put"] is one, given is one
 
-    for call in (run, torch.compile(run, backend="eager", fullgraph=True)):
-        assert call(torch.ones(2, 6)) == (3, True, True)
+    eager, found = (
+        call(torch.ones(2, 6)) for call in (run, torch.compile(run, backend="eager", fullgraph=True))
+    )
+    assert eager[1:] == found[1:] == (True, True)
+    assert len(eager[0]) == len(found[0]) == 5
+    torch.testing.assert_close(found[0], eager[0])
 
 
 @dataclass

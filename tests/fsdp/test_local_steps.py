@@ -56,10 +56,6 @@ def _backward(model: nn.Module, seed: int) -> None:
     model(torch.randn(4, 5, generator=generator)).square().mean().backward()
 
 
-def _bits(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def assert_equal(ours: torch.optim.Optimizer, torchs: torch.optim.Optimizer) -> None:
     """Parameters and state, with types and placements."""
     one, other = ours.state_dict(), torchs.state_dict()
@@ -73,10 +69,10 @@ def assert_equal(ours: torch.optim.Optimizer, torchs: torch.optim.Optimizer) -> 
             if isinstance(value, DTensor):
                 assert (value.placements, value.shape) == (theirs.placements, theirs.shape)
             if isinstance(value, Tensor):
-                assert torch.equal(_bits(value), _bits(theirs)), (key, name)
-    for mine, theirs in zip(ours.param_groups, torchs.param_groups, strict=True):
-        for a, b in zip(mine["params"], theirs["params"], strict=True):
-            assert torch.equal(a.to_local(), b.to_local())
+                bits = (getattr(one, "_local_tensor", one) for one in (value, theirs))
+                assert torch.equal(*bits), (key, name)
+    mine, theirs = ([p for group in one.param_groups for p in group["params"]] for one in (ours, torchs))
+    assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(mine, theirs, strict=True))
     assert len(ours.state) == len(torchs.state)
 
 

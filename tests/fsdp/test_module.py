@@ -30,7 +30,6 @@ from ranks import on_ranks
 from shardwise import (
     FSDPModule,
     LifecycleError,
-    MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
@@ -328,24 +327,6 @@ def test_assigned_state_dicts_are_used_before_and_after_the_first_step(options: 
         assert torch.equal(net(x), expected)
         step(net)
         assert all(p.grad is not None for p in net.parameters())
-
-
-@on_ranks(2)
-def test_inputs_and_outputs_in_nested_containers_are_marked_and_cast() -> None:
-    class Nested(nn.Linear):
-        def forward(self, batch: dict[str, list[torch.Tensor]], *, scale: torch.Tensor) -> dict[str, object]:
-            return {"out": (super().forward(batch["x"][0]) * scale,), "ids": batch["x"][1]}
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    model = fully_shard(Nested(4, 4), mp_policy=policy, reshard_after_forward=True)
-    x, ids = torch.ones(2, 4, requires_grad=True), torch.arange(2)
-    out = model({"x": [x, ids]}, scale=torch.ones(1))
-    assert out["out"][0].dtype == torch.float32
-    assert out["ids"].dtype == torch.int64
-    out["out"][0].sum().backward()
-    assert x.grad is not None
-    assert x.grad.dtype == torch.float32
-    assert model.weight.grad is not None
 
 
 @in_each_layout(3)

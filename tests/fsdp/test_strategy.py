@@ -166,19 +166,6 @@ def test_a_step_on_one_axis_moves_the_bytes_of_its_row(strategy: str) -> None:
         check_bytes(strategy, policy)
 
 
-@on_ranks(2)
-def test_what_zero_gathers_it_gathers_once_after_each_step_however_many_forwards_follow() -> None:
-    net = sharded("zero1", "fp32")
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    train(net, optimizer, step=0, micro_batches=1)
-    with CommCounter() as counter, torch.no_grad():
-        net(batch(0, 0, 0))
-    assert counter.count("all_gather") == 4  # three blocks and the root
-    with CommCounter() as counter, torch.no_grad():
-        net(batch(0, 0, 0))
-    assert counter.calls == []
-
-
 def live_bytes() -> int:
     """Of the storages of floating-point tensors made since `forget_what_lives`, single numbers left out."""
     gc.collect()
