@@ -27,9 +27,7 @@ class Plain:
 
 class Slotted:
     __slots__ = ("hidden",)
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.hidden = hidden
+    __init__ = Plain.__init__
 
 
 @dataclass

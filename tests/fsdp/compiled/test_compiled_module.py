@@ -396,8 +396,8 @@ def test_compiled_blocks_of_an_eager_root_accumulate_without_synchronisation() -
     grads = []
     for is_compiled in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-        for block, layout in zip(model, ("interleaved", "contiguous"), strict=False):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        for block, layout in zip(model, LAYOUTS, strict=False):
             fully_shard(block, layout=layout, reshard_after_forward=True)
             if is_compiled:
                 block.compile(backend="eager")

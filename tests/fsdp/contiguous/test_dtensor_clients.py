@@ -324,16 +324,12 @@ def test_gradients_reach_parameters_through_every_change_of_form() -> None:
 @on_ranks(2)
 def test_rows_and_other_dtensors_are_clipped_and_stepped_together() -> None:
     torch.manual_seed(5)
-    other = fully_shard(nn.Linear(4, 4))
-    model, references = sharded(), [bare(), nn.Linear(4, 4)]
-    torch.manual_seed(5)
-    references[1].reset_parameters()
-    for one, given in ((model, INPUT), (other, INPUT[:, :4])):
-        one(given).square().sum().backward()
-    for one, given in zip(references, (INPUT, INPUT[:, :4]), strict=True):
-        one(given).square().sum().backward()
-    mine = [*model.parameters(), *other.parameters()]
-    theirs = [param for one in references for param in one.parameters()]
+    linear = nn.Linear(4, 4)
+    models, references = [sharded(), fully_shard(copy.deepcopy(linear))], [bare(), linear]
+    for pair in (models, references):
+        for one, given in zip(pair, (INPUT, INPUT[:, :4]), strict=True):
+            one(given).square().sum().backward()
+    mine, theirs = ([p for one in pair for p in one.parameters()] for pair in (models, references))
     norm = torch.nn.utils.clip_grad_norm_(mine, 0.1)
     torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(theirs, 0.1))
     for params in (mine, theirs):
