@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ranks import on_ranks
 from savings import forget_meshes
 from shardwise import fully_shard
 
@@ -35,6 +36,10 @@ class Run:
     sizes: tuple[tuple[int, int], ...] = ((4, 5),)  # of the batches, (rows, words), in turn
     microbatches: int = 1  # the last one synchronises
     steps: int = 3
+
+
+# Before, the fake group leaves what is reduced as it was.
+FAKE_REDUCES = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 
 
 def as_one_of(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -58,7 +63,7 @@ def as_one_of(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]
 
         return test
 
-    return decorate
+    return decorate if FAKE_REDUCES else on_ranks(ranks)
 
 
 def compiled(backend: Any, *, fullgraph: bool = True, **options: Any) -> Callable[[nn.Module], Any]:
