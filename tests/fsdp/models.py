@@ -63,13 +63,17 @@ def mesh_of_all() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
+def shard_each(*modules: nn.Module, **options: Any) -> Any:
+    """Apply `fully_shard` to each, in this order; returns the last."""
+    for module in modules:
+        fully_shard(module, **options)
+    return modules[-1]
+
+
 def sharded_net(*, blocks: int = 3, width: int = 8, **options: Any) -> Net:
     """A `Net` with every block and the root sharded."""
     net = Net(blocks=blocks, width=width)
-    for block in net.blocks:
-        fully_shard(block, **options)
-    fully_shard(net, **options)
-    return net
+    return shard_each(*net.blocks, net, **options)
 
 
 def step(model: nn.Module, *, width: int = 8, then: Callable[[], None] | None = None) -> Tensor:
@@ -80,6 +84,11 @@ def step(model: nn.Module, *, width: int = 8, then: Callable[[], None] | None = 
         then()
     loss.backward()
     return loss.detach()
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def groups(model: nn.Module) -> list[Any]:

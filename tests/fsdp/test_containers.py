@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from fsdp.compiled.harness import as_one_of
 from fsdp.models import LAYOUTS, assert_same_gradients, in_each_layout
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard
@@ -43,17 +44,6 @@ class Tagged(list[Tensor]):
 
     def __setitem__(self, *_: Any) -> None:
         raise AssertionError("no block writes so")
-
-
-class Named(tuple[Tensor, ...]):
-    """Takes other arguments than a tuple, and has an attribute."""
-
-    name: str
-
-    def __new__(cls, name: str, *items: Tensor) -> Named:
-        made = super().__new__(cls, items)
-        made.name = name
-        return made
 
 
 def note(container: Any, loss: Tensor) -> None:
@@ -130,15 +120,14 @@ def test_blocks_write_to_the_container_that_the_model_holds(
 ) -> None:
     torch.manual_seed(0)
     whole = Noting(make)
+    unsharded = copy.deepcopy(whole)
     x = torch.randn(4, 6)
     expected = whole(x)
     expected.backward()
     for policy in [BF16] if compiled else [MixedPrecisionPolicy(), BF16]:
-        torch.manual_seed(0)
-        model = Noting(make)
-        for block in model.blocks:
-            fully_shard(block, layout=layout, mp_policy=policy)
-        fully_shard(model, layout=layout, mp_policy=policy)
+        model = copy.deepcopy(unsharded)
+        for module in (*model.blocks, model):
+            fully_shard(module, layout=layout, mp_policy=policy)
         run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
         loss = run(x)
         loss.backward()
@@ -148,45 +137,8 @@ def test_blocks_write_to_the_container_that_the_model_holds(
         assert_same_gradients(model, whole, **near)
 
 
-@on_ranks(2)
-def test_a_batch_keeps_its_dtype_though_forward_casts_it() -> None:
-    class Reads(nn.Linear):
-        def forward(self, batch: dict[str, Tensor]) -> Tensor:
-            return super().forward(batch["x"])
-
-    batch = {"x": torch.randn(4, 6), "y": torch.randn(4)}
-    was = copy.copy(batch)
-    model = fully_shard(Reads(6, 1), mp_policy=BF16)
-    assert model(batch).dtype == torch.bfloat16
-    assert all(batch[name] is was[name] for name in was)
-
-
-@on_ranks(2)
-def test_a_container_that_a_compiled_block_gets_twice_and_returns_is_the_callers() -> None:
-    class Returns(nn.Linear):
-        def forward(self, x: Tensor, notes: list[Tensor], same: list[Tensor]) -> Any:
-            x = super().forward(x)
-            notes.append(x.mean())
-            same.append(x.sum())
-            return x, notes
-
-    blocks = [fully_shard(Returns(6, 6), layout=layout, mp_policy=BF16) for layout in LAYOUTS]
-
-    def run(x: Tensor) -> list[Tensor]:
-        first = notes = [x.mean()]
-        for block in blocks:
-            x, notes = block(x, notes, same=notes)
-        return first
-
-    found = torch.compile(run, backend="eager", fullgraph=True)(torch.ones(2, 6))
-    expected = run(torch.ones(2, 6))
-    assert len(found) == len(expected) == 5
-    torch.testing.assert_close(found, expected)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_keys_keep_the_order_in_which_blocks_write_them(compiled: bool) -> None:
+@as_one_of(2)
+def test_keys_keep_the_order_in_which_compiled_blocks_write_them() -> None:
     class Renews(nn.Linear):
         def forward(self, x: Tensor, notes: dict[str, Tensor]) -> Tensor:
             notes.pop("gone", None)
@@ -202,8 +154,8 @@ def test_keys_keep_the_order_in_which_blocks_write_them(compiled: bool) -> None:
             x = block(x, notes)
         return notes
 
-    notes = (torch.compile(run, backend="eager") if compiled else run)(torch.ones(2, 6, requires_grad=True))
-    assert [*notes] == ["kept", "new", "last"]
+    for call in (run, torch.compile(run, backend="eager")):
+        assert [*call(torch.ones(2, 6, requires_grad=True))] == ["kept", "new", "last"]
 
 
 @on_ranks(2)
@@ -241,61 +193,32 @@ def test_a_container_stays_one_however_often_it_is_given_or_returned(layout: Any
     torch.testing.assert_close(blocks[0].weight.grad.full_tensor(), whole[0].weight.grad, **near)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_container_put_into_another_stays_the_callers(compiled: bool) -> None:
+@as_one_of(2)
+def test_a_container_given_twice_put_into_another_and_returned_stays_the_callers() -> None:
     class Puts(nn.Linear):
-        def forward(self, x: Tensor, one: list[Tensor], more: dict[str, Any]) -> Any:
+        def forward(self, x: Tensor, one: list[Tensor], more: dict[str, Any], same: list[Tensor]) -> Any:
             x = super().forward(x)
             one.append(x.mean())
+            same.append(x.sum())
             more["put"] = one
             return Notes(x, one)
 
-    blocks = [fully_shard(Puts(6, 6), mp_policy=BF16) for _ in range(2)]
+    blocks = [fully_shard(Puts(6, 6), layout=layout, mp_policy=BF16) for layout in LAYOUTS]
 
-    def run(x: Tensor) -> tuple[int, bool, bool]:
+    def run(x: Tensor) -> tuple[list[Tensor], bool, bool]:
         one, more = [x.mean()], {"x": x}
         given = one
         for block in blocks:
-            out = block(x, given, more)
+            out = block(x, given, more, same=given)
             x, given = out.last, out.losses
-        return len(one), more["put"] is one, given is one
+        return one, more["put"] is one, given is one
 
-    if compiled:
-        run = torch.compile(run, backend="eager", fullgraph=True)
-    assert run(torch.ones(2, 6)) == (3, True, True)
-
-
-class Passing(nn.Module):
-    """Returns what it gets, with its first tensor changed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, state: Named) -> Named:
-        return Named(f"{state.name}.", state[0] + self.linear(state[0]).tanh(), *state[1:])
-
-
-@in_each_layout(2)
-def test_a_tuple_of_its_own_class_keeps_its_class_and_attributes(layout: Any) -> None:
-    torch.manual_seed(0)
-    blocks = [Passing() for _ in range(3)]
-    references = copy.deepcopy(blocks)
-    for block in blocks:
-        fully_shard(block, layout=layout)
-    losses = []
-    for chain in (blocks, references):
-        state = Named("blocks", torch.ones(2, 4))
-        for block in chain:
-            state = block(state)
-        assert state.name == "blocks..."
-        losses.append(state[0].sum())
-        losses[-1].backward()
-    assert torch.equal(*losses)
-    for block, reference in zip(blocks, references, strict=True):
-        grad: Any = block.linear.weight.grad
-        torch.testing.assert_close(grad.full_tensor(), reference.linear.weight.grad)
+    eager, found = (
+        call(torch.ones(2, 6)) for call in (run, torch.compile(run, backend="eager", fullgraph=True))
+    )
+    assert eager[1:] == found[1:] == (True, True)
+    assert len(eager[0]) == len(found[0]) == 5
+    torch.testing.assert_close(found[0], eager[0])
 
 
 @dataclass

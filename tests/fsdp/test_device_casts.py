@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -94,18 +95,12 @@ def test_parameters_are_cast_on_the_stream_that_sends_them(layout: str, stream: 
 def test_hooks_before_the_gather_run_where_their_results_are_copied_in(kind: type[Held]) -> None:
     seen: list[int] = []
 
+    @wraps(kind.fsdp_pre_all_gather)  # how many arguments it takes is asked
     def note(self: Any, *args: Any) -> Any:
         seen.append(torch.accelerator.current_stream().stream_id)
-        return hook(self, *args)
+        return kind.fsdp_pre_all_gather(self, *args)
 
-    hook = kind.fsdp_pre_all_gather
     noting: Any = type(kind.__name__, (kind,), {"fsdp_pre_all_gather": note})
-    if kind is Quantized:  # how many arguments it takes is asked
-        noting.fsdp_pre_all_gather = lambda self, mesh, size, stride, module, policy: note(
-            self, mesh, size, stride, module, policy
-        )
-    else:
-        noting.fsdp_pre_all_gather = lambda self, mesh: note(self, mesh)
     with simulation():
         net = sharded(wrap_weights(noting))
         train(net)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp.models import assert_same_gradients, in_each_layout, refused
+from fsdp.models import assert_same_gradients, in_each_layout, refused, shard_each, update
 from ranks import on_ranks
 from shardwise import fully_shard
 from shardwise.errors import LifecycleError
@@ -27,9 +27,7 @@ class Plain:
 
 class Slotted:
     __slots__ = ("hidden",)
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.hidden = hidden
+    __init__ = Plain.__init__
 
 
 @dataclass
@@ -114,9 +112,7 @@ class Recomputed(nn.Sequential):
 @in_each_layout(2)
 def test_a_recomputation_that_no_hook_announces_is_laid_to_what_left_forward(layout: str) -> None:
     net = Recomputed(Queued(8, 8), Queued(8, 8))
-    for block in net:
-        fully_shard(block, layout=layout)
-    fully_shard(net, layout=layout)
+    shard_each(*net, net, layout=layout)
     inputs = deque([torch.ones(4, 8, requires_grad=True)])
     net(inputs)[0].sum().backward()
     net.zero_grad()
@@ -258,8 +254,7 @@ def test_a_step_is_not_refused_for_the_gradients_of_a_model_that_its_optimizer_d
     optimizer = torch.optim.SGD(block.parameters())
     for _ in range(2):
         block(x).hidden.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         with torch.no_grad():
             block(x)  # after it a step looks for gradients that no reduction saw
         optimizer.step()

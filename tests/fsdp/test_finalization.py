@@ -55,10 +55,7 @@ def test_calls_at_the_wrong_time_are_refused() -> None:
     model.set_manual_backward_finalization(True)
     step(model)
     for act, words in [
-        (
-            optimizer.step,
-            "was not called after backward; call it before the optimizer's step",
-        ),
+        (optimizer.step, "was not called after backward; call it before the optimizer's step"),
         (lambda: model.set_manual_backward_finalization(False), "after backward has begun"),
         (lambda: model.blocks[0].finalize_backward(), r"on 'blocks.0'; call it on the root"),
     ]:

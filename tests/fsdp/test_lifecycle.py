@@ -9,49 +9,51 @@ IDLE, FORWARD = TrainingState.IDLE, TrainingState.FORWARD
 PRE, POST = TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD
 
 
-def walk(*events: Event, start: TrainingState = IDLE) -> tuple[list[Action], TrainingState]:
-    state, actions = start, []
-    for event in events:
+FORWARD_PASS = [Event.PRE_FORWARD, Event.POST_FORWARD]
+END = Event.END_OF_BACKWARD
+# From a state, through events: what is done at each, and the state after them.
+WALKS: dict[str, tuple[TrainingState, list[Event], list[Action], TrainingState]] = {
+    "a training iteration gathers twice and reduces once": (
+        IDLE,
+        [*FORWARD_PASS, Event.PRE_BACKWARD, Event.POST_BACKWARD, END],
+        [Action.GATHER, Action.RELEASE, Action.GATHER, Action.REDUCE, Action.REST],
+        IDLE,
+    ),
+    "a module that autograd passed by is reduced at the end of backward": (
+        IDLE,
+        [*FORWARD_PASS, END],
+        [Action.GATHER, Action.RELEASE, Action.REDUCE],
+        IDLE,
+    ),
+    "recomputing inside backward leaves the parameters to backward": (
+        PRE,
+        FORWARD_PASS,
+        [Action.RECOMPUTE, Action.SKIP],
+        PRE,
+    ),
+    "recomputing after the reduction lets the end of backward reduce again": (
+        POST,
+        [*FORWARD_PASS, END],
+        [Action.RECOMPUTE, Action.SKIP, Action.REDUCE],
+        IDLE,
+    ),
+    "the second output to receive its gradient gathers nothing": (
+        PRE,
+        [Event.PRE_BACKWARD],
+        [Action.SKIP],
+        PRE,
+    ),
+    "a second module of a list joins the first": (FORWARD, [Event.PRE_FORWARD], [Action.JOIN], FORWARD),
+}
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_a_walk_through_the_table(walk: str) -> None:
+    state, events, actions, end = WALKS[walk]
+    for event, expected in zip(events, actions, strict=True):
         action, state = advance(state, event, module="block")
-        actions.append(action)
-    return actions, state
-
-
-def test_a_training_iteration_gathers_twice_and_reduces_once() -> None:
-    actions, state = walk(
-        Event.PRE_FORWARD,
-        Event.POST_FORWARD,
-        Event.PRE_BACKWARD,
-        Event.POST_BACKWARD,
-        Event.END_OF_BACKWARD,
-    )
-    assert actions == [Action.GATHER, Action.RELEASE, Action.GATHER, Action.REDUCE, Action.REST]
-    assert state is IDLE
-
-
-def test_a_module_that_autograd_passed_by_is_reduced_at_the_end_of_backward() -> None:
-    actions, state = walk(Event.PRE_FORWARD, Event.POST_FORWARD, Event.END_OF_BACKWARD)
-    assert actions[-1] is Action.REDUCE
-    assert state is IDLE
-
-
-def test_recomputing_inside_backward_leaves_the_parameters_to_backward() -> None:
-    actions, state = walk(Event.PRE_FORWARD, Event.POST_FORWARD, start=PRE)
-    assert actions == [Action.RECOMPUTE, Action.SKIP]
-    assert state is PRE
-
-
-def test_recomputing_after_the_reduction_lets_the_end_of_backward_reduce_again() -> None:
-    actions, _ = walk(Event.PRE_FORWARD, Event.POST_FORWARD, Event.END_OF_BACKWARD, start=POST)
-    assert actions == [Action.RECOMPUTE, Action.SKIP, Action.REDUCE]
-
-
-def test_the_second_output_to_receive_its_gradient_gathers_nothing() -> None:
-    assert advance(PRE, Event.PRE_BACKWARD, module="block") == (Action.SKIP, PRE)
-
-
-def test_a_second_module_of_a_list_joins_the_first() -> None:
-    assert advance(FORWARD, Event.PRE_FORWARD, module="block") == (Action.JOIN, FORWARD)
+        assert action is expected
+    assert state is end
 
 
 @pytest.mark.parametrize("event", [Event.PRE_FORWARD, Event.PRE_BACKWARD, Event.POST_BACKWARD])

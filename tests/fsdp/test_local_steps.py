@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp.models import assert_same_parameters, in_each_layout
+from fsdp.models import assert_same_parameters, in_each_layout, update
 from ranks import on_ranks
 from shardwise import fully_shard
 from shardwise.fsdp import fast
@@ -56,10 +56,6 @@ def _backward(model: nn.Module, seed: int) -> None:
     model(torch.randn(4, 5, generator=generator)).square().mean().backward()
 
 
-def _bits(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def assert_equal(ours: torch.optim.Optimizer, torchs: torch.optim.Optimizer) -> None:
     """Parameters and state, with types and placements."""
     one, other = ours.state_dict(), torchs.state_dict()
@@ -73,10 +69,10 @@ def assert_equal(ours: torch.optim.Optimizer, torchs: torch.optim.Optimizer) -> 
             if isinstance(value, DTensor):
                 assert (value.placements, value.shape) == (theirs.placements, theirs.shape)
             if isinstance(value, Tensor):
-                assert torch.equal(_bits(value), _bits(theirs)), (key, name)
-    for mine, theirs in zip(ours.param_groups, torchs.param_groups, strict=True):
-        for a, b in zip(mine["params"], theirs["params"], strict=True):
-            assert torch.equal(a.to_local(), b.to_local())
+                bits = (getattr(one, "_local_tensor", one) for one in (value, theirs))
+                assert torch.equal(*bits), (key, name)
+    mine, theirs = ([p for group in one.param_groups for p in group["params"]] for one in (ours, torchs))
+    assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(mine, theirs, strict=True))
     assert len(ours.state) == len(torchs.state)
 
 
@@ -149,8 +145,7 @@ def test_what_is_not_cut_alike_steps_as_before() -> None:
     optimizer = SGD([*model.parameters(), plain, other], lr=0.1, momentum=0.9)
     for _ in range(3):
         (model(torch.ones(2, 4)).sum() + plain.sum() + other.full_tensor().sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     assert torch.allclose(plain, 1 - 0.1 * torch.tensor(1 + 1.9 + 2.71))
     assert torch.allclose(other.full_tensor(), plain[:1].expand(4))
     assert all(type(optimizer.state[p]["momentum_buffer"]) is DTensor for p in model.parameters())
@@ -189,8 +184,7 @@ def test_a_large_table_keeps_fp32_moments_beside_those_in_8_bits() -> None:
     for _ in range(3):
         for one, optimizer in ((table, ours), (whole, plain)):
             one(torch.arange(80)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
     torch.testing.assert_close(table.weight.full_tensor(), whole.weight.detach(), rtol=1e-6, atol=1e-7)
 
 
@@ -218,8 +212,7 @@ def test_tables_that_are_sharded_tensors_step_beside_sharded_modules(layout: str
             if step == 0:
                 one[1].bias.grad = None  # its state begins later than the others'
             clip(one.parameters(), 0.2)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
             assert all(param.grad is None for param in one.parameters())
     assert_same_parameters(model, whole, rtol=1e-12, atol=1e-14)
 

@@ -21,6 +21,7 @@ from fsdp.models import (
     in_each_layout,
     sharded_net,
     step,
+    update,
 )
 from ranks import on_ranks
 from shardwise import fully_shard
@@ -74,8 +75,7 @@ def test_kept_storage_is_refilled_where_it_is(layout: str) -> None:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for _ in range(2):
             step(net)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
     assert seen[:3] == seen[3:]
     assert_same_parameters(model, expected, **EXACT)
     assert gathered_bytes(model) >= 4 * sum(param.numel() for param in Net().parameters())
@@ -134,8 +134,7 @@ def test_a_deleted_model_is_gone_at_once(options: dict[str, str]) -> None:
         model = sharded_net(blocks=2, **options)
         optimizer = torch.optim.AdamW(model.parameters())
         step(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         watched: list[Any] = [weakref.ref(model), weakref.ref(model.blocks[0]), weakref.ref(state_of(model))]
         watched += [weakref.ref(g) for g in groups(model)]
         watched += [weakref.ref(b) for g in groups(model) for b in g.buffers]

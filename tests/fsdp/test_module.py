@@ -24,12 +24,12 @@ from fsdp.models import (
     in_each_layout,
     sharded_net,
     step,
+    update,
 )
 from ranks import on_ranks
 from shardwise import (
     FSDPModule,
     LifecycleError,
-    MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
@@ -329,24 +329,6 @@ def test_assigned_state_dicts_are_used_before_and_after_the_first_step(options: 
         assert all(p.grad is not None for p in net.parameters())
 
 
-@on_ranks(2)
-def test_inputs_and_outputs_in_nested_containers_are_marked_and_cast() -> None:
-    class Nested(nn.Linear):
-        def forward(self, batch: dict[str, list[torch.Tensor]], *, scale: torch.Tensor) -> dict[str, object]:
-            return {"out": (super().forward(batch["x"][0]) * scale,), "ids": batch["x"][1]}
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    model = fully_shard(Nested(4, 4), mp_policy=policy, reshard_after_forward=True)
-    x, ids = torch.ones(2, 4, requires_grad=True), torch.arange(2)
-    out = model({"x": [x, ids]}, scale=torch.ones(1))
-    assert out["out"][0].dtype == torch.float32
-    assert out["ids"].dtype == torch.int64
-    out["out"][0].sum().backward()
-    assert x.grad is not None
-    assert x.grad.dtype == torch.float32
-    assert model.weight.grad is not None
-
-
 @in_each_layout(3)
 def test_gradients_and_states_belong_to_the_same_ranks_as_their_parameters(layout: str) -> None:
     net = fully_shard(nn.Linear(2, 1), layout=layout)  # one row over three ranks: two ranks hold nothing
@@ -435,8 +417,7 @@ def test_a_part_of_a_list_that_runs_outside_of_the_root_leaves_no_old_values(
                 model(x).square().sum().backward()
                 with torch.set_grad_enabled(trains):
                     _alone(model, which)
-                optimizer.step()
-                optimizer.zero_grad()
+                update(optimizer)
             torch.testing.assert_close(net(x), whole(x))
 
 

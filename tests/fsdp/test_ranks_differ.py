@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp.models import EXACT, LAYOUTS, assert_same_gradients
+from fsdp.models import EXACT, LAYOUTS, assert_same_gradients, shard_each
 from ranks import RankFailure, RankPool, on_ranks
-from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, clip_grad_norm_, fully_shard
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, clip_grad_norm_
 from shardwise._compat import timeout_of
 from shardwise.checkpoint import save
 from shardwise.comm import watch
@@ -49,9 +49,7 @@ class Net(nn.Module):
 def sharded(**how: Any) -> Any:
     torch.manual_seed(0)
     net = Net()
-    for block in net.blocks:
-        fully_shard(block, **how)
-    return fully_shard(net, **how)
+    return shard_each(*net.blocks, net, **how)
 
 
 def step(net: Any) -> None:

@@ -3,25 +3,19 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable.replicate import replicate
 
-from fsdp.models import Net, in_each_layout
+from fsdp.models import Net, in_each_layout, update
 from shardwise import fully_shard
-
-ROWS = 4
-
-
-def batch(rank: int) -> Tensor:
-    return torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(rank))
 
 
 def train(model: nn.Module, ranks: list[int]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(rank)) for rank in ranks]
     for _ in range(3):
-        model(torch.cat([batch(rank) for rank in ranks])).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        model(torch.cat(batches)).square().mean().backward()
+        update(optimizer)
 
 
 @pytest.mark.parametrize("replicated_first", [False, True])

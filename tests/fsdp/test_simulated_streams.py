@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp.models import LAYOUTS, shard_each, update
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardwise.planner.noop_group import noop_world
 from shardwise.verify.streams import DEVICE, simulated
 
@@ -44,10 +45,8 @@ class Layers(nn.Module):
         return self.norm(x)
 
 
-def sharded(model: nn.Module, **options: Any) -> Any:
-    for layer in model.layers:  # type: ignore[union-attr]
-        fully_shard(layer, **options)
-    return fully_shard(model, **options)
+def sharded(model: Any, **options: Any) -> Any:
+    return shard_each(*model.layers, model, **options)
 
 
 def batch() -> Tensor:
@@ -106,8 +105,7 @@ def evaluated_on_a_stream_before_backward(**options: Any) -> list[Tensor]:
         loss.backward()
         del loss
         main.wait_stream(side)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return [result, *model.parameters()]
 
 
@@ -160,7 +158,7 @@ def not_the_last(model: Any) -> None:
     model.set_is_last_backward(True)
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize(
     "program",

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp.models import Net, forget_what_lives, groups, refused
+from fsdp.models import Net, forget_what_lives, groups, refused, update
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.comm.count import CommCounter
@@ -56,8 +56,7 @@ def train(net: Net, optimizer: torch.optim.Optimizer, *, step: int, micro_batche
     for micro in range(micro_batches):
         net.set_requires_gradient_sync(micro == micro_batches - 1)
         net(batch(dist.get_rank(), step, micro)).float().square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
 
 
 @functools.cache
@@ -167,19 +166,6 @@ def test_a_step_on_one_axis_moves_the_bytes_of_its_row(strategy: str) -> None:
         check_bytes(strategy, policy)
 
 
-@on_ranks(2)
-def test_what_zero_gathers_it_gathers_once_after_each_step_however_many_forwards_follow() -> None:
-    net = sharded("zero1", "fp32")
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    train(net, optimizer, step=0, micro_batches=1)
-    with CommCounter() as counter, torch.no_grad():
-        net(batch(0, 0, 0))
-    assert counter.count("all_gather") == 4  # three blocks and the root
-    with CommCounter() as counter, torch.no_grad():
-        net(batch(0, 0, 0))
-    assert counter.calls == []
-
-
 def live_bytes() -> int:
     """Of the storages of floating-point tensors made since `forget_what_lives`, single numbers left out."""
     gc.collect()
@@ -219,8 +205,7 @@ def check_memory(strategy: str, policy: str) -> None:
     assert_lives(parameters + 2 * 4 * shard + x.nbytes)
     net(x).float().square().mean().backward()
     assert_lives(parameters + (1 + 2) * 4 * shard + x.nbytes)
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
     assert_lives(parameters + 2 * 4 * shard + x.nbytes)
     assert isinstance(next(net.parameters()), ShardedRows)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fsdp.models import update
 from fsdp.test_simulated_streams import WIDTH, Layers, batch, loss_of, sgd, sharded, stepping_in_hooks
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardwise.planner.noop_group import noop_world
@@ -92,8 +93,7 @@ def step_on(side: torch.Stream, optimizer: torch.optim.Optimizer, model: Any) ->
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
     for _ in range(steps):
         loss_of(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 @a_program(Branches)
@@ -146,8 +146,7 @@ def backward_on_a_stream(model: Any, optimizer: Any, side: Any) -> None:
         del loss
         use_memory()
         current().wait_stream(side)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 @a_program()
@@ -191,8 +190,7 @@ def gathered_on_a_stream(model: Any, optimizer: Any, ahead: Any) -> None:
         with ahead:
             use_memory()
         current().wait_stream(ahead)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 @a_program()
@@ -247,8 +245,7 @@ def inputs_without_gradient_on_a_stream(model: Any, optimizer: Any, side: Any) -
         loss_of(model).backward()
         with model.side:
             use_memory()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 @a_program()
@@ -262,8 +259,7 @@ def finalized_on_another_stream_than_backward(model: Any, optimizer: Any, side: 
             model.finalize_backward()
         use_memory()
         current().wait_stream(side)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 @a_program()

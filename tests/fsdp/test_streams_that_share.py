@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fsdp.models import update
 from fsdp.test_simulated_streams import WIDTH, Layers, batch, loss_of
 from fsdp.test_streams_of_users import (
     Program,
@@ -129,8 +130,7 @@ def called_on_two_streams_for_two_losses(model: Any, optimizer: Any, side: Any) 
                 losses.append(loss_of(model))
             current().wait_stream(each)
         (losses[0] + losses[1]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 def accumulate_on_two_streams(model: Any, optimizer: Any, first: Any, *, finalized: bool) -> None:
@@ -150,8 +150,7 @@ def accumulate_on_two_streams(model: Any, optimizer: Any, first: Any, *, finaliz
             model.finalize_backward()
         with first:
             use_memory()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 @a_program()
@@ -184,8 +183,7 @@ def losses_kept(model: Any, optimizer: Any, side: Any) -> None:
         losses[-1].backward()
         with side:
             use_memory()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 @a_program(Layers, Layers)
@@ -200,8 +198,7 @@ def two_models_share_streams(first: Any, second: Any, optimizer: Any, side: Any)
                 loss_of(model).backward()
         for each in sides:
             current().wait_stream(each)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 @a_program(OneBranch)

@@ -78,6 +78,17 @@ def test_a_list_of_a_class_of_its_own_keeps_its_items_and_attributes() -> None:
     assert (type(made), made.name, [one.item() for one in made]) == (Features, "f", [2.0])
 
 
+def test_a_tuple_of_a_class_of_its_own_keeps_its_class_and_attributes() -> None:
+    class Named(tuple):
+        def __new__(cls, name: str, *items: Tensor) -> Any:
+            made = super().__new__(cls, items)
+            made.name = name
+            return made
+
+    made = map_tensors(double, Named("t", torch.ones(1)))
+    assert (type(made), made.name, made[0].item()) == (Named, "t", 2.0)
+
+
 def test_a_dataclass_is_not_initialised_again() -> None:
     @dataclass
     class Counted:

@@ -17,38 +17,29 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ranks import on_ranks
 from savings import forget_meshes
 from shardwise import fully_shard
 
-Model = Callable[[], nn.Module]
-Shard = Callable[..., nn.Module]
 WORDS = 13
 
 
 @dataclass
 class Run:
-    """How to train.
+    """How to train."""
 
-    Attributes:
-        model: makes the model, the same on each call after the same seed.
-        shard: `shard(model, **options)`.
-        options: of `fully_shard`.
-        mesh: axes' sizes and names; None is all ranks.
-        compile: what to compile: makes the callable that is trained.
-        sizes: of the batches, (rows, words), in turn.
-        microbatches: the last one synchronises.
-        change: called before each step with the model and the step's number.
-    """
-
-    model: Model
-    shard: Shard
-    options: dict[str, Any] = field(default_factory=dict)
-    mesh: dict[str, int] | None = None
-    compile: Callable[[nn.Module], Callable[..., Any]] = torch.compile
-    sizes: tuple[tuple[int, int], ...] = ((4, 5),)
-    microbatches: int = 1
+    model: Callable[[], nn.Module]  # the same on each call after the same seed
+    shard: Callable[..., nn.Module]  # shard(model, **options)
+    options: dict[str, Any] = field(default_factory=dict)  # of `fully_shard`
+    mesh: dict[str, int] | None = None  # axes' sizes and names; None is all ranks
+    compile: Callable[[nn.Module], Callable[..., Any]] = torch.compile  # makes what is trained
+    sizes: tuple[tuple[int, int], ...] = ((4, 5),)  # of the batches, (rows, words), in turn
+    microbatches: int = 1  # the last one synchronises
     steps: int = 3
-    change: Callable[[nn.Module, int], None] = lambda model, step: None
+
+
+# Before, the fake group leaves what is reduced as it was.
+FAKE_REDUCES = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 
 
 def as_one_of(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -72,7 +63,7 @@ def as_one_of(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]
 
         return test
 
-    return decorate
+    return decorate if FAKE_REDUCES else on_ranks(ranks)
 
 
 def compiled(backend: Any, *, fullgraph: bool = True, **options: Any) -> Callable[[nn.Module], Any]:
@@ -120,7 +111,6 @@ def train(run: Run, *, eager: bool) -> Trained:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
     trained = Trained([], [], [], model)
     for step in range(run.steps):
-        run.change(model, step)
         for micro in range(run.microbatches):
             if run.microbatches > 1:
                 model.set_requires_gradient_sync(micro == run.microbatches - 1)

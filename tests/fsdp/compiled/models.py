@@ -7,14 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp.compiled.harness import WORDS
+from fsdp.models import shard_each
+from fsdp.parity.models import Block as AttentionBlock
 from shardwise import fully_shard
 
 WIDTH = 8
@@ -48,20 +45,7 @@ class Block(nn.Module):
         return x + self.down(h)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(x)))
+Attention = partial(AttentionBlock, WIDTH, heads=2)
 
 
 class CheckpointedBlock(Block):
@@ -167,6 +151,4 @@ def llama() -> nn.Module:
 
 
 def shard_llama(model: nn.Module, **options: Any) -> nn.Module:
-    for layer in model.model.layers:
-        fully_shard(layer, **options)
-    return fully_shard(model, **options)
+    return shard_each(*model.model.layers, model, **options)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp.compiled.harness import Run, as_one_of, batch, by_block, compare, compiled, local, loss_of, train
 from fsdp.compiled.models import Block, CheckpointedBlock, Mlp, Transformer
-from fsdp.models import assert_same_gradients, in_each_layout
+from fsdp.models import LAYOUTS, assert_same_gradients, update
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from shardwise.comm import DefaultAllGather
@@ -152,21 +152,13 @@ def test_evaluation_between_steps_has_a_graph_of_its_own() -> None:
 
 @as_one_of(4)
 def test_beside_tensor_parallelism() -> None:
-    class Feed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(self.down(torch.relu(self.up(x))))
-
     mesh, results = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), []
     counters.clear()
     for compiles in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(Feed(), Feed())
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in "ab"))
         for layer, layout in zip(model, ("interleaved", "contiguous"), strict=True):
-            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
             parallelize_module(layer, mesh["tp"], plan, src_data_rank=None)
             fully_shard(layer, mesh=mesh["dp"], layout=layout)
         call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
@@ -174,8 +166,7 @@ def test_beside_tensor_parallelism() -> None:
         for step in range(2):
             made = torch.Generator().manual_seed(10 * mesh["dp"].get_local_rank() + step)
             call(torch.randn(4, 8, generator=made)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         results.append([local(param.detach()).clone() for param in model.parameters()])
     assert counters["stats"]["unique_graphs"] == 1
     assert all(map(torch.equal, *results))
@@ -198,9 +189,7 @@ def test_what_cannot_be_traced_leaves_the_graph_and_is_named() -> None:
     with pytest.raises(Unsupported, match="parameters with a grad_dtype"):
         torch.compile(fully_shard(low), backend="eager", fullgraph=True)(batch(0, 4, 5))
     partly = replace(SMALL, shard=with_mine, compile=compiled("aot_eager", fullgraph=False), steps=2)
-    torch.compiler.reset()
-    eager, found = (train(partly, eager=eager) for eager in (True, False))
-    assert all(torch.equal(a, b) for a, b in zip(eager.parameters, found.parameters, strict=True))
+    compare(partly, graphs=None, breaks=None)
 
 
 @as_one_of(2)
@@ -245,8 +234,7 @@ def test_what_is_frozen_or_unfrozen_later_is_followed_or_named_and_trains_after_
     model.blocks[0].reshard()
     trained = {name: param.grad is not None for name, param in model.named_parameters()}
     assert trained == {name: not name.startswith("blocks.") for name in trained}
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
     set_block(True)
     with pytest.raises(LifecycleError, match=r"blocks.0.*changed after compilation"):
         loss_of(made, words).backward()
@@ -255,8 +243,10 @@ def test_what_is_frozen_or_unfrozen_later_is_followed_or_named_and_trains_after_
     model.reset_iter_state()
     for one in (made, eager):
         loss_of(one, words).backward()
-    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
-        assert torch.equal(local(ours.grad), local(theirs.grad))
+    assert all(
+        torch.equal(local(a.grad), local(b.grad))
+        for a, b in zip(model.parameters(), eager.parameters(), strict=True)
+    )
 
 
 @as_one_of(4)
@@ -406,8 +396,8 @@ def test_compiled_blocks_of_an_eager_root_accumulate_without_synchronisation() -
     grads = []
     for is_compiled in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-        for block, layout in zip(model, ("interleaved", "contiguous"), strict=False):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        for block, layout in zip(model, LAYOUTS, strict=False):
             fully_shard(block, layout=layout, reshard_after_forward=True)
             if is_compiled:
                 block.compile(backend="eager")
@@ -437,25 +427,6 @@ def test_gradients_that_are_reduced_together_are_all_compiled_or_all_eager(compi
     assert torch.equal(model.bias.grad.full_tensor(), torch.full((4,), 2.0))
 
 
-@pytest.mark.parametrize(("layout", "in_place"), [("interleaved", False), ("contiguous", True)])
-@on_ranks(2)
-def test_blocks_compiled_before_they_are_sharded_are_recomputed_in_checkpoints(
-    layout: str, in_place: bool
-) -> None:
-    torch.compiler.reset()
-    reference = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 3))
-    model = copy.deepcopy(reference)
-    if in_place:
-        model.compile(backend="aot_eager")
-    else:
-        model = torch.compile(model, backend="aot_eager")
-    fully_shard(model, layout=layout)
-    for rows in (2, 3):
-        for one in (reference, model):
-            checkpoint(one, torch.ones(rows, 4), use_reentrant=False).square().sum().backward()
-    assert_same_gradients(model, reference)
-
-
 class Recomputed(nn.Sequential):
     """A module whose call is recomputed in backward."""
 
@@ -463,12 +434,42 @@ class Recomputed(nn.Sequential):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-@in_each_layout(2)
-def test_parts_compiled_after_their_root_was_sharded_are_recomputed_in_checkpoints(layout: str) -> None:
-    torch.compiler.reset()
-    reference = Recomputed(Recomputed(nn.Linear(4, 9), nn.Tanh()), nn.Linear(9, 3))
+def inside() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 4))
+
+
+def wrapped_before(layout: str) -> tuple[nn.Module, nn.Module]:
+    """A reference, and a module like it that was compiled and then sharded."""
+    reference = inside()
+    made = torch.compile(copy.deepcopy(reference), backend="aot_eager")
+    return Recomputed(reference), Recomputed(fully_shard(made, layout=layout))
+
+
+def in_place_before(layout: str) -> tuple[nn.Module, nn.Module]:
+    reference = inside()
+    made = copy.deepcopy(reference)
+    made.compile(backend="aot_eager")
+    return Recomputed(reference), Recomputed(fully_shard(made, layout=layout))
+
+
+def a_part_after(layout: str) -> tuple[nn.Module, nn.Module]:
+    reference = Recomputed(Recomputed(*inside()), nn.Linear(4, 3))
     model = fully_shard(copy.deepcopy(reference), layout=layout)
     model[0].compile(backend="eager")
-    for one in (reference, model):
-        one(torch.ones(2, 4)).square().sum().backward()
+    return reference, model
+
+
+@pytest.mark.parametrize(
+    ("made", "layout"),
+    [(wrapped_before, LAYOUTS[0]), (in_place_before, LAYOUTS[1]), *((a_part_after, one) for one in LAYOUTS)],
+)
+@on_ranks(2)
+def test_what_was_compiled_before_or_after_it_was_sharded_is_recomputed_in_checkpoints(
+    made: Any, layout: str
+) -> None:
+    torch.compiler.reset()
+    reference, model = made(layout)
+    for rows in (2, 3):
+        for one in (reference, model):
+            one(torch.ones(rows, 4)).square().sum().backward()
     assert_same_gradients(model, reference)

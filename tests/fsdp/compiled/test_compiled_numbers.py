@@ -3,6 +3,7 @@ arithmetic is the same."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,8 +25,8 @@ from fsdp.compiled.models import (
     shard_llama,
     shard_nested,
 )
-from fsdp.models import in_each_layout
-from ranks import RankPool, on_ranks
+from fsdp.models import in_each_layout, update
+from ranks import on_ranks
 from shardwise import FSDPModule, MixedPrecisionPolicy, _compat, fully_shard
 from shardwise.comm import AutoAllGather, AutoReduceScatter, GlooAllGather, GlooReduceScatter
 from shardwise.errors import LifecycleError
@@ -44,17 +45,14 @@ def with_layout(run: Run, layout: str) -> Run:
     return replace(run, options={"layout": layout, **run.options})
 
 
-def train_a_root(layout: str) -> None:
-    compare(with_layout(Run(Mlp, fully_shard, compile=compiled(AOT)), layout))
+@on_ranks(1, 3)
+def test_a_model_sharded_over_any_number_of_ranks() -> None:
+    def in_both_layouts(model: nn.Module) -> nn.Module:
+        for module, layout in ((model.up, "interleaved"), (model.down, "interleaved"), (model, "contiguous")):
+            fully_shard(module, layout=layout)
+        return model
 
-
-@pytest.mark.parametrize(
-    ("layout", "world_size"), [("interleaved", 1), ("interleaved", 3), ("contiguous", 3)]
-)
-def test_a_model_sharded_at_its_root_over_any_number_of_ranks(
-    ranks: RankPool, layout: str, world_size: int
-) -> None:
-    ranks(train_a_root, layout, world_size=world_size)
+    compare(Run(Mlp, in_both_layouts, compile=compiled(AOT)))
 
 
 @on_ranks(2)
@@ -83,16 +81,15 @@ def test_graphs_exchange_directly_what_hooks_do() -> None:
     counts, trained = [], []
     for eager in (True, False):
         torch.compiler.reset()
-        with (
-            mock.patch.object(
-                GlooAllGather, "__call__", autospec=True, side_effect=GlooAllGather.__call__
-            ) as g,
-            mock.patch.object(
-                GlooReduceScatter, "__call__", autospec=True, side_effect=GlooReduceScatter.__call__
-            ) as r,
-        ):
+        with ExitStack() as patches:
+            spies = [
+                patches.enter_context(
+                    mock.patch.object(kind, "__call__", autospec=True, side_effect=kind.__call__)
+                )
+                for kind in (GlooAllGather, GlooReduceScatter)
+            ]
             trained.append(train(run, eager=eager).parameters)
-        counts.append((g.call_count, r.call_count))
+        counts.append(tuple(spy.call_count for spy in spies))
     # A step of graphs gathers the block again in backward; hooks keep the last group that ran.
     assert counts == [(4, 4), (6, 4)]
     assert all(map(torch.equal, *trained))
@@ -114,8 +111,7 @@ def test_finalization_by_hand_reduces_what_compiled_backwards_left(layout: str) 
             with pytest.raises(LifecycleError, match="before the optimizer's step"):
                 optimizer.step()
             model.finalize_backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         return [local(param.detach()).clone() for param in model.parameters()]
 
     expected = moved(eager=True)
@@ -129,7 +125,7 @@ def test_decompositions_and_sizes_that_vary() -> None:
     compare(with_layout(dynamic, "contiguous"), graphs=2, tolerance=ROUNDING)
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_modules_inside_sharded_modules_that_run_several_times() -> None:
     run = Run(Nested, shard_nested, options={"layout": "interleaved"}, compile=compiled(AOT), steps=2)
     compare(run, tolerance=ROUNDING)
@@ -155,6 +151,9 @@ def test_accumulation_mixed_precision_and_blocks_that_share_a_group() -> None:
     # Since 2.15 eager backwards that are not reduced sum the uses of a tied parameter in fp32.
     compare(with_layout(mixed, "contiguous"), graphs=2, tolerance=5e-2 if _compat.SUMS_AS_KEPT else 0.0)
 
+
+@as_one_of(2)
+def test_accumulation_where_a_layer_is_frozen() -> None:
     def all_but_one_layer_train() -> nn.Module:
         model = Mlp()
         model.up.requires_grad_(False)

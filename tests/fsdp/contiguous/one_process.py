@@ -11,11 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp.models import STRATEGIES, Net, sharded_net, step
+from fsdp.models import STRATEGIES, Net, shard_each, sharded_net, step
 from ranks import on_ranks
-from shardwise import (
-    fully_shard,
-)
 from shardwise.sharded_tensor.rows import ShardedRows
 
 
@@ -92,6 +89,4 @@ def all_strategies(*worlds: int, **choices: Any) -> Callable[[Callable[..., None
 
 
 def shard(model: Net, **options: Any) -> Net:
-    for block in model.blocks:
-        fully_shard(block, layout="contiguous", **options)
-    return fully_shard(model, layout="contiguous", **options)
+    return shard_each(*model.blocks, model, layout="contiguous", **options)

@@ -73,8 +73,7 @@ def test_a_rank_alone_communicates_nothing() -> None:
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize(
-    ("strategy", "gathers", "scatters", "reduces"),
-    [("ddp", 0, 0, 4), ("zero1", 4, 0, 4), ("zero2", 4, 4, 0)],
+    ("strategy", "gathers", "scatters", "reduces"), [("ddp", 0, 0, 4), ("zero1", 4, 0, 4), ("zero2", 4, 4, 0)]
 )
 def test_other_strategies_gather_once_after_an_optimizer_step(
     strategy: str, gathers: int, scatters: int, reduces: int

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp.contiguous.one_process import net
-from fsdp.models import WAYS, Net, forget_what_lives, gathered_bytes, groups, sharded_net, step
+from fsdp.models import WAYS, Net, forget_what_lives, gathered_bytes, groups, sharded_net, step, update
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard
 
@@ -53,8 +53,7 @@ def test_live_bytes_at_rest_never_grow_over_steps(options: dict[str, str]) -> No
     resting = (0, 0)
     for index in range(10):
         step(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         if index == 2:
             time.sleep(0.2)  # for gloo's threads, as in `settled`
             resting = live()

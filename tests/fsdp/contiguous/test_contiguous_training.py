@@ -17,12 +17,9 @@ from fsdp.contiguous.one_process import (
     shard,
     whole,
 )
-from fsdp.models import Net, assert_same_gradients, step
+from fsdp.models import Net, assert_same_gradients, step, update
 from ranks import on_ranks
-from shardwise import (
-    FSDPModule,
-    fully_shard,
-)
+from shardwise import FSDPModule, fully_shard
 from shardwise.fsdp.module_state import state_of
 
 
@@ -108,8 +105,7 @@ def test_values_loaded_or_written_between_steps_are_never_stale(strategy: str) -
             model.unshard()
             assert torch.equal(model.inner.weight, source.inner.weight), "loaded, then unsharded"
         step(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         stepped = lone()
         stepped.load_state_dict(full(_resharded(model)))
         with torch.no_grad():

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from fsdp.models import EXACT, assert_same_parameters, whole
+from fsdp.models import EXACT, assert_same_parameters, update, whole
 from ranks import RankPool, on_ranks
 from shardwise import ShardedParameter, fully_shard
 from shardwise.errors import ShardingError
@@ -45,8 +45,7 @@ def sharded(mesh: Any = None, model: nn.Module | None = None, **how: Any) -> Any
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
     for _ in range(steps):
         model(INPUT).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -266,7 +265,7 @@ def test_an_adapter_is_merged_into_a_weight() -> None:
     weight, theirs = model[0].weight, reference[0].weight
     delta = torch.randn(7, 5)
     mesh = weight.device_mesh
-    for update in (
+    for change in (
         delta,
         distribute_tensor(delta, mesh, [Shard(0)]),
         distribute_tensor(delta, mesh, [Shard(1)]),
@@ -274,7 +273,7 @@ def test_an_adapter_is_merged_into_a_weight() -> None:
         DTensor.from_local(delta / 2, mesh, [Partial()]),
         distribute_tensor(delta, mesh, weight.placements),
     ):
-        weight.data += update
+        weight.data += change
         weight.data = (weight.data - 0.5 * weight.data).redistribute(mesh, [Shard(0)])
         theirs.data = (theirs.data + delta) * 0.5
     torch.testing.assert_close(whole(weight), theirs.detach())
@@ -325,16 +324,12 @@ def test_gradients_reach_parameters_through_every_change_of_form() -> None:
 @on_ranks(2)
 def test_rows_and_other_dtensors_are_clipped_and_stepped_together() -> None:
     torch.manual_seed(5)
-    other = fully_shard(nn.Linear(4, 4))
-    model, references = sharded(), [bare(), nn.Linear(4, 4)]
-    torch.manual_seed(5)
-    references[1].reset_parameters()
-    for one, given in ((model, INPUT), (other, INPUT[:, :4])):
-        one(given).square().sum().backward()
-    for one, given in zip(references, (INPUT, INPUT[:, :4]), strict=True):
-        one(given).square().sum().backward()
-    mine = [*model.parameters(), *other.parameters()]
-    theirs = [param for one in references for param in one.parameters()]
+    linear = nn.Linear(4, 4)
+    models, references = [sharded(), fully_shard(copy.deepcopy(linear))], [bare(), linear]
+    for pair in (models, references):
+        for one, given in zip(pair, (INPUT, INPUT[:, :4]), strict=True):
+            one(given).square().sum().backward()
+    mine, theirs = ([p for one in pair for p in one.parameters()] for pair in (models, references))
     norm = torch.nn.utils.clip_grad_norm_(mine, 0.1)
     torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(theirs, 0.1))
     for params in (mine, theirs):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from fsdp.models import assert_same_parameters, in_each_layout
+from fsdp.models import assert_same_parameters, in_each_layout, update
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, ShardingError, fully_shard
 from shardwise.comm.count import CommCounter
@@ -45,19 +45,10 @@ def test_consecutive_modules_share_a_group_until_it_is_large_enough(layout: str)
     assert _groups(_shard(layout, 4 * BLOCK_BYTES)) == [4, 2]
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     assert _groups(_shard(layout, BLOCK_BYTES, mp_policy=half)) == [2, 2, 2]
-
-
-def _ignored_are_not_counted(layout: str) -> list[int]:
     model = _model()
-    fully_shard(
-        [*model], layout=layout, group_small=BLOCK_BYTES, ignored_params={block.bias for block in model}
-    )
-    return _groups(model)
-
-
-@in_each_layout(2)
-def test_ignored_parameters_count_for_nothing(layout: str) -> None:
-    assert _ignored_are_not_counted(layout) == [2, 2, 2]
+    ignored = {block.bias for block in model}  # which count for nothing
+    fully_shard([*model], layout=layout, group_small=BLOCK_BYTES, ignored_params=ignored)
+    assert _groups(model) == [2, 2, 2]
 
 
 @in_each_layout(2, 3)
@@ -74,8 +65,7 @@ def test_grouped_modules_train_as_one_process_in_fewer_collectives(layout: str) 
             # The last group of forward is kept for backward: 3 + 2 gathers.
             assert (counter.count("all_gather"), counter.count("reduce_scatter")) == (5, 3)
         for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
     assert_same_parameters(model, alone, rtol=1e-5, atol=1e-6)
 
 

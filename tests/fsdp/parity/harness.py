@@ -52,6 +52,7 @@ from ranks import RankPool
 from shardwise.sharded_tensor.rows import ShardedParameter, ShardedRows
 
 ZERO2, ONE_AXIS, TWO_AXES = ("zero2",), ("zero2", "ddp", "zero1"), ("hierarchical_fsdp",)
+Tensors = Mapping[str, Tensor | None]
 STEPS = 3  # the first finds the order, the second follows it, the third begins from what that left
 OURS: ModuleType = shardwise
 TORCHS: ModuleType = torch_fsdp
@@ -319,6 +320,13 @@ def same_bits(ours: Tensor | None, theirs: Tensor | None) -> bool:
     return bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all())
 
 
+def assert_bits(where: str, ours: Tensors, theirs: Tensors) -> None:
+    where = f"{where}, rank {dist.get_rank()}"
+    assert list(ours) == list(theirs), f"{where}: names"
+    apart = {n: difference(ours[n], theirs[n]) for n in ours if not same_bits(ours[n], theirs[n])}
+    assert not apart, f"{where} differs: {apart}"
+
+
 def difference(ours: Tensor | None, theirs: Tensor | None) -> str:
     if ours is None or theirs is None:
         return "ours is absent" if ours is None else "torch's is absent"
@@ -330,20 +338,14 @@ def difference(ours: Tensor | None, theirs: Tensor | None) -> str:
 
 def assert_bit_equal(ours: Record, torchs: Record) -> None:
     """Every loss, gradient and parameter the same to the last bit, under the same names."""
-    rank = dist.get_rank()
     assert ours.placements == torchs.placements
     assert ours.state_dict == torchs.state_dict
     for step in range(len(torchs.losses)):
-        found: list[tuple[str, Mapping[str, Tensor | None], Mapping[str, Tensor | None]]] = [
-            ("loss", {"": ours.losses[step]}, {"": torchs.losses[step]}),
-            ("gradient", ours.gradient_pieces[step], torchs.gradient_pieces[step]),
-            ("parameter", ours.parameter_pieces[step], torchs.parameter_pieces[step]),
-            ("observed", {"": ours.observed[step]}, {"": torchs.observed[step]}),
-        ]
-        for kind, mine, theirs in found:
-            assert list(mine) == list(theirs), f"step {step}, rank {rank}: {kind} names"
-            apart = {n: difference(mine[n], theirs[n]) for n in mine if not same_bits(mine[n], theirs[n])}
-            assert not apart, f"step {step}, rank {rank}: {kind} differs: {apart}"
+        assert_bits(f"loss of step {step}", {"": ours.losses[step]}, {"": torchs.losses[step]})
+        for kind in ("gradient", "parameter"):
+            mine, theirs = (getattr(one, f"{kind}_pieces")[step] for one in (ours, torchs))
+            assert_bits(f"{kind} of step {step}", mine, theirs)
+        assert_bits(f"observed in step {step}", {"": ours.observed[step]}, {"": torchs.observed[step]})
 
 
 def assert_same_run(ours: Record, theirs: Record, *, rounding: Rounding | None) -> None:
@@ -353,22 +355,18 @@ def assert_same_run(ours: Record, theirs: Record, *, rounding: Rounding | None) 
     """
     assert ours.names == theirs.names
     assert list(ours.state_dict) == list(theirs.state_dict)
-    for step in range(len(theirs.losses)):
-        found: list[tuple[str, dict[str, Tensor | None], dict[str, Tensor | None]]] = [
-            ("loss", {"": ours.losses[step]}, {"": theirs.losses[step]}),
-            ("observed", {"": ours.observed[step]}, {"": theirs.observed[step]}),
-        ]
-        if step in theirs.full_gradients:
-            found.append(("gradient", ours.full_gradients[step], theirs.full_gradients[step]))
-        if step in theirs.full_parameters:
-            found.append(("parameter", ours.full_parameters[step], theirs.full_parameters[step]))
+    last = len(theirs.losses) - 1
+    for step in range(last + 1):
+        found = [("loss", {"": ours.losses[step]}, {"": theirs.losses[step]})]
+        found.append(("observed", {"": ours.observed[step]}, {"": theirs.observed[step]}))
+        for kind in ("gradient", "parameter"):
+            mine, other = (getattr(one, f"full_{kind}s") for one in (ours, theirs))
+            found += [(kind, mine[step], other[step])] if step in other else []
         for kind, mine, other in found:
-            if rounding is not None:
-                if step in (0, len(theirs.losses) - 1):
-                    assert_close(f"{kind} at step {step}", mine, other, rounding)
-                continue
-            apart = {n: difference(mine[n], other[n]) for n in mine if not same_bits(mine[n], other[n])}
-            assert not apart, f"step {step}, rank {dist.get_rank()}: {kind} differs: {apart}"
+            if rounding is None:
+                assert_bits(f"{kind} of step {step}", mine, other)
+            elif step in (0, last):
+                assert_close(f"{kind} of step {step}", mine, other, rounding)
 
 
 def assert_close_to_single_process(runs: Mapping[str, Record], case: Case) -> None:
@@ -410,11 +408,6 @@ def assert_close(
             )
 
 
-def adds_in_pairs(mesh: DeviceMesh) -> bool:
-    """Are at most two ranks added at a time?"""
-    return max(mesh.shape) <= 2
-
-
 def compare(case: Case) -> None:
     """Both layouts against torch's and against one process. Collective over all ranks."""
     mesh = case.mesh(dist.get_world_size())
@@ -423,16 +416,10 @@ def compare(case: Case) -> None:
         assert_bit_equal(ours, run_training(TORCHS, case, mesh, wholes=False))
     runs = {"interleaved": ours}
     if case.contiguous != "no":
-        exact = adds_in_pairs(mesh) and case.contiguous == "bits"
+        exact = max(mesh.shape) <= 2 and case.contiguous == "bits"  # at most two ranks are added at a time
         runs["contiguous"] = run_contiguous(case, mesh)
         assert_same_run(runs["contiguous"], ours, rounding=None if exact else case.rounding)
     assert_close_to_single_process(runs, case)
-
-
-def compare_with_one_process(case: Case) -> None:
-    """For what torch's own cannot run on gloo; the test says why."""
-    ours = run_training(OURS, case, case.mesh(dist.get_world_size()))
-    assert_close_to_single_process({"interleaved": ours}, case)
 
 
 def each_of(cases: Mapping[str, Case]) -> Callable[[Callable[[str], None]], Callable[..., None]]:

@@ -106,10 +106,7 @@ class Residual(nn.Module):
         self.outward = nn.Linear(width, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.inward(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.outward(x)
+        return self.outward(self.features(x))
 
     def features(self, x: Tensor) -> Tensor:
         """A second way in: everything but the last projection."""
