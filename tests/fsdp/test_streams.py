@@ -191,8 +191,8 @@ def test_hsdp_all_reduces_on_a_stream_of_its_own_and_ends_waiting_for_it() -> No
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     log = logged_step(sharded_net(blocks=2, mesh=mesh))
     assert log.count(("all_reduce", "waits for", "reduce_scatter")) == 3
-    assert log[-1][0] == "compute"
-    assert ("compute", "waits for", "all_reduce") in log[-4:]
+    last = {("compute", "waits for", "all_reduce"), ("reduce_scatter", "waits for", "all_reduce")}
+    assert last <= set(log[-4:])
 
 
 @on_ranks(4)
