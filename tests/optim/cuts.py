@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.layout import Box
+from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
 
 
@@ -41,4 +42,4 @@ def rows_of(whole: Tensor, rows: list[int], *, kind: type[ShardedRows] = Sharded
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, (DTensor, ShardedRows)) else tensor
+    return tensor.full_tensor() if isinstance(tensor, (DTensor, ShardedRows, ShardedTensor)) else tensor
