@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardwise.layout import Box
 from shardwise.sharded_tensor import ShardedTensor
@@ -39,6 +41,27 @@ def rows_of(whole: Tensor, rows: list[int], *, kind: type[ShardedRows] = Sharded
     piece = Piece(whole.shape, (group,) if len(rows) > 1 else (), boxes.__getitem__)
     local = whole.narrow(0, box.offsets[0], box.sizes[0]).clone()
     return kind.wrap(local, piece, requires_grad=kind is ShardedParameter)
+
+
+Place = Callable[[int, Tensor], Tensor]  # what this rank holds of matrix i
+
+
+def places(how: Callable[[int, int, int], list[int]] | int) -> tuple[Place, Place]:
+    """Of gradients and of parameters: rows by `how(count, ranks, i)`, or DTensors cut along dim `how`."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+
+    def rows(i: int, whole: Tensor, kind: type[ShardedRows] = ShardedRows) -> Tensor:
+        assert callable(how)
+        return rows_of(whole, how(whole.shape[0], ranks, i), kind=kind)
+
+    def dtensor(i: int, whole: Tensor) -> Tensor:
+        assert isinstance(how, int)
+        return distribute_tensor(whole, mesh, [Shard(how)], src_data_rank=None)
+
+    if callable(how):
+        return rows, functools.partial(rows, kind=ShardedParameter)
+    return dtensor, lambda i, whole: nn.Parameter(dtensor(i, whole))
 
 
 def whole_of(tensor: Tensor) -> Tensor:

@@ -37,7 +37,6 @@ from shardwise.files.manifest import digest
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.rows import ShardedParameter, ShardedRows
 
-
 # How many ranks save each form; on how many which forms are loaded.
 LOADED: dict[str, tuple[int, dict[int, list[str]]]] = {
     "sharded": (4, {1: ["sharded", "plain"], 2: ["sharded", "dtensor"], 3: ["sharded", "dtensor", "plain"]}),
@@ -116,7 +115,7 @@ def test_shardwise_checkpoints_hold_sharded_tensors_and_rows(ranks: RankPool, tm
 
 
 def model(seed: int, *, value: float | None = None, cut: pieces.Cut = pieces.uneven) -> nn.Sequential:
-    """A sharded weight with a rank that holds none of it, a sharded bias and buffer, plain parameters, rows."""
+    """A sharded weight of which a rank holds none, a sharded bias and buffer, plain parameters, rows."""
     torch.manual_seed(6)
     made = nn.Sequential(nn.Linear(5, 7), nn.Linear(2, 3), nn.Linear(5, 7))
     with torch.no_grad():

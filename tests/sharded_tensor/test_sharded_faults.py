@@ -386,9 +386,9 @@ VIEWS: list[Callable[[Any], Any]] = [
 
 @on_ranks(2, timeout=60)
 def test_a_write_that_fails_is_known_to_whatever_shares_the_memory() -> None:
-    for spec in (rows(0, 1), rows(0, 1, 0, 1), rows(1), rows(0, 1, dim=1)):
-        for view in VIEWS:
-            for part in (False, True):
+    for place, spec in enumerate((rows(0, 1), rows(0, 1, 0, 1), rows(1), rows(0, 1, dim=1))):
+        for number, view in enumerate(VIEWS):
+            for part in (False, True)[(number + place) % 3 % 2 :: 1 + (number + place) % 3]:
                 whole = cut(torch.arange(8).view(4, 2), spec)
                 other = cut(torch.arange(8).view(4, 2), spec)
                 beside = [see(whole) for see in (torch.detach, torch.t, lambda x: x[:2], lambda x: x.data[0])]

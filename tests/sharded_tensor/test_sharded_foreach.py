@@ -199,6 +199,11 @@ OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, foreach=False),
     lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True, foreach=False),
     lambda p: torch.optim.Adamax(p, lr=0.1, foreach=False),
+    lambda p: torch.optim.Adagrad(p, lr=0.1, foreach=False),
+    lambda p: torch.optim.Adadelta(p, lr=0.1, foreach=False),
+    lambda p: torch.optim.NAdam(p, lr=0.1, foreach=False),
+    lambda p: torch.optim.RAdam(p, lr=0.1, foreach=False),
+    lambda p: torch.optim.ASGD(p, lr=0.1, foreach=False),
 ]
 
 

@@ -66,7 +66,8 @@ def test_every_rank_gets_the_rows_of_its_own_ids_and_the_table_all_gradients(nam
     reference, extras = whole.clone().requires_grad_(), [n.requires_grad_() for n in numbers]
     expected = [lookup(r, reference, extras[r]) for r in range(world)]
     sum((made * (r + 1)).sum() for r, made in enumerate(expected)).backward()
-    for spec in specs()[1:3] if name == "greatest" else specs():  # which needs all rows in a shard
+    able = specs()[1:3] if name == "greatest" else specs()  # which needs all rows in a shard
+    for spec in able if world == 3 else able[1::2]:
         table = shard_tensor(whole, spec, src_rank=None).requires_grad_()
         extra = numbers[rank].detach().requires_grad_()
         found = lookup(rank, table, extra)
