@@ -49,19 +49,18 @@ Place = Callable[[int, Tensor], Tensor]  # what this rank holds of matrix i
 def places(how: Callable[[int, int, int], list[int]] | int) -> tuple[Place, Place]:
     """Of gradients and of parameters: rows by `how(count, ranks, i)`, or DTensors cut along dim `how`."""
     ranks = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,))
-
-    def rows(i: int, whole: Tensor, kind: type[ShardedRows] = ShardedRows) -> Tensor:
-        assert callable(how)
-        return rows_of(whole, how(whole.shape[0], ranks, i), kind=kind)
-
-    def dtensor(i: int, whole: Tensor) -> Tensor:
-        assert isinstance(how, int)
-        return distribute_tensor(whole, mesh, [Shard(how)], src_data_rank=None)
-
     if callable(how):
+
+        def rows(i: int, whole: Tensor, kind: type[ShardedRows] = ShardedRows) -> Tensor:
+            return rows_of(whole, how(whole.shape[0], ranks, i), kind=kind)
+
         return rows, functools.partial(rows, kind=ShardedParameter)
-    return dtensor, lambda i, whole: nn.Parameter(dtensor(i, whole))
+    mesh, placements = init_device_mesh("cpu", (ranks,)), [Shard(how)]
+
+    def part(i: int, whole: Tensor) -> Tensor:
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+    return part, lambda i, whole: nn.Parameter(part(i, whole))
 
 
 def whole_of(tensor: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def reference_state() -> tuple[list[Tensor], list[dict[str, Tensor]]]:
 @pytest.mark.parametrize("how", [ragged, owned, 0])
 @on_ranks(1, 2, 3, 4)
 def test_row_ranges_train_bit_for_bit_as_on_one_process_without_communication(how: Any) -> None:
-    """And so does what was loaded from a state dict after two steps."""
+    """The last step by what was loaded from the state dict."""
     place, parameter = places(how)
     kind = DTensor if how == 0 else ShardedRows
     params = [parameter(i, value) for i, value in enumerate(tensors())]
@@ -51,14 +51,12 @@ def test_row_ranges_train_bit_for_bit_as_on_one_process_without_communication(ho
         resumed = [copy.deepcopy(param) for param in params]
         other = AdamW8bit(resumed, lr=1.0)
         other.load_state_dict(optimizer.state_dict())
-        train(optimizer, params, place, range(2, 3))
         train(other, resumed, place, range(2, 3))
     assert counter.calls == []
-    for param, again, expected, state in zip(params, resumed, *reference_state(), strict=True):
+    for param, expected, state in zip(resumed, *reference_state(), strict=True):
         assert torch.equal(whole_of(param).detach(), expected)
-        assert torch.equal(whole_of(again).detach(), expected)
-        assert list(optimizer.state[param]) == list(state)
-        for name, value in optimizer.state[param].items():
+        assert list(other.state[param]) == list(state)
+        for name, value in other.state[param].items():
             assert isinstance(value, kind) == (name != "step")
             assert value.shape == state[name].shape
             assert torch.equal(whole_of(value), state[name])
@@ -146,11 +144,7 @@ def load_and_train(path: Path, layout: str) -> None:
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [
-        ("interleaved", "interleaved"),
-        ("contiguous", "contiguous"),
-        ("contiguous", "interleaved"),
-    ],
+    [("interleaved", "interleaved"), ("contiguous", "contiguous"), ("contiguous", "interleaved")],
 )
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (1, 4)])
 def test_a_checkpoint_resumes_bit_for_bit_on_other_ranks_and_in_another_layout(

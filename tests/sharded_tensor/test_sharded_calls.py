@@ -15,13 +15,7 @@ from torch import Tensor
 
 from ranks import on_ranks
 from shardwise.errors import RankMismatchError
-from shardwise.sharded_tensor import (
-    ShardedTensor,
-    init_from_local_shards,
-    rand,
-    shard_tensor,
-    zeros,
-)
+from shardwise.sharded_tensor import ShardedTensor, init_from_local_shards, rand, shard_tensor, zeros
 
 SIZE = (6, 4)
 Call = Callable[[Any], Any]  # of a tensor that is cut in both dims, so that every reduction is over ranks

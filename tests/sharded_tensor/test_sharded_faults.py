@@ -139,10 +139,7 @@ LOCAL_SHARDS: dict[str, Fault] = {
         ["offsets=(5, 0)", "extends outside the tensor of shape (6, 4)", "on rank {odd}"],
     ),
     "no shard objects": (made_of(lambda: [ones()], *SIZE), ["rank {odd}", "found shards"]),
-    "global size": (
-        made_of(same_shards, 6, 5),
-        ["global size", "[6, 4] on rank", "[6, 5] on rank {odd}"],
-    ),
+    "global size": (made_of(same_shards, 6, 5), ["global size", "[6, 4] on rank", "[6, 5] on rank {odd}"]),
     "negative size": (made_of(same_shards, 6, -4), ["rank {odd}", "(6, -4)"]),
     "no size": (made_of(same_shards, "all"), ["rank {odd}", "all"]),
 }
@@ -224,10 +221,7 @@ DIFFERING: dict[str, Fault] = {
     "no source": (sharded(lambda: counted(SIZE), src_rank=None), ["src_rank 1", "src_rank None"]),
     "no such source": (sharded(lambda: counted(SIZE), src_rank=3), ["src_rank 1", "src_rank 3"]),
     "no tensor": (sharded(lambda: None), ["impossible", "(6, 4)"]),
-    "sharded already": (
-        sharded(lambda: cut_locally()),
-        ["impossible", "reshard()", "(6, 4)"],
-    ),
+    "sharded already": (sharded(lambda: cut_locally()), ["impossible", "reshard()", "(6, 4)"]),
 }
 
 

@@ -14,17 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from pieces import (
-    FOUR_RANKS,
-    Cut,
-    columnwise,
-    gathered,
-    local_rows,
-    on_cuts,
-    parameter,
-    two_groups,
-    uneven,
-)
+from pieces import FOUR_RANKS, Cut, columnwise, gathered, local_rows, on_cuts, parameter, two_groups, uneven
 from torch import Tensor
 from torch.distributed.tensor import Replicate, distribute_tensor
 
