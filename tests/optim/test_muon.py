@@ -27,6 +27,7 @@ from shardwise import _compat, fully_shard
 from shardwise.comm.count import CommCounter
 from shardwise.errors import RankMismatchError, ShardingError
 from shardwise.layout import Box, Owned
+from shardwise.optim import AdamW8bit
 from shardwise.optim.muon import Muon, _Cut, assign, newton_schulz
 from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
 
@@ -93,9 +94,10 @@ def test_a_gradient_of_zeros_decays_the_weight_and_nothing_else() -> None:
     assert torch.equal(param.detach(), torch.full((4, 4), 0.75))
 
 
-def test_the_closures_loss_is_returned_and_may_use_autograd() -> None:
-    param = nn.Parameter(torch.eye(3))
-    optimizer = Muon([param])
+@pytest.mark.parametrize("kind", [Muon, AdamW8bit])
+def test_the_closures_loss_is_returned_and_idle_parameters_have_no_state(kind: Any) -> None:
+    param, idle = nn.Parameter(torch.eye(3)), nn.Parameter(torch.eye(3))
+    optimizer = kind([param, idle])
 
     def closure() -> float:
         loss = param.square().sum()
@@ -104,6 +106,7 @@ def test_the_closures_loss_is_returned_and_may_use_autograd() -> None:
 
     assert optimizer.step(closure) == 3.0
     assert param.grad is not None
+    assert list(optimizer.state) == [param]
 
 
 def test_options_of_a_group_are_its_own_and_a_matrix_without_gradient_stays() -> None:
@@ -130,12 +133,17 @@ def test_other_than_matrices_are_refused_with_the_remedy(shape: tuple[int, ...])
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"lr": -1.0}, {"weight_decay": -1.0}, {"momentum": 1.0}, {"ns_steps": 0}, {"adjust_lr_fn": "x"}]
-)
-def test_options_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ShardingError, match=next(iter(wrong))):
-        Muon([torch.zeros(2, 2)], **wrong)
+OUT_OF_RANGE: dict[Any, dict[str, Any]] = {
+    Muon: {"lr": -1.0, "weight_decay": -1.0, "momentum": 1.0, "ns_steps": 0, "adjust_lr_fn": "x"},
+    AdamW8bit: {"lr": -1.0, "eps": -1.0, "weight_decay": -1.0, "betas": (0.9, 1.0), "block": 0},
+}
+
+
+@pytest.mark.parametrize("kind", OUT_OF_RANGE)
+def test_options_out_of_range_are_refused(kind: Any) -> None:
+    for name, value in OUT_OF_RANGE[kind].items():
+        with pytest.raises(ShardingError, match=name):
+            kind([torch.zeros(2, 2)], **{name: value})
 
 
 @pytest.mark.parametrize("how", ["state dict", "copy"])

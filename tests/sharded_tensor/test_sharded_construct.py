@@ -208,6 +208,15 @@ def test_local_shards_become_one_tensor_that_shares_their_memory() -> None:
         again = init_from_local_shards(copies, SIZE)
         assert again.metadata() == made.metadata()
         assert again.sharding_spec() == made.sharding_spec()
+        known = copy.deepcopy(cut(whole, spec).metadata())
+        with CommCounter() as counter:
+            told = init_from_local_shards_and_global_metadata(
+                shards, copy.deepcopy(known), sharding_spec=spec
+            )
+        assert sent(counter) == word_bytes()
+        assert told.metadata() == known
+        assert told.sharding_spec() is spec
+        assert torch.equal(told.full_tensor(), whole)
     leaf = torch.ones(2, dtype=torch.float64, requires_grad=True)
     trained = init_from_local_shards([Shard.from_tensor_and_offsets(leaf, [2 * rank], rank)], 6)
     assert trained.metadata().tensor_properties == TensorProperties(dtype=torch.float64, requires_grad=True)
@@ -229,21 +238,6 @@ def test_ranks_without_shards_learn_everything_from_the_others() -> None:
     assert torch.equal(init_from_local_shards(nothing, 0, 3).full_tensor(), torch.ones(0, 3))
     with pytest.raises(ShardingError, match="at least one shard"):
         init_from_local_shards([], 0)
-
-
-@on_ranks(3)
-def test_metadata_and_local_shards_make_a_tensor_with_a_word_from_each_rank() -> None:
-    whole = counted(SIZE)
-    for spec in SPECS:
-        other = cut(whole, spec)
-        with CommCounter() as counter:
-            made = init_from_local_shards_and_global_metadata(
-                other.local_shards(), copy.deepcopy(other.metadata()), sharding_spec=spec
-            )
-        assert sent(counter) == word_bytes()
-        assert made.metadata() == other.metadata()
-        assert made.sharding_spec() is spec
-        assert torch.equal(made.full_tensor(), whole)
 
 
 @on_ranks(3)

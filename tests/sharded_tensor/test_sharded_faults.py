@@ -380,9 +380,10 @@ VIEWS: list[Callable[[Any], Any]] = [
 
 @on_ranks(2, timeout=60)
 def test_a_write_that_fails_is_known_to_whatever_shares_the_memory() -> None:
-    for place, spec in enumerate((rows(0, 1), rows(0, 1, 0, 1), rows(1), rows(0, 1, dim=1))):
+    alone = rows(1)  # of which a whole, too, is written on one rank
+    for place, spec in enumerate((rows(0, 1), rows(0, 1, 0, 1), rows(0, 1, dim=1), alone)):
         for number, view in enumerate(VIEWS):
-            for part in (False, True)[(number + place) % 3 % 2 :: 1 + (number + place) % 3]:
+            for part in (False, True) if spec is alone else (bool((number + place) % 2),):
                 whole = cut(torch.arange(8).view(4, 2), spec)
                 other = cut(torch.arange(8).view(4, 2), spec)
                 beside = [see(whole) for see in (torch.detach, torch.t, lambda x: x[:2], lambda x: x.data[0])]
