@@ -103,10 +103,7 @@ def group_over(backend: str, timeout: datetime.timedelta) -> StandIn:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     behind = StandIn(
-        getattr(dist, backend),
-        options=options,
-        supports_tensor_alloc=True,
-        allocate_tensor=torch.empty(12),
+        getattr(dist, backend), options=options, supports_tensor_alloc=True, allocate_tensor=torch.empty(12)
     )
     return StandIn(dist.ProcessGroup, _get_backend=behind, _device_types=[torch.device("cuda")])
 

@@ -81,37 +81,27 @@ def test_a_subgroup_counts_its_own_size() -> None:
 
 
 @on_ranks(2)
-def test_coalesced_calls_count_once_with_all_their_bytes() -> None:
-    parts = [torch.ones(2), torch.ones(4)]
+def test_operators_count_once_with_all_their_bytes_forward_and_backward() -> None:
+    parts, name = [torch.ones(2), torch.ones(4)], dist.group.WORLD.group_name
+    x, plain = torch.ones(4, 3, requires_grad=True), torch.ops._c10d_functional
     with CommCounter() as counter:
         functional.all_reduce_coalesced(parts, "sum", dist.group.WORLD)[0].sum()
-        name = dist.group.WORLD.group_name
-        for out in torch.ops._c10d_functional.reduce_scatter_tensor_coalesced(parts, "sum", 2, name):
-            torch.ops._c10d_functional.wait_tensor(out)
-        for out in torch.ops._c10d_functional.all_gather_into_tensor_coalesced(parts, 2, name):
-            torch.ops._c10d_functional.wait_tensor(out)
+        for out in plain.reduce_scatter_tensor_coalesced(parts, "sum", 2, name):
+            plain.wait_tensor(out)
+        for out in plain.all_gather_into_tensor_coalesced(parts, 2, name):
+            plain.wait_tensor(out)
+        gathered = torch.ops._c10d_functional_autograd.all_gather_into_tensor(x, 2, name)
+        plain.wait_tensor(gathered).square().sum().backward()
+        torch.ops._dtensor.shard_dim_alltoall(torch.ones(4, 6), 0, 1, name)
     assert [(call.kind, call.bytes) for call in counter.calls] == [
         ("all_reduce", 24),
         ("reduce_scatter", 24),
         ("all_gather", 48),
+        ("all_gather", 96),
+        ("reduce_scatter", 96),
+        ("all_to_all", 96),
     ]
-
-
-@on_ranks(2)
-def test_functional_collectives_count_once_forward_and_backward() -> None:
-    group, x = dist.group.WORLD, torch.ones(4, 3, requires_grad=True)
-    with CommCounter() as counter:
-        gathered = torch.ops._c10d_functional_autograd.all_gather_into_tensor(x, 2, group.group_name)
-        torch.ops._c10d_functional.wait_tensor(gathered).square().sum().backward()
-    assert [(call.kind, call.bytes) for call in counter.calls] == [("all_gather", 96), ("reduce_scatter", 96)]
     assert x.grad is not None
-
-
-@on_ranks(2)
-def test_the_all_to_all_between_two_sharded_dims_is_recorded() -> None:
-    with CommCounter() as counter:
-        torch.ops._dtensor.shard_dim_alltoall(torch.ones(4, 6), 0, 1, dist.group.WORLD.group_name)
-    assert counter.calls == [Collective("all_to_all", 96, torch.float32, 2)]
 
 
 class ReduceGradient(torch.autograd.Function):

@@ -29,55 +29,72 @@ def factors(dtype: torch.dtype, backend: str, *, shard: int = 4, replicate: int 
     )
 
 
-@pytest.mark.parametrize("dtype", WIDE)
-@pytest.mark.parametrize("backend", ["nccl", "gloo", "xccl", "hccl", "fake"])
-def test_a_backend_that_averages_divides_nothing_itself(dtype: torch.dtype, backend: str) -> None:
-    assert factors(dtype, backend) == DivideFactors(None, None, AVG, AVG)
-    assert factors(dtype, backend, shard=2, replicate=2) == DivideFactors(None, None, AVG, AVG)
+AVERAGED = DivideFactors(None, None, AVG, AVG)
 
 
-@pytest.mark.parametrize("dtype", WIDE)
-def test_a_backend_that_only_sums_divides_the_shard_after(dtype: torch.dtype) -> None:
-    assert factors(dtype, "mpi") == DivideFactors(None, 4.0, SUM, SUM)
-    assert factors(dtype, "mpi", shard=3, replicate=5) == DivideFactors(None, 15.0, SUM, SUM)
+def summed(before: float | None, after: float) -> DivideFactors:
+    return DivideFactors(before, after, SUM, SUM)
 
 
-@pytest.mark.parametrize("backend", ["nccl", "gloo", "mpi"])
-def test_half_precision_is_divided_before_and_after(backend: str) -> None:
-    assert factors(FP16, backend, shard=16) == DivideFactors(4.0, 4.0, SUM, SUM)
-    assert factors(FP16, backend, shard=8) == DivideFactors(4.0, 2.0, SUM, SUM)
-    assert factors(FP16, backend, shard=4, replicate=16) == DivideFactors(8.0, 8.0, SUM, SUM)
-    assert factors(FP16, backend, shard=3) == DivideFactors(2.0, 1.5, SUM, SUM)
-    assert factors(FP16, backend, shard=1) == DivideFactors(1.0, 1.0, SUM, SUM)
+SPLITS: dict[str, tuple[list[str], list[torch.dtype], list[tuple[dict[str, Any], DivideFactors]]]] = {
+    "a backend that averages divides nothing itself": (
+        ["nccl", "gloo", "xccl", "hccl", "fake"],
+        WIDE,
+        [({}, AVERAGED), ({"shard": 2, "replicate": 2}, AVERAGED)],
+    ),
+    "a backend that only sums divides the shard after": (
+        ["mpi"],
+        WIDE,
+        [({}, summed(None, 4.0)), ({"shard": 3, "replicate": 5}, summed(None, 15.0))],
+    ),
+    "half precision is divided before and after": (
+        ["nccl", "gloo", "mpi"],
+        [FP16],
+        [
+            ({"shard": 16}, summed(4.0, 4.0)),
+            ({"shard": 8}, summed(4.0, 2.0)),
+            ({"shard": 4, "replicate": 16}, summed(8.0, 8.0)),
+            ({"shard": 3}, summed(2.0, 1.5)),
+            ({"shard": 9}, summed(2.0, 4.5)),
+            ({"shard": 1}, summed(1.0, 1.0)),
+            ({"factor": 4.0}, summed(2.0, 2.0)),
+        ],
+    ),
+    "forcing a sum divides the shard after on every backend": (
+        ["nccl", "gloo", "mpi"],
+        WIDE,
+        [({"force_sum": True}, summed(None, 4.0)), ({"force_sum": True, "factor": 6.0}, summed(None, 6.0))],
+    ),
+    "a custom factor divides the shard after": (
+        ["gloo", "fake", "mpi"],
+        WIDE,
+        [({"factor": 10.0}, summed(None, 10.0))],
+    ),
+    "NCCL averages for a factor that is the number of ranks": (
+        ["nccl"],
+        WIDE,
+        [({"factor": 4.0, "replicate": 2}, DivideFactors(None, None, AVG, SUM))],
+    ),
+    "NCCL divides after where it has no reduce-scatter to multiply in": (
+        ["nccl"],
+        WIDE,
+        [({"shard": 1, "replicate": n, "factor": 8.0}, summed(None, 8.0)) for n in (1, 2)],
+    ),
+}
 
 
-@pytest.mark.parametrize("dtype", WIDE)
-@pytest.mark.parametrize("backend", ["nccl", "gloo", "mpi"])
-def test_forcing_a_sum_divides_the_shard_after_on_every_backend(dtype: torch.dtype, backend: str) -> None:
-    assert factors(dtype, backend, force_sum=True) == DivideFactors(None, 4.0, SUM, SUM)
-    assert factors(dtype, backend, force_sum=True, factor=6.0) == DivideFactors(None, 6.0, SUM, SUM)
+@pytest.mark.parametrize("rule", SPLITS)
+def test_a_division_is_split_by_its_backend_dtype_and_options(rule: str) -> None:
+    backends, dtypes, cases = SPLITS[rule]
+    for (how, expected), backend, dtype in itertools.product(cases, backends, dtypes):
+        assert factors(dtype, backend, **how) == expected, (how, backend, dtype)
 
 
-@pytest.mark.parametrize("dtype", WIDE)
-@pytest.mark.parametrize("backend", ["gloo", "fake", "mpi"])
-def test_a_custom_factor_divides_the_shard_after(dtype: torch.dtype, backend: str) -> None:
-    assert factors(dtype, backend, factor=10.0) == DivideFactors(None, 10.0, SUM, SUM)
-
-
-def test_nccl_averages_or_multiplies_first_for_a_custom_factor() -> None:
-    assert factors(FP32, "nccl", factor=4.0, replicate=2) == DivideFactors(None, None, AVG, SUM)
-    other = factors(FP32, "nccl", factor=10.0, replicate=2)
-    assert (other.before, other.after, other.all_reduce_op) == (None, None, SUM)
-    assert other.reduce_scatter_op not in (SUM, AVG)
-    assert type(other.reduce_scatter_op) is ReduceOp
-    assert factors(FP16, "nccl", factor=4.0) == DivideFactors(2.0, 2.0, SUM, SUM)
-
-
-@pytest.mark.parametrize("dtype", WIDE)
-def test_nccl_divides_after_where_it_has_no_reduce_scatter_to_multiply_in(dtype: torch.dtype) -> None:
-    for replicate in (1, 2):
-        found = factors(dtype, "nccl", shard=1, replicate=replicate, factor=8.0)
-        assert found == DivideFactors(None, 8.0, SUM, SUM)
+def test_nccl_multiplies_first_for_a_custom_factor() -> None:
+    found = factors(FP32, "nccl", factor=10.0, replicate=2)
+    assert (found.before, found.after, found.all_reduce_op) == (None, None, SUM)
+    assert found.reduce_scatter_op not in (SUM, AVG)
+    assert type(found.reduce_scatter_op) is ReduceOp
 
 
 @pytest.mark.parametrize("dtype", [*WIDE, FP16])
@@ -128,6 +145,10 @@ def gradient(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(6, 5, generator=generator, dtype=FP64).to(dtype)
 
 
+def reduction(factors: DivideFactors, *how: Any) -> Reduction:
+    return Reduction(*how, factors=factors, comm=DefaultReduceScatter(), device=torch.device("cpu"))
+
+
 def check_mean(dtype: torch.dtype, *, factor: float | None, force_sum: bool, replicate: bool) -> None:
     """This rank's shard equals that of the mean, each sum and division rounding once.
 
@@ -143,15 +164,7 @@ def check_mean(dtype: torch.dtype, *, factor: float | None, force_sum: bool, rep
         force_sum=force_sum,
     )
     group = dist.group.WORLD
-    how = Reduction(
-        shard_group=None if replicate else group,
-        replicate_group=group if replicate else None,
-        dtype=dtype,
-        result_dtype=FP64,
-        factors=made,
-        comm=DefaultReduceScatter(),
-        device=torch.device("cpu"),
-    )
+    how = reduction(made, None if replicate else group, group if replicate else None, dtype, FP64)
     shard = foreach_reduce([gradient(rank, dtype)], [0], how).shard
     assert shard is not None
     every = torch.stack([gradient(r, dtype).to(FP64) for r in range(ranks)])
@@ -178,14 +191,6 @@ def test_reduced_gradients_are_the_mean_of_one_process_within_rounding() -> None
 @on_ranks(4)
 def test_half_precision_gradients_near_the_largest_value_do_not_overflow() -> None:
     made = factors(FP16, "gloo", shard=4)
-    how = Reduction(
-        shard_group=dist.group.WORLD,
-        replicate_group=None,
-        dtype=FP16,
-        result_dtype=FP16,
-        factors=made,
-        comm=DefaultReduceScatter(),
-        device=torch.device("cpu"),
-    )
+    how = reduction(made, dist.group.WORLD, None, FP16, FP16)
     shard = foreach_reduce([torch.full((4, 3), 30000.0, dtype=FP16)], [0], how).shard
     assert torch.equal(shard, torch.full((3,), 30000.0, dtype=FP16))  # the plain sum, 120000, is infinite

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from comm.allocations import Allocations
 from ranks import on_ranks
-from shardwise import _compat
+from sharded_tensor.covers import random_cover
 from shardwise.comm import exchange as module
 from shardwise.comm.count import CommCounter
 from shardwise.comm.exchange import exchange, part
@@ -78,18 +79,9 @@ def even(shape: Sequence[int], *, dim: int, ranks: int) -> Boxes:
 
 def scattered(shape: Sequence[int], *, ranks: int, cuts: int, generator: random.Random) -> Boxes:
     """A random cover of `shape`, dealt out: several boxes to some ranks and none to others, some empty."""
-    boxes = [Box((0,) * len(shape), tuple(shape))]
-    for _ in range(cuts):
-        box = boxes.pop(generator.randrange(len(boxes)))
-        dim = generator.randrange(len(shape))
-        at = generator.randint(0, box.sizes[dim])
-        sizes, rest, offsets = list(box.sizes), list(box.sizes), list(box.offsets)
-        sizes[dim], rest[dim] = at, box.sizes[dim] - at
-        offsets[dim] += at
-        boxes += [Box(box.offsets, tuple(sizes)), Box(tuple(offsets), tuple(rest))]
     owners = generator.sample(range(ranks), generator.randint(1, ranks))
     dealt: Boxes = [[] for _ in range(ranks)]
-    for box in boxes:
+    for box in random_cover(generator, shape, cuts=cuts):
         dealt[generator.choice(owners)].append(box)
     return dealt
 
@@ -259,20 +251,6 @@ def test_parameters_are_read_and_filled_without_autograd() -> None:
 
 
 # ---------------------------------------------------------------- memory
-
-
-class Allocations(_compat.TorchDispatchMode):
-    """Remembers the size in bytes of every tensor that is born with memory of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if "empty" in func.name() or "clone" in func.name() or "zeros" in func.name():
-            self.bytes.append(result.untyped_storage().nbytes())
-        return result
 
 
 @on_ranks(3)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from comm.allocations import Allocations
 from ranks import on_ranks
-from shardwise import _compat
 from shardwise.comm.api import DefaultAllGather, DefaultReduceScatter
 from shardwise.comm.auto import AutoAllGather, AutoReduceScatter, over_gloo
 from shardwise.comm.count import CommCounter
@@ -252,39 +252,21 @@ def test_each_rank_sends_all_but_one_of_n_slices_and_not_a_byte_more() -> None:
             assert {call.kind for call in counter.calls} == {"send", "recv"}
 
 
-class Allocations(_compat.TorchDispatchMode):
-    """Remembers the size in bytes of every tensor that is born with memory of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        made = {kwargs["out"].untyped_storage().data_ptr()} if kwargs and "out" in kwargs else set()
-        if isinstance(result, Tensor):
-            storage = result.untyped_storage()
-            if storage.data_ptr() not in given | made:
-                self.known[storage.data_ptr()] = storage.nbytes()
-        return result
-
-
 @on_ranks(2, 3, 4, 5)
 def test_a_reduction_stages_two_slices_at_most_and_a_gather_none() -> None:
     _, ranks, group = world()
     whole, shard = torch.ones(NUMEL * ranks), torch.empty(NUMEL)
     with Allocations() as allocations:
         torch.zeros(3)
-    assert list(allocations.known.values()) == [12]  # it does notice
+    assert allocations.bytes == [12]  # it does notice
     with Allocations() as allocations:
         GlooReduceScatter()(shard, whole, group, ReduceOp.AVG)
     assert STAGED_SLICES == 2
-    assert list(allocations.known.values()) == [NUMEL * 4] * min(ranks - 2, STAGED_SLICES)
+    assert allocations.bytes == [NUMEL * 4] * min(ranks - 2, STAGED_SLICES)
     assert torch.equal(shard, torch.ones(NUMEL))
     with Allocations() as allocations:
         GlooAllGather()(whole, shard, group)
-    assert allocations.known == {}
+    assert allocations.bytes == []
 
 
 def resident_bytes() -> int:

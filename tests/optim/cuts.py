@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardwise.layout import Box
+from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
 
 
@@ -40,5 +43,25 @@ def rows_of(whole: Tensor, rows: list[int], *, kind: type[ShardedRows] = Sharded
     return kind.wrap(local, piece, requires_grad=kind is ShardedParameter)
 
 
+Place = Callable[[int, Tensor], Tensor]  # what this rank holds of matrix i
+
+
+def places(how: Callable[[int, int, int], list[int]] | int) -> tuple[Place, Place]:
+    """Of gradients and of parameters: rows by `how(count, ranks, i)`, or DTensors cut along dim `how`."""
+    ranks = dist.get_world_size()
+    if callable(how):
+
+        def rows(i: int, whole: Tensor, kind: type[ShardedRows] = ShardedRows) -> Tensor:
+            return rows_of(whole, how(whole.shape[0], ranks, i), kind=kind)
+
+        return rows, functools.partial(rows, kind=ShardedParameter)
+    mesh, placements = init_device_mesh("cpu", (ranks,)), [Shard(how)]
+
+    def part(i: int, whole: Tensor) -> Tensor:
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+    return part, lambda i, whole: nn.Parameter(part(i, whole))
+
+
 def whole_of(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, (DTensor, ShardedRows)) else tensor
+    return tensor.full_tensor() if isinstance(tensor, (DTensor, ShardedRows, ShardedTensor)) else tensor

@@ -276,24 +276,3 @@ def test_a_state_that_does_not_fit_is_refused_with_both_sides() -> None:
     expected = r"exp_avg of parameter 0 .*must be torch.uint8 of shape \(64, 128\).*has \(torch.float32"
     with pytest.raises(ShardingError, match=expected):
         ours.load_state_dict(saved)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"lr": -1.0}, {"eps": -1.0}, {"weight_decay": -1.0}, {"betas": (0.9, 1.0)}, {"block": 0}]
-)
-def test_options_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ShardingError, match=next(iter(wrong))):
-        AdamW8bit([torch.zeros(2, 2)], **wrong)
-
-
-def test_the_closures_loss_is_returned_and_idle_parameters_have_no_state() -> None:
-    param, idle = nn.Parameter(torch.eye(3)), nn.Parameter(torch.eye(3))
-    optimizer = AdamW8bit([param, idle])
-
-    def closure() -> float:
-        loss = param.square().sum()
-        loss.backward()
-        return loss.item()
-
-    assert optimizer.step(closure) == 3.0
-    assert list(optimizer.state) == [param]

@@ -7,29 +7,27 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from optim.cuts import owned, ragged, rows_of, whole_of
-from optim.eight_bits import SHAPES, on_one_process, plain, tensors, train
+from optim.cuts import owned, places, ragged, whole_of
+from optim.eight_bits import plain, tensors, train
 from ranks import RankPool, on_ranks
 from shardwise import fully_shard
 from shardwise.checkpoint import load, save
 from shardwise.comm.count import CommCounter
 from shardwise.optim.adamw8bit import AdamW8bit, quantise
-from shardwise.sharded_tensor.rows import ShardedParameter, ShardedRows
+from shardwise.sharded_tensor.rows import ShardedRows
 
 
 @functools.cache
@@ -40,58 +38,34 @@ def reference_state() -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     return [param.detach() for param in params], [optimizer.state[param] for param in params]
 
 
-@pytest.mark.parametrize("how", [ragged, owned])
+@pytest.mark.parametrize("how", [ragged, owned, 0])
 @on_ranks(1, 2, 3, 4)
-def test_row_ranges_train_bit_for_bit_as_on_one_process_without_communication(
-    how: Callable[[int, int, int], list[int]],
-) -> None:
-    ranks = dist.get_world_size()
-    rows = [how(shape[0], ranks, seed) for seed, shape in enumerate(SHAPES)]
-    params: list[Tensor] = [
-        rows_of(value, rows[i], kind=ShardedParameter) for i, value in enumerate(tensors())
-    ]
+def test_row_ranges_train_bit_for_bit_as_on_one_process_without_communication(how: Any) -> None:
+    """The last step by what was loaded from the state dict."""
+    place, parameter = places(how)
+    kind = DTensor if how == 0 else ShardedRows
+    params = [parameter(i, value) for i, value in enumerate(tensors())]
     optimizer = AdamW8bit(params, lr=0.01)
     with CommCounter() as counter:
-        train(optimizer, params, lambda i, grad: rows_of(grad, rows[i]), range(3))
+        train(optimizer, params, place, range(2))
+        resumed = [copy.deepcopy(param) for param in params]
+        other = AdamW8bit(resumed, lr=1.0)
+        other.load_state_dict(optimizer.state_dict())
+        train(other, resumed, place, range(2, 3))
     assert counter.calls == []
-    for param, expected, state in zip(params, *reference_state(), strict=True):
-        assert torch.equal(whole_of(param), expected)
-        assert list(optimizer.state[param]) == list(state)
-        for name, value in optimizer.state[param].items():
-            assert isinstance(value, ShardedRows) == (name != "step")
-            assert value.shape == state[name].shape
-            assert torch.equal(whole_of(value), state[name])
-
-
-@on_ranks(1, 2, 3, 4)
-def test_dtensors_train_bit_for_bit_as_on_one_process_without_communication() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    params: list[Tensor] = [nn.Parameter(distribute_tensor(value, mesh, [Shard(0)])) for value in tensors()]
-    grads = [
-        [distribute_tensor(grad, mesh, [Shard(0)]) for grad in tensors(seed=100 + step)] for step in range(3)
-    ]
-    optimizer = AdamW8bit(params, lr=0.01)
-    with CommCounter() as counter:
-        for row in grads:
-            for param, grad in zip(params, row, strict=True):
-                param.grad = grad
-            optimizer.step()
-    assert counter.calls == []
-    for param, expected, state in zip(params, *reference_state(), strict=True):
+    for param, expected, state in zip(resumed, *reference_state(), strict=True):
         assert torch.equal(whole_of(param).detach(), expected)
-        for name, value in optimizer.state[param].items():
-            assert isinstance(value, DTensor) == (name != "step")
+        assert list(other.state[param]) == list(state)
+        for name, value in other.state[param].items():
+            assert isinstance(value, kind) == (name != "step")
+            assert value.shape == state[name].shape
             assert torch.equal(whole_of(value), state[name])
 
 
 @on_ranks(2)
 def test_tensors_cut_by_columns_keep_fp32_moments_and_train_as_with_torchs_adamw() -> None:
-    mesh = init_device_mesh("cpu", (2,))
-
-    def place(i: int, whole: Tensor) -> Tensor:
-        return distribute_tensor(whole, mesh, [Shard(1)])
-
-    ours, theirs = ([nn.Parameter(place(0, value)) for value in tensors([(64, 512)])] for _ in range(2))
+    place, parameter = places(1)
+    ours, theirs = ([parameter(0, value) for value in tensors([(64, 512)])] for _ in range(2))
     optimizer = AdamW8bit(ours)
     train(optimizer, ours, place, range(2))
     train(torch.optim.AdamW(theirs), theirs, place, range(2))
@@ -116,34 +90,6 @@ def test_beside_tensor_parallelism_rows_keep_8_bits_and_parts_of_rows_do_not(lay
     codes, scales = quantise(mean, block=256, signed=True)
     assert torch.equal(whole_of(rows["exp_avg"]), codes)
     assert torch.equal(whole_of(rows["exp_avg_scale"]), scales)
-
-
-@pytest.mark.parametrize("form", ["rows", "dtensor"])
-@on_ranks(2, 3)
-def test_a_resumed_sharded_run_continues_bit_for_bit(form: str) -> None:
-    ranks = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,))
-    rows = [ragged(shape[0], ranks, seed) for seed, shape in enumerate(SHAPES)]
-
-    def place(i: int, whole: Tensor) -> Tensor:
-        return rows_of(whole, rows[i]) if form == "rows" else distribute_tensor(whole, mesh, [Shard(0)])
-
-    def parameter(i: int, whole: Tensor) -> Tensor:
-        return (
-            rows_of(whole, rows[i], kind=ShardedParameter)
-            if form == "rows"
-            else nn.Parameter(place(i, whole))
-        )
-
-    params = [parameter(i, value) for i, value in enumerate(tensors())]
-    optimizer = AdamW8bit(params, lr=0.01)
-    train(optimizer, params, place, range(2))
-    resumed = [copy.deepcopy(param) for param in params]
-    other = AdamW8bit(resumed, lr=1.0)
-    other.load_state_dict(optimizer.state_dict())
-    train(other, resumed, place, range(2, 3))
-    for expected, param in zip(on_one_process(), resumed, strict=True):
-        assert torch.equal(whole_of(param).detach(), expected)
 
 
 @settings(max_examples=30)
@@ -198,11 +144,7 @@ def load_and_train(path: Path, layout: str) -> None:
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [
-        ("interleaved", "interleaved"),
-        ("contiguous", "contiguous"),
-        ("contiguous", "interleaved"),
-    ],
+    [("interleaved", "interleaved"), ("contiguous", "contiguous"), ("contiguous", "interleaved")],
 )
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (1, 4)])
 def test_a_checkpoint_resumes_bit_for_bit_on_other_ranks_and_in_another_layout(

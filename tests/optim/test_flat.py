@@ -13,9 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
 from fsdp.models import Net
@@ -72,18 +70,6 @@ def test_fused_steps_are_those_of_the_ordinary_optimizer_to_rounding(kind: type[
     torch.testing.assert_close(rows(net), rows(other), rtol=0, atol=1e-6)
 
 
-@on_ranks(3)
-def test_gradients_of_several_backwards_add_up() -> None:
-    (net, optimizer), (other, by_flat) = pair(torch.optim.AdamW, lr=1e-2, foreach=True)
-    for each, of in ((net, optimizer), (other, by_flat)):
-        for step in range(3):
-            backward(each, 2 * step)
-            backward(each, 2 * step + 1)
-            of.step()
-            of.zero_grad()
-    assert same_bits(rows(net), rows(other))
-
-
 @on_ranks(2)
 def test_reduced_gradients_are_read_where_they_lie() -> None:
     _, (net, optimizer) = pair(torch.optim.SGD, lr=1e-2)
@@ -95,14 +81,23 @@ def test_reduced_gradients_are_read_where_they_lie() -> None:
     }
 
 
-@on_ranks(2)
-def test_gradients_that_a_user_replaced_are_used() -> None:
+def of_several_backwards(net: Net, step: int) -> None:
+    backward(net, step + 10)
+
+
+def that_a_user_replaced(net: Net, step: int) -> None:
+    net.head.weight.grad = net.head.weight.grad * 3
+    net.blocks[0].up.bias.grad = net.blocks[0].up.bias.grad.clone()
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("change", [of_several_backwards, that_a_user_replaced])
+def test_gradients_are_what_they_are_at_the_step(change: Callable[[Net, int], None]) -> None:
     (net, optimizer), (other, by_flat) = pair(torch.optim.AdamW, lr=1e-2, foreach=True)
     for each, of in ((net, optimizer), (other, by_flat)):
         for step in range(3):
             backward(each, step)
-            each.head.weight.grad = each.head.weight.grad * 3
-            each.blocks[0].up.bias.grad = each.blocks[0].up.bias.grad.clone()
+            change(each, step)
             of.step()
             of.zero_grad()
     assert same_bits(rows(net), rows(other))
@@ -238,9 +233,7 @@ def test_a_step_counts_once_and_what_was_gathered_before_is_not_used_again() -> 
 @on_ranks(2)
 def test_a_closure_is_evaluated_before_gradients_are_taken() -> None:
     nets = []
-    for make in (ordinary, flat):
-        net = model()
-        optimizer = make(torch.optim.SGD, net, lr=0.1)
+    for net, optimizer in pair(torch.optim.SGD, lr=0.1):
 
         def closure(net: Net = net, optimizer: Optimizer = optimizer) -> Tensor:
             optimizer.zero_grad()
@@ -287,41 +280,35 @@ class Mine(torch.optim.AdamW):
 @on_ranks(2)
 def test_optimizers_that_are_not_elementwise_are_refused_by_name() -> None:
     net = model()
-    cases = [
+    for kind, message in (
         (torch.optim.LBFGS, "LBFGS cannot step on flat memory.*inner products"),
         (torch.optim.Adafactor, "Adafactor cannot.*rows and columns"),
         (torch.optim.Muon, r"Muon cannot.*shardwise\.optim\.Muon"),
         (Mine, "Mine cannot.*only ASGD, Adadelta, Adagrad, Adam, AdamW"),
-    ]
-    for kind, message in cases:
+    ):
         with pytest.raises(ShardingError, match=rf"rank {dist.get_rank()}: {message}"):
             flat(kind, net, lr=0.1)
 
 
 @on_ranks(2)
 def test_parameters_that_are_not_contiguously_sharded_are_refused_by_name() -> None:
-    with pytest.raises(ShardingError, match=r"inner\.weight.*are not sharded"):
-        flat(torch.optim.SGD, Net())
-    interleaved = Net()
+    net, interleaved, low = model(), Net(), Net()
     fully_shard(interleaved.blocks[0])
-    with pytest.raises(ShardingError, match=r"of 'blocks\.0' \(.*up\.weight.*layout=\"interleaved\""):
-        flat(torch.optim.SGD, interleaved)
-    net = model()
-    with pytest.raises(ShardingError, match=r"weight.*sharded by a module around this one"):
-        flat(torch.optim.SGD, net.head)
-    with pytest.raises(
-        ShardingError, match=r"Parameter of shape \(3,\) that is not a parameter of the model"
-    ):
-        flat(torch.optim.SGD, net, params=[nn.Parameter(torch.ones(3))])
-    with pytest.raises(ShardingError, match=r"'head\.bias' is given twice"):
-        flat(torch.optim.SGD, net, params=[{"params": [net.head.bias]}, {"params": net.head.bias}])
-    with pytest.raises(ShardingError, match=r"give all parameters in params="):
-        flat(torch.optim.SGD, net).add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    low = Net()
     low.head.weight.grad_dtype = torch.bfloat16
     fully_shard(low, layout="contiguous")
-    with pytest.raises(ShardingError, match=r"'head\.weight' are kept in torch\.bfloat16"):
-        flat(torch.optim.SGD, low)
+    stranger, bias = nn.Parameter(torch.ones(3)), net.head.bias
+    for of, params, message in (
+        (Net(), None, r"inner\.weight.*are not sharded"),
+        (interleaved, None, r"of 'blocks\.0' \(.*up\.weight.*layout=\"interleaved\""),
+        (net.head, None, r"weight.*sharded by a module around this one"),
+        (net, [stranger], r"Parameter of shape \(3,\) that is not a parameter of the model"),
+        (net, [{"params": [bias]}, {"params": bias}], r"'head\.bias' is given twice"),
+        (low, None, r"'head\.weight' are kept in torch\.bfloat16"),
+    ):
+        with pytest.raises(ShardingError, match=message):
+            flat(torch.optim.SGD, of, params=params)
+    with pytest.raises(ShardingError, match=r"give all parameters in params="):
+        flat(torch.optim.SGD, net).add_param_group({"params": [stranger]})
 
 
 @on_ranks(2)
@@ -331,18 +318,18 @@ def test_states_that_do_not_fit_are_refused() -> None:
     train(net, optimizer, range(1))
     with pytest.raises(ShardingError, match="numbers its parameters"):
         optimizer.load_state_dict(torch.optim.AdamW(net.parameters()).state_dict())
-    state = optimizer.state_dict()
-    state["state"]["elsewhere"] = {}
-    with pytest.raises(ShardingError, match=r"lacks nothing, and has \['elsewhere'\] more"):
-        optimizer.load_state_dict(state)
-    state = optimizer.state_dict()
-    state["param_groups"][0]["params"].remove("head.bias")
-    with pytest.raises(ShardingError, match=r"lacks \['head\.bias'\]"):
-        optimizer.load_state_dict(state)
-    state = optimizer.state_dict()
-    next(iter(state["state"].values()))["exp_avg"] = torch.zeros(3, 3, 3)
-    with pytest.raises(ShardingError, match=r"'exp_avg' of '.+' has shape \(3, 3, 3\), expected .* \(\d+"):
-        optimizer.load_state_dict(state)
+    for spoil, message in (
+        (lambda s: s["state"].update(elsewhere={}), r"lacks nothing, and has \['elsewhere'\] more"),
+        (lambda s: s["param_groups"][0]["params"].remove("head.bias"), r"lacks \['head\.bias'\]"),
+        (
+            lambda s: next(iter(s["state"].values())).update(exp_avg=torch.zeros(3, 3, 3)),
+            r"'exp_avg' of '.+' has shape \(3, 3, 3\), expected .* \(\d+",
+        ),
+    ):
+        state = optimizer.state_dict()
+        spoil(state)
+        with pytest.raises(ShardingError, match=message):
+            optimizer.load_state_dict(state)
 
 
 @on_ranks(1)

@@ -7,6 +7,7 @@ where rows lie, and each matrix is orthogonalised whole, in memory of its own, o
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,35 +20,27 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from optim.cuts import owned, ragged, row_boxes, rows_of, whole_of
+from optim.cuts import owned, places, ragged, row_boxes, rows_of, whole_of
+from optim.eight_bits import plain, tensors, train
 from ranks import on_ranks
 from shardwise import _compat, fully_shard
 from shardwise.comm.count import CommCounter
 from shardwise.errors import RankMismatchError, ShardingError
 from shardwise.layout import Box, Owned
+from shardwise.optim import AdamW8bit
 from shardwise.optim.muon import Muon, _Cut, assign, newton_schulz
 from shardwise.sharded_tensor.rows import Piece, ShardedParameter, ShardedRows
 
-SHAPES = [(8, 8), (24, 8), (8, 24), (7, 5), (1, 6), (40, 32)]
+SHAPES: list[tuple[int, ...]] = [(8, 8), (24, 8), (8, 24), (7, 5), (1, 6), (40, 32)]
 BF16_BYTES = 2
 
 
-def matrices(shapes: list[tuple[int, int]] = SHAPES, *, seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
+matrices = functools.partial(tensors, SHAPES)
 
 
-def train(optimizer: Any, params: list[Tensor], place: Callable[[int, Tensor], Tensor], steps: range) -> None:
-    """Steps with gradients that depend on nothing but the step, put on the ranks by `place`."""
-    for step in steps:
-        for i, grad in enumerate(matrices([tuple(p.shape) for p in params], seed=100 + step)):
-            params[i].grad = place(i, grad)
-        optimizer.step()
-
-
-def on_one_process(shapes: list[tuple[int, int]] = SHAPES, *, steps: int = 3, **options: Any) -> list[Tensor]:
-    params = [nn.Parameter(matrix) for matrix in matrices(shapes)]
-    train(Muon(params, lr=0.02, **options), params, lambda i, grad: grad, range(steps))
+def on_one_process(shapes: list[tuple[int, ...]] = SHAPES, **options: Any) -> list[Tensor]:
+    params = [nn.Parameter(matrix) for matrix in tensors(shapes)]
+    train(Muon(params, lr=0.02, **options), params, plain, range(3))
     return [p.detach() for p in params]
 
 
@@ -69,13 +62,13 @@ def test_plain_matrices_train_as_with_torchs_muon(options: dict[str, Any]) -> No
     # torch bounds the norm from below by eps where we add eps as published: with norms near 1 and above, eps
     # is below half a unit in the last place of bf16, so both divide by the same number.
     theirs = [nn.Parameter(matrix) for matrix in matrices()]
-    train(torch.optim.Muon(theirs, lr=0.02, **options), theirs, lambda i, grad: grad, range(3))
+    train(torch.optim.Muon(theirs, lr=0.02, **options), theirs, plain, range(3))
     for ours, other in zip(on_one_process(**options), theirs, strict=True):
         assert torch.equal(ours, other.detach())
 
 
 def test_defaults_are_those_of_torchs_muon() -> None:
-    (param,) = matrices([(2, 2)])
+    (param,) = tensors([(2, 2)])
     ours, theirs = Muon([param]).defaults, torch.optim.Muon([param]).defaults
     assert {name: ours[name] for name in theirs} == theirs
 
@@ -83,7 +76,7 @@ def test_defaults_are_those_of_torchs_muon() -> None:
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 1000))
 def test_singular_vectors_are_kept_and_values_come_near_one(rows: int, columns: int, seed: int) -> None:
     """In fp32. Values of at least 0.01 of the norm end in [0.68, 1.14]; 0.01 for rounding."""
-    (matrix,) = matrices([(rows, columns)], seed=seed)
+    (matrix,) = tensors([(rows, columns)], seed=seed)
     result = newton_schulz(matrix, dtype=torch.float32)
     assert result.shape == matrix.shape
     u, values, vh = torch.linalg.svd(matrix, full_matrices=False)
@@ -101,9 +94,10 @@ def test_a_gradient_of_zeros_decays_the_weight_and_nothing_else() -> None:
     assert torch.equal(param.detach(), torch.full((4, 4), 0.75))
 
 
-def test_the_closures_loss_is_returned_and_may_use_autograd() -> None:
-    param = nn.Parameter(torch.eye(3))
-    optimizer = Muon([param])
+@pytest.mark.parametrize("kind", [Muon, AdamW8bit])
+def test_the_closures_loss_is_returned_and_idle_parameters_have_no_state(kind: Any) -> None:
+    param, idle = nn.Parameter(torch.eye(3)), nn.Parameter(torch.eye(3))
+    optimizer = kind([param, idle])
 
     def closure() -> float:
         loss = param.square().sum()
@@ -112,14 +106,15 @@ def test_the_closures_loss_is_returned_and_may_use_autograd() -> None:
 
     assert optimizer.step(closure) == 3.0
     assert param.grad is not None
+    assert list(optimizer.state) == [param]
 
 
 def test_options_of_a_group_are_its_own_and_a_matrix_without_gradient_stays() -> None:
-    first, second, idle = (nn.Parameter(matrix) for matrix in matrices([(4, 6)] * 3))
+    first, second, idle = (nn.Parameter(matrix) for matrix in tensors([(4, 6)] * 3))
     before = idle.detach().clone()
     optimizer = Muon([{"params": [first], "lr": 0.0}, {"params": [second, idle]}], lr=0.1, weight_decay=0.0)
     kept, moved = first.detach().clone(), second.detach().clone()
-    first.grad, second.grad = matrices([(4, 6)] * 2, seed=1)
+    first.grad, second.grad = tensors([(4, 6)] * 2, seed=1)
     optimizer.step()
     assert torch.equal(first.detach(), kept)
     assert not torch.equal(second.detach(), moved)
@@ -138,33 +133,32 @@ def test_other_than_matrices_are_refused_with_the_remedy(shape: tuple[int, ...])
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"lr": -1.0}, {"weight_decay": -1.0}, {"momentum": 1.0}, {"ns_steps": 0}, {"adjust_lr_fn": "x"}]
-)
-def test_options_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ShardingError, match=next(iter(wrong))):
-        Muon([torch.zeros(2, 2)], **wrong)
+OUT_OF_RANGE: dict[Any, dict[str, Any]] = {
+    Muon: {"lr": -1.0, "weight_decay": -1.0, "momentum": 1.0, "ns_steps": 0, "adjust_lr_fn": "x"},
+    AdamW8bit: {"lr": -1.0, "eps": -1.0, "weight_decay": -1.0, "betas": (0.9, 1.0), "block": 0},
+}
 
 
-def test_training_resumes_bit_for_bit_from_a_state_dict() -> None:
+@pytest.mark.parametrize("kind", OUT_OF_RANGE)
+def test_options_out_of_range_are_refused(kind: Any) -> None:
+    for name, value in OUT_OF_RANGE[kind].items():
+        with pytest.raises(ShardingError, match=name):
+            kind([torch.zeros(2, 2)], **{name: value})
+
+
+@pytest.mark.parametrize("how", ["state dict", "copy"])
+def test_training_resumes_bit_for_bit_from_a_state_dict_or_a_copy(how: str) -> None:
     params = [nn.Parameter(matrix) for matrix in matrices()]
     optimizer = Muon(params, lr=0.02)
-    train(optimizer, params, lambda i, grad: grad, range(2))
-    resumed = [nn.Parameter(param.detach().clone()) for param in params]
-    other = Muon(resumed, lr=1.0)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(other, resumed, lambda i, grad: grad, range(2, 3))
+    train(optimizer, params, plain, range(2))
+    if how == "copy":
+        other = copy.deepcopy(optimizer)
+    else:
+        other = Muon([nn.Parameter(param.detach().clone()) for param in params], lr=1.0)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed = other.param_groups[0]["params"]
+    train(other, resumed, plain, range(2, 3))
     for expected, found in zip(on_one_process(), resumed, strict=True):
-        assert torch.equal(expected, found.detach())
-
-
-def test_a_copied_optimizer_trains_its_copies() -> None:
-    params = [nn.Parameter(matrix) for matrix in matrices()]
-    optimizer = Muon(params, lr=0.02)
-    train(optimizer, params, lambda i, grad: grad, range(2))
-    copied = copy.deepcopy(optimizer)
-    train(copied, copied.param_groups[0]["params"], lambda i, grad: grad, range(2, 3))
-    for expected, found in zip(on_one_process(), copied.param_groups[0]["params"], strict=True):
         assert torch.equal(expected, found.detach())
 
 
@@ -227,38 +221,40 @@ def expected_bytes(cuts_: list[_Cut]) -> tuple[int, int]:
     return there, back
 
 
-@pytest.mark.parametrize("options", [{}, {"nesterov": False, "ns_dtype": torch.float32}])
-@pytest.mark.parametrize("how", [ragged, owned])
+IN_FP32 = {"nesterov": False, "ns_dtype": torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("how", "options"), [(ragged, {}), (ragged, IN_FP32), (owned, IN_FP32), (0, {}), (1, {})]
+)
 @on_ranks(1, 2, 3, 4)
-def test_row_ranges_train_bit_for_bit_as_on_one_process(
-    how: Callable[[int, int, int], list[int]], options: dict[str, Any]
-) -> None:
-    ranks = dist.get_world_size()
-    rows = [how(shape[0], ranks, seed) for seed, shape in enumerate(SHAPES)]
-    params: list[Tensor] = [
-        rows_of(matrix, rows[i], kind=ShardedParameter) for i, matrix in enumerate(matrices())
-    ]
+def test_row_ranges_train_bit_for_bit_as_on_one_process(how: Any, options: dict[str, Any]) -> None:
+    """The last step by what was loaded from the state dict; owned matrices are never sent."""
+    place, parameter = places(how)
+    params = [parameter(i, matrix) for i, matrix in enumerate(matrices())]
     optimizer = Muon(params, lr=0.02, **options)
-    train(optimizer, params, lambda i, grad: rows_of(grad, rows[i]), range(3))
-    for expected, param in zip(on_one_process(**options), params, strict=True):
-        assert isinstance(param, ShardedRows)
-        assert torch.equal(param.full_tensor(), expected)
-        state = optimizer.state[param]["momentum_buffer"]
-        assert isinstance(state, ShardedRows)
-        assert state.local.shape == param.local.shape
+    with CommCounter() as counter:
+        train(optimizer, params, place, range(2))
+        resumed = [copy.deepcopy(param) for param in params]
+        other = Muon(resumed, lr=1.0)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(other, resumed, place, range(2, 3))
+    assert how is not owned or counter.calls == []
+    for param, expected in zip(resumed, on_one_process(**options), strict=True):
+        assert torch.equal(whole_of(param).detach(), expected)
+        if isinstance(param, ShardedRows):
+            state = other.state[param]["momentum_buffer"]
+            assert isinstance(state, ShardedRows)
+            assert state.local.shape == param.local.shape
 
 
 @on_ranks(2, 3, 4)
 def test_a_step_is_one_exchange_there_and_one_back_with_no_row_sent_twice() -> None:
-    ranks = dist.get_world_size()
-    rows = [ragged(shape[0], ranks, seed) for seed, shape in enumerate(SHAPES)]
-    params: list[Tensor] = [
-        rows_of(matrix, rows[i], kind=ShardedParameter) for i, matrix in enumerate(matrices())
-    ]
-    optimizer = Muon(params)
+    ranks, (place, parameter) = dist.get_world_size(), places(ragged)
+    params = [parameter(i, matrix) for i, matrix in enumerate(matrices())]
     with CommCounter() as counter:
-        train(optimizer, params, lambda i, grad: rows_of(grad, rows[i]), range(1))
-    there, back = expected_bytes([cut(shape, rows[i]) for i, shape in enumerate(SHAPES)])
+        train(Muon(params), params, place, range(1))
+    there, back = expected_bytes([cut(shape, ragged(shape[0], ranks, i)) for i, shape in enumerate(SHAPES)])
     assert [(call.kind, call.bytes) for call in counter.calls] == [
         ("all_to_all", there),
         ("all_to_all", back),
@@ -266,34 +262,6 @@ def test_a_step_is_one_exchange_there_and_one_back_with_no_row_sent_twice() -> N
     total = torch.tensor([there, back])
     dist.all_reduce(total)
     assert total[0] == total[1] > 0
-
-
-@on_ranks(1, 2, 3)
-def test_owned_matrices_are_never_sent() -> None:
-    ranks = dist.get_world_size()
-    rows = [owned(shape[0], ranks, seed) for seed, shape in enumerate(SHAPES)]
-    params: list[Tensor] = [
-        rows_of(matrix, rows[i], kind=ShardedParameter) for i, matrix in enumerate(matrices())
-    ]
-    optimizer = Muon(params)
-    with CommCounter() as counter:
-        train(optimizer, params, lambda i, grad: rows_of(grad, rows[i]), range(2))
-    assert counter.calls == []
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@on_ranks(1, 2, 3, 4)
-def test_dtensors_train_bit_for_bit_as_on_one_process(dim: int) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-
-    def place(i: int, whole: Tensor) -> Tensor:
-        return distribute_tensor(whole, mesh, [Shard(dim)])
-
-    params: list[Tensor] = [nn.Parameter(place(i, matrix)) for i, matrix in enumerate(matrices())]
-    train(Muon(params, lr=0.02), params, place, range(3))
-    for expected, param in zip(on_one_process(), params, strict=True):
-        assert isinstance(param, DTensor)
-        assert torch.equal(param.full_tensor(), expected)
 
 
 @on_ranks(4)
@@ -325,65 +293,39 @@ def test_matrices_of_every_form_share_one_exchange() -> None:
         if i == 0:
             return whole.clone()
         if i == 1:
-            return distribute_tensor(whole, mesh, [Shard(0)])
+            return distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
         piece = rows_of(whole, [1, 3]).piece
         box = piece.box
         local = whole.narrow(0, box.offsets[0], box.sizes[0]).clone()
         same_group = Piece(piece.shape, (world,), piece.box_of)
         return kind.wrap(local, same_group, requires_grad=kind is ShardedParameter)
 
-    params = [place(i, matrix, ShardedParameter) for i, matrix in enumerate(matrices(shapes))]
+    params = [place(i, matrix, ShardedParameter) for i, matrix in enumerate(tensors(shapes))]
     optimizer = Muon(params, lr=0.02)
-    grads = [[place(i, grad) for i, grad in enumerate(matrices(shapes, seed=100 + s))] for s in range(3)]
-    for step, row in enumerate(grads):
-        for param, grad in zip(params, row, strict=True):
-            param.grad = grad
+    for step in range(3):
         with CommCounter() as counter:
-            optimizer.step()
+            train(optimizer, params, place, range(step, step + 1))
         assert [call.kind for call in counter.calls] == ["all_to_all"] * 2, step
     for expected, param in zip(on_one_process(shapes), params, strict=True):
-        whole = param.full_tensor() if isinstance(param, (DTensor, ShardedRows)) else param
-        assert torch.equal(whole.detach(), expected)
+        assert torch.equal(whole_of(param).detach(), expected)
 
 
 @on_ranks(2)
 def test_a_matrix_whose_gradient_comes_later_joins_the_exchange() -> None:
     shapes = [(4, 4), (6, 4)]
     params: list[Tensor] = [
-        rows_of(matrix, [2, matrix.shape[0] - 2], kind=ShardedParameter) for matrix in matrices(shapes)
+        rows_of(matrix, [2, matrix.shape[0] - 2], kind=ShardedParameter) for matrix in tensors(shapes)
     ]
     optimizer = Muon(params)
     sizes = []
     for both in (False, True):
-        for param, grad in zip(params, matrices(shapes, seed=5), strict=True):
+        for param, grad in zip(params, tensors(shapes, seed=5), strict=True):
             param.grad = rows_of(grad, [2, grad.shape[0] - 2]) if both or param is params[0] else None
         with CommCounter() as counter:
             optimizer.step()
         sizes.append(counter.bytes("all_to_all"))
     first = 8 * BF16_BYTES  # 2 rows of 4, lent by one rank and given back by the other
     assert sizes == [first, 2 * first]
-
-
-@on_ranks(2, 3)
-def test_a_resumed_sharded_run_continues_bit_for_bit() -> None:
-    ranks = dist.get_world_size()
-    rows = [ragged(shape[0], ranks, seed) for seed, shape in enumerate(SHAPES)]
-
-    def place(i: int, grad: Tensor) -> Tensor:
-        return rows_of(grad, rows[i])
-
-    params: list[Tensor] = [
-        rows_of(matrix, rows[i], kind=ShardedParameter) for i, matrix in enumerate(matrices())
-    ]
-    optimizer = Muon(params, lr=0.02)
-    train(optimizer, params, place, range(2))
-    resumed: list[Tensor] = [copy.deepcopy(param) for param in params]
-    other = Muon(resumed, lr=1.0)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(other, resumed, place, range(2, 3))
-    for expected, param in zip(on_one_process(), resumed, strict=True):
-        assert isinstance(param, ShardedRows)
-        assert torch.equal(param.full_tensor(), expected)
 
 
 @on_ranks(2)
@@ -451,8 +393,7 @@ def test_a_model_of_each_layout_trains_bit_for_bit_as_on_one_process(layout: str
         shard(model)
         muon = Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02)
         sgd = torch.optim.SGD([p for p in model.parameters() if p.ndim == 1], lr=0.1)
-        batches = matrices([(6, 9)] * 3)
-        for batch in batches:
+        for batch in tensors([(6, 9)] * 3):
             model(batch).square().mean().backward()
             with CommCounter() as counter:
                 muon.step()

@@ -27,7 +27,7 @@ from shardwise.comm.count import CommCounter
 from shardwise.errors import RankMismatchError, ShardingError
 from shardwise.fsdp.contiguous_reduction import merge_views
 from shardwise.optim import clip_grad_norm_, get_total_norm
-from shardwise.sharded_tensor import ChunkShardingSpec, ShardedTensor, ShardingPlan, shard_module
+from shardwise.sharded_tensor import ChunkShardingSpec, ShardingPlan, shard_module
 from shardwise.sharded_tensor.kinds import by_axes
 from shardwise.sharded_tensor.rows import ShardedRows
 
@@ -49,9 +49,9 @@ class Block(nn.Module):
         return x + self.scale * self.norm(self.down(torch.relu(self.up(x))))
 
 
-def build(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+def build(dtype: torch.dtype = torch.float64, *, blocks: int = 3) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*[Block() for _ in range(3)]).to(dtype)
+    return nn.Sequential(*[Block() for _ in range(blocks)]).to(dtype)
 
 
 def backward(model: nn.Module, *, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -128,35 +128,48 @@ def contiguous_beside_others(model: nn.Sequential) -> None:
 
 
 Spread = Callable[[nn.Sequential], None]
-EVERY: list[Spread] = [
-    unsharded,
-    sharded,
-    hybrid,
-    tensor_parallel,
-    several_meshes,
-    tensor_parallel_beside_sharded,
-    contiguous,
-    contiguous_hierarchical,
-    contiguous_beside_others,
-]
+# With the bytes of each all-reduce that a norm takes: one for each mesh over which something is sharded.
+# Parts that tensor parallelism cuts too are reduced over two axes, and other gradients over one of them.
+EVERY: dict[Spread, list[int]] = {
+    unsharded: [],
+    sharded: [8],
+    hybrid: [8],
+    tensor_parallel: [8, 8],
+    several_meshes: [8, 8],
+    tensor_parallel_beside_sharded: [16, 8, 8],
+    contiguous: [8],
+    contiguous_hierarchical: [8, 8],
+    contiguous_beside_others: [8],
+}
+
+
+def clips_as(model: nn.Module, reference: nn.Module) -> None:
+    theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1), theirs, **TIGHT)
+    torch.testing.assert_close([whole_of(g) for g in grads(model)], grads(reference), **TIGHT)
 
 
 def check_clipping(spread: Spread) -> None:
     """With the 2-norm, the greatest, and one of the others."""
-    reference, model = backward(build()), build()
+    blocks = 3 if spread in (several_meshes, tensor_parallel_beside_sharded, contiguous_beside_others) else 2
+    reference, model = backward(build(blocks=blocks)), build(blocks=blocks)
     spread(model)
     backward(model)
     before = [g.detach().clone() for g in (*grads(model), *grads(reference))]
     torch.testing.assert_close([whole_of(g) for g in grads(model)], grads(reference), **TIGHT)
-    for norm_type in (NORMS[EVERY.index(spread) % 3], 2.0, math.inf):
+    for norm_type in (NORMS[[*EVERY].index(spread) % 3], 2.0, math.inf):
         for gradient, first in zip((*grads(model), *grads(reference)), before, strict=True):
             gradient.copy_(first)
         expected = nn.utils.get_total_norm(grads(reference), norm_type)
-        torch.testing.assert_close(get_total_norm(grads(model), norm_type), expected, **TIGHT)
+        with CommCounter() as counter:
+            torch.testing.assert_close(get_total_norm(grads(model), norm_type), expected, **TIGHT)
+        sent = [size * 2 if norm_type == math.inf else size for size in EVERY[spread]]  # with what is none
+        assert [(call.kind, call.bytes) for call in counter.calls] == [("all_reduce", size) for size in sent]
 
-        returned = clip_grad_norm_(model.parameters(), 1.5 * expected.item(), norm_type)
-        torch.testing.assert_close(returned, expected, **TIGHT)
-        assert all(torch.equal(local(g), local(b)) for g, b in zip(grads(model), before, strict=False))
+        if norm_type == 2.0:
+            returned = clip_grad_norm_(model.parameters(), 1.5 * expected.item(), norm_type)
+            torch.testing.assert_close(returned, expected, **TIGHT)
+            assert all(torch.equal(local(g), local(b)) for g, b in zip(grads(model), before, strict=False))
 
         max_norm = 0.3 * expected.item()
         theirs = nn.utils.clip_grad_norm_(reference.parameters(), max_norm, norm_type)
@@ -190,42 +203,6 @@ def test_a_rank_without_any_gradient_elements_still_takes_part() -> None:
         found = get_total_norm([distribute_tensor(tiny, mesh, [Shard(0)])], norm_type)
         assert found.item() == expected
         assert found.dtype == torch.float32
-
-
-ALL_REDUCES = [
-    (unsharded, 0),
-    (sharded, 1),
-    (hybrid, 1),
-    (several_meshes, 2),
-    (contiguous, 1),
-    (contiguous_hierarchical, 2),
-    (contiguous_beside_others, 1),
-]
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(
-    ("spread", "expected"), ALL_REDUCES, ids=lambda value: getattr(value, "__name__", "")
-)
-def test_a_norm_takes_one_all_reduce_of_a_scalar_for_each_sharded_mesh(spread: Spread, expected: int) -> None:
-    model = build()
-    spread(model)
-    backward(model)
-    with CommCounter() as counter:
-        clip_grad_norm_(model.parameters(), 1.0)
-    assert [(call.kind, call.bytes) for call in counter.calls] == [("all_reduce", 8)] * expected
-
-
-@on_ranks(4)
-def test_tensor_parallel_beside_data_parallel_takes_two_all_reduces() -> None:
-    model = build()
-    tensor_parallel(model)
-    backward(model)
-    placements = {len([p for p in g.placements if p != Replicate()]) for g in grads(model)}
-    assert placements == {1, 2}  # cut by data parallelism only, and by both
-    with CommCounter() as counter:
-        clip_grad_norm_(model.parameters(), 1.0)
-    assert counter.count("all_reduce") == len(counter.calls) == 2
 
 
 def on_mesh(mesh: DeviceMesh) -> nn.Parameter:
@@ -280,11 +257,7 @@ def test_gradients_on_the_shards_of_a_sharded_tensor_are_counted_and_scaled() ->
     shard_module(model, ShardingPlan(plan={"0.weight": all_three, "1.weight": two}))
     for one in (model, reference):
         one(torch.arange(7)).square().sum().backward()
-    theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.3)
-    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.3), theirs, **TIGHT)
-    for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        grad = found.grad.full_tensor() if isinstance(found, ShardedTensor) else found.grad
-        torch.testing.assert_close(grad, expected.grad, **TIGHT)
+    clips_as(model, reference)
 
 
 @on_ranks(2)
@@ -298,9 +271,7 @@ def test_parameters_without_gradients_are_left_out() -> None:
     sharded(model)
     backward(model)
     assert model[0].up.weight.grad is None
-    theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1), theirs, **TIGHT)
-    torch.testing.assert_close([whole_of(g) for g in grads(model)], grads(reference), **TIGHT)
+    clips_as(model, reference)
     model.zero_grad()
     with CommCounter() as counter:
         assert clip_grad_norm_(model.parameters(), 0.1).item() == 0.0
@@ -406,18 +377,15 @@ def test_clip_grad_norm_is_public_and_takes_every_argument_of_torchs() -> None:
 
 
 @on_ranks(2)
-def test_torchs_own_clipping_of_a_sharded_model_gives_the_same() -> None:
-    model = build()
-    sharded(model)
+@pytest.mark.parametrize("spread", [sharded, contiguous])
+def test_torchs_own_clipping_is_that_of_one_process(spread: Spread) -> None:
+    reference, model = backward(build()), build()
+    spread(model)
     backward(model)
-    kept = copy.deepcopy([g.to_local() for g in grads(model)])
-    ours = clip_grad_norm_(model.parameters(), 0.1)
-    clipped = [g.to_local().clone() for g in grads(model)]
-    for grad, value in zip(grads(model), kept, strict=True):
-        grad.to_local().copy_(value)
-    theirs = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    torch.testing.assert_close(ours, whole_of(theirs), **TIGHT)
-    torch.testing.assert_close(clipped, [g.to_local() for g in grads(model)], **TIGHT)
+    theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    found = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    torch.testing.assert_close(whole_of(found), theirs, **TIGHT)
+    torch.testing.assert_close([whole_of(g) for g in grads(model)], grads(reference), **TIGHT)
 
 
 @on_ranks(3)
@@ -449,9 +417,7 @@ def test_clipping_holds_after_several_backwards_and_a_replaced_gradient() -> Non
     backward(backward(model))
     for one in (reference, model):
         one[1].up.weight.grad = one[1].up.weight.grad * 2
-    theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1), theirs, **TIGHT)
-    torch.testing.assert_close([whole_of(g) for g in grads(model)], grads(reference), **TIGHT)
+    clips_as(model, reference)
 
 
 @on_ranks(4)
@@ -470,16 +436,6 @@ def test_clipping_after_an_evaluation_is_that_of_one_process(layout: str, stays:
     theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
     torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1), theirs, **TIGHT)
     torch.testing.assert_close([whole_of(p.grad) for p in sharded_params], grads(reference), **TIGHT)
-
-
-@on_ranks(2)
-def test_torchs_own_clipping_of_the_contiguous_layout_is_that_of_one_process() -> None:
-    reference, model = backward(build()), build()
-    contiguous(model)
-    backward(model)
-    theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-    torch.testing.assert_close(nn.utils.clip_grad_norm_(model.parameters(), 0.1), theirs, **TIGHT)
-    torch.testing.assert_close([whole_of(g) for g in grads(model)], grads(reference), **TIGHT)
 
 
 def test_fp32_norms_of_many_elements_keep_their_digits() -> None:

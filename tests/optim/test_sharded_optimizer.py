@@ -90,8 +90,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
 def assert_equal(model: nn.Module, reference: nn.Module) -> None:
     expected = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
-        found = parameter.full_tensor() if isinstance(parameter, ShardedTensor) else parameter
-        assert torch.equal(found, expected[name]), name
+        assert torch.equal(covers.whole_of(parameter), expected[name]), name
 
 
 def whole_state(optimizer: Optimizer) -> dict[int, Any]:
@@ -114,8 +113,8 @@ def test_shards_train_as_whole_parameters_do_and_their_state_moves_to_any_cut(tm
         whole = kind(reference.parameters(), lr=0.1, **options)  # type: ignore[call-arg]
         first = cut_model(0)
         optimizer = ShardedOptimizer(dict(first.named_parameters()), kind, lr=0.1, **options)
-        train(first, optimizer, range(3))
-        train(reference, whole, range(3))
+        train(first, optimizer, range(2))
+        train(reference, whole, range(2))
         assert_equal(first, reference)
         kept_model, kept_state = whole_copy(first), whole_state(optimizer)
         torch.testing.assert_close(kept_state, whole.state_dict()["state"], rtol=0, atol=0)
@@ -134,8 +133,8 @@ def test_shards_train_as_whole_parameters_do_and_their_state_moves_to_any_cut(tm
             dcp.load(loaded, checkpoint_id=tmp_path / str(index))
             other.load_state_dict(loaded["optimizer"])
         assert other.param_groups[0]["lr"] == 0.1
-        train(second, other, range(3, 6))
-        train(reference, whole, range(3, 6))
+        train(second, other, range(2, 4))
+        train(reference, whole, range(2, 4))
         assert_equal(second, reference)
         torch.testing.assert_close(whole_state(other), whole.state_dict()["state"], rtol=0, atol=0)
         assert_equal(first, kept_model)  # the second has memory of its own
@@ -247,6 +246,10 @@ def test_an_optimizer_of_the_users_may_say_that_it_treats_every_element_alone() 
 
 @on_ranks(3)
 def test_what_cannot_be_optimized_by_shards_is_refused() -> None:
+    for kind, options in ((torch.optim.Adafactor, {}), (torch.optim.AdamW, {"fused": True})):
+        model = cut_model(1)
+        with pytest.raises(ShardingError, match="ShardedTensor"):
+            train(model, kind(model.parameters(), **options), range(1))
     model = cut_model(0)
     named = dict(named_params_with_sharded_tensor(model))
     refused: list[tuple[type[Optimizer], str]] = [
@@ -289,35 +292,3 @@ def test_what_cannot_be_optimized_by_shards_is_refused() -> None:
     model.matrix.data = model.matrix.detach().reshard(CUTS[1]["matrix"])
     with pytest.raises(ShardingError, match="matrix holds other shards"):
         optimizer.step()
-
-
-@on_ranks(3)
-def test_an_optimizer_over_the_modules_parameters_gives_the_same_numbers_or_says_why_not() -> None:
-    kinds = ("AdamW", "SGD", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "ASGD")
-    for cut, names in enumerate((kinds[:4], kinds[4:])):
-        for name in names:
-            model, reference = cut_model(cut), Model()
-            foreach = cut == 0 and name == "AdamW"
-            train(model, getattr(torch.optim, name)(model.parameters(), lr=0.1, foreach=foreach), range(2))
-            train(reference, getattr(torch.optim, name)(reference.parameters(), lr=0.1), range(2))
-            assert_equal(model, reference)
-        for name, options in (("Adafactor", {}), ("AdamW", {"fused": True})):
-            model = cut_model(cut)
-            with pytest.raises(ShardingError, match="ShardedTensor"):
-                train(model, getattr(torch.optim, name)(model.parameters(), **options), range(1))
-
-
-@on_ranks(3)
-def test_gradients_are_clipped_as_whole_ones_are() -> None:
-    for cut in (0, 1):
-        for norm_type in (2.0, float("inf")):
-            model, reference = cut_model(cut), Model()
-            norms = []
-            for net in (model, reference):
-                give_gradients(net, 0)
-                norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.1, norm_type=norm_type))
-            torch.testing.assert_close(*norms)
-            for name, parameter in model.named_parameters():
-                grad = parameter.grad
-                whole = grad.full_tensor() if isinstance(grad, ShardedTensor) else grad
-                torch.testing.assert_close(whole, reference.get_parameter(name).grad)

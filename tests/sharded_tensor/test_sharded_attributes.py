@@ -6,24 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from covers import whole_of
+from covers import rows, whole_of
 from torch import Tensor, nn
 
 from ranks import on_ranks
-from shardwise.sharded_tensor import (
-    ChunkShardingSpec,
-    ShardingSpec,
-    empty,
-    shard_tensor,
-)
+from shardwise.sharded_tensor import ShardingSpec, empty, shard_tensor
 from shardwise.sharded_tensor.module import (
     named_params_with_sharded_tensor,
     pre_load_state_dict_hook,
     state_dict_hook,
 )
 
-ROWS = ChunkShardingSpec(0, ["rank:2", "rank:0"])  # nothing on rank 1
-COLUMNS = ChunkShardingSpec(1, ["rank:1", "rank:0", "rank:1"])  # several on rank 1, nothing on rank 2
+ROWS = rows(2, 0)  # nothing on rank 1
+COLUMNS = rows(1, 0, 1, dim=1)  # several on rank 1, nothing on rank 2
 
 
 class Table(nn.Module):

@@ -1,4 +1,4 @@
-"""Checkpoints hold whole tensors: sharded tensors, DTensors and plain tensors read each other's."""
+"""Checkpoints hold whole tensors: sharded tensors, rows, DTensors and plain tensors read each other's."""
 
 from __future__ import annotations
 
@@ -23,27 +23,39 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
 )
 
 import shardwise.checkpoint
 import shardwise.sharded_tensor.dcp
 from ranks import RankPool, on_ranks
-from sharded_tensor.forms import WHOLE, check, load, save, sharded, state
+from sharded_tensor.forms import WHOLE, check, load, names, save, sharded, state
+from sharded_tensor.rows import pieces
 from shardwise.errors import ShardingError
 from shardwise.files.manifest import digest
 from shardwise.sharded_tensor import ShardedTensor
+from shardwise.sharded_tensor.rows import ShardedParameter, ShardedRows
+
+# How many ranks save each form; on how many which forms are loaded.
+LOADED: dict[str, tuple[int, dict[int, list[str]]]] = {
+    "sharded": (4, {1: ["sharded", "plain"], 2: ["sharded", "dtensor"], 3: ["sharded", "dtensor", "plain"]}),
+    "dtensor": (2, {1: ["uneven"], 3: ["sharded", "uneven", "sharded"]}),
+    "plain": (4, {1: ["uneven"], 3: ["sharded", "uneven", "sharded"]}),
+    "uneven": (2, {1: ["even"], 3: ["all_on_last", "dtensor"], 4: ["plain", "two_groups", "columnwise"]}),
+    "all_on_last": (2, {1: ["dtensor"], 3: ["uneven", "plain"], 4: ["even", "replicated", "rowwise"]}),
+    **dict.fromkeys(["two_groups", "replicated", "rowwise", "columnwise"], (4, {1: ["plain"]})),
+}
 
 
+@pytest.mark.parametrize("form", LOADED)
 def test_what_any_form_saved_loads_on_any_number_of_ranks_in_any_form(
-    ranks: RankPool, tmp_path: Path
+    ranks: RankPool, tmp_path: Path, form: str
 ) -> None:
-    for form in ("sharded", "dtensor", "plain"):
-        ranks(save, form, tmp_path / form, world_size=4)
-    for world_size in (1, 2, 3):
-        ranks(load, "sharded", tmp_path / "sharded", ["sharded", "dtensor", "plain"], world_size=world_size)
-    for form in ("dtensor", "plain"):
-        ranks(load, form, tmp_path / form, ["sharded", "sharded"], world_size=3)
+    saving, loading = LOADED[form]
+    ranks(save, form, tmp_path, world_size=saving)
+    for world_size, forms in loading.items():
+        ranks(load, form, tmp_path, forms, world_size=world_size)
 
 
 def test_a_checkpoint_converts_to_one_file_of_plain_tensors(ranks: RankPool, tmp_path: Path) -> None:
@@ -74,76 +86,96 @@ def test_torchs_own_sharded_tensors_are_read_and_read_ours(tmp_path: Path) -> No
 
 
 def save_ours(path: Path) -> None:
-    state_of_all = {"tensors": state("sharded", empty=False), "model": model(0).state_dict()}
-    shardwise.checkpoint.save(path, state_of_all, step=3)
+    tensors = {form: state(form, empty=False) for form in ("sharded", "uneven")}
+    shardwise.checkpoint.save(path, {**tensors, "model": model(0).state_dict()}, step=3)
 
 
-def load_ours(path: Path) -> None:
-    for form in ("sharded", "plain"):
-        other = model(40, value=-1.0)
-        target = {"tensors": state(form, empty=True, seed=5), "model": other.state_dict()}
-        assert shardwise.checkpoint.load(path, target) == 3
-        check(target["tensors"])
-        found, expected = whole_state(other), whole_state(model(0))
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+def load_ours(path: Path, forms: dict[str, str]) -> None:
+    """What was saved in one form, in another."""
+    other = model(40, value=-1.0)
+    target: dict[str, Any] = {"model": other.state_dict()}
+    for saved, form in forms.items():
+        tensors = state(form, empty=True, seed=5)
+        target[saved] = {name: value for name, value in tensors.items() if name in names(saved)}
+    assert shardwise.checkpoint.load(path, target) == 3
+    for saved in forms:
+        check(target[saved])
+    found, expected = whole_state(other), whole_state(model(0))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_shardwise_checkpoints_hold_sharded_tensors(ranks: RankPool, tmp_path: Path) -> None:
+def test_shardwise_checkpoints_hold_sharded_tensors_and_rows(ranks: RankPool, tmp_path: Path) -> None:
     ranks(save_ours, tmp_path, world_size=4)
-    for world_size in (1, 3):
-        ranks(load_ours, tmp_path, world_size=world_size)
+    ranks(load_ours, tmp_path, {"sharded": "sharded", "uneven": "even"}, world_size=1)
+    for forms in ({"sharded": "sharded", "uneven": "all_on_last"}, {"sharded": "plain", "uneven": "plain"}):
+        ranks(load_ours, tmp_path, forms, world_size=3)
 
 
 # torch's state-dict functions
 
 
-def model(seed: int, *, value: float | None = None) -> nn.Sequential:
-    """A sharded weight with a rank that holds none of it, a sharded bias and buffer, plain parameters."""
+def model(seed: int, *, value: float | None = None, cut: pieces.Cut = pieces.uneven) -> nn.Sequential:
+    """A sharded weight of which a rank holds none, a sharded bias and buffer, plain parameters, rows."""
     torch.manual_seed(6)
-    made = nn.Sequential(nn.Linear(5, 7), nn.Linear(2, 3))
+    made = nn.Sequential(nn.Linear(5, 7), nn.Linear(2, 3), nn.Linear(5, 7))
     with torch.no_grad():
         for param in made.parameters():
             if value is not None:
                 param.fill_(value)
     for index, name in enumerate(("weight", "bias")):
         setattr(made[0], name, nn.Parameter(sharded(getattr(made[0], name).detach(), seed + index)))
+        setattr(made[2], name, pieces.parameter(getattr(made[2], name).detach(), cut))
     made.register_buffer("table", sharded(torch.arange(6.0) if value is None else torch.zeros(6), seed + 7))
     return made
 
 
 def whole_state(made: nn.Module) -> dict[str, Tensor]:
-    return {n: v.full_tensor() if isinstance(v, ShardedTensor) else v for n, v in made.state_dict().items()}
+    kinds = ShardedTensor, ShardedRows
+    return {n: v.full_tensor() if isinstance(v, kinds) else v for n, v in made.state_dict().items()}
 
 
 @on_ranks(1, 3)
-def test_model_state_dicts_of_torch(tmp_path: Path) -> None:
+def test_model_state_dicts_of_torch() -> None:
     made, rank = model(0), dist.get_rank()
     expected = whole_state(made)
-    assert set(expected) == {"0.weight", "0.bias", "1.weight", "1.bias", "table"}
+    assert set(expected) == {f"{n}.{kind}" for n in range(3) for kind in ("weight", "bias")} | {"table"}
 
     parts = get_model_state_dict(made)
     assert isinstance(parts["0.weight"], ShardedTensor)
+    assert isinstance(parts["2.weight"], ShardedRows)
     assert not parts["0.weight"].requires_grad
     full = get_model_state_dict(made, options=StateDictOptions(full_state_dict=True))
     assert all(type(value) is Tensor and torch.equal(value, expected[n]) for n, value in full.items())
     on_first = get_model_state_dict(made, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     assert set(on_first) == (set(expected) if rank == 0 else set())
+    assert all(type(value) is Tensor and torch.equal(value, expected[n]) for n, value in on_first.items())
 
     for given, options in (
         (parts, StateDictOptions()),
         (full, StateDictOptions(full_state_dict=True)),
         (on_first, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)),
     ):
-        other = model(0, value=-1.0)
+        other = model(0, value=-1.0, cut=pieces.all_on_last)
         before = other[0].weight.tensors
         result = set_model_state_dict(other, given, options=options)
         assert not result.missing_keys
         assert not result.unexpected_keys
         found = whole_state(other)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
-        assert isinstance(other[0].weight, nn.Parameter)
-        assert isinstance(other[0].weight, ShardedTensor)
+        for layer, kind in ((other[0], ShardedTensor), (other[2], ShardedParameter)):
+            assert isinstance(layer.weight, nn.Parameter)
+            assert isinstance(layer.weight, kind)
         assert all(new is old for new, old in zip(other[0].weight.tensors, before, strict=True))
+
+
+@on_ranks(2)
+def test_optimizer_state_dicts_of_torch_hold_rows() -> None:
+    rows = model(0)[2]
+    optimizer = torch.optim.AdamW(rows.parameters())
+    for param in rows.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert isinstance(get_optimizer_state_dict(rows, optimizer)["state"]["weight"]["exp_avg"], ShardedRows)
 
 
 @on_ranks(3)

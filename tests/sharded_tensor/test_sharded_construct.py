@@ -208,6 +208,15 @@ def test_local_shards_become_one_tensor_that_shares_their_memory() -> None:
         again = init_from_local_shards(copies, SIZE)
         assert again.metadata() == made.metadata()
         assert again.sharding_spec() == made.sharding_spec()
+        known = copy.deepcopy(cut(whole, spec).metadata())
+        with CommCounter() as counter:
+            told = init_from_local_shards_and_global_metadata(
+                shards, copy.deepcopy(known), sharding_spec=spec
+            )
+        assert sent(counter) == word_bytes()
+        assert told.metadata() == known
+        assert told.sharding_spec() is spec
+        assert torch.equal(told.full_tensor(), whole)
     leaf = torch.ones(2, dtype=torch.float64, requires_grad=True)
     trained = init_from_local_shards([Shard.from_tensor_and_offsets(leaf, [2 * rank], rank)], 6)
     assert trained.metadata().tensor_properties == TensorProperties(dtype=torch.float64, requires_grad=True)
@@ -229,21 +238,6 @@ def test_ranks_without_shards_learn_everything_from_the_others() -> None:
     assert torch.equal(init_from_local_shards(nothing, 0, 3).full_tensor(), torch.ones(0, 3))
     with pytest.raises(ShardingError, match="at least one shard"):
         init_from_local_shards([], 0)
-
-
-@on_ranks(3)
-def test_metadata_and_local_shards_make_a_tensor_with_a_word_from_each_rank() -> None:
-    whole = counted(SIZE)
-    for spec in SPECS:
-        other = cut(whole, spec)
-        with CommCounter() as counter:
-            made = init_from_local_shards_and_global_metadata(
-                other.local_shards(), copy.deepcopy(other.metadata()), sharding_spec=spec
-            )
-        assert sent(counter) == word_bytes()
-        assert made.metadata() == other.metadata()
-        assert made.sharding_spec() is spec
-        assert torch.equal(made.full_tensor(), whole)
 
 
 @on_ranks(3)
@@ -275,7 +269,10 @@ def test_a_whole_tensor_is_cut_from_one_rank_or_by_every_rank_from_its_own() -> 
             away = sum(place.box.numel for place in made.metadata().shards_metadata if place.rank != src_rank)
             sent = counter.bytes("send") - word_bytes()
             assert sent == (away * whole.element_size() if rank == src_rank else 0)
-            own = spec.shard(given, src_rank=None)
+            with CommCounter() as counter:
+                own = spec.shard(given, src_rank=None)
+            assert counter.bytes("send") == counter.bytes("recv") == word_bytes()
+            assert {call.kind for call in counter.calls} == {"send", "recv"}
             pairs = zip(own.tensors, made.tensors, strict=True)
             assert all(torch.equal(a, b) for a, b in pairs) == (rank == src_rank or not own.tensors)
     transposed = shard_tensor(counted((7, 5)).t(), SPECS[0])
@@ -286,14 +283,6 @@ def test_a_whole_tensor_is_cut_from_one_rank_or_by_every_rank_from_its_own() -> 
     assert trained.is_leaf
     assert all(t.untyped_storage().nbytes() == 4 * t.numel() for t in trained.tensors)
     assert source.grad_fn is None
-
-
-@on_ranks(2)
-def test_shards_cut_by_every_rank_take_no_message_but_the_agreement() -> None:
-    with CommCounter() as counter:
-        shard_tensor(counted(SIZE), rows(0, 1), src_rank=None)
-    assert counter.bytes("send") == counter.bytes("recv") == word_bytes()
-    assert {call.kind for call in counter.calls} == {"send", "recv"}
 
 
 # ---------------------------------------------------------------- in a part of the ranks

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from ranks import on_ranks
-from sharded_tensor.rows.pieces import FOUR_RANKS, parameter, replicated, uneven
+from sharded_tensor.rows.pieces import ANY_RANKS, FOUR_RANKS, parameter, replicated, uneven
 from sharded_tensor.rows.pieces import sharded as sharded_rows
 from shardwise import _compat, sharded_tensor
 from shardwise.errors import RankMismatchError, ShardingError
@@ -348,6 +348,11 @@ def test_rows_of_every_kind_go_both_ways() -> None:
             assert torch.equal(made.full_tensor(), whole), cut
             assert not made.requires_grad
             assert made.tensors[0].data_ptr() == param.local.data_ptr()
+            if cut in (*ANY_RANKS, replicated):
+                read = from_dtensor(param)
+                assert torch.equal(read.full_tensor(), whole), cut
+                with pytest.raises(ShardingError, match="use to_rows"):
+                    to_dtensor(read, param.device_mesh, param.placements)
             everywhere = from_rows(param, process_group=dist.group.WORLD)
             assert torch.equal(everywhere.full_tensor(), whole), cut
             for source in (whole + 1, (whole + 2).double()):
@@ -357,16 +362,6 @@ def test_rows_of_every_kind_go_both_ways() -> None:
                 param.local.zero_()
                 to_rows(source, param)
                 assert torch.equal(param.full_tensor(), (whole + 2)), cut
-
-
-@on_ranks(4)
-def test_rows_are_read_where_they_lie_as_any_dtensor_is() -> None:
-    for cut in (*FOUR_RANKS[:3], replicated):
-        param = parameter(whole_of((7, 5)), cut)
-        made = from_dtensor(param)
-        assert torch.equal(made.full_tensor(), whole_of((7, 5)))
-        with pytest.raises(ShardingError, match="use to_rows"):
-            to_dtensor(made, param.device_mesh, param.placements)
 
 
 @on_ranks(2)

@@ -8,9 +8,8 @@ from typing import Any
 import covers
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from covers import SHAPE, everywhere, same, specs
+from covers import SHAPE, cut, everywhere, same, specs
 
 from ranks import on_ranks
 from shardwise.errors import ShardingError
@@ -21,7 +20,6 @@ from shardwise.sharded_tensor import (
     ShardedTensor,
     ShardingSpec,
     ShardMetadata,
-    shard_tensor,
 )
 
 
@@ -61,11 +59,11 @@ def test_an_operand_of_fewer_dims_is_cut_as_the_projection_of_the_other() -> Non
     for one, other in ((uneven, uneven_without), (uneven_without, uneven)):
         agree(torch.mul, x, bias, cut={0: one(1), 1: other(0)})
         agree(torch.div, bias + 1, bias + 2, cut={0: one(0), 1: other(0)})
-    rows = ChunkShardingSpec(0, ranks)
+    by_rows = ChunkShardingSpec(0, ranks)
     with pytest.raises(ShardingError, match=r"cut otherwise.*\(5, 6\).*\(6,\).*reshard"):
-        shard_tensor(x, rows) * shard_tensor(bias, rows)
+        cut(x, by_rows) * cut(bias, by_rows)
     with pytest.raises(ShardingError, match="cut otherwise"):
-        shard_tensor(x, rows) + shard_tensor(x, ChunkShardingSpec(1, ranks))
+        cut(x, by_rows) + cut(x, ChunkShardingSpec(1, ranks))
 
 
 def uneven(dim: int) -> ShardingSpec:
@@ -100,7 +98,7 @@ def test_a_result_larger_than_the_sharded_operand_keeps_its_cut() -> None:
     )
     agree(torch.add, torch.rand(()), whole, cut={0: whole_on(ranks[1])})
     with pytest.raises(RuntimeError, match="broadcast"):
-        shard_tensor(row, ChunkShardingSpec(0, ranks)) + torch.rand(5)
+        cut(row, ChunkShardingSpec(0, ranks)) + torch.rand(5)
 
 
 @on_ranks(2)
@@ -118,13 +116,13 @@ def test_in_place_functions_write_the_local_tensors() -> None:
     ]
     for index, case in enumerate(cases):
         for spec in list(specs())[index % 3 :: 3]:
-            mine, held = shard_tensor(x, spec), shard_tensor(y, spec)
+            mine, held = cut(x, spec), cut(y, spec)
             before = mine.tensors
             assert case(mine, held) is mine
             assert all(a is b for a, b in zip(before, mine.tensors, strict=True))
             same(mine, case(x.clone(), y), rtol=0, atol=0)
     for spec in specs():
-        mine, held = shard_tensor(x, spec), shard_tensor(y, spec).requires_grad_()
+        mine, held = cut(x, spec), cut(y, spec).requires_grad_()
         target, kept = mine, x.clone()
         mine += held
         mine -= 1
@@ -151,12 +149,12 @@ def test_in_place_functions_write_the_local_tensors() -> None:
             mine.add_(torch.rand(2, *SHAPE))
         # At the latest when it is used: before torch 2.13 a tensor of the meta device does not raise.
         with pytest.raises((RuntimeError, ShardingError), match="can't be cast"):
-            shard_tensor(x.int(), spec).div_(2).full_tensor()
+            cut(x.int(), spec).div_(2).full_tensor()
 
 
 @on_ranks(2)
 def test_a_number_on_one_rank_is_written_in_place() -> None:
-    one = shard_tensor(torch.tensor(2.0), whole_on("rank:1"))
+    one = cut(torch.tensor(2.0), whole_on("rank:1"))
     weight = torch.tensor(3.0, requires_grad=True)
     one *= weight
     one += 1
@@ -166,24 +164,9 @@ def test_a_number_on_one_rank_is_written_in_place() -> None:
     assert weight.grad == 10
 
 
-@on_ranks(3)
-def test_on_a_subgroup_the_others_take_no_part() -> None:
-    group = dist.new_group([0, 2])
-    if dist.get_rank() == 1:
-        return
-    x = torch.arange(30.0).reshape(SHAPE)
-    for placements in (["rank:0", "rank:2"], ["rank:2"]):
-        sharded = shard_tensor(x, ChunkShardingSpec(1, placements), process_group=group)
-        weight = torch.rand(6, requires_grad=True)
-        of_weight = sharded * weight
-        assert of_weight.process_group is group
-        of_weight.full_tensor().sum().backward()
-        torch.testing.assert_close(weight.grad, x.sum(0))
-
-
 @on_ranks(2)
 def test_what_is_not_supported_is_refused_by_name() -> None:
-    x = shard_tensor(torch.rand(SHAPE), next(specs()))
+    x = cut(torch.rand(SHAPE), next(specs()))
     assert torch.maximum(x, torch.ones(6), out=x) is x
     assert (x == 1).all()
     for out in (torch.empty(SHAPE), torch.zeros_like(x[:, :1])):

@@ -10,7 +10,7 @@ import covers
 import pytest
 import torch
 import torch.distributed as dist
-from covers import SHAPE
+from covers import SHAPE, rows
 from torch import Tensor, nn
 
 from ranks import on_ranks
@@ -31,21 +31,11 @@ CALLS = _compat.foreach_functions
 
 
 def specs() -> list[ShardingSpec | None]:
-    """Cuts of a (5, 6): on one rank alone, with several shards on some, with empty ones; and none."""
-    ranks = [f"rank:{rank}" for rank in range(dist.get_world_size())]
-    places = [((0, 0), (5, 1), ranks[1]), ((0, 1), (2, 5), ranks[1]), ((2, 1), (3, 5), ranks[0])]
-    return [
-        ChunkShardingSpec(0, ranks),
-        ChunkShardingSpec(1, ranks[-1:]),
-        GridShardingSpec([2, 2], [ranks[0], *[ranks[1]] * 3]),
-        None,
-        RaggedShardingSpec(0, [0, 5, 0], ranks[:3]),
-        EnumerableShardingSpec([ShardMetadata(*place) for place in places]),
-    ]
+    return [*list(covers.specs())[:5], None]
 
 
 def cut(whole: Tensor, spec: ShardingSpec | None) -> Tensor:
-    return whole.clone() if spec is None else shard_tensor(whole, spec, src_rank=None)
+    return whole.clone() if spec is None else covers.cut(whole, spec)
 
 
 def lists(count: int, *, dtype: torch.dtype = torch.float32) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
@@ -170,7 +160,7 @@ def test_norms_of_a_list_take_one_all_reduce() -> None:
     for p in (2.0, math.inf, -math.inf):
         broken = [cut(torch.full(SHAPE, 2.0).index_fill(0, torch.tensor([1]), math.nan), specs()[0])] * 2
         assert all(value.isnan() for value in CALLS["norm"](broken, p))
-        nothing = [shard_tensor(torch.empty(0, 3), ChunkShardingSpec(0, ["rank:0", "rank:1"]))]
+        nothing = [shard_tensor(torch.empty(0, 3), rows(0, 1))]
         if p == 2:
             assert CALLS["norm"](nothing, p)[0] == 0
         else:
@@ -178,7 +168,7 @@ def test_norms_of_a_list_take_one_all_reduce() -> None:
                 CALLS["norm"](nothing, p)
     group = dist.new_group([0, 2])
     if dist.get_rank() != 1:
-        pair = shard_tensor(torch.arange(4.0), ChunkShardingSpec(0, ["rank:2"]), process_group=group)
+        pair = shard_tensor(torch.arange(4.0), rows(2), process_group=group)
         torch.testing.assert_close(CALLS["norm"]([pair, pair * 2])[1], (torch.arange(4.0) * 2).norm())
 
 
@@ -199,6 +189,11 @@ OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, foreach=False),
     lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True, foreach=False),
     lambda p: torch.optim.Adamax(p, lr=0.1, foreach=False),
+    lambda p: torch.optim.Adagrad(p, lr=0.1, foreach=False),
+    lambda p: torch.optim.Adadelta(p, lr=0.1, foreach=False),
+    lambda p: torch.optim.NAdam(p, lr=0.1, foreach=False),
+    lambda p: torch.optim.RAdam(p, lr=0.1, foreach=False),
+    lambda p: torch.optim.ASGD(p, lr=0.1, foreach=False),
 ]
 
 

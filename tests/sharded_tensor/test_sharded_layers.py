@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from covers import boxes, compare, cpu, same, whole_of
+from covers import boxes, compare, cpu, cut, rows, same, whole_of
 from torch import Tensor, nn
 
 from ranks import on_ranks
@@ -21,14 +21,12 @@ from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError
 from shardwise.layout import Box
 from shardwise.sharded_tensor import (
-    ChunkShardingSpec,
     GridShardingSpec,
     RaggedShardingSpec,
     ShardedTensor,
     ShardingSpec,
     full,
     ones,
-    shard_tensor,
 )
 from shardwise.sharded_tensor.random import bernoulli
 
@@ -39,8 +37,8 @@ def normal(*shape: int) -> Tensor:
 
 def specs(shape: tuple[int, ...], rng: random.Random) -> list[ShardingSpec]:
     return [
-        ChunkShardingSpec(0, cpu(2, 0, 1)),
-        ChunkShardingSpec(-1, cpu(1, 2)),
+        rows(2, 0, 1),
+        rows(1, 2, dim=-1),
         RaggedShardingSpec(-1, [1, 0, shape[-1] - 1], cpu(1, 0, 1)),
         GridShardingSpec([1] * (len(shape) - 2) + [2, 2], cpu(0, 1, 1, 2)),
         boxes(shape, rng, cuts=6),
@@ -59,7 +57,7 @@ def test_softmax_equals_that_of_the_whole_tensor() -> None:
             compare(functools.partial(F.log_softmax, dim=dim), (values.clamp(min=-9), spec))
     compare(
         lambda t: t.log_softmax(1, dtype=torch.float64),
-        (normal(3, 4).float(), ChunkShardingSpec(1, cpu(0, 1))),
+        (normal(3, 4).float(), rows(0, 1, dim=1)),
         tolerance=1e-6,
     )
     compare(functools.partial(torch.softmax, dim=0), (normal(1).reshape(()), boxes((), rng, cuts=0)))
@@ -67,31 +65,20 @@ def test_softmax_equals_that_of_the_whole_tensor() -> None:
 
 @on_ranks(3)
 def test_layer_norm_takes_weights_cut_alike() -> None:
-    columns, alike = ChunkShardingSpec(1, cpu(2, 0)), ChunkShardingSpec(0, cpu(2, 0))
+    columns, alike = rows(2, 0, dim=1), rows(2, 0)
     affine = (normal(6), alike), (normal(6), alike)
     compare(lambda t, w, b: F.layer_norm(t, (6,), w, b), (normal(5, 6), columns), *affine)
     compare(lambda t, w, b: F.layer_norm(t, (6,), w, b), (normal(5, 6), None), *affine)
-
-
-@on_ranks(3)
-def test_normalisations_take_a_group_of_some_ranks() -> None:
-    group = dist.new_group([2, 0])
-    if dist.get_rank() != 1:
-        for cut in (ChunkShardingSpec(1, cpu(2)), ChunkShardingSpec(1, cpu(2, 0))):
-            compare(functools.partial(torch.softmax, dim=1), (normal(3, 4), cut), group=group)
-            compare(
-                lambda t, w: F.layer_norm(t, (4,), w), (normal(3, 4), cut), (normal(4), None), group=group
-            )
 
 
 @on_ranks(2)
 def test_modules_normalise_sharded_activations_and_say_what_they_communicate() -> None:
     for make in (nn.LayerNorm, nn.RMSNorm):
         module = make(6, dtype=torch.float64)
-        compare(lambda t, module=module: module(t), (normal(3, 6), ChunkShardingSpec(1, cpu(1, 0))))
+        compare(lambda t, module=module: module(t), (normal(3, 6), rows(1, 0, dim=1)))
     values = normal(3, 6)
     for dim, forward in ((0, 0), (1, 2)):
-        sharded = shard_tensor(values, ChunkShardingSpec(dim, cpu(0, 1))).requires_grad_()
+        sharded = cut(values, rows(0, 1, dim=dim)).requires_grad_()
         for function, backward in ((nn.Softmax(1), dim), (lambda t: F.layer_norm(t, (6,)), forward)):
             with CommCounter() as counter:
                 found = function(sharded)
@@ -109,11 +96,7 @@ def test_dropout_drops_the_same_elements_under_every_sharding() -> None:
     rng = random.Random(3)
     world = dist.get_world_size()
     kept = []
-    for spec in (
-        ChunkShardingSpec(0, cpu(*range(world))),
-        ChunkShardingSpec(1, cpu(world - 1, 0)),
-        boxes((20, 30), rng, cuts=5),
-    ):
+    for spec in (rows(*range(world)), rows(world - 1, 0, dim=1), boxes((20, 30), rng, cuts=5)):
         torch.manual_seed(7 + dist.get_rank())
         whole = ones(spec, 20, 30, requires_grad=True)
         found = F.dropout(whole, 0.25)
@@ -136,7 +119,7 @@ def test_dropout_drops_the_same_elements_under_every_sharding() -> None:
 
 @on_ranks(2)
 def test_dropout_in_place_without_training_and_at_its_limits() -> None:
-    spec = ChunkShardingSpec(0, cpu(0, 1))
+    spec = rows(0, 1)
     values = full(spec, (4, 3), 2.0)
     assert F.dropout(values, 0.5, training=False) is values
     assert F.dropout(values, 1.0).full_tensor().eq(0).all()
@@ -149,7 +132,7 @@ def test_dropout_in_place_without_training_and_at_its_limits() -> None:
 
 @on_ranks(2)
 def test_normalisations_that_do_not_fit_are_refused() -> None:
-    values = shard_tensor(normal(4, 6), ChunkShardingSpec(1, cpu(0, 1)))
+    values = cut(normal(4, 6), rows(0, 1, dim=1))
     with pytest.raises(ShardingError, match="softmax of a ShardedTensor needs its dim"):
         F.softmax(values)
     with pytest.raises(IndexError, match="Dimension out of range"):
@@ -157,7 +140,7 @@ def test_normalisations_that_do_not_fit_are_refused() -> None:
     with pytest.raises(RuntimeError, match="normalized_shape"):
         F.layer_norm(values, (5,))
     with pytest.raises(ShardingError, match="reshard"):
-        F.layer_norm(values, (6,), shard_tensor(normal(6), ChunkShardingSpec(0, cpu(1, 0))))
+        F.layer_norm(values, (6,), cut(normal(6), rows(1, 0)))
 
 
 @on_ranks(3)
@@ -170,8 +153,8 @@ def test_a_chain_of_layers_cut_on_different_ranks_trains_as_the_whole_one() -> N
         return F.softmax(F.linear(F.gelu(F.linear(hidden, up)), down), -1)
 
     for table, up, down in (
-        (ChunkShardingSpec(1, cpu(0, 1)), ChunkShardingSpec(1, cpu(0, 1)), ChunkShardingSpec(1, cpu(2, 0))),
-        (ChunkShardingSpec(0, cpu(0, 1)), ChunkShardingSpec(0, cpu(2, 0)), ChunkShardingSpec(1, cpu(2, 0))),
+        (rows(0, 1, dim=1), rows(0, 1, dim=1), rows(2, 0, dim=1)),
+        (rows(0, 1), rows(2, 0), rows(2, 0, dim=1)),
     ):
         compare(model, *zip((normal(*size) for size in sizes), (table, up, down, None), strict=True))
 
@@ -184,11 +167,11 @@ def test_linear_with_a_sharded_weight_equals_that_with_the_whole_one() -> None:
     rng = random.Random(1)
     weight, bias = normal(7, 5), normal(7)
     specs: dict[str, ShardingSpec] = {
-        "columns": ChunkShardingSpec(0, cpu(2, 0, 1)),
+        "columns": rows(2, 0, 1),
         "columns on two, twice": RaggedShardingSpec(0, [3, 0, 2, 2], cpu(0, 1, 0, 1)),
-        "rows": ChunkShardingSpec(1, cpu(0, 1, 2)),
-        "rows on two": ChunkShardingSpec(1, cpu(1, 2, 1)),
-        "whole": ChunkShardingSpec(0, cpu(1)),
+        "rows": rows(0, 1, 2, dim=1),
+        "rows on two": rows(1, 2, 1, dim=1),
+        "whole": rows(1),
         "grid": GridShardingSpec([2, 2], cpu(0, 1, 1, 0)),
         "boxes": boxes((7, 5), rng, cuts=6, dims=[0, 1, 1]),
     }
@@ -197,7 +180,7 @@ def test_linear_with_a_sharded_weight_equals_that_with_the_whole_one() -> None:
             found = compare(F.linear, (normal(*shape), None), (weight, spec), (bias, None))
             assert isinstance(found, ShardedTensor) == ("columns" in name)
         compare(F.linear, (normal(4, 5), None), (weight, spec))
-    alike = ChunkShardingSpec(0, cpu(2, 0, 1))
+    alike = rows(2, 0, 1)
     compare(F.linear, (normal(4, 5), None), (weight, alike), (bias, alike))
     compare(F.linear, (normal(4, 5), None), (weight, specs["rows"]), (bias, alike))
 
@@ -206,8 +189,8 @@ def test_linear_with_a_sharded_weight_equals_that_with_the_whole_one() -> None:
 def test_linear_of_a_sharded_input_equals_that_of_the_whole_one() -> None:
     rng = random.Random(2)
     weight, bias, batch = normal(7, 5), normal(7), normal(4, 3, 5)
-    rows = ChunkShardingSpec(-1, cpu(2, 0, 1))
-    found = compare(F.linear, (batch, rows), (weight, rows), (bias, None))
+    by_rows = rows(2, 0, 1, dim=-1)
+    found = compare(F.linear, (batch, by_rows), (weight, by_rows), (bias, None))
     assert not isinstance(found, ShardedTensor)
     # The rank's part of the input may be more than its part of the weight meets.
     compare(
@@ -216,21 +199,15 @@ def test_linear_of_a_sharded_input_equals_that_of_the_whole_one() -> None:
         (weight, RaggedShardingSpec(1, [1, 2, 2], cpu(1, 1, 0))),
     )
     for spec in (
-        ChunkShardingSpec(0, cpu(1, 0, 2)),
+        rows(1, 0, 2),
         RaggedShardingSpec(1, [1, 2], cpu(2, 2)),
         boxes((4, 3, 5), rng, cuts=5, dims=[0, 1]),
     ):
         found = compare(F.linear, (batch, spec), (weight, None), (bias, None))
         assert isinstance(found, ShardedTensor)
-        assert [box.offsets[:2] for box in found.boxes] == [
-            box.offsets[:2] for box in _cut(batch, spec).boxes
-        ]
-    for spec in (rows, boxes((4, 3, 5), rng, cuts=5, dims=[2, 2, 0])):
+        assert [box.offsets[:2] for box in found.boxes] == [box.offsets[:2] for box in cut(batch, spec).boxes]
+    for spec in (by_rows, boxes((4, 3, 5), rng, cuts=5, dims=[2, 2, 0])):
         assert not isinstance(compare(F.linear, (batch, spec), (weight, None), (bias, None)), ShardedTensor)
-
-
-def _cut(tensor: Tensor, spec: ShardingSpec) -> ShardedTensor:
-    return shard_tensor(tensor, spec, src_rank=None)
 
 
 @on_ranks(3)
@@ -238,11 +215,11 @@ def test_products_of_two_tensors_sharded_alike_equal_those_of_whole_ones() -> No
     batch = RaggedShardingSpec(0, [2, 1, 3], cpu(1, 0, 1))
     found = compare(torch.bmm, (normal(6, 2, 4), batch), (normal(6, 4, 3), batch))
     assert isinstance(found, ShardedTensor)
-    along = ChunkShardingSpec(1, cpu(0, 2))
-    found = compare(torch.mm, (normal(3, 4), along), (normal(4, 5), ChunkShardingSpec(0, cpu(0, 2))))
+    along = rows(0, 2, dim=1)
+    found = compare(torch.mm, (normal(3, 4), along), (normal(4, 5), rows(0, 2)))
     assert not isinstance(found, ShardedTensor)
-    whole, cut = ChunkShardingSpec(0, cpu(2)), RaggedShardingSpec(1, [2, 3], cpu(2, 2))
-    found = compare(torch.matmul, (normal(3, 4), whole), (normal(4, 5), cut))
+    whole, split = rows(2), RaggedShardingSpec(1, [2, 3], cpu(2, 2))
+    found = compare(torch.matmul, (normal(3, 4), whole), (normal(4, 5), split))
     assert isinstance(found, ShardedTensor)
 
 
@@ -261,10 +238,10 @@ def test_a_column_cut_layer_and_a_row_cut_one_need_one_all_reduce_each_way() -> 
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
     reference = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
     reference.load_state_dict(model.state_dict())
-    columns, rows = ChunkShardingSpec(0, cpu(0, 1)), ChunkShardingSpec(1, cpu(0, 1))
-    for layer, spec in ((model[0], columns), (model[2], rows)):
-        layer.weight = nn.Parameter(_cut(layer.weight.detach(), spec))
-    model[0].bias = nn.Parameter(_cut(model[0].bias.detach(), columns))
+    columns, by_rows = rows(0, 1), rows(0, 1, dim=1)
+    for layer, spec in ((model[0], columns), (model[2], by_rows)):
+        layer.weight = nn.Parameter(cut(layer.weight.detach(), spec))
+    model[0].bias = nn.Parameter(cut(model[0].bias.detach(), columns))
     batch = normal(5, 4).requires_grad_()
     again = batch.detach().clone().requires_grad_()
     with CommCounter() as counter:
@@ -287,7 +264,7 @@ def test_a_linear_module_cut_by_columns_works_with_a_plain_bias() -> None:
     torch.manual_seed(0)
     layer, reference = nn.Linear(4, 5), nn.Linear(4, 5)
     reference.load_state_dict(layer.state_dict())
-    layer.weight = nn.Parameter(_cut(layer.weight.detach(), ChunkShardingSpec(0, cpu(0, 1))))
+    layer.weight = nn.Parameter(cut(layer.weight.detach(), rows(0, 1)))
     batch = torch.randn(3, 4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found, expected = layer(batch), reference(batch)
@@ -303,28 +280,34 @@ def test_a_linear_module_cut_by_columns_works_with_a_plain_bias() -> None:
 @on_ranks(3)
 def test_ranks_outside_the_group_take_no_part() -> None:
     group = dist.new_group([2, 0])
-    if dist.get_rank() != 1:
-        for spec in (ChunkShardingSpec(0, cpu(2)), ChunkShardingSpec(1, cpu(2, 0))):
-            compare(F.linear, (normal(3, 4), None), (normal(5, 4), spec), (normal(5), None), group=group)
+    if dist.get_rank() == 1:
+        return
+    for spec in (rows(2), rows(2, dim=1), rows(2, 0, dim=1)):
+        values, weights, batch = (normal(3, 4), spec), (normal(4), None), (normal(5, 4), None)
+        compare(functools.partial(torch.softmax, dim=1), values, group=group)
+        compare(lambda t, w: F.layer_norm(t, (4,), w), values, weights, group=group)
+        compare(lambda w, t, b: F.linear(t, w, b), values, batch, (normal(3), None), group=group)
+        compare(lambda t: t.norm() + t.max() + t.sum(0).sum(), values, group=group)
+        assert compare(torch.mul, values, weights, group=group).process_group is group
 
 
 @on_ranks(2)
 def test_products_that_ranks_cannot_make_alone_are_refused_with_a_remedy() -> None:
-    columns, rows = ChunkShardingSpec(0, cpu(0, 1)), ChunkShardingSpec(1, cpu(0, 1))
+    columns, by_rows = rows(0, 1), rows(0, 1, dim=1)
     weight, batch = normal(6, 4), normal(2, 4)
     with pytest.raises(ShardingError, match=r"linear of \(2, 4\).*\(6, 4\).*full_tensor\(\) of the first"):
-        F.linear(_cut(batch, columns), _cut(weight, columns))
+        F.linear(cut(batch, columns), cut(weight, columns))
     with pytest.raises(ShardingError, match=r"reshard\(ChunkShardingSpec\(-1, \[rank:0/cpu, rank:1"):
-        F.linear(_cut(batch, columns), _cut(weight, rows))
+        F.linear(cut(batch, columns), cut(weight, by_rows))
     with pytest.raises(RuntimeError, match="must have same reduction dim"):
-        F.linear(batch, _cut(normal(6, 5), rows))
+        F.linear(batch, cut(normal(6, 5), by_rows))
     with pytest.raises(RuntimeError, match="at least 1D"):
-        F.linear(_cut(batch, columns), normal())
+        F.linear(cut(batch, columns), normal())
 
 
 @on_ranks(2)
 def test_a_linear_weight_of_one_dim_is_a_vector() -> None:
-    first, last = (ChunkShardingSpec(dim, cpu(0, 1)) for dim in (0, -1))
-    for cut, spec in ((first, None), (last, None), (None, first), (last, first)):
-        compare(F.linear, (normal(4, 6), cut), (normal(6), spec))
-        compare(F.linear, (normal(4, 2, 6), cut), (normal(6), spec), (normal(), None))
+    first, last = (rows(0, 1, dim=dim) for dim in (0, -1))
+    for one, spec in ((first, None), (last, None), (None, first), (last, first)):
+        compare(F.linear, (normal(4, 6), one), (normal(6), spec))
+        compare(F.linear, (normal(4, 2, 6), one), (normal(6), spec), (normal(), None))

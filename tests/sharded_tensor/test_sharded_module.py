@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from covers import whole_of
+from covers import rows, whole_of
 from torch import Tensor, nn
 
 from ranks import on_ranks
 from shardwise.errors import RankMismatchError, ShardingError
 from shardwise.sharded_tensor import (
-    ChunkShardingSpec,
     EnumerableShardingSpec,
     GridShardingSpec,
     RaggedShardingSpec,
@@ -33,8 +32,8 @@ from shardwise.sharded_tensor.module import (
     shard_parameter,
 )
 
-ROWS = ChunkShardingSpec(0, ["rank:2", "rank:0"])  # nothing on rank 1
-COLUMNS = ChunkShardingSpec(1, ["rank:1", "rank:0", "rank:1"])  # several on rank 1, nothing on rank 2
+ROWS = rows(2, 0)  # nothing on rank 1
+COLUMNS = rows(1, 0, 1, dim=1)  # several on rank 1, nothing on rank 2
 ON_ONE = EnumerableShardingSpec([ShardMetadata([0, 0], [5, 4], "rank:1")])
 
 
@@ -91,7 +90,7 @@ def test_a_sharded_parameter_has_the_values_of_the_source_rank() -> None:
     group = dist.new_group([1, 2])
     if rank:
         net = Net(seed=rank)
-        on_group = ChunkShardingSpec(0, ["rank:1", "rank:2"])
+        on_group = rows(1, 2)
         shard_parameter(net, "head.weight", on_group, src_rank=1, process_group=group)
         assert net.head.weight.process_group is group
         assert torch.equal(whole_of(net.head.weight), Net(2).head.weight)
@@ -125,24 +124,22 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank() -> None:
     rank = dist.get_rank()
     net = Net()
     net.register_buffer("scale", torch.ones(3))
-    with pytest.raises(
-        ShardingError, match=r"Net has no parameter 'encoder\.wieght'; near.*'encoder\.weight'"
+    of_one_dim: Any = GridShardingSpec([1, 1], ["rank:0"])
+    for name, spec, why in (
+        ("encoder.wieght", ROWS, r"Net has no parameter 'encoder\.wieght'; near.*'encoder\.weight'"),
+        ("scale", ROWS, "scale is a buffer of Net"),
+        ("head.weight", 3, "needs a ShardingSpec, found 3"),
+        ("head.bias", of_one_dim, "GridShardingSpec of"),
     ):
-        shard_parameter(net, "encoder.wieght", ROWS)
-    with pytest.raises(ShardingError, match="scale is a buffer of Net"):
-        shard_parameter(net, "scale", ROWS)
-    with pytest.raises(ShardingError, match="needs a ShardingSpec, found 3"):
-        shard_parameter(net, "head.weight", 3)  # type: ignore[arg-type]
-    with pytest.raises(ShardingError, match="GridShardingSpec of"):
-        shard_parameter(net, "head.bias", GridShardingSpec([1, 1], ["rank:0"]))
+        with pytest.raises(ShardingError, match=why):
+            shard_parameter(net, name, spec)
     net.head.weight.grad = torch.ones_like(net.head.weight)
     with pytest.raises(ShardingError, match="has a gradient"):
         shard_parameter(net, "head.weight", ROWS)
     net.head.weight.grad = None
-    with pytest.raises(RankMismatchError, match="ranks disagree about the sharding plan"):
-        shard_parameter(net, "head.weight" if rank else "head.bias", ROWS)
-    with pytest.raises(RankMismatchError, match=r"impossible: Net has no parameter 'head\.none'"):
-        shard_parameter(net, "head.weight" if rank else "head.none", ROWS)
+    for other, why in (("bias", "disagree about the sharding plan"), ("none", r"impossible: .*'head\.none'")):
+        with pytest.raises(RankMismatchError, match=why):
+            shard_parameter(net, "head.weight" if rank else f"head.{other}", ROWS)
     shard_parameter(net, "head.weight", ROWS)
     with pytest.raises(ShardingError, match=r"is a ShardedTensor.*reshard"):
         shard_parameter(net, "head.weight", ROWS)
@@ -215,29 +212,16 @@ def test_a_plan_shards_parameters_submodules_and_outputs() -> None:
         shard_module(net, ShardingPlan({}, return_local_tensor=names))
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner, self.outer = nn.Linear(8, 12), nn.Linear(12, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(torch.relu(self.inner(x)))
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 6))
 
 
 @on_ranks(3)
 def test_a_sharded_module_trains_as_the_whole_one_does() -> None:
-    ranks = ["rank:0/cpu", "rank:1/cpu"]  # rank 2 has no shard of anything
-    weights: dict[str, Any] = {
-        "inner.weight": ChunkShardingSpec(0, ranks),
-        "outer.weight": ChunkShardingSpec(1, ranks),
-    }
-    plans = [
-        ShardingPlan(weights),
-        ShardingPlan(weights, {"outer": ChunkShardingSpec(0, ranks)}, ["outer"]),
-    ]
-    for plan in plans:
-        net, reference = Mlp(), Mlp()
+    weights: dict[str, Any] = {"0.weight": rows(0, 1), "2.weight": rows(0, 1, dim=1)}  # nothing on rank 2
+    for plan in (ShardingPlan(weights), ShardingPlan(weights, {"2": rows(0, 1)}, ["2"])):
+        net, reference = mlp(), mlp()
         shard_module(net, plan)
         optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (net, reference)]
         for _ in range(3):
@@ -261,7 +245,7 @@ def test_cutting_a_whole_output_gathers_its_gradient() -> None:
     x, factors = torch.randn(5, 4), torch.randn(5, 3)
     reference = nn.Linear(4, 3)
     (reference(x) * factors).sum().backward()
-    for spec in (ROWS, ChunkShardingSpec(1, ["rank:2", "rank:0"])):
+    for spec in (ROWS, rows(2, 0, dim=1)):
         net = nn.Linear(4, 3)
         net.load_state_dict(reference.state_dict())
         collect_local_shard(reshard_output(net, spec))

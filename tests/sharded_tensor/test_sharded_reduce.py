@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from covers import SHAPE, agree, everywhere, part, same, specs
+from covers import SHAPE, agree, cut, everywhere, rows, same, specs
 from torch import Tensor, nn
 
 from ranks import on_ranks
@@ -22,7 +21,6 @@ from shardwise.sharded_tensor import (
     RaggedShardingSpec,
     ShardedTensor,
     ShardMetadata,
-    shard_tensor,
 )
 
 ALONG: list[Callable[..., Any]] = [
@@ -73,11 +71,11 @@ def test_reductions_along_a_dim_are_sharded_where_no_shard_cuts_it_else_plain_or
     for index, function in enumerate([*ALONG, *ON_ONE_RANK]):
         for number, spec in enumerate(specs()):
             dim, keep = [(0, True), (1, False), (-1, True), (-2, False)][(index + number) % 4]
-            cut = list(specs())[number].build_metadata(torch.Size(SHAPE), None)  # type: ignore[arg-type]
-            uncut = all(shard.shard_sizes[dim] == SHAPE[dim] for shard in cut.shards_metadata)
+            pieces = list(specs())[number].build_metadata(torch.Size(SHAPE), None)  # type: ignore[arg-type]
+            uncut = all(shard.shard_sizes[dim] == SHAPE[dim] for shard in pieces.shards_metadata)
             if function in ON_ONE_RANK and not uncut:
                 with pytest.raises(ShardingError, match=r"in every shard, .*reshard"):
-                    function(shard_tensor(x, spec, src_rank=None), dim, keep)
+                    function(cut(x, spec), dim, keep)
                 continue
             found = agree(lambda t, f=function, d=dim, k=keep: f(t, d, k), x, cut={0: spec})
             assert isinstance(found, ShardedTensor) == uncut
@@ -134,13 +132,13 @@ def test_cross_entropy_of_logits_cut_along_the_batch_is_that_of_the_whole_batch(
         (chances, {"weight": weight, "label_smoothing": 0.1}),
     ]
     uneven = RaggedShardingSpec(0, [2, 0, 3], everywhere())
-    for spec in (uneven, ChunkShardingSpec(0, ["rank:2", "rank:0", "rank:0"])):
+    for spec in (uneven, rows(2, 0, 0)):
         for number, (target, options) in enumerate(cases):
             for reduction in ("mean", "sum", "none"):
 
                 def loss(x: Any, number: int = number, target: Any = target, options: Any = options) -> Any:
                     if number % 2 and isinstance(x, ShardedTensor):
-                        target = shard_tensor(target, x.sharding_spec(), src_rank=None)
+                        target = cut(target, x.sharding_spec())
                     return F.cross_entropy(x, target, reduction=reduction, **options)  # noqa: B023
 
                 found = agree(loss, values(), cut={0: spec})
@@ -150,11 +148,11 @@ def test_cross_entropy_of_logits_cut_along_the_batch_is_that_of_the_whole_batch(
     agree(
         lambda x: F.cross_entropy(x, torch.arange(8).reshape(2, 4) % 6), torch.randn(2, 6, 4), cut={0: pixels}
     )
-    logits = shard_tensor(values(), ChunkShardingSpec(1, everywhere()))
+    logits = cut(values(), ChunkShardingSpec(1, everywhere()))
     with pytest.raises(ShardingError, match=r"cross_entropy .* of dim 1 in every shard, .*reshard"):
         F.cross_entropy(logits, ids)
     with pytest.raises(ShardingError, match="logits must be sharded"):
-        F.cross_entropy(values(), shard_tensor(ids, ChunkShardingSpec(0, everywhere())))
+        F.cross_entropy(values(), cut(ids, ChunkShardingSpec(0, everywhere())))
 
 
 @on_ranks(2)
@@ -174,7 +172,7 @@ def test_integers_and_bools_reduce_as_in_torch() -> None:
         for number, spec in enumerate(specs()):
             for dtype in (torch.int32, torch.uint8, torch.int64, torch.bool)[(index + number) % 2 :: 2]:
                 agree(function, (x if dtype != torch.bool else x > 2).to(dtype), cut={0: spec})
-    sharded = shard_tensor(x, next(specs()))
+    sharded = cut(x, next(specs()))
     for wrong in (
         lambda: sharded.mean(),
         lambda: sharded.norm(),
@@ -183,7 +181,7 @@ def test_integers_and_bools_reduce_as_in_torch() -> None:
     ):
         with pytest.raises((RuntimeError, IndexError)):
             wrong()
-    empty = shard_tensor(torch.empty(0, 3), ChunkShardingSpec(0, everywhere()))
+    empty = cut(torch.empty(0, 3), ChunkShardingSpec(0, everywhere()))
     assert empty.sum().item() == 0
     assert empty.mean().isnan()
     same(empty.sum(0), torch.zeros(3))
@@ -191,24 +189,24 @@ def test_integers_and_bools_reduce_as_in_torch() -> None:
         with pytest.raises((RuntimeError, IndexError)):
             wrong()
     with pytest.raises(ShardingError, match="norm is not supported"):
-        torch.linalg.norm(shard_tensor(x.float(), next(specs())), 1)
+        torch.linalg.norm(cut(x.float(), next(specs())), 1)
     with pytest.raises(ShardingError, match="argmax is not supported"):
         sharded.argmax()
     with pytest.raises(ShardingError, match=r"cumsum is not supported.* use map"):
         sharded.cumsum(0)
     with pytest.raises(ShardingError, match="prod is not supported"):
         sharded.prod(1)
-    one = shard_tensor(torch.arange(6), ChunkShardingSpec(0, ["rank:1"]), src_rank=None)
+    one = cut(torch.arange(6), rows(1))
     same(one.logsumexp(0), torch.arange(6).logsumexp(0))
 
 
 @on_ranks(3)
 def test_one_element_is_a_number_on_every_rank() -> None:
     for where in everywhere():
-        one = shard_tensor(torch.tensor([[2.5]]), ChunkShardingSpec(0, [where]))
+        one = cut(torch.tensor([[2.5]]), ChunkShardingSpec(0, [where]))
         assert (one.item(), float(one), int(one), bool(one > 2)) == (2.5, 2.5, 2, True)
     with pytest.raises(RuntimeError, match="30 elements"):
-        bool(shard_tensor(values(), next(specs())))
+        bool(cut(values(), next(specs())))
 
 
 @on_ranks(3)
@@ -216,7 +214,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model() -> None:
     for norm_type in (2.0, 1.0, math.inf):
         torch.manual_seed(0)
         whole = [nn.Parameter(torch.randn(SHAPE)) for _ in specs()]
-        mine = [nn.Parameter(shard_tensor(p.detach(), spec)) for p, spec in zip(whole, specs(), strict=True)]
+        mine = [nn.Parameter(cut(p.detach(), spec)) for p, spec in zip(whole, specs(), strict=True)]
         plain = nn.Parameter(torch.randn(4))
         also = nn.Parameter(plain.detach().clone())
         for params, extra in ((whole, plain), (mine, also)):
@@ -229,21 +227,3 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model() -> None:
         torch.testing.assert_close(also.grad, plain.grad)
         for one, other in zip(mine, whole, strict=True):
             same(one.grad, other.grad)  # type: ignore[arg-type]
-
-
-@on_ranks(3)
-def test_on_a_subgroup_the_others_take_no_part_in_reductions() -> None:
-    group = dist.new_group([0, 2])
-    if dist.get_rank() == 1:
-        return
-    x = values()
-    for placements in (["rank:0", "rank:2"], ["rank:2"]):
-        sharded = shard_tensor(x, ChunkShardingSpec(1, placements), process_group=group).requires_grad_()
-        total = sharded.norm() + sharded.max() + sharded.sum(0).sum()
-        whole = x.clone().requires_grad_()
-        expected = whole.norm() + whole.max() + whole.sum(0).sum()
-        torch.testing.assert_close(total, expected)
-        total.backward()
-        expected.backward()
-        for tensor, box in zip(sharded.grad.tensors, sharded.boxes, strict=True):  # type: ignore[union-attr]
-            torch.testing.assert_close(tensor, part(whole.grad, box))  # type: ignore[arg-type]

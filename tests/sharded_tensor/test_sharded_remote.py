@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from covers import rows
 from torch.distributed import rpc
 
 from ranks import on_ranks
@@ -40,7 +41,7 @@ def placements(sharded: ShardedTensor) -> list[str]:
 def test_remote_shards_are_the_other_ranks_shards(tmp_path: Path) -> None:
     rank = dist.get_rank()
     whole = torch.arange(12.0).view(6, 2)
-    spec = ChunkShardingSpec(0, ["rank:2", "rank:0", "rank:2"])  # nothing on rank 1
+    spec = rows(2, 0, 2)  # nothing on rank 1
     with pytest.raises(ShardingError, match=r"ranks 0, 1, 2: references to shards.*call.*init_rpc first"):
         zeros(spec, 6, 2, init_rrefs=True)
     named = ChunkShardingSpec(0, ["worker1/cpu", "rank:0/cpu"])
@@ -77,7 +78,7 @@ def test_remote_shards_are_the_other_ranks_shards(tmp_path: Path) -> None:
 
         group = dist.new_group([2, 1])
         if rank:
-            spec_of_two = ChunkShardingSpec(0, ["rank:1", "rank:2"])
+            spec_of_two = rows(1, 2)
             of_two = zeros(spec_of_two, 6, 2, process_group=group, init_rrefs=True)
             assert list(of_two.remote_shards()) == [3 - rank]
         assert_forgotten(spec)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from covers import agree, same
+from covers import agree, cut, rows, same
 from torch import Tensor
 
 from ranks import on_ranks
@@ -23,7 +23,6 @@ from shardwise.sharded_tensor import (
     ShardedTensor,
     ShardingSpec,
     ShardMetadata,
-    shard_tensor,
 )
 
 SHAPE = (5, 2, 6)
@@ -110,7 +109,7 @@ def compare(case: Callable[[Any], Any], spec: ShardingSpec, *, behind: bool = Fa
 
     def call(value: Any) -> Any:
         moves = behind and isinstance(value, ShardedTensor)
-        return case(value.reshard(ChunkShardingSpec(0, ["rank:0"])).reshard(spec) if moves else value)
+        return case(value.reshard(rows(0)).reshard(spec) if moves else value)
 
     assert isinstance(agree(call, torch.rand(SHAPE), cut={0: spec}, rtol=0.0, atol=0.0), ShardedTensor)
 
@@ -139,7 +138,7 @@ def test_reshapes_are_those_of_the_whole_or_name_a_cut_for_which_they_are() -> N
 @on_ranks(2)
 def test_a_refused_reshape_names_its_shapes_spec_box_and_a_cut_that_works() -> None:
     whole = torch.arange(24.0).view(4, 6)
-    columns = shard_tensor(whole, ChunkShardingSpec(1, ["rank:1", "rank:0"]), src_rank=None)
+    columns = cut(whole, rows(1, 0, dim=1))
     with pytest.raises(ShardingError) as caught:
         columns.view(2, 12)
     message = str(caught.value)
@@ -149,20 +148,20 @@ def test_a_refused_reshape_names_its_shapes_spec_box_and_a_cut_that_works() -> N
     assert "by ChunkShardingSpec(dim=1, placements=[rank:1/cpu, rank:0/cpu])" in message
     assert "the shard at (0, 0) of size (4, 3) does not stay one box" in message
     assert message.endswith("reshard to ChunkShardingSpec(dim=0, placements=[rank:1/cpu, rank:0/cpu]) before")
-    rows = columns.reshard(ChunkShardingSpec(0, ["rank:1", "rank:0"]))
-    check(rows.view(2, 12), whole.view(2, 12))
+    by_rows = columns.reshard(rows(1, 0))
+    check(by_rows.view(2, 12), whole.view(2, 12))
     with pytest.raises(ShardingError, match=r"use full_tensor\(\), or a cut"):
-        rows.view(3, 8)  # in (3, 8), neither 12 nor 6 elements are a box
+        by_rows.view(3, 8)  # in (3, 8), neither 12 nor 6 elements are a box
     with pytest.raises(ShardingError, match=r"has no view of size \(6,\); use reshape"):
-        rows[:, :3].view(-1)
+        by_rows[:, :3].view(-1)
 
 
 @on_ranks(2)
 def test_in_place_operations_on_a_part_write_the_whole() -> None:
     whole = torch.rand(4, 6)
-    for spec in (ChunkShardingSpec(0, ["rank:0", "rank:1"]), ChunkShardingSpec(1, ["rank:1"] * 4)):
+    for spec in (rows(0, 1), ChunkShardingSpec(1, ["rank:1"] * 4)):
         expected = whole.clone()
-        sharded = shard_tensor(whole, spec, src_rank=None)
+        sharded = cut(whole, spec)
         for tensor in (expected, sharded):
             tensor[1:3].zero_()
             tensor.t()[5].fill_(2.0)
@@ -199,7 +198,7 @@ def test_a_part_without_some_of_a_ranks_shards_is_written_and_differentiated() -
     whole = torch.rand(6, 2)
     for change in PARTS:
         plain = whole.clone().requires_grad_()
-        sharded = shard_tensor(whole, ChunkShardingSpec(0, ["rank:0", "rank:0", "rank:1"]), src_rank=None)
+        sharded = cut(whole, rows(0, 0, 1))
         results: list[Any] = []
         for leaf in (plain, sharded.requires_grad_()):
             tensor = leaf * 1
@@ -296,21 +295,21 @@ WRITES: list[Callable[[Any, Any, Any], Any]] = [
 def test_writes_to_parts_and_to_their_wholes_are_those_of_the_whole_on_every_rank(owners: str) -> None:
     whole, spec = torch.rand(4, 2), RaggedShardingSpec(0, [1, 1, 2], [f"rank:{rank}" for rank in owners])
     for number, write in enumerate(WRITES):
-        for beside in (0, 1):
-            leaves = [whole.clone(), shard_tensor(whole, spec, src_rank=None)]
-            losses: list[Tensor] = []
-            states: list[Any] = []
-            for leaf in leaves:
-                base, copied = leaf.requires_grad_() * 1, leaf.detach().clone()
-                result = write(base, copied, leaf)
-                states.append([(t.requires_grad, t.is_leaf) for t in (result, base, copied)])
-                losses.append((result * 3).sum() + beside * leaf.sum() + (base * copied).sum())
-            assert states[0] == states[1], f"{number} on {owners}"
-            torch.testing.assert_close(*losses, msg=f"loss of {number} on {owners}")
-            for loss in losses:
-                loss.backward()
-            found = leaves[1].grad.full_tensor()  # type: ignore[union-attr]
-            torch.testing.assert_close(found, leaves[0].grad, msg=f"gradient of {number} on {owners}")
+        beside = (number + int(owners)) % 2
+        leaves = [whole.clone(), cut(whole, spec)]
+        losses: list[Tensor] = []
+        states: list[Any] = []
+        for leaf in leaves:
+            base, copied = leaf.requires_grad_() * 1, leaf.detach().clone()
+            result = write(base, copied, leaf)
+            states.append([(t.requires_grad, t.is_leaf) for t in (result, base, copied)])
+            losses.append((result * 3).sum() + beside * leaf.sum() + (base * copied).sum())
+        assert states[0] == states[1], f"{number} on {owners}"
+        torch.testing.assert_close(*losses, msg=f"loss of {number} on {owners}")
+        for loss in losses:
+            loss.backward()
+        found = leaves[1].grad.full_tensor()  # type: ignore[union-attr]
+        torch.testing.assert_close(found, leaves[0].grad, msg=f"gradient of {number} on {owners}")
 
 
 @on_ranks(2)
@@ -318,7 +317,7 @@ def test_a_part_is_written_with_values_whose_backward_needs_every_rank() -> None
     whole, spec = torch.rand(4, 2), RaggedShardingSpec(0, [1, 1, 2], ["rank:0", "rank:0", "rank:1"])
     there = RaggedShardingSpec(0, [1, 1, 2], ["rank:1", "rank:1", "rank:1"])
     for row, column in ((slice(1), slice(2)), (0, slice(2)), (0, 1), (3, 1)):
-        leaves = [whole.clone(), shard_tensor(whole, spec, src_rank=None)]
+        leaves = [whole.clone(), cut(whole, spec)]
         factors = [torch.full((2,), 2.0), torch.full((2,), 2.0)]
         for leaf, factor in zip(leaves, factors, strict=True):
             factor.requires_grad_()
@@ -346,7 +345,7 @@ def test_a_value_that_backward_needs_is_missed_on_every_rank_once_a_part_of_it_i
     ]
     for change in changes:
         for quiet in (False, True):
-            value = shard_tensor(torch.rand(4, 2), spec, src_rank=None).requires_grad_().exp()
+            value = cut(torch.rand(4, 2), spec).requires_grad_().exp()
             quietly(value, change) if quiet else change(value)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 value.sum().backward()
@@ -366,7 +365,7 @@ def test_a_part_that_backward_needs_is_missed_on_every_rank_once_it_is_written(o
     ]
     for number, change in enumerate(changes):
         found = []
-        for leaf in (torch.ones(6, 4), shard_tensor(torch.ones(6, 4), spec, src_rank=None)):
+        for leaf in (torch.ones(6, 4), cut(torch.ones(6, 4), spec)):
             loss = (change(leaf.requires_grad_() * 1.5) * 2).sum()
             try:
                 loss.backward()
@@ -379,38 +378,35 @@ def test_a_part_that_backward_needs_is_missed_on_every_rank_once_it_is_written(o
 @on_ranks(3)
 def test_every_rank_takes_part_in_backward_whatever_shards_its_results_lost() -> None:
     """Rank 0 keeps a shard of the second operand only, rank 2 of the first, rank 1 none."""
-    spec = ChunkShardingSpec(0, ["rank:0", "rank:2"])
+    spec = rows(0, 2)
     value = torch.rand(4, 3)
-    leaves = [shard_tensor(value, spec, src_rank=None).requires_grad_(grad) for grad in (True, True, False)]
-    one = leaves[0].reshard(ChunkShardingSpec(0, ["rank:1"])).reshard(spec)
-    two = leaves[1].reshard(ChunkShardingSpec(0, ["rank:1"])).reshard(spec)
+    leaves = [cut(value, spec).requires_grad_(grad) for grad in (True, True, False)]
+    one = leaves[0].reshard(rows(1)).reshard(spec)
+    two = leaves[1].reshard(rows(1)).reshard(spec)
     for operands in ([one, two], [leaves[2], two], [two, leaves[2]]):
         for leaf in leaves:
             leaf.grad = None
         part = torch.cat(operands)[2:6]
         assert len(part.local_shards()) == (0 if dist.get_rank() == 1 else 1)
         assert part.requires_grad
-        moved = part.reshard(ChunkShardingSpec(1, ["rank:1"]))
+        moved = part.reshard(rows(1, dim=1))
         check(moved, torch.cat([value[2:], value[:2]]).requires_grad_() * 1)
         moved.full_tensor().sum().backward()
         wanted = torch.tensor([[0.0], [0.0], [1.0], [1.0]]).expand(4, 3)
-        for operand, rows in zip(operands, (wanted, wanted.flip(0)), strict=True):
+        for operand, grad in zip(operands, (wanted, wanted.flip(0)), strict=True):
             leaf = leaves[0] if operand is one else leaves[1]
             if operand is not leaves[2]:
-                assert torch.equal(leaf.grad.full_tensor(), rows)
-        one = leaves[0].reshard(ChunkShardingSpec(0, ["rank:1"])).reshard(spec)
-        two = leaves[1].reshard(ChunkShardingSpec(0, ["rank:1"])).reshard(spec)
+                assert torch.equal(leaf.grad.full_tensor(), grad)
+        one = leaves[0].reshard(rows(1)).reshard(spec)
+        two = leaves[1].reshard(rows(1)).reshard(spec)
 
 
 @on_ranks(3)
 def test_a_plain_tensor_joins_sharded_ones_along_a_dim_that_is_whole() -> None:
     value, token = torch.rand(4, 2, 3), torch.rand(4, 1, 3)
-    for spec in (
-        ChunkShardingSpec(0, ["rank:0", "rank:1", "rank:2"]),
-        ChunkShardingSpec(2, ["rank:1", "rank:1"]),
-    ):
+    for spec in (rows(0, 1, 2), rows(1, 1, dim=2)):
         plain, again = token.clone().requires_grad_(), token.clone().requires_grad_()
-        sharded = shard_tensor(value, spec, src_rank=None)
+        sharded = cut(value, spec)
         whole = torch.cat([again, value, again], 1)
         joined = torch.cat([plain, sharded, plain], 1)
         check(joined, whole)
@@ -421,20 +417,18 @@ def test_a_plain_tensor_joins_sharded_ones_along_a_dim_that_is_whole() -> None:
         check(stacked, torch.stack([value, value]))
         with pytest.raises(ShardingError, match="beside a plain tensor, the sharded ones must be cut alike"):
             torch.cat([sharded, value], spec.dim)
-        beside = shard_tensor(value, spec, src_rank=None)
+        beside = cut(value, spec)
         check(torch.cat([sharded, beside], spec.dim), torch.cat([value, value], spec.dim))
 
 
 @on_ranks(3)
 def test_a_subgroup_indexes_iterates_and_joins_its_own_tensors() -> None:
     group = dist.new_group([2, 0])
-    everyone = shard_tensor(torch.arange(6.0), ChunkShardingSpec(0, ["rank:1"]), src_rank=None)
+    everyone = cut(torch.arange(6.0), rows(1))
     if dist.get_rank() == 1:
         return
     whole = torch.arange(12.0).view(4, 3)
-    sharded = shard_tensor(
-        whole, ChunkShardingSpec(0, ["rank:2", "rank:0"]), src_rank=None, process_group=group
-    )
+    sharded = cut(whole, rows(2, 0), group=group)
     assert len(sharded) == 4
     for row, expected in zip(sharded, whole, strict=True):
         check(row, expected)
@@ -451,7 +445,7 @@ def test_a_subgroup_indexes_iterates_and_joins_its_own_tensors() -> None:
 
 @on_ranks(2)
 def test_what_torch_refuses_raises_the_same_and_what_ranks_would_exchange_names_the_way() -> None:
-    sharded = shard_tensor(torch.rand(4, 6), ChunkShardingSpec(0, ["rank:0", "rank:1"]), src_rank=None)
+    sharded = cut(torch.rand(4, 6), rows(0, 1))
     wrong: list[tuple[Callable[[Any], Any], type[Exception]]] = [
         (lambda x: x[4], IndexError),
         (lambda x: x[0, 0, 0], IndexError),

@@ -136,7 +136,7 @@ def test_the_meta_device_and_back_are_told_alike_on_every_rank() -> None:
 
 
 @on_ranks(3)
-def test_copy_takes_values_cut_alike_cut_otherwise_and_whole_ones() -> None:
+def test_copy_takes_values_cut_alike_cut_otherwise_and_whole_ones_and_passes_gradients_back() -> None:
     whole = counted(SIZE)
     for spec, other in (SPECS, SPECS[::-1]):
         made = zeros(spec, SIZE, dtype=torch.float64)
@@ -164,14 +164,7 @@ def test_copy_takes_values_cut_alike_cut_otherwise_and_whole_ones() -> None:
             leaf.copy_(cut(whole, spec))
         check(leaf, whole)
         assert leaf.is_leaf
-
-
-@on_ranks(3)
-def test_values_copied_in_pass_their_gradient_back() -> None:
-    whole = counted(SIZE)
-    for spec, other in (SPECS, SPECS[::-1]):
-        source = cut(whole, other, requires_grad=True)
-        made = zeros(spec, SIZE)
+        source, made = cut(whole, other, requires_grad=True), zeros(spec, SIZE)
         made.copy_(source)
         assert made.requires_grad
         check(made, whole)
@@ -219,16 +212,11 @@ def test_gradients_are_sharded_tensors_cut_alike() -> None:
         check(result, torch.full(SIZE, 2.0))
         with pytest.raises(ShardingError, match="plain scalar"):
             made.backward()
-
-
-@on_ranks(3)
-def test_retained_gradients_of_results_are_sharded_too() -> None:
-    made = ones(SPECS[1], SIZE, requires_grad=True)
-    result = made * 3
-    result.retain_grad()
-    (result.full_tensor() * counted(SIZE)).sum().backward()
-    check(result.grad, counted(SIZE))
-    check(made.grad, 3 * counted(SIZE))
+        made.grad, result = None, made * 3
+        result.retain_grad()
+        (result.full_tensor() * whole).sum().backward()
+        check(result.grad, whole)
+        check(made.grad, 3 * whole)
 
 
 class _Doubled(torch.autograd.Function):

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shardwise import _compat
 from shardwise.comm.agree import device_of
+from shardwise.comm.exchange import part
 from shardwise.errors import ShardingError, here
 from shardwise.layout import Box
 from shardwise.sharded_tensor import failure, random
@@ -284,8 +285,11 @@ def shard_tensor(
     metadata = agree_on(build_metadata, group=group, subject="the tensor to shard")
     shards = _allocate_shards(metadata)
     whole = Box.whole(tensor.shape)
-    if not is_outside(group):
-        source_boxes = [[whole] if src_rank in (None, rank) else [] for rank in range(group.size())]
+    if src_rank is None:
+        for shard in shards:
+            shard.tensor.copy_(part(whole, tensor, shard.metadata.box))
+    elif not is_outside(group):
+        source_boxes = [[whole] if src_rank == rank else [] for rank in range(group.size())]
         target_boxes, target = boxes_of(metadata, group), [shard.tensor for shard in shards]
         source = [tensor] if source_boxes[group.rank()] else []
         fill(source_boxes, target_boxes, source=source, target=target, group=group, wire=tensor)

@@ -41,10 +41,7 @@ def boxes_of(shape: Sequence[int], counts: Sequence[int]) -> list[Box]:
 
 
 def by_counts(
-    shape: Sequence[int],
-    counts: Sequence[int],
-    mesh: DeviceMesh | None = None,
-    names: Sequence[str] = (),
+    shape: Sequence[int], counts: Sequence[int], mesh: DeviceMesh | None = None, names: Sequence[str] = ()
 ) -> Piece:
     """Rows by counts over the default group, or over some axes of a mesh."""
     boxes = boxes_of(shape, counts)

@@ -55,28 +55,26 @@ def test_full_tensor_gives_the_whole(cut: Cut) -> None:
 
 
 @on_ranks(4)
-def test_rows_on_one_rank_are_broadcast_without_padding() -> None:
-    rows = sharded(WHOLES[0], all_on_last)
-    with CommCounter() as counter:
-        rows.full_tensor()
-    assert [call.kind for call in counter.calls] == ["broadcast"]
-    assert counter.bytes() == WHOLES[0].nbytes
-
-
-@on_ranks(4)
-def test_rows_on_all_ranks_are_gathered_at_once() -> None:
-    rows = sharded(WHOLES[0], even)
-    with CommCounter() as counter:
-        rows.full_tensor()
-    assert [call.kind for call in counter.calls] == ["all_gather"]
+def test_rows_on_one_rank_are_broadcast_without_padding_and_others_gathered_at_once() -> None:
+    for cut, kind in ((all_on_last, "broadcast"), (even, "all_gather")):
+        rows = sharded(WHOLES[0], cut)
+        with CommCounter() as counter:
+            rows.full_tensor()
+        assert [call.kind for call in counter.calls] == [kind]
+        assert cut is even or counter.bytes() == WHOLES[0].nbytes
 
 
 @on_ranks(2)
-def test_ranks_that_would_move_rows_otherwise_all_raise() -> None:
+def test_what_cannot_move_is_refused_on_every_rank() -> None:
     rows = sharded(WHOLES[0], uneven)
     other = sharded(torch.zeros(7, 5), even if dist.get_rank() else all_on_last)
     with pytest.raises(RankMismatchError, match="disagree about the rows to move"):
         other.copy_(rows)
+    smaller = distribute_tensor(torch.zeros(3, 5), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with pytest.raises(ShardingError, match="expected a DTensor of shape"):
+        ShardedRows.from_dtensor(smaller, rows.piece)
+    with pytest.raises(ShardingError, match="full_tensor"):
+        torch.zeros(7, 5).copy_(rows)
 
 
 @on_ranks(1, 2, 4)
@@ -108,7 +106,7 @@ def test_dtensors_and_rows_convert_both_ways_moving_each_row_at_most_once(cut: C
 
 @on_ranks(4)
 @pytest.mark.parametrize("cut", FOUR_RANKS, ids=lambda cut: cut.__name__)
-def test_any_dtensor_becomes_any_rows(cut: Cut) -> None:
+def test_any_dtensor_becomes_any_rows_and_they_even_ones_on_any_mesh(cut: Cut) -> None:
     whole = WHOLES[0]
     piece = cut((7, 5))
     mesh = init_device_mesh("cpu", (2, 2))
@@ -123,24 +121,11 @@ def test_any_dtensor_becomes_any_rows(cut: Cut) -> None:
         assert torch.equal(rows.local, local_rows(whole, piece))
         target = ShardedRows.wrap(torch.zeros_like(rows.local), piece)
         assert torch.equal(target.copy_(dtensor).local, rows.local)
-
-
-@on_ranks(2)
-def test_a_dtensor_of_another_shape_is_refused() -> None:
-    rows = sharded(WHOLES[0], uneven)
-    other = distribute_tensor(torch.zeros(3, 5), init_device_mesh("cpu", (2,)), [Shard(0)])
-    with pytest.raises(ShardingError, match="expected a DTensor of shape"):
-        ShardedRows.from_dtensor(other, rows.piece)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("cut", FOUR_RANKS[3:], ids=lambda cut: cut.__name__)
-def test_rows_on_a_mesh_become_even_ones_on_any(cut: Cut) -> None:
-    rows = sharded(WHOLES[0], cut)
-    for mesh in (None, init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))):
-        made = rows.to_dtensor(mesh)
+    assert torch.equal(target.zero_().copy_(sharded(whole, uneven)).full_tensor(), whole)
+    for given in (None, line, mesh):
+        made = rows.to_dtensor(given)
         assert set(made.placements) == {Shard(0)}
-        assert torch.equal(made.full_tensor(), WHOLES[0])
+        assert torch.equal(made.full_tensor(), whole)
 
 
 # copy_
@@ -182,19 +167,6 @@ def test_ranks_agree_that_cuts_differ_where_some_hold_the_same_rows() -> None:
     assert torch.equal(target.copy_(source).full_tensor(), WHOLES[0])
     with pytest.raises(ShardingError, match="cut differently"):
         source + target
-
-
-@on_ranks(4)
-def test_copy_between_a_mesh_and_a_line() -> None:
-    for cut in FOUR_RANKS[3:]:
-        target = sharded(torch.zeros(7, 5), cut)
-        assert torch.equal(target.copy_(sharded(WHOLES[0], uneven)).full_tensor(), WHOLES[0])
-
-
-@on_ranks(2)
-def test_copy_into_a_plain_tensor_is_refused() -> None:
-    with pytest.raises(ShardingError, match="full_tensor"):
-        torch.zeros(7, 5).copy_(sharded(WHOLES[0], uneven))
 
 
 @on_ranks(3)

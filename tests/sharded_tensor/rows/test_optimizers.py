@@ -8,22 +8,13 @@ values near 1. Adafactor takes norms: 1e-12 of fp64 values near 1.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from pieces import (
-    FOUR_RANKS,
-    Cut,
-    columnwise,
-    gathered,
-    local_rows,
-    on_cuts,
-    parameter,
-    two_groups,
-    uneven,
-)
+from pieces import FOUR_RANKS, Cut, columnwise, gathered, local_rows, on_cuts, parameter, two_groups, uneven
 from torch import Tensor
 from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -64,8 +55,10 @@ def wholes(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 Make = Callable[[list[Tensor]], optim.Optimizer]
 
 
-def train(make: Make, cut: Cut, *, dtype: torch.dtype = torch.float32) -> tuple[list[Any], list[Any]]:
-    """Parameters and optimizer state, of rows and of whole tensors, after three steps.
+def train(
+    make: Make, cut: Cut, *, dtype: torch.dtype = torch.float32, steps: int = 3
+) -> tuple[list[Any], list[Any]]:
+    """Parameters and optimizer state, of rows and of whole tensors, after `steps`.
 
     The optimizer of the rows is loaded into a new one in between.
     """
@@ -76,13 +69,13 @@ def train(make: Make, cut: Cut, *, dtype: torch.dtype = torch.float32) -> tuple[
     ]
     theirs = [torch.nn.Parameter(whole.clone()) for whole in start]
     optimizer, reference = make(ours), make(theirs)
-    for step in range(3):
+    for step in range(steps):
         for mine, yours, piece, grad in zip(ours, theirs, pieces, wholes(dtype), strict=True):
             mine.grad = ShardedRows.wrap(local_rows(grad, piece), piece)
             yours.grad = grad
         optimizer.step()
         reference.step()
-        if step == 1:
+        if step == steps - 2:
             saved = copy.deepcopy(optimizer.state_dict())
             optimizer = make(ours)
             optimizer.load_state_dict(saved)
@@ -130,8 +123,8 @@ def test_adafactor_steps_like_on_whole_tensors(cut: Cut) -> None:
     ways: list[dict[str, Any]] = [*FORMS, {"weight_decay": 0.1, "maximize": True}]
     del ways[FOUR_RANKS.index(cut) % 3]
     for options in ways:
-        made = train(lambda params: optim.Adafactor(params, **options), cut, dtype=torch.float64)  # noqa: B023
-        compare(*made, close)
+        kind = functools.partial(optim.Adafactor, **options)
+        compare(*train(kind, cut, dtype=torch.float64, steps=2), close)
 
 
 @on_ranks(4)
