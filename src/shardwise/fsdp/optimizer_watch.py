@@ -150,8 +150,8 @@ def _holds_sharded(params: list[Tensor]) -> bool:
     if not all(map(_compat.is_plain, kinds)) or not all(param.numel() for param in params):
         return True
     owners: Any = [ref() for *_, ref in _watched.values() if ref is not None]
-    memory = {owner.local.untyped_storage().data_ptr() for owner in owners if owner is not None}
-    return any(param.untyped_storage().data_ptr() in memory for param in params)
+    memory = {_compat.storage_id(owner.local) for owner in owners if owner is not None}
+    return any(_compat.storage_id(param) in memory for param in params)
 
 
 @_compat.runs_eagerly

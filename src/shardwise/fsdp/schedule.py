@@ -161,7 +161,8 @@ class Schedule:
         if self.streams is None:
             return
         # Another root may share the stream of reduce-scatters, whose memory is freed below.
-        for stream in {current_stream(self.device), self.streams.reduce_scatter, *self.reducing_from}:
+        streams = current_stream(self.device), self.streams.reduce_scatter, *self.reducing_from
+        for stream in dict.fromkeys(streams):
             for event in self.reduced.values():
                 stream.wait_event(event)
         self.reducing_from.clear()
