@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.models import update
-from fsdp.test_simulated_streams import WIDTH, Layers, batch, loss_of
+from fsdp.test_simulated_streams import WIDTH, Layers, batch, loss_of, stepping_in_hooks
 from fsdp.test_streams_of_users import (
     Program,
     check_order,
@@ -59,6 +59,21 @@ class RawAndMade(Siamese):
         for side in self.sides:
             current().wait_stream(side)
         return self.norm(self.layers[2](raw + made + more))
+
+
+class UsedAgain(Siamese):
+    """A layer that is called on a stream, and again on another, before a second one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.sides
+        x = self.layers[2](x)
+        with on(first):
+            y = self.layers[0](x)
+        with on(last):
+            z = self.layers[1](self.layers[0](x))
+        for side in self.sides:
+            current().wait_stream(side)
+        return self.norm(y + z)
 
 
 class TwoBranches(Layers):
@@ -227,6 +242,13 @@ def fails_beside_a_forward(model: Any, optimizer: Any, side: Any) -> None:
         current().wait_stream(side)
         loss.backward()
         del loss
+
+
+@a_program(UsedAgain)
+def used_again_after_a_step_in_a_hook(model: Any, *unused: Any) -> None:
+    with stepping_in_hooks(model):
+        for _ in range(2):
+            loss_of(model).backward()
 
 
 @on_each_mesh

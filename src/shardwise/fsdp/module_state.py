@@ -23,6 +23,7 @@ from shardwise.comm.streams import WITHOUT_STREAMS, wait_for
 from shardwise.comm.watch import raise_explained
 from shardwise.errors import LifecycleError, ShardingError, here
 from shardwise.fsdp import guard
+from shardwise.fsdp.fast import process
 from shardwise.fsdp.group import Form, ParamGroup
 from shardwise.fsdp.lifecycle import TrainingState
 from shardwise.fsdp.policy import MixedPrecisionPolicy
@@ -304,6 +305,8 @@ class ModuleState:
         try:
             # A prefetch, or a user, may have begun it.
             if group.gather is None:
+                if schedule.streams is not None:
+                    self._follow_readers(group, schedule.streams)
                 group.unshard(async_op=group.settings.unshard_async_op, streams=schedule.streams)
             result = group.wait_for_unshard()
         except RuntimeError as error:
@@ -311,6 +314,11 @@ class ModuleState:
         # Interleaved only: the gathered buffer is separate from the parameters, and may be reused.
         if result is not None and schedule.streams is not None:
             schedule.finish_gather(result, forward=forward)
+
+    def _follow_readers(self, group: ParamGroup, streams: CommStreams) -> None:
+        """Wait for other streams where parameters that are refreshed in place may still be read."""
+        if not group.gathers and group.gathered_at != process.steps:
+            self.follow_other_streams(streams)
 
     def note_stream(self) -> torch.Stream:
         """Return the current stream, on which backward will run, too."""
@@ -351,6 +359,8 @@ class ModuleState:
             if forward or group.settings.unshard_in_backward:
                 # Without streams only an asynchronous gather runs beside computation.
                 async_op = group.settings.unshard_async_op or schedule.streams is None
+                if schedule.streams is not None:
+                    state._follow_readers(group, schedule.streams)
                 group.unshard(async_op=async_op, streams=schedule.streams)
 
     def unshard(self, *, async_op: bool) -> None:
