@@ -35,7 +35,7 @@ CALLS = {
     "wait": {
         "wait", "wait_event", "wait_stream", "wait_tensor", "wait_for", "synchronize", "wait_for_gather",
         "wait_for_unshard", "wait_for_reductions", "wait_for_offload", "follow_optimizer",
-        "finish_gather", "make_room_for_reduction", "follow_stream",
+        "finish_gather", "make_room_for_reduction", "follow_stream", "follow_other_streams",
     },
     "event": {"record_event", "record"},
     "keep-alive": {"track_reductions", "record_stream"},
