@@ -183,6 +183,9 @@ PROGRAMS: dict[str, tuple[Callable[[], list[Tensor]], int]] = {
             (streams_of_users.gathered_on_a_stream, "fsdp", 2),
             (streams_that_share.accumulated_on_two_streams, "fsdp", 2),
             (streams_that_share.called_on_three_streams, "fsdp", 2),
+            (streams_that_share.evaluated_beside_a_forward, "fsdp", 2),
+            (streams_that_share.fails_beside_a_forward, "fsdp", 2),
+            (streams_that_share.used_again_after_a_step_in_a_hook, "zero1", 2),
             (streams_of_users.gathered_on_a_stream_for_nothing, "fsdp", 1),
             (streams_of_users.used_twice_with_steps_in_hooks, "zero1", 2),
         ]
