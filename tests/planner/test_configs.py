@@ -14,8 +14,8 @@ from benchmarks.plan_real import SEQUENCE, compare, setup_of
 from torch import nn
 
 import shardwise
-from planner.models import Even
 from fsdp.compiled.harness import as_one_of
+from planner.models import Even
 from shardwise import planner
 from shardwise.errors import ShardingError
 from shardwise.planner.measure import moments

@@ -16,8 +16,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import shardwise
-from planner.models import Even
 from fsdp.compiled.harness import as_one_of
+from planner.models import Even
 from shardwise import planner
 from shardwise.cli import app
 from shardwise.errors import LifecycleError, ShardingError
