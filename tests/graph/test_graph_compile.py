@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import shardwise
+from fsdp.compiled.harness import as_one_of
 from ranks import on_ranks
 from shardwise import RankMismatchError, ShardingError, fully_shard
 from shardwise.comm.count import CommCounter
@@ -122,7 +123,7 @@ def test_graphs_that_differ_on_one_rank_are_an_error_on_all() -> None:
             compiled(torch.randn(2, WIDTH))
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_sizes_may_be_dynamic_from_the_first_call_on() -> None:
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(4, 4))
@@ -135,7 +136,7 @@ def test_sizes_may_be_dynamic_from_the_first_call_on() -> None:
     assert model.weight.grad is not None
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_a_bound_that_the_model_breaks_is_an_error_when_it_is_called() -> None:
     net = Net()
     for block in net.blocks:
@@ -193,7 +194,7 @@ def test_other_backends_are_called_with_the_graph() -> None:
     assert torch.equal(shardwise.compile(net, backend="eager")(x), expected)
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_a_bound_in_backward_counts_what_forward_saved() -> None:
     layers = [nn.Linear(6, 6) for _ in range(3)]
     for layer in layers:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from fsdp.compiled.harness import as_one_of
 from ranks import on_ranks
 from shardwise import (
     MixedPrecisionPolicy,
@@ -201,7 +202,7 @@ def test_a_compiled_step_gives_the_numbers_of_an_uncompiled_one(layout: str) -> 
     assert freed.collectives == {"all_gather": 4, "reduce_scatter": 2}
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_blocks_that_stay_gathered_and_backends_without_autograd_give_the_same_numbers() -> None:
     kept = check(lambda: sharded(Net(blocks=1), reshard_after_forward=False), sgd, backend="aot_eager")
     assert kept.collectives == {"all_gather": 2, "reduce_scatter": 2}
@@ -212,7 +213,7 @@ def test_blocks_that_stay_gathered_and_backends_without_autograd_give_the_same_n
     assert "stay gathered" in traced.graphs[ONE_GRAPH]
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_losses_inside_models_flat_optimizers_and_plain_parameters_are_trained_alike() -> None:
     def partly() -> Any:
         return sharded(WithLoss(blocks=1), root=False)
@@ -249,7 +250,7 @@ def test_any_number_of_steps_lives_in_a_process_and_none_longer_than_needed() ->
         gc.enable()
 
 
-@on_ranks(2)
+@as_one_of(2)
 @pytest.mark.parametrize(
     ("layout", "between"),
     [
@@ -284,7 +285,7 @@ def test_what_is_frozen_or_unfrozen_between_graphs_costs_the_rest_no_gradient(
         steps[0](*batch(0))
 
 
-@on_ranks(2)
+@as_one_of(2)
 @pytest.mark.parametrize(("layout", "made"), [("interleaved", "before"), ("contiguous", "after")])
 def test_what_is_frozen_on_modules_that_evaluation_left_gathered_costs_the_rest_no_gradient(
     layout: Any, made: str
@@ -362,7 +363,7 @@ def test_steps_that_raise_on_all_ranks_may_be_followed_by_others_though_one_is_l
     compile_step(second, cross_entropy, sgd(second), backend="eager")(*batch(0))
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_what_forward_frees_is_computed_again_in_backward_of_the_one_graph() -> None:
     graphs = []
 
@@ -387,7 +388,7 @@ def test_what_forward_frees_is_computed_again_in_backward_of_the_one_graph() -> 
     assert len(drawn) == 2
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_without_one_graph_forward_is_compiled_in_parts_if_the_user_allows_it() -> None:
     step = compile_step(model := linear(), breaking, sgd(model), backend="eager")
     with pytest.raises(

@@ -14,8 +14,8 @@ from benchmarks.plan_real import SEQUENCE, compare, setup_of
 from torch import nn
 
 import shardwise
+from fsdp.compiled.harness import as_one_of
 from planner.models import Even
-from ranks import on_ranks
 from shardwise import planner
 from shardwise.errors import ShardingError
 from shardwise.planner.measure import moments
@@ -33,7 +33,7 @@ def written(path: Path, kind: str, **values: Any) -> str:
     return str(file)
 
 
-@on_ranks(2)
+@as_one_of(2, rank=0)
 def test_a_plan_of_an_encoder_with_its_decoder_is_what_a_real_step_takes(tmp_path: Path) -> None:
     found = compare(written(tmp_path, "t5", num_layers=1, num_decoder_layers=2, **T5), setup_of(2))
     if dist.get_rank() == 0:

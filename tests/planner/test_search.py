@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
 import train_gpt
-from ranks import on_ranks
+from fsdp.compiled.harness import as_one_of
 from shardwise import planner
 from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError
@@ -161,7 +161,7 @@ CUTS: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("factory", "cut"), CUTS, ids=["one axis", "two axes", "tensor parallel"])
-@on_ranks(4)
+@as_one_of(4, rank=0)
 def test_the_python_of_a_plan_builds_what_was_planned(factory: Any, cut: dict[str, Any]) -> None:
     setup = Setup(**{"ranks": 4, "device": "cpu", "sequence": SEQUENCE, "layout": "contiguous"} | cut)
     model = model_of(factory, sequence=SEQUENCE)

@@ -20,6 +20,7 @@ import transformers
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
+from fsdp.compiled.harness import as_one_of
 from ranks import RankPool, on_ranks
 from shardwise.cli import app
 from shardwise.errors import RankMismatchError, ShardingError
@@ -188,7 +189,7 @@ def test_what_the_command_was_given_wrong_is_named_in_one_line_before_ranks_star
         assert result.stderr.startswith(f"Error: {message}")
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_of_a_model_that_cannot_be_cut_a_rank_says_what_it_found(tmp_path: Path) -> None:
     folder = tmp_path / str(torch.distributed.get_rank())
     CONFIGS["llama"]().save_pretrained(folder)

@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_a_cut_program_draws_what_the_whole_model_draws(decomposed: bool) -> None:
-    for key_heads, ranks in ((3, 2), (1, 3)) if decomposed else ((1, 3), (3, 4)):
+    for key_heads, ranks in ((1, 2),) if decomposed else ((1, 3), (3, 4)):
         torch.manual_seed(0)
         model, x = Block(key_heads=key_heads), torch.randn(2, 5, 12, dtype=torch.float64)
         shapes = {"x": {0: Dim("batch", min=2)}} if ranks == 2 else None

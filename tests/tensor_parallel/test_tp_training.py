@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
+from fsdp.compiled.harness import as_one_of
 from ranks import on_ranks
 from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError
@@ -250,7 +251,7 @@ def test_steps_with_buffers_that_the_program_writes_are_the_whole_models_also_co
             torch.testing.assert_close(buffers[name], expected, rtol=1e-10, atol=1e-10)
 
 
-@on_ranks(2)
+@as_one_of(2)
 def test_a_block_reduces_twice_forward_and_twice_backward():
     x = torch.randn(2, 5, 24, dtype=torch.float64)
     for build, plan, decomposed in ((Block, APART, True), (lambda: Block(fused=True), FUSED, False)):

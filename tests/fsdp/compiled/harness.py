@@ -42,8 +42,8 @@ class Run:
 FAKE_REDUCES = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 
 
-def as_one_of(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run the test in this process as the last of `ranks`, of which the others hold what it holds.
+def as_one_of(ranks: int, *, rank: int = -1) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the test in this process as one of `ranks`, the last, of which the others hold what it holds.
 
     What it gathers is its own shard once per rank, and of what it reduces its own gradients are left. So
     eager and compiled runs have equal numbers, and graphs the collectives of real ranks, for less.
@@ -52,7 +52,7 @@ def as_one_of(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(**params: Any) -> None:
-            dist.init_process_group("fake", store=FakeStore(), rank=ranks - 1, world_size=ranks)
+            dist.init_process_group("fake", store=FakeStore(), rank=rank % ranks, world_size=ranks)
             torch.manual_seed(0)
             try:
                 body(**params)
