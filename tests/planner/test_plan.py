@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import shardwise
 from fsdp.compiled.harness import as_one_of
 from planner.models import Even
+from ranks import on_ranks
 from shardwise import planner
 from shardwise.cli import app
 from shardwise.errors import LifecycleError, ShardingError
@@ -141,7 +142,7 @@ def test_a_few_blocks_stand_for_all_with_moments_in_8_bits(layout: str) -> None:
     ],
     ids=lambda value: value.__name__ if callable(value) else "-".join(map(str, value.values())),
 )
-@as_one_of(2, rank=0)
+@on_ranks(2)
 def test_a_plan_is_what_a_real_step_allocates_and_sends(factory: Any, changes: dict[str, Any]) -> None:
     found = compare(factory, setup_of(2, **changes))
     if dist.get_rank() == 0:  # a plan is of it; others may hold another share
