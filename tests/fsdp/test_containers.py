@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from fsdp.compiled.harness import as_one_of
+from fake_ranks import as_one_of
 from fsdp.models import LAYOUTS, assert_same_gradients, in_each_layout
 from ranks import on_ranks
 from shardwise import MixedPrecisionPolicy, fully_shard

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import shardwise
-from fsdp.compiled.harness import as_one_of
+from fake_ranks import as_one_of
 from ranks import on_ranks
 from shardwise import RankMismatchError, ShardingError, fully_shard
 from shardwise.comm.count import CommCounter

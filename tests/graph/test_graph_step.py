@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp.compiled.harness import as_one_of
+from fake_ranks import as_one_of
 from ranks import on_ranks
 from shardwise import (
     MixedPrecisionPolicy,

@@ -14,7 +14,7 @@ from benchmarks.plan_real import SEQUENCE, compare, setup_of
 from torch import nn
 
 import shardwise
-from fsdp.compiled.harness import as_one_of
+from fake_ranks import as_one_of
 from planner.models import Even
 from shardwise import planner
 from shardwise.errors import ShardingError

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import shardwise
-from fsdp.compiled.harness import as_one_of
+from fake_ranks import as_one_of
 from ranks import on_ranks
 from shardwise.errors import ShardingError
 from shardwise.planner.events import LANES

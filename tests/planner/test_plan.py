@@ -16,7 +16,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import shardwise
-from fsdp.compiled.harness import as_one_of
+from fake_ranks import as_one_of
 from planner.models import Even
 from ranks import on_ranks
 from shardwise import planner

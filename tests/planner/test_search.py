@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
 import train_gpt
-from fsdp.compiled.harness import as_one_of
+from fake_ranks import as_one_of
 from shardwise import planner
 from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError

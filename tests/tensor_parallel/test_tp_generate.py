@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from fsdp.compiled.harness import as_one_of
+from fake_ranks import as_one_of
 from ranks import RankPool, on_ranks
 from shardwise.cli import app
 from shardwise.errors import RankMismatchError, ShardingError

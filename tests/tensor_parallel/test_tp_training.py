@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from fsdp.compiled.harness import as_one_of
+from fake_ranks import as_one_of
 from ranks import on_ranks
 from shardwise.comm.count import CommCounter
 from shardwise.errors import ShardingError

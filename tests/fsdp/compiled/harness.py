@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,10 +14,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ranks import on_ranks
-from savings import forget_meshes
 from shardwise import fully_shard
 
 WORDS = 13
@@ -36,34 +32,6 @@ class Run:
     sizes: tuple[tuple[int, int], ...] = ((4, 5),)  # of the batches, (rows, words), in turn
     microbatches: int = 1  # the last one synchronises
     steps: int = 3
-
-
-# Before, the fake group leaves what is reduced as it was.
-FAKE_REDUCES = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
-
-
-def as_one_of(ranks: int, *, rank: int = -1) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run the test in this process as one of `ranks`, the last, of which the others hold what it holds.
-
-    What it gathers is its own shard once per rank, and of what it reduces its own gradients are left. So
-    eager and compiled runs have equal numbers, and graphs the collectives of real ranks, for less.
-    """
-
-    def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(body)
-        def test(**params: Any) -> None:
-            dist.init_process_group("fake", store=FakeStore(), rank=rank % ranks, world_size=ranks)
-            torch.manual_seed(0)
-            try:
-                body(**params)
-            finally:
-                torch.compiler.reset()
-                forget_meshes()
-                dist.destroy_process_group()
-
-        return test
-
-    return decorate if FAKE_REDUCES else on_ranks(ranks)
 
 
 def compiled(backend: Any, *, fullgraph: bool = True, **options: Any) -> Callable[[nn.Module], Any]:

@@ -14,7 +14,8 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard as fsdp2
 
-from fsdp.compiled.harness import as_one_of, local
+from fake_ranks import as_one_of
+from fsdp.compiled.harness import local
 from fsdp.models import update
 from shardwise import fully_shard
 from shardwise.comm import DefaultAllGather

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch.utils.checkpoint import checkpoint
 
-from fsdp.compiled.harness import WORDS, Run, as_one_of, batch, compare, compiled
+from fake_ranks import as_one_of
+from fsdp.compiled.harness import WORDS, Run, batch, compare, compiled
 from shardwise import fully_shard
 
 

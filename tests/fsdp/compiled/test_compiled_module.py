@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from fsdp.compiled.harness import Run, as_one_of, batch, by_block, compare, compiled, local, loss_of, train
+from fake_ranks import as_one_of
+from fsdp.compiled.harness import Run, batch, by_block, compare, compiled, local, loss_of, train
 from fsdp.compiled.models import Block, CheckpointedBlock, Mlp, Transformer
 from fsdp.models import LAYOUTS, assert_same_gradients, update
 from ranks import on_ranks

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp.compiled.harness import Run, as_one_of, batch, by_block, compare, compiled, local, loss_of, train
+from fake_ranks import as_one_of
+from fsdp.compiled.harness import Run, batch, by_block, compare, compiled, local, loss_of, train
 from fsdp.compiled.models import (
     Attention,
     Block,
