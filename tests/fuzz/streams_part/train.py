@@ -110,7 +110,8 @@ def joined(outputs: Any, metadata: None, dtype: torch.dtype, *, out: Tensor | No
     if out is None:
         made = half + 0.5 * whole
         return made, (made, half, whole)
-    return torch.add(half, whole, alpha=0.5, out=out.data)
+    rows = out.size(0)  # gathered are those of padding, too
+    return torch.add(half[:rows], whole[:rows], alpha=0.5, out=out.data)
 
 
 def options_of(case: Case, api: ModuleType) -> dict[str, Any]:
