@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp.models import update
 from fsdp.test_simulated_streams import WIDTH, Layers, batch, loss_of, sgd, sharded, stepping_in_hooks
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy
+from shardwise.checkpoint import HostMemory, load, save
 from shardwise.planner.noop_group import noop_world
-from shardwise.verify.streams import DEVICE, simulated
+from shardwise.verify.streams import DEVICE, Findings, Order, simulated
 
 Program = Callable[..., list[Tensor]]
 PROGRAMS: list[Program] = []
@@ -411,3 +415,40 @@ def check_order(programs: list[Program], program: Program, layout: Any, strategy
         with simulated() as found, noop_world(ranks):
             program(mp_policy=MixedPrecisionPolicy(param_dtype=dtype), **options)
         assert [str(one) for one in found.findings] == []
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("kind", ["files", "hosts' memory"])
+def test_loading_waits_for_copies_from_the_memory_it_fills(kind: str, layout: str, tmp_path: Path) -> None:
+    copies = HostMemory(tmp_path / "host", limit_bytes=2**20)
+    keep, again = (save, load) if kind == "files" else (copies.save, copies.load)
+    folder = [tmp_path / "saved"] if kind == "files" else []
+
+    def program(order: Order | None = None, *, waits: bool = True) -> Findings:
+        with simulated(order) as found:
+            model = sharded(Layers().to(DEVICE), layout=layout, offload_policy=CPUOffloadPolicy())
+            state = {"model": model.state_dict()}  # filled, with no call of the model's methods
+            model(batch())
+            keep(*folder, state, step=1)
+            with torch.no_grad():
+                out = model(batch())
+            with nullcontext() if waits else mock.patch.object(torch.accelerator, "synchronize"):
+                again(*folder, state)
+            (out + model(batch())).cpu()
+        return found
+
+    with one_rank():
+        assert not program().findings
+        assert program(waits=False).findings
+        for order in (Order.as_needed(), Order.at_once()):
+            assert not program(order).differences
+        copies.clear()
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -105,6 +105,8 @@ class Checkpoint:
 
 
 def _write(flat: Flat, reads: list[_Read], values: Mapping[str, Any]) -> None:
+    if any(target.is_cpu and target.is_pinned() for *_, target in reads):
+        torch.accelerator.synchronize()  # copies from it to the device, for gathers, that nothing waited for
     for path, file_reads in itertools.groupby(reads, key=itemgetter(0)):
         with path.open("rb") as file:
             for _, stored, offsets, target in file_reads:

@@ -57,7 +57,8 @@ class Stored:
         first = sum(o * stride for o, stride in zip(offsets, self.strides, strict=True))
         span = _span(sizes, self.strides)
         is_as_stored = target.stride() == self.strides and not (target.is_conj() or target.is_neg())
-        direct = target.is_cpu and target.is_contiguous() and is_as_stored
+        # Pinned memory is filled by a copy, which a simulated device sees.
+        direct = target.is_cpu and target.is_contiguous() and is_as_stored and not target.is_pinned()
         buffer = target.as_strided((span,), (1,)) if direct else torch.empty(span, dtype=self.dtype)
         file.seek(self.begin + first * itemsize)
         numbers: Any = buffer.view(torch.uint8).numpy()

@@ -14,7 +14,7 @@ from torch import Tensor
 from ranks import on_ranks
 from shardwise.comm.agree import gather_text
 from shardwise.planner.noop_group import noop_world
-from shardwise.verify.streams import DEVICE, Findings, Order, simulated
+from shardwise.verify.streams import DEVICE, Findings, Order, all_orders, simulated
 from shardwise.verify.streams.collectives import _all_but
 from verify.streams.programs import pair, races
 
@@ -87,6 +87,62 @@ def test_ranks_may_send_before_they_receive_in_a_batch() -> None:
         assert not right.findings
         assert not right.differences
         assert len(program(order, waits=False).findings) == 1
+
+
+@pytest.mark.parametrize("begin", [dist.isend, dist.irecv])
+def test_a_message_outside_a_batch_is_not_waited_for_with_a_collective(begin: Callable[..., Any]) -> None:
+    def program(*, batched: bool, waits: bool = False) -> Tensor:
+        x, y = pair()
+        [work] = dist.batch_isend_irecv([dist.P2POp(begin, x, 1)]) if batched else [begin(x, 1)]
+        if waits:
+            work.wait()
+        dist.all_reduce(y, async_op=True).wait()
+        x.add_(1)
+        work.wait()
+        return x
+
+    def differ(order: Order, *, waits: bool) -> bool:
+        with noop_world(2), simulated(order) as found:
+            kept = program(batched=False, waits=waits)
+        del kept  # it was there to be compared
+        return bool(found.differences)
+
+    assert not races(lambda: program(batched=True))
+    [found] = races(lambda: program(batched=False))
+    assert "ranks 0 and 1" in found
+    orders = all_orders(4, seeds=2)
+    assert any(differ(order, waits=False) for order in orders)
+    assert not races(lambda: program(batched=False, waits=True))
+    assert not any(differ(order, waits=True) for order in orders)
+
+
+@on_ranks(3)
+def test_messages_of_two_ranks_leave_the_third_to_its_collectives() -> None:
+    rank = dist.get_rank()
+
+    def program(order: Order | None) -> Findings:
+        with simulated(order) as found:
+            (x, y), work = pair(), None
+            if rank < 2:
+                work = (dist.isend, dist.irecv)[rank](x, 1 - rank)
+            dist.all_reduce(y, async_op=True).wait()
+            if work is not None:
+                work.wait()
+            x.add_(1).tolist()
+        return found
+
+    for order in (None, Order.as_needed(), Order.of(1)):
+        found = program(order)
+        assert not found.findings
+        assert not found.differences
+
+
+def test_a_group_that_is_destroyed_too_early_is_named() -> None:
+    with simulated(Order.as_needed()) as found:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.all_reduce(torch.ones(4, device=DEVICE))
+        dist.destroy_process_group()
+    assert "destroy it after the simulation" in str(found.differences[0])
 
 
 def test_a_callback_of_a_collective_runs_on_a_stream_of_its_own() -> None:

@@ -24,7 +24,7 @@ from shardwise.errors import LifecycleError, ShardwiseError
 from shardwise.fsdp import interrupted
 from shardwise.fsdp.fast import own_storage
 from shardwise.planner.noop_group import noop_world
-from shardwise.verify.streams import DEVICE, Findings, simulated
+from shardwise.verify.streams import DEVICE, Findings, Order, simulated
 from shardwise.verify.streams.streams import Timeline
 
 
@@ -246,7 +246,7 @@ def test_pinned_memory_is_read_until_the_copy_ends_and_other_memory_is_read_at_o
     def program(*, pinned: bool, blocks: bool = False) -> None:
         x = torch.ones(8)
         x = x.pin_memory() if pinned else x
-        assert x.is_pinned() == pinned
+        assert x.is_pinned() == own_storage(x[2:4]).is_pinned() == pinned
         y = x.to(DEVICE, non_blocking=not blocks)
         x.zero_()
         assert y.device.type == DEVICE
@@ -284,6 +284,21 @@ def test_pinned_memory_is_given_out_again_when_copies_from_it_have_ended() -> No
                 torch.ones(8).pin_memory().to(DEVICE, non_blocking=True)
 
     assert not races(program)
+
+
+@pytest.mark.parametrize("mode", ["sum", "max"])
+def test_indices_that_have_no_value_yet_are_refused_where_torch_checks_none(mode: str) -> None:
+    def program(order: Order) -> Findings:
+        with simulated(order) as found:
+            weight, stream = torch.ones(64, 64, device=DEVICE, requires_grad=True), side()
+            with stream:
+                ids = torch.arange(4000, device=DEVICE).remainder(64)
+            nn.functional.embedding_bag(ids.view(-1, 4), weight, mode=mode).sum().backward()
+            torch.accelerator.synchronize()
+        return found
+
+    assert "an index has no value" in str(program(Order.first(1)).differences[0])
+    assert not program(Order.at_once()).differences
 
 
 # ---------------------------------------------------------------- collectives

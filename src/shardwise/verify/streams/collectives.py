@@ -2,8 +2,9 @@
 
 A synchronous collective runs on the current stream. An asynchronous one runs on its group's stream, after
 everything issued to the current stream so far. `wait` on its work makes the stream that is then current wait
-for it; until then its tensors stay alive, as with NCCL's process group. Under a no-op group every rank is
-assumed to be like this one.
+for it; until then its tensors stay alive, as with NCCL's process group. A message outside a batch runs on a
+stream of its pair of ranks, as it does there unless the group was made for one device. Under a no-op group
+every rank is assumed to be like this one.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from shardwise.verify.streams.device import NAME, SimTensor, Simulation, bare_of
 from shardwise.verify.streams.operators import Touched
 from shardwise.verify.streams.streams import Stream
 
+MESSAGES = ("send", "recv")
 # These methods write the first argument and read the second; all others read and write every tensor.
 _TWO_SIDED = ("gather", "scatter", "all_to_all", "alltoall")
 
@@ -134,12 +136,14 @@ class Collectives:
         self._functional: dict[int, tuple[Clock, list[Tensor]]] = {}
         self._batches: dict[str, list[_Part]] = {}  # by group
 
-    def line_of(self, group: dist.ProcessGroup) -> Line:
-        name = group.group_name
-        if name not in self._lines:
-            ranks = f"process group of {group.size()} ranks ({name})"
-            self._lines[name] = self.simulation.timeline.line(f"asynchronous stream of the {ranks}", name)
-        return self._lines[name]
+    def line_of(self, group: dist.ProcessGroup, pair: str = "") -> Line:
+        """Return the line of a group's asynchronous collectives, or of messages between two of its ranks."""
+        key = f"{group.group_name}{pair and '/'}{pair}"
+        if key not in self._lines:
+            ranks = f"process group of {group.size()} ranks ({group.group_name})"
+            of = f"ranks {pair} in the {ranks}" if pair else f"the {ranks}"
+            self._lines[key] = self.simulation.timeline.line(f"asynchronous stream of {of}", key)
+        return self._lines[key]
 
     def method(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a process group's method."""
@@ -159,18 +163,22 @@ class Collectives:
                     self.simulation.late.host_blocks()
                 return run(group, args, kwargs)
             batch = self._batches.get(group.group_name)
-            asynchronous = asks_async(args, kwargs) or name in ("send", "recv") or batch is not None
+            line = self.simulation.timeline.current().line
+            if name in MESSAGES and batch is None:
+                line = self.line_of(group, "{} and {}".format(*sorted((group.rank(), args[1]))))
+            elif batch is not None or asks_async(args, kwargs):
+                line = self.line_of(group)
             touched = _accesses(name, args, tensors)
-            operation = self.issue(name, group, touched, asynchronous=asynchronous)
+            operation = self.issue(name, touched, line)
             part = _Part(run, (args, kwargs), operation, touched)
             if batch is not None:
                 batch.append(part)
                 return None
             work = self._run(group, [part])
-            if not asynchronous:
+            if line is self.simulation.timeline.current().line:
                 return work
             work.wait()  # the simulation decides what runs when
-            return _Work(self, self.line_of(group), tensors)
+            return _Work(self, line, tensors)
 
         return call
 
@@ -197,13 +205,10 @@ class Collectives:
             late.collective(parts[-1].operation, group, run, inputs, (read, written))
         return work
 
-    def issue(
-        self, name: str, group: dist.ProcessGroup, touched: Touched, *, asynchronous: bool
-    ) -> Operation:
-        """Report a collective, with its reads and writes, to the simulation."""
-        simulation, stream = self.simulation, self.simulation.timeline.current()
-        line = self.line_of(group) if asynchronous else stream.line
-        merge(line.clock, stream.line.clock)
+    def issue(self, name: str, touched: Touched, line: Line) -> Operation:
+        """Report a collective on `line`, with its reads and writes, to the simulation."""
+        simulation = self.simulation
+        merge(line.clock, simulation.timeline.current().line.clock)
         operation = simulation.timeline.issue(line, name)
         read, written = ([t for t in tensors if isinstance(t, SimTensor)] for tensors in touched)
         simulation.touch((read, written), operation, line)
@@ -234,7 +239,7 @@ class Collectives:
                 _fill(name, bare_of(out), memory_of(source), group.size())
         in_place = name.partition(".")[0].endswith(("_", "_out"))
         written = tensors if in_place else [on_device(t) for t in created]
-        operation = self.issue(name, group, (tensors, written), asynchronous=True)
+        operation = self.issue(name, (tensors, written), self.line_of(group))
         if simulation.late is not None:
             real = not isinstance(group, NoopGroup)
             if real:
@@ -269,7 +274,7 @@ def asks_async(args: Any, kwargs: dict[str, Any]) -> bool:
 
 def _accesses(name: str, args: Any, tensors: Sequence[Tensor]) -> Touched:
     """Return the tensors that a process group's method reads, and those that it writes."""
-    if name in ("send", "recv"):
+    if name in MESSAGES:
         return (tensors, []) if name == "send" else ([], tensors)
     if len(args) < 2 or not any(word in name for word in _TWO_SIDED):
         return tensors, tensors
@@ -338,6 +343,17 @@ def reporting_to(simulation: Simulation) -> Iterator[Collectives]:
             _compat.END_COALESCING: lambda group, device: collectives.end_coalescing(group),
         }
         stack.enter_context(mock.patch.multiple(dist.ProcessGroup, **replacements))
+        send_batch = dist.batch_isend_irecv
+
+        def batch(messages: list[dist.P2POp]) -> list[dist.Work]:
+            group = messages[0].group if messages else None
+            if not isinstance(group, NoopGroup):  # torch batches only those of groups of its own class
+                return send_batch(messages)
+            collectives.start_coalescing(group)
+            send_batch(messages)
+            return [collectives.end_coalescing(group)]
+
+        stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", batch))
         of = dist.get_backend_config
         stack.enter_context(
             mock.patch.object(dist, "get_backend_config", lambda group=None: f"{of(group)},{NAME}:simulated")

@@ -196,7 +196,15 @@ class Simulation:
         return pinned
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage() in self._pinned
+        return self.pinned_storage(tensor) is not None
+
+    def pinned_storage(self, tensor: Tensor) -> torch.UntypedStorage | None:
+        """Return the pinned memory that a tensor lies in, of which its own storage may be a part."""
+        own = tensor.untyped_storage()
+        if own in self._pinned or _compat.is_fake(tensor) or isinstance(tensor, SimTensor):
+            return own if own in self._pinned else None
+        at = own.data_ptr()
+        return next((s for s in self._pinned if s.data_ptr() <= at < s.data_ptr() + s.nbytes()), None)
 
     def _is_on_host(self, tensor: Tensor) -> bool:
         return not isinstance(tensor, SimTensor) and self.memory.at(span(tensor)[0]) is None
@@ -281,9 +289,9 @@ class Simulation:
             extent = extent_of(tensor)
             on_host = self._is_on_host(tensor)
             if on_host:
-                if not copies or not self.is_pinned(tensor):
+                storage = self.pinned_storage(tensor)
+                if not copies or storage is None:
                     continue  # the host waits for the copy, or copies what it reads before it continues
-                storage = tensor.untyped_storage()
                 address, size = storage.data_ptr(), storage.nbytes()
                 if size and self.host.at(address) is None:
                     block = self.host.allocate(address, size, owner=0, origin="memory of the host")

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise import _compat
+from shardwise.errors import ShardwiseError
 from shardwise.planner.noop_group import NoopGroup
 
 _LOOKS_EVERY_SECONDS, _TELLS_AFTER_SECONDS = 0.002, 0.02
@@ -51,7 +52,11 @@ class Peers:
         if isinstance(group, NoopGroup):
             return group
         world = dist.group.WORLD
-        assert world is not None
+        if world is None:
+            raise ShardwiseError(
+                "the default process group was destroyed inside a simulation, whose collectives were still to"
+                " run again; destroy it after the simulation"
+            )
         twins, key = _twins.setdefault(world, {}), f"shardwise/second/{group.group_name}/{line}"
         if key not in twins:
             twins[key] = self._waiters.submit(_compat.second_group, group, key)

@@ -413,7 +413,7 @@ class Timeline:
         if group is None:
             self._name_counts[name] += 1
             name += f" ({self._name_counts[name]})" if self._name_counts[name] > 1 else ""
-        key = f"stream{self._name_counts.total()}" if group is None else f"group{group}"
+        key = f"stream{self._name_counts.total()}" if group is None else group
         line = Line(len(self.lines), name, key)
         self.lines.append(line)
         return line

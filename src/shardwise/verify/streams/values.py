@@ -38,12 +38,15 @@ from shardwise.errors import ShardwiseError
 from shardwise.planner.noop_group import NoopGroup
 from shardwise.verify.streams import operators
 from shardwise.verify.streams.clocks import Clock, Operation, Order, comes_after
+from shardwise.verify.streams.collectives import MESSAGES
 from shardwise.verify.streams.device import SimTensor, Simulation, bare_of, span
 from shardwise.verify.streams.memory import Block
 from shardwise.verify.streams.peers import Peers
 
 # Operators that do not read what they write, although their schema would allow it.
 _OVERWRITE = ("copy_", "_foreach_copy_", "zero_", "_foreach_zero_", "fill_")
+# CPU kernels that check no index: with one that has no value they would write into memory of others.
+_UNCHECKED = "_embedding_bag"
 _NO_VALUE = 255  # in every byte: NaN in each floating dtype
 
 
@@ -124,7 +127,7 @@ class Late:
         if block is None:
             return None
         if block.shadow is None:  # host memory, which has a shadow from now on
-            storage = tensor.untyped_storage()
+            storage = simulation.pinned_storage(tensor) or tensor.untyped_storage()
             block.shadow = _Shadow(block, storage.clone(), weakref.ref(storage), is_new_on_host=True)
         return block.shadow  # type: ignore[no-any-return]
 
@@ -152,6 +155,8 @@ class Late:
         twin_args, twin_kwargs = on_tensors(args, twin), on_tensors(kwargs, twin)
 
         def rerun() -> Any:
+            if op.name.startswith(_UNCHECKED) and any(_is_negative(at) for at in twin_args[1:5]):
+                raise IndexError("an index has no value")
             with torch.random.fork_rng((), enabled=rng_state is not None):
                 if rng_state is not None:
                     torch.set_rng_state(rng_state)
@@ -173,6 +178,8 @@ class Late:
         twins, results = on_tensors(inputs, twin), on_tensors(outcome, twin)
         line = self.simulation.timeline.lines[operation.line]
         name, clock = self.peers.name(group, line.key), dict(line.clock)
+        # Messages need no order among collectives, and ranks outside a pair make no group of its own.
+        order = group.group_name if operation.name in MESSAGES else line.key
 
         sent = [(twin(t), _bytes(t)) for t in touched[0] if t.numel()] if isinstance(group, NoopGroup) else []
 
@@ -181,7 +188,7 @@ class Late:
             for current, original in sent:
                 if not torch.equal(_bytes(current), original):
                     self._report("data sent to other ranks", f"in {operation}", operation)
-            twin_group = self.peers.twin(group, line.key, name)
+            twin_group = self.peers.twin(group, order, name)
             self.peers.wait(rerun(twin_group, twins, results), name)
 
         self.peers.deferred[name] = lambda: self.run_until(clock)
@@ -403,6 +410,11 @@ class _Memo(dict[Tensor, Tensor]):
         if tensor not in self:
             self[tensor] = self.make(tensor)
         return self[tensor]
+
+
+def _is_negative(argument: Any) -> bool:
+    indices = isinstance(argument, Tensor) and not argument.is_floating_point()
+    return indices and bool((argument < 0).any())
 
 
 def _bytes(tensor: Tensor) -> Tensor:
