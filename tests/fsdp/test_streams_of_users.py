@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
-from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp.models import update
@@ -417,38 +416,37 @@ def check_order(programs: list[Program], program: Program, layout: Any, strategy
         assert [str(one) for one in found.findings] == []
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
-@pytest.mark.parametrize("kind", ["files", "hosts' memory"])
-def test_loading_waits_for_copies_from_the_memory_it_fills(kind: str, layout: str, tmp_path: Path) -> None:
-    copies = HostMemory(tmp_path / "host", limit_bytes=2**20)
-    keep, again = (save, load) if kind == "files" else (copies.save, copies.load)
-    folder = [tmp_path / "saved"] if kind == "files" else []
+def loading_after_an_evaluation(layout: str, *, in_memory: bool = False, waits: bool = True) -> list[Tensor]:
+    """Fill shards from which an evaluation may still copy, by no method of the model."""
+    model = sharded(Layers().to(DEVICE), layout=layout, offload_policy=CPUOffloadPolicy())
+    state = {"model": model.state_dict()}
+    with TemporaryDirectory() as folder:
+        copies = HostMemory(folder, limit_bytes=2**20)
+        keep, again = (
+            (copies.save, copies.load) if in_memory else (partial(save, folder), partial(load, folder))
+        )
+        model(batch())
+        keep(state, step=1)
+        with torch.no_grad():
+            out = model(batch())
+        with nullcontext() if waits else mock.patch.object(torch.accelerator, "synchronize"):
+            again(state)
+        out = out + model(batch())
+        out.cpu()
+        if in_memory:
+            copies.clear()
+    return [out]
 
-    def program(order: Order | None = None, *, waits: bool = True) -> Findings:
-        with simulated(order) as found:
-            model = sharded(Layers().to(DEVICE), layout=layout, offload_policy=CPUOffloadPolicy())
-            state = {"model": model.state_dict()}  # filled, with no call of the model's methods
-            model(batch())
-            keep(*folder, state, step=1)
-            with torch.no_grad():
-                out = model(batch())
-            with nullcontext() if waits else mock.patch.object(torch.accelerator, "synchronize"):
-                again(*folder, state)
-            (out + model(batch())).cpu()
+
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_loading_waits_for_copies_from_the_memory_it_fills(in_memory: bool, layout: str) -> None:
+    def program(order: Order | None = None, **options: bool) -> Findings:
+        with noop_world(1), simulated(order) as found:
+            loading_after_an_evaluation(layout, in_memory=in_memory, **options)
         return found
 
-    with one_rank():
-        assert not program().findings
-        assert program(waits=False).findings
-        for order in (Order.as_needed(), Order.at_once()):
-            assert not program(order).differences
-        copies.clear()
-
-
-@contextmanager
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    assert not program().findings
+    assert program(waits=False).findings
+    for order in (Order.as_needed(), Order.at_once()):
+        assert not program(order).differences

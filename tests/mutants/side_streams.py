@@ -167,6 +167,10 @@ PROGRAMS: dict[str, tuple[Callable[[], list[Tensor]], int]] = {
         partial(evaluated_on_a_stream_before_backward, layout="interleaved"),
         4,
     ),
+    "shards that are loaded after an evaluation": (
+        partial(streams_of_users.loading_after_an_evaluation, "contiguous"),
+        1,
+    ),
     "offloaded gradients that the host looks at": (partial(offloaded_and_unused, layout="contiguous"), 2),
     **{
         program.__name__.replace("_", " "): (partial(program, layout="interleaved"), 2)
