@@ -389,6 +389,17 @@ def test_an_operator_without_a_formula_is_named_with_what_is_assumed_of_it() -> 
     made = shardwise.plan(lambda layers=3: with_operator("shaped", layers), sequence=SEQUENCE)
     (assumed,) = made.assumed
     assert assumed.startswith("planned.shaped has no formula of its operations: none are counted")
+def test_a_profile_may_be_in_the_home_folder_and_one_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (Path(planner.__file__).parent / "hardware" / "h100.toml").read_text()
+    (tmp_path / "mine.toml").write_text(text)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert planner.hardware_of("~/mine.toml") == planner.hardware_of("h100")
+    with pytest.raises(ShardingError, match=r"^~/other.toml: no such file; give a profile .* h100"):
+        planner.hardware_of("~/other.toml")
+
+
     assert assumed in str(made)
 
 

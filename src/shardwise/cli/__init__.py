@@ -120,7 +120,7 @@ def verify(
         raise typer.BadParameter("--streams takes --ranks and --hsdp, and no --mesh, --tolerance or --dtype")
     if json_path is not None:
         with reporting():
-            _check_writable(json_path)
+            json_path = _writable(json_path)
     import torch
 
     from shardwise import verify as verification
@@ -168,7 +168,7 @@ def verify(
 )
 def plan(
     model: Annotated[
-        str, Argument(help="Published model (llama3-8b), transformers config (.json) or module:factory.")
+        str, Argument(help="Published model (llama3-8b), transformers config (or folder) or module:factory.")
     ],
     ranks: Annotated[int, Option(min=1, help="Total number of ranks.")] = 8,
     hardware: Annotated[str, Option(help="Profile: h100, a100-80gb, ..., or a .toml file.")] = "h100",
@@ -231,9 +231,8 @@ def plan(
         if tensor == 1 and not search:
             _refuse_unused(tensor_plan, sequence_parallel, loss_parallel)
         setup = Setup(**{field.name: given[field.name] for field in fields(Setup) if field.name in given})
-        for path in (json_path, html_path, trace_path, png_path):  # fail before a search, not after it
-            if path is not None:
-                _check_writable(path)
+        paths = (json_path, html_path, trace_path, png_path)  # fail before a search, not after it
+        json_path, html_path, trace_path, png_path = (path and _writable(path) for path in paths)
         _check_plan(model, setup, hardware)
         if png_path is not None and not (json_path or html_path or trace_path):
             # Other files that were asked for are written first.
@@ -302,7 +301,7 @@ def calibrate(
     is_first = os.environ.get("RANK", "0") == "0"
     with reporting():
         if is_first:
-            _check_writable(out)
+            out = _writable(out)
         if out.suffix != ".toml":
             raise ShardwiseError(f"{out}: expected a name that ends in .toml, which `plan --hardware` takes")
         base = planner.hardware_of(like) if like else None
@@ -413,10 +412,19 @@ def _check_plan(model: str, setup: Setup, hardware: str) -> None:
     check_cut(model, setup)
 
 
-def _check_writable(path: Path) -> None:
+def _is_explicit(context: typer.Context, name: str) -> bool:
+    """Return whether the command line has this option, if only with its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _writable(path: Path) -> Path:
+    """Return the path of a file to write, which may begin with `~`."""
+    path = Path(os.path.expanduser(path))
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ShardwiseError(f"{path} cannot be written: give a file in a folder that you may write to")
 
 
 if __name__ == "__main__":
     app()
+    return path

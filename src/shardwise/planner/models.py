@@ -34,7 +34,7 @@ from shardwise.nn import SequenceCut
 from shardwise.nn.linear_cross_entropy import linear_cross_entropy
 from shardwise.planner.decoder import Decoder
 from shardwise.planner.setup import Setup
-from shardwise.planner.shapes import PUBLISHED, Shape, check_positions, check_source, read_config
+from shardwise.planner.shapes import PUBLISHED, Shape, check_positions, check_source, config_of, read_config
 from shardwise.planner.tensor import ROWS, plan_of
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -113,8 +113,8 @@ def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
     """Return the model that a name, a path, `module:factory` or a factory identifies.
 
     Args:
-        source: a name in `PUBLISHED`; a transformers config (JSON); "package.module:factory"; a function that
-            returns a module from tokens to logits.
+        source: a name in `PUBLISHED`; a transformers config (JSON), or its folder; "package.module:factory";
+            a function that returns a module from tokens to logits.
         sequence: the longest sequence that a published model is used with, if its positions are learned.
     """
     if isinstance(source, Model):
@@ -123,8 +123,8 @@ def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
         return _model_of_factory(source)
     if source in PUBLISHED:
         return of_shape(source, PUBLISHED[source], sequence)
-    if source.endswith(".json"):
-        return _model_of_config(Path(source))
+    if path := config_of(source):
+        return _model_of_config(path)
     check_source(source)
     try:
         factory = pkgutil.resolve_name(source)
