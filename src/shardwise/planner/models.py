@@ -35,7 +35,7 @@ from shardwise.nn.linear_cross_entropy import linear_cross_entropy
 from shardwise.planner.decoder import Decoder
 from shardwise.planner.setup import Setup
 from shardwise.planner.shapes import PUBLISHED, Shape, check_positions, check_source, config_of, read_config
-from shardwise.planner.tensor import ROWS, plan_of
+from shardwise.planner.tensor import ROWS, check_names, plan_of
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
@@ -98,7 +98,8 @@ def resolve(source: str | Model | Factory, setup: Setup) -> tuple[Model, Setup]:
     """Return the model and its setup, whose sequences have a length that it takes.
 
     Raises:
-        ShardingError: there is no such model, or it has fewer positions than `setup.sequence`.
+        ShardingError: there is no such model, or it has fewer positions than `setup.sequence`, or a plan for
+            tensor parallelism that names no module.
     """
     model, length = model_of(source, sequence=setup.length), setup.length
     if model.positions is not None and setup.sequence is None:
@@ -106,7 +107,15 @@ def resolve(source: str | Model | Factory, setup: Setup) -> tuple[Model, Setup]:
             length //= 2
     elif model.positions is not None:
         check_positions(length, model.positions)
+    if setup.tensor > 1:
+        _check_tensor_plan(model)
     return model, replace(setup, sequence=length)
+
+
+@functools.lru_cache(maxsize=4)  # all blocks are built, which takes a second for a deep model
+def _check_tensor_plan(model: Model) -> None:
+    with torch.device("meta"):
+        check_names(model.build(model.layers))
 
 
 def model_of(source: str | Model | Factory, *, sequence: int) -> Model:

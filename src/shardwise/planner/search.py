@@ -131,7 +131,8 @@ def _combine(setup: Setup, **choice: Any) -> Setup | None:
 def _degrees(model: Model, setup: Setup, device: Hardware) -> list[int]:
     """List degrees of tensor parallelism within a host that divide the model and a step's sequences."""
     with torch.device("meta"):
-        module = model.build(1)
+        module = model.build(model.layers)
+    tensor.check_names(module)
     host, sequences = device.devices_per_host, setup.micro_batch * setup.accumulation
     degrees = [n for n in (1, 2, 4, 8) if host % n == 0 and setup.ranks // setup.replicas % n == 0]
     degrees = [n for n in degrees if sequences == 1 or sequences * n % setup.tensor == 0]
@@ -258,7 +259,8 @@ class _Survey:
         """Plan the settings that look best, until all of them are planned."""
         try:
             if self.model.layers > FEW + 1 and self.setup.pipeline == 1:
-                self.pattern = pattern_of(self.model, self.setup)
+                cut = any(setup.tensor > 1 for setup in self.space)
+                self.pattern = pattern_of(self.model, self.setup, cut=cut)
         except NotRegular as error:
             self.whole = str(error)
         for setup in self.space:
