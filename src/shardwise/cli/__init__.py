@@ -167,6 +167,7 @@ def verify(
     epilog="Exit status: 0 it fits; 1 it does not (changes that help are printed); 2 it could not be planned."
 )
 def plan(
+    context: typer.Context,
     model: Annotated[
         str, Argument(help="Published model (llama3-8b), transformers config (or folder) or module:factory.")
     ],
@@ -209,7 +210,12 @@ def plan(
     sequence: Annotated[int | None, Option(min=1, help="Tokens per sequence; by default 2048.")] = None,
     accumulation: Annotated[int, Option(min=1, help="Micro-batches per optimizer step.")] = 1,
     search: Annotated[
-        bool, Option("--search", help="Compare meshes, layouts, checkpointing, micro-batches and so on.")
+        bool,
+        Option(
+            "--search",
+            help="Compare meshes, layouts, checkpointing, micro-batches and so on. Options given hold for"
+            " all; --accumulation as the number of sequences of a step.",
+        ),
     ] = False,
     json_path: Annotated[
         Path | None, Option("--json", help="Also write the plan or search results to this file.")
@@ -247,7 +253,9 @@ def plan(
     from shardwise.planner.advice import lines
 
     try:
-        results = planner.search(model, setup, hardware=hardware) if search else None
+        explicit = {name for name in given if _is_explicit(context, name)} & vars(setup).keys()
+        changes = {name: getattr(setup, name) for name in explicit}
+        results = planner.search(model, setup, hardware=hardware, **changes) if search else None
         best = planner.plan(model, setup, hardware=hardware) if results is None else results.chosen
         show(str(results or best))
         if json_path is not None:
@@ -423,8 +431,8 @@ def _writable(path: Path) -> Path:
     path = Path(os.path.expanduser(path))
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ShardwiseError(f"{path} cannot be written: give a file in a folder that you may write to")
+    return path
 
 
 if __name__ == "__main__":
     app()
-    return path
