@@ -35,7 +35,8 @@ def run(case: dict[str, Any]) -> None:
     begin = time.perf_counter()
     from shardwise import planner
 
-    setup = {name: value for name, value in case.items() if name not in ("search", "model")}
+    others = {"search", "model"} | ({"layout"} if case["search"] else set())  # a search compares layouts
+    setup = {name: value for name, value in case.items() if name not in others}
     make = planner.search if case["search"] else planner.plan
     made = make(case["model"], hardware="h100", sequence=8192, **setup)
     figures = {

@@ -226,6 +226,21 @@ def test_every_wrong_argument_of_a_plan_is_refused_before_torch_is_imported(tmp_
     assert found == [[one, 2, one == asked[-1]] for one in asked]
 
 
+def test_a_search_is_told_which_options_were_given(monkeypatch) -> None:
+    search = mock.Mock(side_effect=shardwise.errors.ShardwiseError("enough"))
+    monkeypatch.setattr(planner, "search", search)
+    assert run("plan", "gpt2", "--search", "--layout", "interleaved", "--tensor", "1").exit_code == 2
+    search.assert_called_once_with("gpt2", Setup(), hardware="h100", layout="interleaved", tensor=1)
+
+
+def test_a_file_to_write_may_be_in_the_home_folder(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(planner, "plan", mock.Mock(return_value=mock.Mock(fits=True)))
+    monkeypatch.setattr(planner, "to_json", lambda made: "{}")
+    assert run("plan", "gpt2", "--json=~/made.json").exit_code == 0
+    assert (tmp_path / "made.json").read_text() == "{}\n"
+
+
 def test_help_says_what_the_exit_status_means():
     output = " ".join(run("verify", "--help").output.split())
     assert (

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import shardwise
 from fake_ranks import as_one_of
-from planner.models import Even
+from planner.models import Even, TwoLists
 from ranks import on_ranks
 from shardwise import planner
 from shardwise.cli import app
@@ -280,19 +280,6 @@ def test_json_that_is_no_plan_is_told_what_it_lacks() -> None:
         planner.from_json(Moment, moment)
 
 
-class TwoLists(Even):  # with more vision blocks than the 8 and 9 blocks that are run of the longest list
-    def __init__(self) -> None:
-        super().__init__()
-        self.vision = nn.ModuleList(nn.Linear(256, 256) for _ in range(10))
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256, bias=False)) for _ in range(12))
-
-    def forward(self, tokens: torch.Tensor) -> Any:
-        x = self.embedding(tokens)
-        for block in [*self.vision, *self.blocks]:
-            x = block(x)
-        return self.head(x)
-
-
 def test_of_two_lists_of_blocks_the_longest_is_cut_and_the_plan_says_so() -> None:
     made = shardwise.plan(TwoLists, ranks=2, sequence=8)
     assert made.layers == 12
@@ -303,41 +290,6 @@ def test_of_two_lists_of_blocks_the_longest_is_cut_and_the_plan_says_so() -> Non
         "the 12 of 'blocks', the longest ModuleList; the modules of 'vision' (10) are no groups of" in assumed
     )
     assert assumed in str(made)
-
-
-@pytest.mark.parametrize(
-    ("asked", "told"),
-    [
-        (
-            {"layers.*.up": "colwise", "blocks.*": "colwise"},
-            r"tensor_plan of Even has .* match no module: 'layers.\*.up'; .* embedding, head, blocks.\*$",
-        ),
-        ({"blocks.*": nn.Linear}, r"tensor_plan of Even must map names of modules to styles.*Linear"),
-        (["blocks.*"], r"must map names .* got \['blocks.\*'\]; styles are colwise, "),
-        (
-            {"blocks.0": "colwise"},
-            r"likely cause is how tensor=2 cuts it.* With tensor=1 it is planned uncut$",
-        ),
-    ],
-)
-def test_a_tensor_plan_that_does_not_fit_the_model_is_named(asked: Any, told: str) -> None:
-    def factory() -> nn.Module:
-        model = Even()
-        model.tensor_plan = asked
-        return model
-
-    with pytest.raises(ShardingError, match=told):
-        shardwise.plan(factory, ranks=2, tensor=2, sequence=8)
-
-
-def test_a_tensor_plan_may_name_a_block_that_is_not_among_the_few_that_are_run() -> None:
-    def factory() -> nn.Module:
-        model = TwoLists()
-        model.tensor_plan = {"vision.9": "colwise_rep", "blocks.11.0": "colwise_rep"}
-        return model
-
-    made = shardwise.plan(factory, ranks=2, tensor=2, sequence=8)
-    assert made.layers == 12
 
 
 def test_a_mamba_is_planned_from_its_config(tmp_path: Path) -> None:
@@ -435,6 +387,17 @@ def test_a_profile_that_cannot_be_used_is_named(tmp_path: Path, line: str, told:
     mine.write_text("\n".join([line, *kept]))
     with pytest.raises(ShardingError, match=told):
         planner.hardware_of(str(mine))
+
+
+def test_a_profile_may_be_in_the_home_folder_and_one_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (Path(planner.__file__).parent / "hardware" / "h100.toml").read_text()
+    (tmp_path / "mine.toml").write_text(text)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert planner.hardware_of("~/mine.toml") == planner.hardware_of("h100")
+    with pytest.raises(ShardingError, match=r"^~/other.toml: no such file; give a profile .* h100"):
+        planner.hardware_of("~/other.toml")
 
 
 @pytest.mark.parametrize(("times", "unit"), [(2**-10, "KiB"), (1, "MiB"), (2**10, "GiB")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from shardwise.planner.search import (
     _space,
     _state_bytes,
     _step_collectives,
+    _Survey,
 )
 from shardwise.planner.setup import Setup
 from shardwise.planner.shapes import Shape
@@ -85,7 +87,7 @@ def test_a_search_goes_over_tensor_parallelism_within_a_host_that_the_model_allo
     assert _degrees(model_of(with_style_of_another, sequence=SEQUENCE), Setup(ranks=32), device) == [1]
     sizes = {
         (one.tensor, one.micro_batch * one.accumulation)
-        for one in _space(Setup(ranks=32, accumulation=4), device, (1, 2, 4), (1, 8))
+        for one in _space(Setup(ranks=32, accumulation=4), device, (1, 2, 4), (1, 8), {"accumulation"})
     }
     assert sizes == {(1, 4), (8, 32)}  # sequences of a step, of as many ranks
 
@@ -102,12 +104,64 @@ def test_a_search_goes_over_tensor_parallelism_within_a_host_that_the_model_allo
 )
 def test_a_search_keeps_the_axes_and_options_that_are_given(given: dict[str, Any]) -> None:
     asked = Setup(ranks=8, **given)
-    space = [*_space(asked, planner.hardware_of("h100"), (1, 2, 4), (1, 2, 4))]
+    space = [*_space(asked, planner.hardware_of("h100"), (1, 2, 4), (1, 2, 4), given.keys())]
     assert asked in space
     assert len({one.layout for one in space} | {one.micro_batch for one in space}) > 3
-    kept = given.keys() - {"tensor", "accumulation"}
+    kept = given.keys() - {"accumulation"}
     assert all(getattr(one, name) == given[name] for one in space for name in kept)
     assert all(one.accumulation >= one.pipeline for one in space)
+
+
+@pytest.mark.parametrize(
+    ("given", "open_fields"),
+    [
+        ({"tensor": 1, "layout": "interleaved"}, {"replicas", "reshard_after_forward", "checkpointing"}),
+        ({"layout": "contiguous", "strategy": "zero1"}, {"tensor", "checkpointing"}),
+        ({"strategy": "fsdp"}, {"tensor", "layout", "reshard_after_forward"}),
+        ({"replicas": 4, "checkpointing": "alternate"}, {"tensor", "layout", "strategy"}),
+        ({"reshard_after_forward": True, "param_dtype": "float32"}, {"tensor", "layout", "checkpointing"}),
+        ({"micro_batch": 2}, {"tensor", "layout", "checkpointing"}),
+        ({"accumulation": 1}, {"tensor", "layout", "checkpointing"}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_search_keeps_what_is_given_even_if_it_is_the_default(
+    given: dict[str, Any], open_fields: set[str]
+) -> None:
+    space = [
+        *_space(Setup(**{"ranks": 16} | given), planner.hardware_of("h100"), (1, 2), (1, 2), given.keys())
+    ]
+    values = {name: {getattr(one, name) for one in space} for name in (*given, *open_fields)}
+    if "reshard_after_forward" in given:
+        assert values.pop("reshard_after_forward") <= {None, True}  # the default, which is the same
+    if given == {"strategy": "fsdp"}:
+        assert values.pop("strategy") == {None}
+    for name, value in given.items():
+        assert values.pop(name, {value}) == {value}
+    assert [name for name in values if len(values[name]) == 1] == []
+
+
+def test_a_search_finds_only_what_was_asked_for() -> None:
+    asked: dict[str, Any] = {"layout": "interleaved", "checkpointing": "full"}
+    found = planner.search(gpt, ranks=4, sequence=SEQUENCE, hardware="h100", micro_batches=(1,), **asked)
+    for one in found.points:
+        assert asked.items() <= vars(one.plan.setup).items()
+
+
+@pytest.mark.parametrize("given", ["experts", "ulysses", "pipeline"])
+def test_a_search_tries_no_other_degree_of_an_axis_that_is_given(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = planner.plan(gpt, ranks=4, sequence=SEQUENCE, checkpointing="full", hardware="h100")
+    plan = mock.Mock(side_effect=ShardingError("not so"))
+    monkeypatch.setattr(importlib.import_module("shardwise.planner.search"), "plan", plan)
+    survey = _Survey(model_of(gpt, sequence=SEQUENCE), made.setup, made.hardware, [], {made.setup: made})
+    survey.plan_more_axes({given})
+    tried = {axis for call in plan.mock_calls for axis in AXES if getattr(call.args[1], axis) > 1}
+    assert tried == AXES - {given}
+
+
+AXES = {"experts", "ulysses", "pipeline"}
 
 
 def test_a_search_leaves_out_what_cannot_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,14 @@
 """Published shapes have as many parameters as their models' cards say."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from shardwise.errors import ShardingError
 from shardwise.planner.models import model_of
 from shardwise.planner.setup import Setup
-from shardwise.planner.shapes import PUBLISHED, check_cut, check_source, undivided
+from shardwise.planner.shapes import PUBLISHED, check_cut, check_source, config_of, undivided
 from shardwise.planner.tensor import sizes_of
 
 PARAMETERS = {
@@ -63,7 +65,8 @@ def test_a_published_shape_is_refused_over_as_many_ranks_as_its_module_is(name: 
         ("none.such:factory", "'none.such:factory' cannot be imported: no module named 'none'"),
         ("os:nope", "'os:nope' cannot be imported: module 'os' has no attribute 'nope'"),
         ("os:nope.path", "'os:nope.path' cannot be imported: module 'os' has no attribute 'nope'"),
-        ("os:path.", "unknown model 'os:path.'"),
+        ("os:path.", "unknown model 'os:path.': give one of llama3-8b, .*, megatron-1008b, a transformers"),
+        ("lama3-8b", "unknown model 'lama3-8b': give llama3-8b, .* or another published one, a transformers"),
     ],
 )
 def test_a_factory_that_is_not_there_is_named_before_anything_is_imported(source: str, told: str) -> None:
@@ -71,3 +74,16 @@ def test_a_factory_that_is_not_there_is_named_before_anything_is_imported(source
         check_source(source)
     for found in ("os.path:join", "os:path.join", "__main__.other:factory"):
         check_source(found)
+
+
+def test_a_config_is_a_file_or_in_a_folder_and_may_be_at_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config.json"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert config_of("~/config.json") == config
+    assert config_of(str(tmp_path)) is None
+    config.write_text('{"model_type": "gpt2"}')
+    assert config_of(str(tmp_path)) == config_of("~") == config
+    check_source("~")
+    assert config_of("os:path.join") is None

@@ -120,7 +120,7 @@ def verify(
         raise typer.BadParameter("--streams takes --ranks and --hsdp, and no --mesh, --tolerance or --dtype")
     if json_path is not None:
         with reporting():
-            _check_writable(json_path)
+            json_path = _writable(json_path)
     import torch
 
     from shardwise import verify as verification
@@ -167,8 +167,9 @@ def verify(
     epilog="Exit status: 0 it fits; 1 it does not (changes that help are printed); 2 it could not be planned."
 )
 def plan(
+    context: typer.Context,
     model: Annotated[
-        str, Argument(help="Published model (llama3-8b), transformers config (.json) or module:factory.")
+        str, Argument(help="Published model (llama3-8b), transformers config (or folder) or module:factory.")
     ],
     ranks: Annotated[int, Option(min=1, help="Total number of ranks.")] = 8,
     hardware: Annotated[str, Option(help="Profile: h100, a100-80gb, ..., or a .toml file.")] = "h100",
@@ -209,7 +210,12 @@ def plan(
     sequence: Annotated[int | None, Option(min=1, help="Tokens per sequence; by default 2048.")] = None,
     accumulation: Annotated[int, Option(min=1, help="Micro-batches per optimizer step.")] = 1,
     search: Annotated[
-        bool, Option("--search", help="Compare meshes, layouts, checkpointing, micro-batches and so on.")
+        bool,
+        Option(
+            "--search",
+            help="Compare meshes, layouts, checkpointing, micro-batches and so on. Options given hold for"
+            " all; --accumulation as the number of sequences of a step.",
+        ),
     ] = False,
     json_path: Annotated[
         Path | None, Option("--json", help="Also write the plan or search results to this file.")
@@ -231,9 +237,8 @@ def plan(
         if tensor == 1 and not search:
             _refuse_unused(tensor_plan, sequence_parallel, loss_parallel)
         setup = Setup(**{field.name: given[field.name] for field in fields(Setup) if field.name in given})
-        for path in (json_path, html_path, trace_path, png_path):  # fail before a search, not after it
-            if path is not None:
-                _check_writable(path)
+        paths = (json_path, html_path, trace_path, png_path)  # fail before a search, not after it
+        json_path, html_path, trace_path, png_path = (path and _writable(path) for path in paths)
         _check_plan(model, setup, hardware)
         if png_path is not None and not (json_path or html_path or trace_path):
             # Other files that were asked for are written first.
@@ -248,7 +253,9 @@ def plan(
     from shardwise.planner.advice import lines
 
     try:
-        results = planner.search(model, setup, hardware=hardware) if search else None
+        explicit = {name for name in given if _is_explicit(context, name)} & vars(setup).keys()
+        changes = {name: getattr(setup, name) for name in explicit}
+        results = planner.search(model, setup, hardware=hardware, **changes) if search else None
         best = planner.plan(model, setup, hardware=hardware) if results is None else results.chosen
         show(str(results or best))
         if json_path is not None:
@@ -302,7 +309,7 @@ def calibrate(
     is_first = os.environ.get("RANK", "0") == "0"
     with reporting():
         if is_first:
-            _check_writable(out)
+            out = _writable(out)
         if out.suffix != ".toml":
             raise ShardwiseError(f"{out}: expected a name that ends in .toml, which `plan --hardware` takes")
         base = planner.hardware_of(like) if like else None
@@ -413,9 +420,18 @@ def _check_plan(model: str, setup: Setup, hardware: str) -> None:
     check_cut(model, setup)
 
 
-def _check_writable(path: Path) -> None:
+def _is_explicit(context: typer.Context, name: str) -> bool:
+    """Return whether the command line has this option, if only with its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _writable(path: Path) -> Path:
+    """Return the path of a file to write, which may begin with `~`."""
+    path = Path(os.path.expanduser(path))
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ShardwiseError(f"{path} cannot be written: give a file in a folder that you may write to")
+    return path
 
 
 if __name__ == "__main__":

@@ -20,7 +20,10 @@ from shardwise.planner.tensor import STYLES, UNCUT, counts_positions, heads_by_r
 
 @report_exits()
 def python(model: str | Model | Factory, setup: Setup) -> str:
-    """Return the source of `build(model)`, which shards the model and returns its optimizer, on each rank."""
+    """Return the source of `build(model)`, which shards the model and returns its optimizer, on each rank.
+
+    With "Muon" it returns two optimizers; of a pipeline, the schedule first.
+    """
     model, setup = resolve(model, setup)
     body = list(_build(chunked(model) if setup.loss == "chunked" else model, setup))
     return "\n".join([*_imports("\n".join(body)), "", "", *body, ""])
@@ -117,7 +120,7 @@ def _meshes(setup: Setup) -> Iterator[str]:
 
 def _shards(model: Model, setup: Setup) -> Iterator[str]:
     with torch.device("meta"):
-        module = model.build(2)
+        module = model.build(model.layers if setup.tensor > 1 else 2)  # a tensor_plan may name any block
     blocks, ends = _parts(model, module)
     if other_dtypes(module, setup.stored_dtype):
         yield f"    model.{CASTS[setup.stored_dtype]}()"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import tomllib
 from dataclasses import MISSING, dataclass, fields
 from importlib import resources
@@ -74,12 +75,16 @@ def hardware_of(name: str) -> Hardware:
     names = sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
     if name in names:
         path: Any = folder / f"{name}.toml"
-    elif name.endswith(".toml") and Path(name).exists():
-        path = Path(name)
+    elif name.endswith(".toml"):
+        path = Path(os.path.expanduser(name))
     else:
         raise ShardingError(f"unknown hardware {name!r}: give one of {', '.join(names)}, or a file (.toml)")
     try:
         values = tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ShardingError(
+            f"{name}: no such file; give a profile (.toml), or one of {', '.join(names)}"
+        ) from error
     except (ValueError, OSError) as error:
         raise ShardingError(f"{name} is no profile of hardware: {error}") from error
     known = {field.name: field.default is MISSING for field in fields(Hardware)}  # whether it must be there

@@ -70,14 +70,13 @@ def _words(setup: Setup) -> list[str]:
     mesh += f" x {setup.replicas:,}" if setup.replicas > 1 else ""
     for axis in ("pipeline", "ulysses", "experts", "tensor"):
         mesh += f" x {axis} {size}" if (size := getattr(setup, axis)) > 1 else ""
-    default = "hsdp" if setup.replicas > 1 else "fsdp"
     reshard = setup.reshard
     freed = "freed" if reshard in (None, True) else f"kept over {reshard}" if reshard else "kept"
     freed = "whole" if setup.strategy in ("ddp", "zero1", "zero2") else freed
     stored, param, reduce = (name.replace("float", "fp").replace("bfp", "bf") for name in precision(setup))
     return [
         mesh,
-        f"{setup.layout} {setup.strategy or default}",
+        f"{setup.layout} {setup.named_strategy}",
         freed,
         f"checkpointing {setup.checkpointing}",
         f"{setup.accumulation} x {setup.micro_batch}",

@@ -34,8 +34,8 @@ from shardwise.nn import SequenceCut
 from shardwise.nn.linear_cross_entropy import linear_cross_entropy
 from shardwise.planner.decoder import Decoder
 from shardwise.planner.setup import Setup
-from shardwise.planner.shapes import PUBLISHED, Shape, check_positions, check_source, read_config
-from shardwise.planner.tensor import ROWS, plan_of
+from shardwise.planner.shapes import PUBLISHED, Shape, check_positions, check_source, config_of, read_config
+from shardwise.planner.tensor import ROWS, check_names, plan_of
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
@@ -98,7 +98,8 @@ def resolve(source: str | Model | Factory, setup: Setup) -> tuple[Model, Setup]:
     """Return the model and its setup, whose sequences have a length that it takes.
 
     Raises:
-        ShardingError: there is no such model, or it has fewer positions than `setup.sequence`.
+        ShardingError: there is no such model, or it has fewer positions than `setup.sequence`, or a plan for
+            tensor parallelism that names no module.
     """
     model, length = model_of(source, sequence=setup.length), setup.length
     if model.positions is not None and setup.sequence is None:
@@ -106,15 +107,23 @@ def resolve(source: str | Model | Factory, setup: Setup) -> tuple[Model, Setup]:
             length //= 2
     elif model.positions is not None:
         check_positions(length, model.positions)
+    if setup.tensor > 1:
+        _check_tensor_plan(model)
     return model, replace(setup, sequence=length)
+
+
+@functools.lru_cache(maxsize=4)  # all blocks are built, which takes a second for a deep model
+def _check_tensor_plan(model: Model) -> None:
+    with torch.device("meta"):
+        check_names(model.build(model.layers))
 
 
 def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
     """Return the model that a name, a path, `module:factory` or a factory identifies.
 
     Args:
-        source: a name in `PUBLISHED`; a transformers config (JSON); "package.module:factory"; a function that
-            returns a module from tokens to logits.
+        source: a name in `PUBLISHED`; a transformers config (JSON), or its folder; "package.module:factory";
+            a function that returns a module from tokens to logits.
         sequence: the longest sequence that a published model is used with, if its positions are learned.
     """
     if isinstance(source, Model):
@@ -123,8 +132,8 @@ def model_of(source: str | Model | Factory, *, sequence: int) -> Model:
         return _model_of_factory(source)
     if source in PUBLISHED:
         return of_shape(source, PUBLISHED[source], sequence)
-    if source.endswith(".json"):
-        return _model_of_config(Path(source))
+    if path := config_of(source):
+        return _model_of_config(path)
     check_source(source)
     try:
         factory = pkgutil.resolve_name(source)

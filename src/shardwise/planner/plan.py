@@ -290,7 +290,7 @@ def _record_blocks(model: Model, setup: Setup, *, parent: Model | None = None) -
     if setup.checkpointing == "alternate":
         return run(model.layers), "every second one is checkpointed"
     try:
-        pattern = pattern_of(parent or model, setup)
+        pattern = pattern_of(parent or model, setup, cut=setup.tensor > 1)
     except NotRegular as error:
         return run(model.layers), str(error)
     reason = f"kinds of blocks alternate with a period of {pattern.period}" if pattern.period > 1 else ""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -68,37 +68,43 @@ def search(
 
     Args:
         model: as for `plan`.
-        setup: the fixed settings: ranks, sequence, optimizer, pipeline and so on; its precision is the
-            requested one. Settings that cannot be planned with it are left out. If a rank's step has several
-            sequences, it keeps their number, in micro-batches of other sizes. If it has one, the number is
-            open: times are compared per token.
+        setup: how the model is cut and trained. Fields that differ from the defaults of `Setup`, and all
+            `changes`, hold for every setting compared; what cannot be planned with them is left out. Of
+            fields that are open, these values are the requested ones, such as the precision.
+            `accumulation` stands for the sequences of a step: their number is kept, in micro-batches of
+            other sizes. If a step has one sequence by default, the number is open: times are compared per
+            token.
         micro_batches: numbers of sequences that a rank computes at a time, to compare.
+        changes: fields of `setup`.
 
     Raises:
         ShardingError: as `plan`.
     """
     setup = with_changes(setup or Setup(), changes)
+    given = {name for name, value in vars(setup).items() if value != getattr(Setup, name)} | changes.keys()
     device = hardware_of(hardware) if isinstance(hardware, str) else hardware
     check_filled(setup)
     model, setup = resolve(model, setup)
-    space = [*dict.fromkeys(_space(setup, device, micro_batches, _degrees(model, setup, device)))]
-    survey = _Survey(model, setup, device, space)
+    space = _space(setup, device, micro_batches, _degrees(model, setup, device), given)
+    survey = _Survey(model, setup, device, [*dict.fromkeys(space)])
     with suggesting():
         survey.run()
-        survey.plan_more_axes()
+        survey.plan_more_axes(given)
     points = survey.points()
     code = python(model, points[0].plan.setup)
     return Search(points, len(survey.space), len(survey.plans), survey.recordings, code)
 
 
 def _space(
-    setup: Setup, device: Hardware, micro_batches: Sequence[int], degrees: Sequence[int]
+    setup: Setup, device: Hardware, micro_batches: Sequence[int], degrees: Sequence[int], given: Set[str]
 ) -> Iterator[Setup]:
+    """Yield settings that have the fields `given` as `setup` has them."""
+    kept = {name: value for name, value in _varied(setup).items() if name in given}
     sequences = setup.micro_batch * setup.accumulation
     sizes = [
         n
         for n in {setup.micro_batch, *micro_batches}
-        if (sequences == 1 or sequences % n == 0)
+        if (sequences % n == 0 or (sequences == 1 and "accumulation" not in given))
         and _combine(setup, micro_batch=n, accumulation=max(1, sequences // n))
     ]
     cuts = [{}, *(cut for degree in degrees for cut in _cuts(setup, device, degree))]
@@ -106,7 +112,8 @@ def _space(
         group_sequences = sequences  # of a rank and its tensor-parallel peers: the number per device is kept
         if sequences > 1:
             group_sequences = sequences * cut.get("tensor", setup.tensor) // setup.tensor
-        for checkpointing, size in itertools.product(("none", "selective", "full"), sorted(sizes)):
+        checkpointings = dict.fromkeys(("none", "selective", "full", setup.checkpointing))
+        for checkpointing, size in itertools.product(checkpointings, sorted(sizes)):
             choice: dict[str, Any] = {
                 **cut,
                 **dict(zip(("stored_dtype", "param_dtype", "reduce_dtype"), dtypes, strict=True)),
@@ -114,8 +121,16 @@ def _space(
                 "micro_batch": size,
                 "accumulation": max(1, group_sequences // size),
             }
-            if (combined := _combine(setup, **choice)) is not None:
+            combined = _combine(setup, **choice)
+            if combined is not None and kept.items() <= _varied(combined).items():
                 yield combined
+
+
+def _varied(setup: Setup) -> dict[str, Any]:
+    """Return the values of the fields that a search varies by name; a default by what it stands for."""
+    values = {name: getattr(setup, name) for name in (*_WEIGHTS, "param_dtype")}
+    reshard = setup.reshard is None or setup.reshard
+    return values | {"strategy": setup.named_strategy, "reshard_after_forward": reshard}
 
 
 def _combine(setup: Setup, **choice: Any) -> Setup | None:
@@ -131,9 +146,11 @@ def _combine(setup: Setup, **choice: Any) -> Setup | None:
 def _degrees(model: Model, setup: Setup, device: Hardware) -> list[int]:
     """List degrees of tensor parallelism within a host that divide the model and a step's sequences."""
     with torch.device("meta"):
-        module = model.build(1)
+        module = model.build(model.layers)
+    tensor.check_names(module)
     host, sequences = device.devices_per_host, setup.micro_batch * setup.accumulation
-    degrees = [n for n in (1, 2, 4, 8) if host % n == 0 and setup.ranks // setup.replicas % n == 0]
+    degrees = sorted({setup.tensor} | {n for n in (1, 2, 4, 8) if host % n == 0})
+    degrees = [n for n in degrees if setup.ranks // setup.replicas % n == 0]
     degrees = [n for n in degrees if sequences == 1 or sequences * n % setup.tensor == 0]
     if not tensor.plan_of(module):
         return [1]
@@ -147,14 +164,15 @@ def _cuts(setup: Setup, device: Hardware, tensor: int) -> Iterator[dict[str, Any
     """Yield choices of mesh, layout, strategy, and resharding after forward."""
     host, ranks = device.devices_per_host // tensor, setup.ranks // setup.pipeline // tensor
     shards = [n for n in (host, 8 * host) if 1 < n < ranks and ranks % n == 0]
-    for replicas in [1, *(ranks // n for n in shards)]:
+    for replicas in dict.fromkeys([1, *(ranks // n for n in shards), setup.replicas]):
         sharded = ranks // replicas
         reshards: list[bool | int | None] = [None, setup.pipeline > 1]  # None: the opposite of the bool
         reshards += [host] if tensor == 1 and host < sharded and sharded % host == 0 else []
         choices: list[tuple[Any, ...]] = [("interleaved", None, reshard) for reshard in reshards]
         strategies = [None] if replicas == 1 else [None, "hierarchical_fsdp"]
         choices += [("contiguous", *choice) for choice in itertools.product(strategies, reshards)]
-        choices += [("contiguous", strategy, None) for strategy in ("zero2", "ddp") if replicas == 1]
+        others = ("zero2", "ddp", setup.strategy) if replicas == 1 else ()
+        choices += [("contiguous", strategy, None) for strategy in others]
         names = ("tensor", "replicas", "layout", "strategy", "reshard_after_forward")
         yield from (dict(zip(names, (tensor, replicas, *choice), strict=True)) for choice in choices)
 
@@ -162,7 +180,7 @@ def _cuts(setup: Setup, device: Hardware, tensor: int) -> Iterator[dict[str, Any
 def _axes(setup: Setup) -> list[tuple[AxisPlacement, int, int]]:
     """Return the strategy's row, size and stride for each data-parallel axis, the inner first."""
     sizes = setup.axes
-    outer, inner = NAMED[setup.strategy or ("hsdp" if "replicate" in sizes else "fsdp")]
+    outer, inner = NAMED[setup.named_strategy]
     axes = [(inner, sizes["shard"], setup.tensor)]
     if outer is not None:
         axes.append((outer, sizes["replicate"], setup.tensor * sizes["shard"]))
@@ -258,7 +276,8 @@ class _Survey:
         """Plan the settings that look best, until all of them are planned."""
         try:
             if self.model.layers > FEW + 1 and self.setup.pipeline == 1:
-                self.pattern = pattern_of(self.model, self.setup)
+                cut = any(setup.tensor > 1 for setup in self.space)
+                self.pattern = pattern_of(self.model, self.setup, cut=cut)
         except NotRegular as error:
             self.whole = str(error)
         for setup in self.space:
@@ -277,8 +296,10 @@ class _Survey:
         while (best := self._next_candidate()) is not None:
             self._try(best, alone=best.tensor != self.setup.tensor)
 
-    def plan_more_axes(self) -> None:
+    def plan_more_axes(self, given: Set[str]) -> None:
         """Plan the best with experts over ranks and, if little fits, as a pipeline or with split sequences.
+
+        Axes that were `given`, even of one rank, are left as they are.
 
         Little means nothing, or only a single sequence with every block recomputed.
         """
@@ -287,7 +308,8 @@ class _Survey:
         tight = not self.plans[best].fits or (best.checkpointing, best.micro_batch) == ("full", 1)
         degrees = [n for n in (2, 4, 8) if best.axes["shard"] % n == 0 and best.tensor == 1]
         has_axes = best.pipeline * best.ulysses * best.experts > 1
-        axes = ("experts", "ulysses", "pipeline") if tight else ("experts",)
+        axes = ["experts", "ulysses", "pipeline"] if tight else ["experts"]
+        axes = [axis for axis in axes if axis not in given]
         for degree, axis in itertools.product([] if has_axes else degrees, axes):
             shared = 1 if axis == "experts" else degree
             change: dict[str, Any] = {axis: degree, "accumulation": best.accumulation * shared}
@@ -399,7 +421,8 @@ class _Survey:
         first, layers = setups[0], self.model.layers
         leading, period = self.pattern
         for blocks in numbers_of_blocks(first, self.pattern, layers):
-            if self.whole or (blocks < RECORDED and not self.regular) or layers <= blocks + period:
+            whole = self.whole or first.checkpointing == "alternate"
+            if whole or (blocks < RECORDED and not self.regular) or layers <= blocks + period:
                 continue
             try:
                 small, large = (self._record(first, blocks + i) for i in (0, period))

@@ -216,6 +216,11 @@ class Setup:
         return False if requested is None and self.pipeline > 1 else requested
 
     @property
+    def named_strategy(self) -> Strategy:
+        """The effective `strategy`."""
+        return self.strategy or ("hsdp" if self.replicas > 1 else "fsdp")
+
+    @property
     def axes(self) -> dict[str, int]:
         """The mesh of a stage: sizes by axis, adjacent ranks last; `shard` includes all dense axes."""
         shards = self.ranks // self.pipeline // self.replicas // self.tensor

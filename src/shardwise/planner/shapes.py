@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -96,6 +98,13 @@ PUBLISHED = {
 }
 
 
+def config_of(source: str) -> Path | None:
+    """Return the path of the transformers config that text names: a .json file, or a folder that has it."""
+    path = Path(os.path.expanduser(source))
+    inside = path / "config.json"
+    return inside if inside.is_file() else path if source.endswith(".json") else None
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """Read a transformers config, as much as can be known without transformers."""
     if not path.is_file():
@@ -121,13 +130,15 @@ def check_source(source: str) -> None:
     """Raises ShardingError unless text is a published model's name, config or factory; imports nothing."""
     if source in PUBLISHED:
         return
-    if source.endswith(".json"):
-        read_config(Path(source))
+    if path := config_of(source):
+        read_config(path)
         return
     module, _, name = source.partition(":")
     if not all(part.isidentifier() for path in (module, name) for part in path.split(".")):
+        near = difflib.get_close_matches(source, PUBLISHED)
+        names = f"{', '.join(near)} or another published one" if near else f"one of {', '.join(PUBLISHED)}"
         raise ShardingError(
-            f"unknown model {source!r}: give one of {', '.join(PUBLISHED)}, a transformers config (.json) or"
+            f"unknown model {source!r}: give {names}, a transformers config (.json, or its folder) or"
             " package.module:factory, a function without arguments that returns a module of tokens to logits"
         )
     package, first, loaded = module.partition(".")[0], name.partition(".")[0], sys.modules.get(module)

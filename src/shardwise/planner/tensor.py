@@ -121,7 +121,7 @@ def plan_of(module: nn.Module) -> dict[str, str]:
     """Return a module's own tensor-parallel plan.
 
     Raises:
-        ShardingError: a `tensor_plan` that does not map text to text, or a name in it that matches no module.
+        ShardingError: a `tensor_plan` that does not map text to text.
     """
     plan: Any = getattr(module, "tensor_plan", None)
     if not plan:
@@ -132,23 +132,40 @@ def plan_of(module: nn.Module) -> dict[str, str]:
             f"the tensor_plan of {kind} must map names of modules to styles, such as"
             f' {{"blocks.*.up": "colwise"}}, got {plan!r}; styles are {", ".join(STYLES)}'
         )
-    names = [name for name, _ in module.named_modules()]
-    if wrong := [path for path in plan if not any(_fits(name, _of_any_block(path)) for name in names)]:
-        with_parameters = [
-            name for name, m in module.named_modules() if name and next(m.parameters(False), None) is not None
-        ]
-        known = list(dict.fromkeys(map(_of_any_block, with_parameters)))  # once for all blocks
-        known = [*known[:20], "..."] if len(known) > 20 else known
-        raise ShardingError(
-            f"the tensor_plan of {kind} has names that match no module: {', '.join(map(repr, wrong))};"
-            f" modules with parameters are {', '.join(known)}"
-        )
     return dict(plan)
 
 
-def _of_any_block(pattern: str) -> str:
-    """Return the pattern for any block instead of a given one, because only a few blocks are built."""
-    return ".".join("*" if part.isdecimal() else part for part in pattern.split("."))
+def check_names(module: nn.Module) -> None:
+    """Raises ShardingError for a name in the `tensor_plan` of a model, with all its blocks, of no module."""
+    plan = plan_of(module) if getattr(module, "tensor_plan", None) else {}
+    names = [name for name, _ in module.named_modules()]
+    if wrong := [pattern for pattern in plan if not any(_fits(name, pattern) for name in names)]:
+        with_parameters = [
+            name for name, m in module.named_modules() if name and next(m.parameters(False), None) is not None
+        ]
+        known = list(dict.fromkeys(_of_any_block(module, name) for name in with_parameters))
+        known = [*known[:20], "..."] if len(known) > 20 else known
+        raise ShardingError(
+            f"the tensor_plan of {type(module).__name__} has names that match no module:"
+            f" {', '.join(map(repr, wrong))}; modules with parameters are {', '.join(known)}"
+        )
+
+
+def _of_any_block(module: nn.Module, path: str) -> str:
+    """Return the pattern of the same module in all blocks, or other items of a `ModuleList`."""
+    parts = path.split(".")
+    parents = [module.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+    pairs = zip(parts, parents, strict=True)
+    return ".".join("*" if isinstance(parent, nn.ModuleList) else part for part, parent in pairs)
+
+
+def words_by_module(module: nn.Module) -> dict[int, list[str]]:
+    """Return the words of the module's own plan by the id of what they are for."""
+    plan = plan_of(module).items()
+    return {
+        id(child): [word for pattern, word in plan if _fits(path, pattern)]
+        for path, child in module.named_modules()
+    }
 
 
 def styles_of(module: nn.Module, name: str) -> dict[str, str]:
@@ -201,15 +218,14 @@ def words_of(module: nn.Module, name: str, setup: Setup) -> dict[str, str]:
         )
     parents = {key.rpartition(".")[0] for key, word in words.items() if word == "colwise"}
     for path, child in module.named_modules():
-        pattern = _of_any_block(path)
-        if pattern in parents:
+        if gathering := [parent for parent in parents if _fits(path, parent)]:
             takes = [*inspect.signature(child.forward).parameters]
             by_keyword = takes[0] == "hidden_states" and len(takes) > 1
-            cut.setdefault(pattern, "gather_hidden_states" if by_keyword else "gather_sequence")
+            cut.setdefault(gathering[0], "gather_hidden_states" if by_keyword else "gather_sequence")
         elif next(child.parameters(recurse=False), None) is not None and not any(
             _fits(path, key) for key in cut
         ):
-            cut[pattern] = "sequence_parallel"
+            cut[_of_any_block(module, path)] = "sequence_parallel"
     return cut
 
 

@@ -40,6 +40,7 @@ from shardwise.planner.models import Model, chunked, no_packed_sequences, quiet_
 from shardwise.planner.recorder import DEVICE, MOST, refuse_loop
 from shardwise.planner.setup import Setup
 from shardwise.planner.sharding import build_module
+from shardwise.planner.tensor import words_by_module
 
 RECORDED = 8  # blocks: at either end, as many as prefetches and late frees reach
 FEW = 4  # blocks that suffice in most settings
@@ -311,18 +312,21 @@ def _words(recording: Recording, *, sizes: bool = True) -> Iterator[Any]:
     yield "the end"
 
 
-def pattern_of(model: Model, setup: Setup) -> Pattern:
+def pattern_of(model: Model, setup: Setup, *, cut: bool) -> Pattern:
     """Return how blocks repeat, by their contents, and their operators in one forward and backward.
+
+    Args:
+        cut: whether blocks must also be cut alike by tensor parallelism.
 
     Raises:
         NotRegular: blocks do not repeat; names the first that differs.
     """
     relevant = ("micro_batch", "sequence", "param_dtype", "loss", "device", "fused_norms")
-    return _pattern(model, Setup(**{name: getattr(setup, name) for name in relevant}))
+    return _pattern(model, Setup(**{name: getattr(setup, name) for name in relevant}), cut)
 
 
 @functools.lru_cache(maxsize=4)
-def _pattern(model: Model, setup: Setup) -> Pattern:
+def _pattern(model: Model, setup: Setup, cut: bool) -> Pattern:
     model = chunked(model) if setup.loss == "chunked" else model
     with quiet_fakes(), collector_paused(), _Watch(allow_non_fake_inputs=True) as watch:
         try:
@@ -334,6 +338,9 @@ def _pattern(model: Model, setup: Setup) -> Pattern:
         blocks = model.blocks(module)
         holders = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
         patterns = [_compare("has", [list(_describe_block(block, holders)) for block in blocks])]
+        words = words_by_module(module) if cut else {}
+        cuts = [[words.get(id(child)) for child in block.modules()] for block in blocks]
+        patterns.append(_compare("is cut by", cuts))
         tokens = torch.zeros(setup.micro_batch, setup.length, dtype=torch.int64)
         watch.follow(blocks)
         try:

@@ -1,0 +1,98 @@
+"""Tensor-parallel plans of a model: which names fit, what each module is cut by, which blocks are run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from planner.models import Even, TwoLists
+from shardwise import planner
+from shardwise.errors import ShardingError
+from shardwise.planner.setup import Setup
+from shardwise.planner.tensor import check_names, styles_of, words_of
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (
+            {"layers.*.up": "colwise", "blocks.*": "colwise"},
+            r"tensor_plan of Even has .* match no module: 'layers.\*.up'; .* embedding, head, blocks.\*$",
+        ),
+        ({"blocks.2": "colwise"}, r"tensor_plan of Even has .* match no module: 'blocks.2';"),
+        ({"blocks.*": nn.Linear}, r"tensor_plan of Even must map names of modules to styles.*Linear"),
+        (["blocks.*"], r"must map names .* got \['blocks.\*'\]; styles are colwise, "),
+        (
+            {"blocks.0": "colwise"},
+            r"likely cause is how tensor=2 cuts it.* With tensor=1 it is planned uncut$",
+        ),
+    ],
+)
+def test_a_tensor_plan_that_does_not_fit_the_model_is_named(asked: Any, told: str) -> None:
+    def factory() -> nn.Module:
+        model = Even()
+        model.tensor_plan = asked
+        return model
+
+    with pytest.raises(ShardingError, match=told):
+        shardwise.plan(factory, ranks=2, tensor=2, sequence=8)
+
+
+@pytest.mark.parametrize("name", ["blocks.*.1", "blocks.0.1", "blocks.12.0", "vision.10"])
+def test_a_number_that_no_module_has_is_refused_wherever_it_is_in_a_name(name: str) -> None:
+    with torch.device("meta"):
+        model = TwoLists()
+    model.tensor_plan = {"blocks.11.0": "colwise_rep", "vision.9": "colwise_rep"}
+    check_names(model)
+    model.tensor_plan = model.tensor_plan | {name: "colwise_rep"}
+    with pytest.raises(ShardingError) as raised:
+        check_names(model)
+    known = "embedding, head, blocks.*.0, vision.*"
+    assert str(raised.value).endswith(f" match no module: '{name}'; modules with parameters are {known}")
+
+
+def test_a_block_that_is_cut_unlike_the_others_is_run_and_is_in_the_code() -> None:
+    def factory() -> nn.Module:
+        model = TwoLists()
+        model.tensor_plan = {"blocks.11.0": "colwise_rep"}
+        return model
+
+    made = shardwise.plan(factory, ranks=2, tensor=2, sequence=8)
+    assert made.whole == "block 11 is cut by something else than block 0"
+    assert {one.kind for one in made.sent} == {"all_gather", "all_reduce"}  # outputs; gradients of inputs
+    assert '"blocks.11.0": ColwiseParallel(' in planner.python(factory, made.setup)
+
+
+class Halves(Even):
+    """Its blocks have numbers, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        up, down = nn.Linear(256, 256), nn.Linear(256, 256)
+        block = nn.Sequential(nn.LayerNorm(256), nn.Sequential(up, nn.GELU(), down))
+        self.blocks = nn.ModuleList([block])
+        self.tensor_plan = {"embedding": "embedding_rowwise", "head": "colwise_rep"}
+        self.tensor_plan |= {"blocks.*.1.0": "colwise", "blocks.*.1.2": "rowwise"}
+
+
+def test_numbers_inside_a_block_are_not_those_of_other_modules() -> None:
+    with torch.device("meta"):
+        model = Halves()
+    words = words_of(model, "Halves", Setup(tensor=2, sequence_parallel=True))
+    assert {name: word for name, word in words.items() if name.startswith("blocks")} == {
+        "blocks.*.0": "sequence_parallel",
+        "blocks.*.1": "gather_sequence",
+        "blocks.*.1.0": "colwise",
+        "blocks.*.1.2": "rowwise_to_sequence",
+    }
+
+
+def test_a_stage_without_the_head_takes_the_plan_of_the_whole_model() -> None:
+    with torch.device("meta"):
+        stage = Halves()
+    del stage.head
+    assert "head" not in styles_of(stage, "Halves")
