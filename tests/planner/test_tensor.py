@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import shardwise
 from planner.models import Even, TwoLists
 from shardwise import planner
 from shardwise.errors import ShardingError
 from shardwise.planner.setup import Setup
-from shardwise.planner.tensor import check_names, styles_of, words_of
+from shardwise.planner.tensor import check_names, cuts, styles_of, words_of
 
 
 @pytest.mark.parametrize(
@@ -96,3 +96,57 @@ def test_a_stage_without_the_head_takes_the_plan_of_the_whole_model() -> None:
         stage = Halves()
     del stage.head
     assert "head" not in styles_of(stage, "Halves")
+
+
+def test_single_blocks_are_refused_where_stages_number_their_own() -> None:
+    with torch.device("meta"):
+        model = TwoLists()
+    model.tensor_plan = {"blocks.*.0": "colwise_rep", "blocks.1[01].0": "colwise_rep"}
+    check_names(model)
+    with pytest.raises(ShardingError, match=r"a single block \('blocks.1\[01\].0'\), but each of 2 stages"):
+        check_names(model, stages=2)
+    model.tensor_plan.popitem()
+    check_names(model, stages=2)
+
+
+def test_a_sequence_is_cut_in_all_blocks_or_none() -> None:
+    with torch.device("meta"):
+        model = Halves()
+        model.blocks.append(nn.Sequential(nn.LayerNorm(256), nn.Sequential(nn.Linear(256, 256))))
+    model.tensor_plan = {name.replace("*", "0"): word for name, word in model.tensor_plan.items()}
+    with pytest.raises(ShardingError, match=r"has blocks.\*.1.0, not 'blocks.1.1.0'"):
+        words_of(model, "Halves", Setup(tensor=2, sequence_parallel=True))
+
+
+def test_logits_are_cut_only_with_a_head() -> None:
+    with torch.device("meta"):
+        model = Halves()
+    model.auto_tensor_plan = "torchtitan"
+    assert cuts(model, Setup(tensor=2)) == (True, True)
+    del model.tensor_plan["head"]
+    assert cuts(model, Setup(tensor=2)) == (True, False)
+    with pytest.raises(ShardingError, match=r"does not shard its head\. Give that the style colwise_rep"):
+        cuts(model, Setup(tensor=2, loss_parallel=True))
+
+
+def test_modules_whose_names_are_no_python_are_found_in_the_code() -> None:
+    class Body(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    def factory() -> nn.Module:
+        model = nn.Sequential(nn.Embedding(16, 8), Body(), nn.Linear(8, 16, bias=False))
+        model[2].weight = model[0].weight
+        model.tensor_plan = {"0": "embedding_rowwise", "1.blocks.*": "colwise_rep", "2": "colwise_rep"}
+        return model
+
+    code = planner.python(factory, Setup(ranks=4, tensor=2, device="cpu", sequence=8))
+    compile(code, "printed", "exec")
+    assert 'blocks = model.get_submodule("1.blocks")' in code
+    assert 'model.get_submodule("2").weight = model.get_submodule("0").weight' in code

@@ -140,7 +140,7 @@ def _shards(model: Model, setup: Setup) -> Iterator[str]:
     if setup.checkpointing != "none":
         yield f"    for block in blocks{'[1::2]' * (setup.checkpointing == 'alternate')}:"
         yield f"        recompute(block, selective={setup.checkpointing == 'selective'})"
-    extra = "".join(f", model.{name}" for name in ends) if setup.ends_apart else ""
+    extra = "".join(f", {_module(name)}" for name in ends) if setup.ends_apart else ""
     yield f"    for module in [*blocks{extra}]:"
     indent = " " * 8
     if setup.pipeline > 1 and extra:
@@ -176,14 +176,23 @@ def _tensor_parallel(module: nn.Module, name: str, setup: Setup, axis: str) -> I
     if counts_positions(module, words):
         yield "    model.register_forward_pre_hook(with_positions, with_kwargs=True)"
     for head in heads_by_rows(module, words):
-        yield f"    head = model.{head}"
+        yield f"    head = {_module(head)}"
         yield "    for name, p in list(head.named_parameters()):"
         yield f"        rows = distribute_tensor(p.detach(), {axis}, [Shard(0)])"
         yield "        setattr(head, name, torch.nn.Parameter(rows))"
     if setup.pipeline == 1:  # no stage has both
-        yield from (f"    model.{alias} = model.{original}" for alias, original in ties(module))
+        for names in ties(module):
+            places = (name.rpartition(".") for name in names)
+            yield f"    {' = '.join(f'{_module(owner)}.{attribute}' for owner, _, attribute in places)}"
     if {"head_of_sequence", "head_of_loss"} & {*words.values()}:
         yield "    # the loss, with its backward, is for torch.distributed.tensor.parallel.loss_parallel()"
+
+
+def _module(name: str) -> str:
+    """Return code for a module of the model."""
+    if all(part.isidentifier() for part in name.split(".")):
+        return f"model.{name}"
+    return f'model.get_submodule("{name}")' if name else "model"
 
 
 def _parts(model: Model, module: nn.Module) -> tuple[str, list[str]]:
@@ -193,7 +202,7 @@ def _parts(model: Model, module: nn.Module) -> tuple[str, list[str]]:
     parents = list(dict.fromkeys(name.rpartition(".")[0] for name in blocks))
     ends = [names[id(end)] for end in model.ends(module)]
     if all(name.rpartition(".")[2].isdecimal() for name in blocks):
-        lists = [f"model.{name}" for name in parents]
+        lists = [_module(name) for name in parents]
         return lists[0] if len(lists) == 1 else f"[*{', *'.join(lists)}]", ends
     pattern = blocks[0].replace("0", "{i}")
     return f'[model.get_submodule(f"{pattern}") for i in range({model.layers})]', ends

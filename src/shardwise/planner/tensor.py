@@ -135,8 +135,12 @@ def plan_of(module: nn.Module) -> dict[str, str]:
     return dict(plan)
 
 
-def check_names(module: nn.Module) -> None:
-    """Raises ShardingError for a name in the `tensor_plan` of a model, with all its blocks, of no module."""
+def check_names(module: nn.Module, *, stages: int = 1) -> None:
+    """Check the names in the `tensor_plan` of a model, with all its blocks.
+
+    Raises:
+        ShardingError: a name of no module, or of some blocks, which the stages of a pipeline number anew.
+    """
     plan = plan_of(module) if getattr(module, "tensor_plan", None) else {}
     names = [name for name, _ in module.named_modules()]
     if wrong := [pattern for pattern in plan if not any(_fits(name, pattern) for name in names)]:
@@ -149,6 +153,17 @@ def check_names(module: nn.Module) -> None:
             f"the tensor_plan of {type(module).__name__} has names that match no module:"
             f" {', '.join(map(repr, wrong))}; modules with parameters are {', '.join(known)}"
         )
+    single = [pattern for pattern in plan for name in names if _names_a_block(module, name, pattern)]
+    if stages > 1 and single:
+        raise ShardingError(
+            f"the tensor_plan of {type(module).__name__} names a single block ({single[0]!r}), but each of"
+            f" {stages} stages numbers its own; name all blocks by *, or plan with pipeline=1"
+        )
+
+
+def _names_a_block(module: nn.Module, name: str, pattern: str) -> bool:
+    parts = _of_any_block(module, name).split(".") if _fits(name, pattern) else []
+    return "*" in parts and pattern.split(".")[parts.index("*")] != "*"
 
 
 def _of_any_block(module: nn.Module, path: str) -> str:
@@ -195,11 +210,22 @@ def styles_of(module: nn.Module, name: str) -> dict[str, str]:
 
 
 def cuts(module: nn.Module, setup: Setup) -> tuple[bool, bool]:
-    """Return whether the sequence is cut between matmuls, and whether logits are, up to the loss."""
+    """Return whether the sequence is cut between matmuls, and whether logits are, up to the loss.
+
+    Raises:
+        ShardingError: `setup.loss_parallel`, without a head in the module's plan.
+    """
     preferred: str = getattr(module, "auto_tensor_plan", "transformers")
     torchtitan = (preferred if setup.tensor_plan == "auto" else setup.tensor_plan) == "torchtitan"
     sequence, loss = setup.sequence_parallel, setup.loss_parallel
-    return torchtitan if sequence is None else sequence, torchtitan if loss is None else loss
+    heads = [path for path, word in plan_of(module).items() if word in (*_TO_WHOLE, ROWS)]
+    if loss and not heads:
+        raise ShardingError(
+            f"{type(module).__name__} cannot be planned with loss parallelism: its tensor-parallel plan does"
+            " not shard its head. Give that the style colwise_rep, or plan with loss_parallel=False"
+        )
+    loss = torchtitan and bool(heads) if loss is None else loss
+    return torchtitan if sequence is None else sequence, loss
 
 
 def words_of(module: nn.Module, name: str, setup: Setup) -> dict[str, str]:
@@ -217,6 +243,11 @@ def words_of(module: nn.Module, name: str, setup: Setup) -> dict[str, str]:
             " embedding. Give that the style embedding_rowwise, or plan with sequence_parallel=False"
         )
     parents = {key.rpartition(".")[0] for key, word in words.items() if word == "colwise"}
+    planned = {
+        _of_any_block(module, path)
+        for path, _ in module.named_modules()
+        if any(_fits(path, key) for key in words)
+    }
     for path, child in module.named_modules():
         if gathering := [parent for parent in parents if _fits(path, parent)]:
             takes = [*inspect.signature(child.forward).parameters]
@@ -225,7 +256,12 @@ def words_of(module: nn.Module, name: str, setup: Setup) -> dict[str, str]:
         elif next(child.parameters(recurse=False), None) is not None and not any(
             _fits(path, key) for key in cut
         ):
-            cut[_of_any_block(module, path)] = "sequence_parallel"
+            if (pattern := _of_any_block(module, path)) in planned:
+                raise ShardingError(
+                    f"{name} cannot be planned with sequence parallelism: its tensor-parallel plan has"
+                    f" {pattern}, not {path!r}. Cut all blocks alike, or plan with sequence_parallel=False"
+                )
+            cut[pattern] = "sequence_parallel"
     return cut
 
 
