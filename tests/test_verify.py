@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.errors import ShardingError, here
 from shardwise.verify import Case, CaseError, VerifyResult, load_case, verdict, verify, write_json
 from shardwise.verify.case import apply_shard, split_spec
 from shardwise.verify.compare import (
@@ -486,15 +485,6 @@ def test_no_process_outlives_the_call_and_what_it_printed_is_quoted_when_it_dies
     started = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
     assert len(started) >= 3  # one may die before the other begins
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
-
-
-def refuse(alive) -> None:
-    raise ShardingError(f"{here()}: there is nothing to cut")
-
-
-def test_the_message_of_a_rank_that_refuses_names_it_once():
-    with pytest.raises(RankError, match=r"^rank: ShardingError: there is nothing to cut$"):
-        run_ranks(refuse, world_size=1, timeout=60)
 
 
 def test_a_result_without_differences_has_nothing_to_name():

@@ -23,13 +23,14 @@ from typer.testing import CliRunner
 from fake_ranks import as_one_of
 from ranks import RankPool, on_ranks
 from shardwise.cli import app
-from shardwise.errors import RankMismatchError, ShardingError
+from shardwise.errors import RankMismatchError, ShardingError, here
 from shardwise.files.tensors import StoredTensor
 from shardwise.hf.generate import cut_folder, generate_command
 from shardwise.tensor_parallel import counts, cut_steps, export_steps, generate, strategies_of
 from shardwise.tensor_parallel.canonical import functionalize
 from shardwise.tensor_parallel.pretrained import resolve_strategies
 from shardwise.tensor_parallel.serving import Programs, check_positions, describe_choice, greedy, scores_of
+from shardwise.verify.processes import RankError, run_ranks
 
 transformers.logging.set_verbosity_error()
 
@@ -224,6 +225,15 @@ def test_what_the_command_was_given_wrong_is_named_in_one_line_before_ranks_star
         result = CliRunner().invoke(app, ["tp", "generate", *command])
         assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
         assert result.stderr.startswith(f"Error: {message}")
+
+
+def refuse(alive: Any) -> None:
+    raise ShardingError(f"{here()}: there is nothing to cut")
+
+
+def test_the_message_of_a_rank_that_refuses_names_it_once() -> None:
+    with pytest.raises(RankError, match=r"^rank: ShardingError: there is nothing to cut$"):
+        run_ranks(refuse, world_size=1, timeout=60)
 
 
 def test_warnings_of_the_ranks_reach_the_terminal_once(
