@@ -23,13 +23,14 @@ from typer.testing import CliRunner
 from fake_ranks import as_one_of
 from ranks import RankPool, on_ranks
 from shardwise.cli import app
-from shardwise.errors import RankMismatchError, ShardingError
+from shardwise.errors import RankMismatchError, ShardingError, here
 from shardwise.files.tensors import StoredTensor
 from shardwise.hf.generate import cut_folder, generate_command
 from shardwise.tensor_parallel import counts, cut_steps, export_steps, generate, strategies_of
 from shardwise.tensor_parallel.canonical import functionalize
 from shardwise.tensor_parallel.pretrained import resolve_strategies
-from shardwise.tensor_parallel.serving import Programs, describe_choice
+from shardwise.tensor_parallel.serving import Programs, check_positions, describe_choice, greedy, scores_of
+from shardwise.verify.processes import RankError, run_ranks
 
 transformers.logging.set_verbosity_error()
 
@@ -158,6 +159,9 @@ def test_the_command_generates_by_the_weights_of_a_folder(
 
     monkeypatch.setattr("shardwise.verify.processes.run_ranks", run_pooled)
     model, prompt = model_and_prompt("llama")
+    plain = generate_whole(model, prompt[:1])
+    model.generation_config.suppress_tokens = plain[0, :1].tolist()
+    assert not torch.equal(generate_whole(model, prompt[:1]), plain)
     model.save_pretrained(tmp_path)
     ids = " ".join(map(str, prompt[0].tolist()))
     command = ["tp", "generate", str(tmp_path), "--ids", ids, "--tokens", str(TOKENS)]
@@ -173,8 +177,20 @@ def test_what_the_command_was_given_wrong_is_named_in_one_line_before_ranks_star
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardwise.verify.processes.run_ranks", mock.Mock(side_effect=AssertionError))
-    CONFIGS["llama"]().save_pretrained(tmp_path)
-    folder, vocabulary = str(tmp_path), "expected at least one, from 0 to 49"
+    folders = {kind: str(tmp_path / kind) for kind in ("llama", "gpt2", "vit", "heads", "pickled", "beams")}
+    for kind in ("llama", "gpt2"):
+        CONFIGS[kind]().save_pretrained(folders[kind])
+    for kind in ("heads", "pickled", "beams"):
+        CONFIGS["llama"]().save_pretrained(folders[kind])
+    config = tmp_path / "heads" / "config.json"
+    config.write_text(config.read_text().replace('"num_attention_heads": 6', '"num_attention_heads": 5'))
+    (tmp_path / "pickled" / "pytorch_model.bin").touch()
+    transformers.GenerationConfig(guidance_scale=2.0).save_pretrained(folders["beams"])
+    vit = transformers.ViTConfig(architectures=["ViTForImageClassification"])
+    vit.save_pretrained(folders["vit"])
+    (tmp_path / "vit" / "model.safetensors").touch()
+    (tmp_path / "plan.json").write_text('{"lm_haed": "colwise"}')
+    folder, vocabulary = folders["llama"], "expected at least one, from 0 to 49"
     for command, message in (
         ([folder], "expected one prompt, --ids or --text, found neither; give one of them"),
         ([folder, "--ids", "1", "--text", "a"], "expected one prompt, --ids or --text, found both; give one"),
@@ -183,10 +199,104 @@ def test_what_the_command_was_given_wrong_is_named_in_one_line_before_ranks_star
         ([folder, "--ids", "-1"], f"the prompt has the tokens [-1]; {vocabulary}"),
         ([folder, "--ids", "1 50"], f"the prompt has the tokens [1, 50]; {vocabulary}"),
         (["no/lm", "--ids", "1"], "no/lm: no such folder; expected one with a transformers config"),
+        ([folder, "--text", "a"], f"cannot read the tokenizer in {folder}: "),
+        (
+            [folder, "--ids", "1", "--strategies", str(tmp_path / "plan.json")],
+            "the strategy for 'lm_haed' matches no parameter of the program; did you mean lm_head?",
+        ),
+        (
+            [folders["pickled"], "--ids", "1"],
+            f"{folders['pickled']}: expected a folder with model.",
+        ),
+        (
+            [folders["vit"], "--ids", "1"],
+            "ViTForImageClassification generates no text; use a causal",
+        ),
+        ([folders["heads"], "--ids", "1"], f"cannot read the config in {folders['heads']}: Class validation"),
+        (
+            [folders["gpt2"], "--ids", "1 2", "--tokens", "32"],
+            "GPT2LMHeadModel looks up 33 positions, but its table transformer.wpe has only 32;",
+        ),
+        (
+            [folders["beams"], "--ids", "1"],
+            "the generation config of LlamaForCausalLM sets guidance_scale=2.0, which greedy generation",
+        ),
     ):
         result = CliRunner().invoke(app, ["tp", "generate", *command])
         assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
         assert result.stderr.startswith(f"Error: {message}")
+
+
+def refuse(alive: Any) -> None:
+    raise ShardingError(f"{here()}: there is nothing to cut")
+
+
+def test_the_message_of_a_rank_that_refuses_names_it_once() -> None:
+    with pytest.raises(RankError, match=r"^rank: \S+: ShardingError: there is nothing to cut$"):
+        run_ranks(refuse, world_size=1, timeout=60)
+
+
+def test_warnings_of_the_ranks_reach_the_terminal_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = ([7], "A token: nothing", ["the weights are random"])
+    monkeypatch.setattr("shardwise.verify.processes.run_ranks", lambda *_, **__: [result, result])
+    CONFIGS["llama"]().save_pretrained(tmp_path)
+    ran = CliRunner().invoke(app, ["tp", "generate", str(tmp_path), "--ids", "1"])
+    assert (ran.stdout, ran.stderr) == ("7\nA token: nothing\n", "Warning: the weights are random\n")
+
+
+@as_one_of(2, rank=0)
+def test_weights_drawn_at_random_and_what_auto_leaves_whole_are_said(tmp_path: Path) -> None:
+    transformers.BloomConfig(vocab_size=50, hidden_size=48, n_layer=1, n_head=6).save_pretrained(tmp_path)
+    _, _, notes = generate_command(lambda: None, tmp_path, [1, 2], 2, 7, None)
+    random, plan, choice = notes
+    assert random == f"{tmp_path} has no weights: they are random, from seed 7"
+    assert plan.startswith("BloomForCausalLM has no tensor-parallel plan")
+    assert choice.startswith("strategies='auto' chose")
+    assert "rank 0 holds" in choice
+
+
+def test_positions_end_with_the_table_that_has_them() -> None:
+    prompt = torch.ones(1, 3, dtype=torch.long)
+    for kind, longest in (("gpt2", 30), ("llama", 300), ("t5", 300)):  # others are rotated, or biased
+        check_positions(model_and_prompt(kind)[0], prompt, longest)
+    bart = transformers.BartConfig(
+        vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, max_position_embeddings=8
+    )
+    model = transformers.BartForConditionalGeneration(bart)  # its table has two rows more
+    check_positions(model, prompt, 8)
+    with pytest.raises(ShardingError, match=r"looks up 9 positions, .*embed_positions has only 8;"):
+        check_positions(model, prompt, 9)
+
+
+SETTINGS = {
+    "repetition_penalty": 2.0,
+    "min_new_tokens": TOKENS - 1,
+    "suppress_tokens": [7],
+    "no_repeat_ngram_size": 1,
+    "encoder_no_repeat_ngram_size": 1,
+    "forced_bos_token_id": 9,
+    "num_beams": 3,  # this and the next ones count for other ways to generate
+    "temperature": 0.5,
+    "do_sample": True,
+}
+
+
+@pytest.mark.parametrize("kind", ["mistral", "t5"])
+def test_settings_of_a_generation_config_that_change_greedy_tokens_are_applied(kind: str) -> None:
+    model, prompt, steps = exported(kind)
+    settings = transformers.GenerationConfig(**SETTINGS, decoder_start_token_id=0)
+    plain = generate_whole(model, prompt)
+    ends = [int(plain[0, 1]), int(plain[1, 1])]
+    programs = cut_steps(steps, 0, 1, {})
+    with mock.patch.object(model, "generation_config", settings):
+        expected = model.generate(  # type: ignore[operator]
+            prompt, max_new_tokens=TOKENS, do_sample=False, num_beams=1, eos_token_id=ends
+        )[:, -TOKENS:]
+        scores = scores_of(model, prompt, TOKENS, ends=ends)
+    assert not torch.equal(expected, plain)
+    assert torch.equal(greedy(programs, prompt, TOKENS, ends=ends, scores=scores), expected)
 
 
 @as_one_of(2)

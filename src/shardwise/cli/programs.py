@@ -25,7 +25,8 @@ def print_failure(error: Exception, trace: str) -> None:
     """Print an error to stderr, preceded by its traceback if there is one."""
     if trace:
         show(trace.rstrip(), stderr=True)
-    show(f"Error: {error}", stderr=True, style="red")
+    text = str(error).removeprefix("this process: ")  # there is only one here
+    show(f"Error: {text}", stderr=True, style="red")
 
 
 @contextmanager
@@ -118,18 +119,24 @@ def generate(
     from shardwise.verify.processes import run_ranks
 
     with reporting():
-        plan = strategies if strategies in (None, "auto") else read_strategies(strategies)
+        plan: Any = strategies if strategies in (None, "auto") else read_strategies(strategies)
         place = str(on_disk(folder))
-        prompt, tokenizer = read_prompt(place, ids, text)  # before ranks start
+        prompt, tokenizer = read_prompt(
+            place, ids, text, tokens=tokens, strategies=plan
+        )  # before ranks start
         arguments: tuple[Any, ...] = (place, prompt, tokens, seed, plan)
         is_first = True
         if dist.is_torchelastic_launched():
             dist.init_process_group("gloo")
-            generated, line = generate_command(lambda: None, *arguments)
+            generated, line, notes = generate_command(lambda: None, *arguments)
             is_first = dist.get_rank() == 0
             dist.destroy_process_group()
         else:
-            (generated, line), *_ = run_ranks(generate_command, *arguments, world_size=ranks, timeout=timeout)
+            (generated, line, notes), *_ = run_ranks(
+                generate_command, *arguments, world_size=ranks, timeout=timeout
+            )
         decoded = [] if tokenizer is None else [tokenizer.decode(generated, skip_special_tokens=True)]
         if is_first:
+            for note in notes:
+                show(f"Warning: {note}", stderr=True, style="yellow")
             show("\n".join([" ".join(map(str, generated)), *decoded, line]))

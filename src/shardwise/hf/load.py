@@ -110,7 +110,7 @@ def load(
     agree(
         f"{operation} as {model_class}, dtype {dtype}, strict {strict}", group=group, subject="what to load"
     )
-    with TensorFiles(each_its_own(operation, lambda: _find_weights(source)) if is_folder else []) as files:
+    with TensorFiles(each_its_own(operation, lambda: find_weights(source)) if is_folder else []) as files:
         skeleton = each_its_own(
             operation, lambda: skeleton_of(path_or_config, model_class, dtype, strict, files)
         )
@@ -135,7 +135,8 @@ def library() -> Any:
 # ------------------------------------------------------------ the model without values
 
 
-def _find_weights(source: StrPath) -> list[Path]:
+def find_weights(source: StrPath) -> list[Path]:
+    """Return the one file or index of a folder's weights; raises CheckpointError if there is none."""
     folder = on_disk(source)
     files = [inside(folder, name) for name in ("model.safetensors", "model.safetensors.index.json")]
     existing = [file for file in files if file.is_file()]
@@ -166,7 +167,10 @@ def skeleton_of(source: Any, model_class: Any, dtype: Any, strict: bool, files: 
     cls = model_class or getattr(transformers, name, None)
     if cls is None:
         found = f"{name}, which transformers lacks" if name else "no architecture"
-        raise ShardingError(f"{here()}: the config names {found}; pass model_class=")
+        raise ShardingError(
+            f"{here()}: the config names {found}; name a class of transformers in its architectures, or give"
+            " hf.load a model_class="
+        )
     if not from_files:
         with torch.device("meta"):
             model = cls._from_config(config, **({} if dtype == "auto" else {"dtype": dtype}))
@@ -174,7 +178,7 @@ def skeleton_of(source: Any, model_class: Any, dtype: Any, strict: bool, files: 
         return model
     stored = {name: files.find(name) for name in files.names()}
     weights = {name: Boxes.of(t, t.shape, t.dtype) for name, t in stored.items() if t is not None}
-    with _quiet(transformers.utils.logging), _NoAllocation():  # type: ignore[no-untyped-call]
+    with quiet(), _NoAllocation():  # type: ignore[no-untyped-call]
         try:
             model, info = cls.from_pretrained(
                 None,
@@ -201,7 +205,7 @@ def _check_info(folder: Any, info: dict[str, Any], strict: bool) -> None:
     advice = "Use the folder's own config and class"
     if strict:
         if not wrong:  # strict=False does not initialise weights of another shape
-            advice += ", or strict=False, which initialises what is missing"
+            advice += ", or hf.load(..., strict=False), which initialises what is missing"
         wrong += [f"missing: {name}" for name in sorted(info["missing_keys"])]
         wrong += [f"unexpected: {name}" for name in sorted(info["unexpected_keys"])]
     if wrong:
@@ -212,8 +216,9 @@ def _check_info(folder: Any, info: dict[str, Any], strict: bool) -> None:
 
 
 @contextmanager
-def _quiet(logging: Any) -> Iterator[None]:
-    """Silence transformers' warnings about weights; `_check_info` raises errors instead."""
+def quiet() -> Iterator[None]:
+    """Silence transformers' warnings; what matters of them raises errors here."""
+    logging = library().utils.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

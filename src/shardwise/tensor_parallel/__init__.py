@@ -9,7 +9,7 @@ from shardwise.tensor_parallel.partition import Partition
 from shardwise.tensor_parallel.placement import PARTIAL, REPLICATE, Split
 from shardwise.tensor_parallel.pretrained import strategies_of
 from shardwise.tensor_parallel.rules import rule
-from shardwise.tensor_parallel.serving import cut_steps, export_steps, generate, greedy
+from shardwise.tensor_parallel.serving import cut_steps, export_steps, generate, greedy, scores_of
 from shardwise.tensor_parallel.styles import ColwiseParallel, Replicate, RowwiseParallel, SequenceParallel
 from shardwise.tensor_parallel.trainable import trainable
 from shardwise.tensor_parallel.transform import tensor_parallel_transformation
@@ -41,6 +41,7 @@ __all__ = [
     "missing_weights",
     "rule",
     "save",
+    "scores_of",
     "strategies_of",
     "tensor_parallel_transformation",
     "trainable",

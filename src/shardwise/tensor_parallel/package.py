@@ -342,7 +342,8 @@ def export_command(
 
 def _load_program(path: Path) -> ExportedProgram:
     if not path.is_file():
-        raise ShardingError(f"{path}: no such file; expected one from torch.export.save")
+        found = "a folder" if path.is_dir() else "no such file"
+        raise ShardingError(f"{path}: {found}; expected a file that torch.export.save wrote")
     try:
         with zipfile.ZipFile(path) as archive:
             written_by_export = any(name.endswith("/archive_format") for name in archive.namelist())

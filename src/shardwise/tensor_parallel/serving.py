@@ -35,6 +35,11 @@ from shardwise.tensor_parallel.transform import tensor_parallel_transformation
 Programs = tuple[ExportedProgram, ExportedProgram]  # prefill and decode
 _OWN, _CROSS = "cache", "cross"
 _POSITION = "next_position"
+# settings of a generation config that need more than logits: a model, a tokenizer, candidates, a clock
+_REFUSED = (
+    *("constraints", "dola_layers", "force_words_ids", "guidance_scale"),
+    *("max_time", "penalty_alpha", "stop_strings", "token_healing"),
+)
 
 
 @torch.no_grad()
@@ -49,6 +54,8 @@ def generate(
 ) -> Tensor:
     """Generate tokens [batch, at most `tokens`] greedily with a model cut over ranks. Collective.
 
+    Logits are changed as the model's `generation_config` says (`scores_of`), except for its end tokens.
+
     Args:
         model: a generative model of `transformers` in eval mode, the same on every rank.
         prompt: token ids [batch, length], the same on every rank, all rows of one length.
@@ -59,9 +66,11 @@ def generate(
 
     Raises:
         RankMismatchError: on every rank, if prompts differ.
+        ShardingError: as `scores_of` and `export_steps`, or if the model cannot be cut.
     """
     group = group or default_group()
     agree(f"{tokens} tokens after {prompt.tolist()}", group=group, subject="what to generate")
+    scores = scores_of(model, prompt, tokens, ends=ends)
     whole = export_steps(model, prompt, tokens)
     programs = cut_steps(
         whole,
@@ -70,7 +79,80 @@ def generate(
         resolve_strategies(model, strategies),
         group_name=group.group_name,
     )
-    return greedy(programs, prompt, tokens, ends=ends)
+    return greedy(programs, prompt, tokens, ends=ends, scores=scores)
+
+
+def scores_of(
+    model: Any, prompt: Tensor, tokens: int, *, ends: Sequence[int] = ()
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what a model's generation config does to logits: a function for `greedy`. Local.
+
+    Settings of sampling and beams do not count. The model's values are not used.
+
+    Raises:
+        ShardingError: a model of no text, or one whose generation config has a setting that needs more than
+            logits.
+    """
+    check_generates(model)
+    name = type(model).__name__
+    settings = {key: getattr(model.generation_config, key, None) for key in _REFUSED}
+    if wrong := [f"{key}={value!r}" for key, value in settings.items() if value not in (None, False, 1)]:
+        raise ShardingError(
+            f"the generation config of {name} sets {', '.join(wrong)}, which greedy generation over ranks"
+            " cannot apply; remove it from generation_config, or generate with the whole model"
+        )
+    taken: list[tuple[Tensor, Any]] = []
+
+    def take(_: Any, begin: Tensor, logits_processor: Any, **__: Any) -> Tensor:
+        taken.append((begin, logits_processor))
+        return begin
+
+    options: dict[str, Any] = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1}
+    options |= {"use_cache": False, "cache_implementation": None, "eos_token_id": [*ends] or None}
+    if model.config.is_encoder_decoder:  # or it would run the encoder
+        options["encoder_outputs"] = (torch.empty(0),)
+    try:
+        model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=tokens,
+            custom_generate=take,
+            **options,
+        )
+    except Exception as error:
+        cause = str(error).strip().partition("\n")[0]
+        raise ShardingError(
+            f"{name} cannot generate with its generation config ({type(error).__name__}: {cause}); change it"
+        ) from error
+    begin, processors = taken[0]
+    return lambda generated, logits: processors(torch.cat([begin, generated], 1), logits.float())
+
+
+def check_generates(model: Any) -> None:
+    """Raise ShardingError for a model that generates no text. Local."""
+    if not getattr(model, "can_generate", bool)():
+        raise ShardingError(
+            f"{type(model).__name__} generates no text; use a causal language model, or one with an encoder"
+            " and a decoder"
+        )
+
+
+def check_positions(model: Any, prompt: Tensor, tokens: int) -> None:
+    """Raise ShardingError if a model has a table of fewer positions than it will look up. Local."""
+    lengths, is_pair = (prompt.shape[1], tokens), model.config.is_encoder_decoder
+    needed = max(lengths) if is_pair else sum(lengths) - 1  # nothing follows the last token
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit is None or needed <= limit:
+        return
+    for name, module in model.named_modules():  # rotary embeddings have no table, and no end
+        table = module._buffers.get("embed_positions")
+        if isinstance(module, nn.Embedding) and re.search("wpe$|position", name):
+            table = module.weight
+        if table is not None and len(table) - getattr(module, "offset", 0) == limit:  # not of images
+            raise ShardingError(
+                f"{type(model).__name__} looks up {needed} positions, but its table {name} has only {limit};"
+                " generate fewer tokens, or use a model with more positions"
+            )
 
 
 def export_steps(model: nn.Module, prompt: Tensor, tokens: int) -> Programs:
@@ -78,10 +160,12 @@ def export_steps(model: nn.Module, prompt: Tensor, tokens: int) -> Programs:
 
     Raises:
         ShardingError: `tokens` is less than 1; torch.export fails, or the model does with a cache of fixed
-            size; or its rotary frequencies would change within the prompt and `tokens`.
+            size; or within the prompt and `tokens` its rotary frequencies would change, or learned positions
+            end.
     """
     if tokens < 1:
         raise ShardingError(f"tokens={tokens}: prefill gives the first token; generate at least 1")
+    check_positions(model, prompt, tokens)
     step = _Step(model, prompt, tokens)
     try:
         with torch.no_grad(), _fixed_frequencies(model, prompt.shape[1] + tokens):
@@ -141,15 +225,28 @@ def describe_choice(program: ExportedProgram) -> str:
 
 
 @torch.no_grad()
-def greedy(programs: Programs, prompt: Tensor, tokens: int, *, ends: Sequence[int] = ()) -> Tensor:
-    """Generate tokens greedily, as `generate` does, with this rank's programs. Collective."""
+def greedy(
+    programs: Programs,
+    prompt: Tensor,
+    tokens: int,
+    *,
+    ends: Sequence[int] = (),
+    scores: Callable[[Tensor, Tensor], Tensor] = lambda _, logits: logits,
+) -> Tensor:
+    """Generate tokens greedily, as `generate` does, with this rank's programs. Collective.
+
+    Args:
+        scores: takes the tokens generated so far, [batch, n], and the next one's logits; returns what to take
+            the largest of (`scores_of`).
+    """
     prefill, decode = (program.module() for program in programs)
     end_ids = torch.tensor(ends)
-    generated: list[Tensor] = [prefill(prompt).argmax(-1, keepdim=True)]
-    while len(generated) < tokens and not (ended := torch.isin(generated[-1], end_ids)).all():
-        token = decode(generated[-1]).argmax(-1, keepdim=True)
-        generated.append(token.masked_fill(ended, ends[0]) if ends else token)
-    return torch.cat(generated, 1)
+    generated = token = scores(prompt[:, :0], prefill(prompt)).argmax(-1, keepdim=True)
+    while generated.shape[1] < tokens and not (ended := torch.isin(token, end_ids)).all():
+        token = scores(generated, decode(token)).argmax(-1, keepdim=True)
+        token = token.masked_fill(ended, ends[0]) if ends else token
+        generated = torch.cat([generated, token], 1)
+    return generated
 
 
 def is_state(name: str) -> bool:

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import launch
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, here
 
 GRACE_S = 1.0  # how long to wait for reports of an earlier cause after the first failure
 _EXIT_S = 30.0  # a large process on a busy machine takes seconds to end
@@ -134,7 +134,9 @@ def _main(
             short = launch.is_mistake(error) and not launch.shows_all()
             text = str(error).strip().split("\n")[0]
             plain = f"{type(error).__name__}: {text}" if text else type(error).__name__
-            message = launch.one_line(error) if short else plain
+            message = (
+                launch.one_line(error).replace(f": {here()}: ", ": ", 1) if short else plain
+            )  # named once
             pipe.send(("failed", time.monotonic(), message, None if short else traceback.format_exc()))
         sys.exit(1)  # which frees what Python keeps a count of, such as locks that processes share
 
