@@ -23,6 +23,7 @@ from typer import Argument, Option
 from shardwise.cli import programs
 from shardwise.cli.programs import FOUND, NOT_RUN, OK, print_failure, reporting, show
 from shardwise.errors import ShardwiseError, from_extra
+from shardwise.files.stores import on_disk
 
 if TYPE_CHECKING:
     from shardwise.planner.setup import Setup
@@ -428,7 +429,7 @@ def _is_explicit(context: typer.Context, name: str) -> bool:
 
 def _writable(path: Path) -> Path:
     """Return the path of a file to write, which may begin with `~`."""
-    path = Path(os.path.expanduser(path))
+    path = on_disk(path)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ShardwiseError(f"{path} cannot be written: give a file in a folder that you may write to")
     return path

@@ -95,7 +95,7 @@ def location(path: StrPath) -> Location:
     """
     text = os.fspath(path)
     if not isinstance(text, str) or "://" not in text:
-        return Path(text).expanduser()
+        return Path(os.path.expanduser(text))
     core = from_extra("stores", "fsspec.core", feature=text)
     try:
         system, inside = core.url_to_fs(text)

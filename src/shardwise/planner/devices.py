@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import tomllib
 from dataclasses import MISSING, dataclass, fields
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ShardingError
+from shardwise.files.stores import on_disk
 
 SLOWEST = 1e6  # per second
 LEAST_EFFICIENCY = 1e-6
@@ -76,7 +75,7 @@ def hardware_of(name: str) -> Hardware:
     if name in names:
         path: Any = folder / f"{name}.toml"
     elif name.endswith(".toml"):
-        path = Path(os.path.expanduser(name))
+        path = on_disk(name)
     else:
         raise ShardingError(f"unknown hardware {name!r}: give one of {', '.join(names)}, or a file (.toml)")
     try:

@@ -108,14 +108,15 @@ def resolve(source: str | Model | Factory, setup: Setup) -> tuple[Model, Setup]:
     elif model.positions is not None:
         check_positions(length, model.positions)
     if setup.tensor > 1:
-        _check_tensor_plan(model, setup.pipeline)
+        check_names(whole(model), stages=setup.pipeline)
     return model, replace(setup, sequence=length)
 
 
-@functools.lru_cache(maxsize=4)  # all blocks are built, which takes a second for a deep model
-def _check_tensor_plan(model: Model, stages: int) -> None:
+@functools.lru_cache(maxsize=4)  # a deep model takes a second
+def whole(model: Model) -> nn.Module:
+    """Build the model with all its blocks on the meta device."""
     with torch.device("meta"):
-        check_names(model.build(model.layers), stages=stages)
+        return model.build(model.layers)
 
 
 def model_of(source: str | Model | Factory, *, sequence: int) -> Model:

@@ -19,8 +19,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-import torch
-
 from shardwise.comm.count import Collective
 from shardwise.errors import ShardingError
 from shardwise.fsdp.strategy import NAMED, AxisPlacement
@@ -29,7 +27,7 @@ from shardwise.planner.code import python
 from shardwise.planner.devices import Hardware, hardware_of
 from shardwise.planner.events import LANES, Recording
 from shardwise.planner.found import SMALLER, Figures, Point, Search, describe_tradeoff, gain, precision
-from shardwise.planner.models import Factory, Model, report_exits, resolve
+from shardwise.planner.models import Factory, Model, report_exits, resolve, whole
 from shardwise.planner.plan import NotRun, Plan, explain, plan, plan_of, record_step, suggesting
 from shardwise.planner.setup import Setup, check_filled, with_changes
 from shardwise.planner.shapes import undivided
@@ -145,8 +143,7 @@ def _combine(setup: Setup, **choice: Any) -> Setup | None:
 
 def _degrees(model: Model, setup: Setup, device: Hardware) -> list[int]:
     """List degrees of tensor parallelism within a host that divide the model and a step's sequences."""
-    with torch.device("meta"):
-        module = model.build(model.layers)
+    module = whole(model)
     tensor.check_names(module)
     host, sequences = device.devices_per_host, setup.micro_batch * setup.accumulation
     degrees = sorted({setup.tensor} | {n for n in (1, 2, 4, 8) if host % n == 0})

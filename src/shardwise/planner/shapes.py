@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ShardingError
+from shardwise.files.stores import on_disk
 from shardwise.planner.setup import Setup, check_stages
 
 
@@ -100,7 +100,7 @@ PUBLISHED = {
 
 def config_of(source: str) -> Path | None:
     """Return the path of the transformers config that text names: a .json file, or a folder that has it."""
-    path = Path(os.path.expanduser(source))
+    path = on_disk(source)
     inside = path / "config.json"
     return inside if inside.is_file() else path if source.endswith(".json") else None
 
