@@ -331,6 +331,22 @@ def test_a_run_ends_with_how_many_modules_were_sharded_in_which_layout(run_scrip
     assert result.stderr == f"shardwise: modules sharded: 2 contiguous, 2 interleaved; {warning}\n"
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--layout", "interleaved", "--strategy", "zero2"), "strategy='zero2' needs layout=\"contiguous\""),
+        (("--strategy", "hsdp"), "strategy='hsdp' needs a 2-D (replicate, shard) mesh"),
+    ],
+)
+def test_a_run_with_a_strategy_that_layout_or_mesh_has_not_fails(
+    run_script: Any, options: tuple[str, ...], told: str
+) -> None:
+    result = run_script(SHARDS, options=options)
+    torch.distributed.destroy_process_group()
+    assert told in str(result.exception)
+    assert "using the interleaved layout" not in result.stderr
+
+
 def test_a_run_that_sharded_nothing_ends_with_a_warning_unless_it_failed(run_script: Any) -> None:
     result = run_script("from torch.distributed.fsdp import fully_shard\n")
     assert result.exit_code == 0

@@ -28,6 +28,7 @@ from shardwise.adapters.pipelining import StateOfStage, backward_of_stages
 from shardwise.errors import ShardingError, ShardwiseError, here
 from shardwise.fsdp.fully_shard import Options
 from shardwise.fsdp.module_state import state_of
+from shardwise.fsdp.strategy import strategy_for
 from shardwise.sharded_tensor.rows import ShardedParameter
 
 _LOG = logging.getLogger("shardwise")
@@ -54,7 +55,7 @@ def install(*, interleave: Collection[str] = (), **defaults: Any) -> None:
         interleave: names of classes whose modules always get the interleaved layout, such as blocks trained
             by an optimizer that needs whole matrices and so cannot take rows.
         defaults: keywords of `shardwise.fully_shard` for calls that do not pass them, such as
-            `layout="contiguous"` or `strategy="zero2"`. A module that the contiguous layout does not support,
+            `layout="contiguous", strategy="zero2"`. With that layout, a module that it does not support,
             because of a tensor subclass or a placement such as `Shard(1)`, gets the interleaved layout, with
             a warning.
 
@@ -162,10 +163,12 @@ def _fully_shard(
         try:
             return fsdp.fully_shard(module, **options)
         except ShardingError as refusal:
-            if "layout" not in defaults or "layout" in kwargs:
+            if defaults.get("layout") != "contiguous" or "layout" in kwargs:
                 raise
             rest = {name: value for name, value in options.items() if name not in _OF_LAYOUTS}
             sharded = fsdp.fully_shard(module, **rest)  # the caller did not ask for a layout
+            for group in getattr(state_of(modules[0]), "groups", ()):
+                strategy_for(options.get("strategy"), group.info)  # raises if no layout has it on this mesh
             _LOG.warning("%s; using the interleaved layout instead", refusal)
             return sharded
 
