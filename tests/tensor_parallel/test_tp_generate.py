@@ -177,15 +177,18 @@ def test_what_the_command_was_given_wrong_is_named_in_one_line_before_ranks_star
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardwise.verify.processes.run_ranks", mock.Mock(side_effect=AssertionError))
-    folders = {kind: str(tmp_path / kind) for kind in ("llama", "gpt2", "vit", "heads", "pickled", "beams")}
+    kinds = ("llama", "gpt2", "vit", "heads", "pickled", "beams", "clock", "words")
+    folders = {kind: str(tmp_path / kind) for kind in kinds}
     for kind in ("llama", "gpt2"):
         CONFIGS[kind]().save_pretrained(folders[kind])
-    for kind in ("heads", "pickled", "beams"):
+    for kind in kinds[3:]:
         CONFIGS["llama"]().save_pretrained(folders[kind])
     config = tmp_path / "heads" / "config.json"
     config.write_text(config.read_text().replace('"num_attention_heads": 6', '"num_attention_heads": 5'))
     (tmp_path / "pickled" / "pytorch_model.bin").touch()
     transformers.GenerationConfig(guidance_scale=2.0).save_pretrained(folders["beams"])
+    transformers.GenerationConfig(max_time=1, guidance_scale=1).save_pretrained(folders["clock"])
+    transformers.GenerationConfig(bad_words_ids=[[70]]).save_pretrained(folders["words"])
     vit = transformers.ViTConfig(architectures=["ViTForImageClassification"])
     vit.save_pretrained(folders["vit"])
     (tmp_path / "vit" / "model.safetensors").touch()
@@ -221,6 +224,11 @@ def test_what_the_command_was_given_wrong_is_named_in_one_line_before_ranks_star
             [folders["beams"], "--ids", "1"],
             "the generation config of LlamaForCausalLM sets guidance_scale=2.0, which greedy generation",
         ),
+        (
+            [folders["clock"], "--ids", "1"],
+            "the generation config of LlamaForCausalLM sets max_time=1, which",
+        ),
+        ([folders["words"], "--ids", "1"], "LlamaForCausalLM cannot generate with its generation config ("),
     ):
         result = CliRunner().invoke(app, ["tp", "generate", *command])
         assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
@@ -270,6 +278,23 @@ def test_positions_end_with_the_table_that_has_them() -> None:
         check_positions(model, prompt, 9)
 
 
+def test_a_window_that_the_size_of_the_cache_would_move_is_refused() -> None:
+    config = transformers.GPTNeoConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_layers=2,
+        num_heads=2,
+        attention_types=[[["global", "local"], 1]],
+        window_size=8,
+    )
+    torch.manual_seed(0)
+    model, prompt = transformers.GPTNeoForCausalLM(config).eval(), torch.tensor([[4, 9, 7]])
+    steps = export_steps(model, prompt, TOKENS)
+    assert torch.equal(greedy(cut_steps(steps, 0, 1, {}), prompt, TOKENS), generate_whole(model, prompt))
+    with pytest.raises(ShardingError, match=r"windows of 8 tokens by the size of its cache, .* for 9 "):
+        check_positions(model, prompt, TOKENS + 1)
+
+
 SETTINGS = {
     "repetition_penalty": 2.0,
     "min_new_tokens": TOKENS - 1,
@@ -286,11 +311,13 @@ SETTINGS = {
 @pytest.mark.parametrize("kind", ["mistral", "t5"])
 def test_settings_of_a_generation_config_that_change_greedy_tokens_are_applied(kind: str) -> None:
     model, prompt, steps = exported(kind)
-    settings = transformers.GenerationConfig(**SETTINGS, decoder_start_token_id=0)
+    settings = transformers.GenerationConfig(**SETTINGS, decoder_start_token_id=11)
     plain = generate_whole(model, prompt)
     ends = [int(plain[0, 1]), int(plain[1, 1])]
-    programs = cut_steps(steps, 0, 1, {})
     with mock.patch.object(model, "generation_config", settings):
+        if model.config.is_encoder_decoder:  # which begins with another token
+            steps = export_steps(model, prompt, TOKENS)
+        programs = cut_steps(steps, 0, 1, {})
         expected = model.generate(  # type: ignore[operator]
             prompt, max_new_tokens=TOKENS, do_sample=False, num_beams=1, eos_token_id=ends
         )[:, -TOKENS:]

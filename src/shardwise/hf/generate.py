@@ -49,7 +49,7 @@ def cut_folder(
         return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
 
     with TensorFiles(find_weights(folder)) as files:
-        model = skeleton_of(folder, None, "auto", True, files)
+        model = _with_settings(skeleton_of(folder, None, "auto", True, files), folder)
         values, buffers = take_values(model), _initialised_buffers(model)
         with mode:
             replace_tensors(model, drop_values)
@@ -118,7 +118,8 @@ def generate_command(
             return
         warnings.warn(f"{folder} has no weights: they are random, from seed {seed}", stacklevel=2)
         torch.manual_seed(seed)
-        model = build_model(library().AutoConfig.from_pretrained(folder, local_files_only=True))
+        config = library().AutoConfig.from_pretrained(folder, local_files_only=True)
+        model = _with_settings(build_model(config), folder)
         plan = resolve_strategies(model, strategies)
         cut.append(cut_steps(export_steps(model, ids, tokens), rank, ranks, plan))
 
@@ -155,14 +156,18 @@ def model_of(folder: str | Path) -> Any:
             else:
                 model = build_model(config)
             check_generates(model)
-            if (Path(folder) / "generation_config.json").is_file():
-                model.generation_config = transformers.GenerationConfig.from_pretrained(
-                    folder, local_files_only=True
-                )
+            return _with_settings(model, folder)
     except ShardwiseError:
         raise
     except Exception as error:  # from a config of any kind
         raise ShardingError(f"cannot read the config in {folder}: {_one_line(error)}") from error
+
+
+def _with_settings(model: Any, folder: str | Path) -> Any:
+    """Return the model, with the folder's generation config if it has one."""
+    if (Path(folder) / "generation_config.json").is_file():
+        read = library().GenerationConfig.from_pretrained
+        model.generation_config = read(folder, local_files_only=True)
     return model
 
 

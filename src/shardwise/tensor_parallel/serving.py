@@ -96,14 +96,19 @@ def scores_of(
     check_generates(model)
     name = type(model).__name__
     settings = {key: getattr(model.generation_config, key, None) for key in _REFUSED}
-    if wrong := [f"{key}={value!r}" for key, value in settings.items() if value not in (None, False, 1)]:
+    if settings["guidance_scale"] == 1:
+        del settings["guidance_scale"]
+    if wrong := [f"{key}={value!r}" for key, value in settings.items() if value not in (None, False)]:
         raise ShardingError(
             f"the generation config of {name} sets {', '.join(wrong)}, which greedy generation over ranks"
             " cannot apply; remove it from generation_config, or generate with the whole model"
         )
     taken: list[tuple[Tensor, Any]] = []
+    vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", 0)
 
     def take(_: Any, begin: Tensor, logits_processor: Any, **__: Any) -> Tensor:
+        if vocabulary:  # some check their tokens when they are called
+            logits_processor(begin, torch.zeros(len(begin), vocabulary))
         taken.append((begin, logits_processor))
         return begin
 
@@ -140,6 +145,14 @@ def check_generates(model: Any) -> None:
 def check_positions(model: Any, prompt: Tensor, tokens: int) -> None:
     """Raise ShardingError if a model has a table of fewer positions than it will look up. Local."""
     lengths, is_pair = (prompt.shape[1], tokens), model.config.is_encoder_decoder
+    window = getattr(model.config, "window_size", None)
+    if (
+        "local" in (getattr(model.config, "attention_layers", None) or ()) and sum(lengths) > window
+    ):  # GPT-Neo
+        raise ShardingError(
+            f"{type(model).__name__} places its windows of {window} tokens by the size of its cache, which is"
+            f" fixed for {sum(lengths)} (prompt and tokens); generate fewer tokens, or use the whole model"
+        )
     needed = max(lengths) if is_pair else sum(lengths) - 1  # nothing follows the last token
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit is None or needed <= limit:
@@ -318,7 +331,7 @@ class _Step:
             setattr(layer, key, self.module.get_buffer(name))
         batch: dict[str, Any] = {"input_ids": ids}
         if self.config.is_encoder_decoder and self.prefill:
-            batch["decoder_input_ids"] = ids = torch.full_like(ids[:, :1], self.config.decoder_start_token_id)
+            batch["decoder_input_ids"] = ids = torch.full_like(ids[:, :1], _start_token(self.model))
         elif self.config.is_encoder_decoder:  # the encoder's output is in the cache: only its sizes are used
             encoded = torch.zeros(*self.prompt_shape, self.config.hidden_size)
             batch = {"encoder_outputs": (encoded,), "decoder_input_ids": ids}
@@ -340,6 +353,12 @@ class _Step:
             for index, layer in enumerate(layers)
             for key in ("keys", "values")
         ]
+
+
+def _start_token(model: Any) -> int:
+    """Return the token that a decoder begins with, as transformers chooses it."""
+    start: int | None = model.generation_config.decoder_start_token_id
+    return model.generation_config.bos_token_id if start is None else start  # type: ignore[no-any-return]
 
 
 def _make_layers(model: Any, batch: int, capacity: int) -> list[Any]:
