@@ -145,7 +145,7 @@ def check_generates(model: Any) -> None:
 def check_positions(model: Any, prompt: Tensor, tokens: int) -> None:
     """Raise ShardingError if a model has a table of fewer positions than it will look up. Local."""
     lengths, is_pair = (prompt.shape[1], tokens), model.config.is_encoder_decoder
-    window = getattr(model.config, "window_size", None)
+    window: Any = getattr(model.config, "window_size", None)
     if (
         "local" in (getattr(model.config, "attention_layers", None) or ()) and sum(lengths) > window
     ):  # GPT-Neo
@@ -355,10 +355,10 @@ class _Step:
         ]
 
 
-def _start_token(model: Any) -> int:
+def _start_token(model: Any) -> Any:
     """Return the token that a decoder begins with, as transformers chooses it."""
-    start: int | None = model.generation_config.decoder_start_token_id
-    return model.generation_config.bos_token_id if start is None else start  # type: ignore[no-any-return]
+    start: Any = model.generation_config.decoder_start_token_id
+    return model.generation_config.bos_token_id if start is None else start
 
 
 def _make_layers(model: Any, batch: int, capacity: int) -> list[Any]:
