@@ -11,11 +11,14 @@ import pytest
 
 from mutants.side_streams import (
     gathered_ahead,
+    kept_until_finalization,
     modules_on_streams,
     offloaded_and_unused,
+    refreshed_by_hand,
     stream_entered_inside,
     weights_used_twice,
 )
+from shardwise.fsdp.contiguous import ContiguousGroup
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.reduction import GradReducer
 from shardwise.fsdp.schedule import Schedule
@@ -60,6 +63,36 @@ def test_smaller_shards_are_cut_before_what_they_are_of_is_given_back(layout: st
     nowhere = property(lambda self: None, lambda self, stream: None)
     with mock.patch.object(ParamGroup, "owner", nowhere):
         assert findings(partial(gathered_ahead, layout=layout), ranks=4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_that_autograd_skips_are_kept_in_memory_of_the_stream_that_reduces_them(
+    layout: str,
+) -> None:
+    assert findings(partial(kept_until_finalization, layout=layout)) == []
+
+
+def test_kept_gradients_in_memory_of_another_stream_are_freed_too_early() -> None:
+    leave = FSDPState.leave_to_finalization
+
+    def leave_on_current_stream(state: FSDPState) -> None:
+        stream, state.stream = state.stream, None
+        leave(state)
+        state.stream = stream
+
+    with mock.patch.object(FSDPState, "leave_to_finalization", leave_on_current_stream):
+        assert findings(partial(kept_until_finalization, layout="interleaved"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes"), [("hierarchical_fsdp", (2, 2)), ("zero2", (4,)), ("fsdp", (4,))]
+)
+def test_what_a_user_refreshed_is_gathered_after_that(strategy: str, sizes: tuple[int, ...]) -> None:
+    program = partial(refreshed_by_hand, layout="contiguous", strategy=strategy, sizes=sizes)
+    assert findings(program, ranks=4) == []
+    nothing = property(lambda self: None, lambda self, event: None)
+    with mock.patch.object(ContiguousGroup, "refreshed", nothing, create=True):
+        assert bool(findings(program, ranks=4)) is (strategy == "hierarchical_fsdp")
 
 
 def test_the_host_looks_at_offloaded_gradients_after_they_have_come() -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fsdp import test_streams_of_users as streams_of_users
 from fsdp import test_streams_that_share as streams_that_share
 from fsdp.test_simulated_streams import evaluated_on_a_stream_before_backward
-from shardwise import CPUOffloadPolicy, fully_shard
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from shardwise.verify.streams import DEVICE
 
 
@@ -125,6 +125,44 @@ def offloaded_and_unused(*, layout: str) -> list[Tensor]:
     return trained(model, model, layout=layout, steps=1, offload_policy=CPUOffloadPolicy())
 
 
+def kept_until_finalization(*, layout: str) -> list[Tensor]:
+    """Autograd skips the first layer, whose gradients are cast where it ran, and reduced later."""
+    model, policy = Apart(0), MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    sharded(model, model.layers[:1], layout=layout, mp_policy=policy)
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(False)
+    model(torch.randn(4, 8, device=DEVICE)).square().mean().backward()
+    model.set_requires_gradient_sync(True)
+    model.finalize_backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def refreshed_by_hand(*, layout: str, strategy: str, sizes: tuple[int, ...]) -> list[Tensor]:
+    """Two layers are gathered by hand after the optimizer, whose event is all that gathers follow."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh(DEVICE, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    sharded(model, model, mesh=mesh, layout=layout, strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.randn(4, 8, device=DEVICE)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.set_post_optim_event(torch.accelerator.current_stream().record_event())
+        for layer in list(model)[:2]:
+            layer.unshard(async_op=True)
+    return list(model.parameters())
+
+
+def sharded(model: Any, parts: Any, **how: Any) -> None:
+    """Shard each part, and the model."""
+    model.to(DEVICE)
+    how.setdefault("mesh", init_device_mesh(DEVICE, (torch.distributed.get_world_size(),)))
+    for module in parts:
+        fully_shard(module, **how)
+    fully_shard(model, **how | {"reshard_after_forward": None})
+
+
 def trained(
     model: Any,
     parts: Any,
@@ -137,11 +175,7 @@ def trained(
 ) -> list[Tensor]:
     """Train: a backward for each micro-batch, of the losses of so many forwards; the last one reduces."""
     torch.manual_seed(0)
-    mesh = init_device_mesh(DEVICE, (torch.distributed.get_world_size(),))
-    model.to(DEVICE)
-    for module in parts:
-        fully_shard(module, mesh=mesh, **how)
-    fully_shard(model, mesh=mesh, **how | {"reshard_after_forward": None})
+    sharded(model, parts, **how)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(steps):
         if ahead is not None:
@@ -170,6 +204,11 @@ PROGRAMS: dict[str, tuple[Callable[[], list[Tensor]], int]] = {
     "shards that are loaded after an evaluation": (
         partial(streams_of_users.loading_after_an_evaluation, "contiguous"),
         1,
+    ),
+    "gradients kept until finalization": (partial(kept_until_finalization, layout="interleaved"), 2),
+    "parameters refreshed by hand": (
+        partial(refreshed_by_hand, layout="contiguous", strategy="hierarchical_fsdp", sizes=(2, 2)),
+        4,
     ),
     "offloaded gradients that the host looks at": (partial(offloaded_and_unused, layout="contiguous"), 2),
     **{

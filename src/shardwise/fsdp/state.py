@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -409,12 +410,15 @@ class FSDPState(ModuleState):
 
     def reduce_where_it_ran(self, schedule: Schedule, *, unsynced_only: bool = False) -> None:
         """Call `reduce` on the stream of the latest forward, which has the gradients' memory."""
+        with self._where_it_ran():
+            self.reduce(schedule, unsynced_only=unsynced_only)
+
+    def _where_it_ran(self) -> torch.Stream | nullcontext[None]:
+        """Return a context in which the stream of the latest forward is the current one."""
         if self.stream is None:
-            self.reduce(schedule, unsynced_only=unsynced_only)
-            return
+            return nullcontext()
         self.stream.wait_stream(current_stream(self.device))  # which has waited for all of backward's
-        with self.stream:
-            self.reduce(schedule, unsynced_only=unsynced_only)
+        return self.stream
 
     @_compat.runs_eagerly
     def end_of_backward(self) -> None:
@@ -448,12 +452,13 @@ class FSDPState(ModuleState):
 
     def leave_to_finalization(self) -> None:
         """Leave this module, which autograd skipped, to `finalize_backward`."""
-        for group, reducer in self.in_reverse:
-            reducer.unsynced = True
-            if not group.settings.reduce_grads:
-                reducer.store_unreduced()
-                if group.settings.reshard_after_backward:
-                    group.reshard()
+        with self._where_it_ran():  # sums get the memory of the stream that will reduce them
+            for group, reducer in self.in_reverse:
+                reducer.unsynced = True
+                if not group.settings.reduce_grads:
+                    reducer.store_unreduced()
+                    if group.settings.reshard_after_backward:
+                        group.reshard()
 
     def end_iteration(self, schedule: Schedule) -> None:
         """Wait for the communication that the last backward began. Root only."""

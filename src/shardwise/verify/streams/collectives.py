@@ -186,6 +186,10 @@ class Collectives:
         """Begin a batch of collectives, which run together when it ends."""
         self._batches[group.group_name] = []
 
+    def is_batch(self, group: dist.ProcessGroup) -> bool:
+        """Return whether a batch has begun that has not ended."""
+        return group.group_name in self._batches
+
     def end_coalescing(self, group: dist.ProcessGroup) -> dist.Work:
         """Run the collectives of a batch, and return work that waits for them."""
         parts = self._batches.pop(group.group_name)
@@ -347,11 +351,12 @@ def reporting_to(simulation: Simulation) -> Iterator[Collectives]:
 
         def batch(messages: list[dist.P2POp]) -> list[dist.Work]:
             group = messages[0].group if messages else None
-            if not isinstance(group, NoopGroup):  # torch batches only those of groups of its own class
+            if not isinstance(group, NoopGroup):
                 return send_batch(messages)
             collectives.start_coalescing(group)
-            send_batch(messages)
-            return [collectives.end_coalescing(group)]
+            works = send_batch(messages)
+            # Before torch 2.15 it batches only messages of groups of its own class.
+            return [collectives.end_coalescing(group)] if collectives.is_batch(group) else works
 
         stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", batch))
         of = dist.get_backend_config
