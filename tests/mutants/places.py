@@ -43,7 +43,7 @@ CALLS = {
         "abandon_gather", "free_gathered", "end_copy_out", "free_later", "reclaim", "drop_stale"
     },
 }  # fmt: skip
-STREAMS = {"stream", "copy_in", "all_gather", "reduce_scatter", "all_reduce", "where"}
+STREAMS = {"stream", "copy_in", "all_gather", "reduce_scatter", "all_reduce", "where", "_on_its_stream"}
 KEEPS = {
     "_freed", "copy_out_pending", "offload_events", "reduce_inputs", "reduce_shards",
     "reduced", "smaller_ready", "reducing_from", "stepped", "owner", "ready", "ran_on",
@@ -145,7 +145,7 @@ class _Finder(ast.NodeTransformer):
     def visit_With(self, node: ast.With) -> ast.AST:
         for item in node.items:
             found = item.context_expr
-            if _name(found) in STREAMS:
+            if _name(found.func if isinstance(found, ast.Call) else found) in STREAMS:
                 item.context_expr = self._either("context", found, _call("_nothing"))
             elif isinstance(found, ast.IfExp) and _name(found.orelse) in STREAMS:
                 found.orelse = self._either("context", found.orelse, _call("_nothing"))

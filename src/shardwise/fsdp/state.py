@@ -410,10 +410,10 @@ class FSDPState(ModuleState):
 
     def reduce_where_it_ran(self, schedule: Schedule, *, unsynced_only: bool = False) -> None:
         """Call `reduce` on the stream of the latest forward, which has the gradients' memory."""
-        with self._where_it_ran():
+        with self._on_its_stream():
             self.reduce(schedule, unsynced_only=unsynced_only)
 
-    def _where_it_ran(self) -> torch.Stream | nullcontext[None]:
+    def _on_its_stream(self) -> torch.Stream | nullcontext[None]:
         """Return a context in which the stream of the latest forward is the current one."""
         if self.stream is None:
             return nullcontext()
@@ -452,7 +452,7 @@ class FSDPState(ModuleState):
 
     def leave_to_finalization(self) -> None:
         """Leave this module, which autograd skipped, to `finalize_backward`."""
-        with self._where_it_ran():  # sums get the memory of the stream that will reduce them
+        with self._on_its_stream():  # sums get the memory of the stream that will reduce them
             for group, reducer in self.in_reverse:
                 reducer.unsynced = True
                 if not group.settings.reduce_grads:
