@@ -8,6 +8,7 @@ import io
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -214,6 +215,19 @@ def test_a_group_is_found_by_its_name_and_gloo_has_no_allocator() -> None:
     group = dist.group.WORLD
     assert _compat.resolve_process_group(group.group_name) is group
     assert _compat.group_allocator(group, CPU) is None
+
+
+class WithoutOptions:
+    @property
+    def options(self) -> None:
+        raise RuntimeError("not implemented")
+
+
+@pytest.mark.parametrize("backend", [WithoutOptions(), object()], ids=["an error", "no attribute"])
+@on_ranks(1)
+def test_a_backend_without_options_waits_as_long_as_torch_does_by_default(backend: object) -> None:
+    with mock.patch.object(dist.ProcessGroup, "_get_backend", return_value=backend):
+        assert _compat.timeout_of(dist.group.WORLD) == dist.default_pg_timeout
 
 
 @on_ranks(4)

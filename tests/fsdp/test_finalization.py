@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fsdp.models import in_each_layout, refused, sharded_net, step
+from fsdp.models import EXACT, Net, assert_same_parameters, in_each_layout, refused, sharded_net, step
 from ranks import on_ranks
 from shardwise import LifecycleError
 from shardwise.comm.count import CommCounter
@@ -44,6 +44,19 @@ def test_only_what_is_left_is_reduced_at_the_call_and_everything_is_resharded(la
     assert counter.count("reduce_scatter") == len(counter.calls) == 3
     assert not any(group.is_unsharded for m in model.modules() if (s := state_of(m)) for group in s.groups)
     assert all(param.grad is not None for param in model.parameters())
+
+
+@in_each_layout(1)
+def test_hooks_of_parameters_may_step_at_the_call(layout: str) -> None:
+    model, reference = manual_net(layout), Net(blocks=2)
+    for net in (model, reference):
+        for param in net.parameters():
+            optimizer = torch.optim.SGD([param], lr=0.1)
+            param.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    for net in (model, reference):
+        step(net)
+    model.finalize_backward()
+    assert_same_parameters(model, reference, **EXACT)
 
 
 @on_ranks(2)

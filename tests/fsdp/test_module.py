@@ -22,6 +22,7 @@ from fsdp.models import (
     assert_same_parameters,
     groups,
     in_each_layout,
+    shard_each,
     sharded_net,
     step,
     update,
@@ -360,12 +361,12 @@ class Reentrant(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, *, reentrant: bool = True) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.reentrant = inner, reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=True)
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
 @in_each_layout(2)
@@ -376,6 +377,19 @@ def test_backward_of_each_module_of_a_list_gathers_also_where_the_last_was_recom
     for _ in range(2):
         for model in (net, reference):
             model(torch.ones(2, 4, requires_grad=True)).square().sum().backward()
+    assert_same_gradients(net, reference)
+
+
+@pytest.mark.parametrize("how", WAYS, ids=str)
+@on_ranks(2)
+def test_a_checkpoint_within_a_recomputation_leaves_gathered_what_backward_needs(how: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    block = Checkpointed(Block(4))
+    net = nn.Sequential(Checkpointed(block, reentrant=False), nn.Linear(4, 4))
+    reference = copy.deepcopy(net)
+    shard_each(block.inner.up, block, net, **how)
+    for model in (net, reference):
+        model(torch.ones(2, 4, requires_grad=True)).square().sum().backward()
     assert_same_gradients(net, reference)
 
 

@@ -450,3 +450,17 @@ def test_loading_waits_for_copies_from_the_memory_it_fills(in_memory: bool, layo
     assert program(waits=False).findings
     for order in (Order.as_needed(), Order.at_once()):
         assert not program(order).differences
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_user_who_changes_offloaded_parameters_waits_for_copies_from_them(waits: bool, layout: str) -> None:
+    with noop_world(1), simulated() as found:
+        model = sharded(Layers().to(DEVICE), layout=layout, offload_policy=CPUOffloadPolicy())
+        model.unshard()
+        model.reshard()
+        if waits:
+            torch.accelerator.synchronize()
+        with torch.no_grad():
+            model.norm.weight.mul_(2)
+    assert bool(found.findings) != waits

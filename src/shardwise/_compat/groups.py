@@ -49,8 +49,11 @@ default_store: Callable[[], Store] = c10d._get_default_store
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Return the time for which a collective of `group` waits for other ranks."""
-    device = group._device_types[0]
-    return cast(timedelta, cast(Any, group._get_backend(device)).options._timeout)
+    backend: Any = group._get_backend(group._device_types[0])
+    try:
+        return cast(timedelta, backend.options._timeout)
+    except (AttributeError, RuntimeError):  # it has none, which backends of other libraries need not
+        return c10d._get_default_timeout(cast(Any, dist.get_backend(group)))
 
 
 # checkpoint.living: the number of a process group is among the keys by which its ranks find each other.

@@ -82,21 +82,26 @@ def finalize(state: State, *, async_op: bool) -> GradientReductionHandle | None:
 
 def reduce_unsynced(state: State) -> GradientReductionHandle:
     """Reduce gradients that backward left on unsharded parameters, of a root and all modules below it."""
-    # Backward does not record what its hooks do, but here the user calls.
-    with torch.no_grad():
-        # In one order on all ranks: each reduction is a collective.
-        for module_state in reversed((state, *state.below)):
-            module_state.reduce_where_it_ran(state.schedule, unsynced_only=True)
-            # The sums of compiled backwards after eager ones, module by module: one order on all ranks.
-            for group, _ in module_state.in_reverse:
-                reduces = group.settings.reduce_grads and isinstance(group.traced, list)
-                for segment in group.traced if reduces else ():
-                    if segment.earlier is not None and segment.assign is not None:
-                        segment.assign(segment.comm.reduce(segment.earlier))
+    schedule, unfinished = state.schedule, state.schedule.unfinished
+    schedule.unfinished = False  # hooks of parameters may step here, as inside backward
+    try:
+        # Backward does not record what its hooks do, but here the user calls.
+        with torch.no_grad():
+            # In one order on all ranks: each reduction is a collective.
+            for module_state in reversed((state, *state.below)):
+                module_state.reduce_where_it_ran(schedule, unsynced_only=True)
+                # The sums of compiled backwards after eager ones, module by module: one order on all ranks.
+                for group, _ in module_state.in_reverse:
+                    reduces = group.settings.reduce_grads and isinstance(group.traced, list)
+                    for segment in group.traced if reduces else ():
+                        if segment.earlier is not None and segment.assign is not None:
+                            segment.assign(segment.comm.reduce(segment.earlier))
+    finally:
+        schedule.unfinished = unfinished
     # No gather follows that would free this memory.
-    state.schedule.free_gathered()
+    schedule.free_gathered()
     # The schedule keeps the handle, so that a forward or step before the wait raises.
-    handle = state.schedule.reducing = GradientReductionHandle(state)
+    handle = schedule.reducing = GradientReductionHandle(state)
     return handle
 
 

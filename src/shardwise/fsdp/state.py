@@ -254,7 +254,8 @@ class FSDPState(ModuleState):
                     self.follow_other_streams(schedule.streams)
                 for group in self.groups:
                     group.reshard()
-            for group, _ in root.all_groups if root is not None else ():
+            # Inside a backward this was a part of a recomputation, whose modules have their backward to come.
+            for group, _ in root.all_groups if root is not None and not schedule.callback_queued else ():
                 if group.gather is not None:  # of a module that did not run
                     group.abandon_gather()
                 elif not group.gathers:  # it keeps its memory, but users look for the sharded parameters

@@ -80,25 +80,32 @@ def test_put_right_it_is_not_found(program: Callable[[bool], Any]) -> None:
     assert not differences_by_order(lambda: program(True), [Order.as_needed(), *map(Order.last, lines)])
 
 
-@pytest.mark.parametrize("hooks", [False, True])
-@pytest.mark.parametrize("accumulates", [False, True])
-def test_fsdp2_frees_what_the_stream_of_a_hook_adds_up_and_has_no_finding_elsewhere(
-    hooks: bool, accumulates: bool
+@pytest.mark.parametrize("hook", [None, "plain", "own stream"])
+@pytest.mark.parametrize("gradients", ["are the output", "accumulate", "are cast", "are offloaded"])
+def test_fsdp2_frees_what_a_hook_got_if_it_is_no_gradient_and_has_no_finding_elsewhere(
+    gradients: str, hook: str | None
 ) -> None:
     """As of torch 2.15 it no longer does."""
+    how: dict[str, Any] = {}
+    if gradients == "are cast":
+        how["mp_policy"] = torch_fsdp.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    elif gradients == "are offloaded":
+        how["offload_policy"] = torch_fsdp.CPUOffloadPolicy()
     with noop_world(2), simulated() as found:
         model = nn.Sequential(*(nn.Linear(4, 4, device=DEVICE) for _ in range(3)))
         for module in (*model, model):
-            torch_fsdp.fully_shard(module, mesh=init_device_mesh(DEVICE, (2,)))
-            if hooks:
-                stream = torch.Stream(device=DEVICE)
+            torch_fsdp.fully_shard(module, mesh=init_device_mesh(DEVICE, (2,)), **how)
+            if hook:
+                stream = torch.Stream(device=DEVICE) if hook == "own stream" else None
                 module.set_all_reduce_hook(lambda grad: grad.mul_(0.5), stream=stream)
         for _ in range(2):
             model(torch.randn(2, 4, device=DEVICE)).sum().backward()
-            if not accumulates:
+            if gradients != "accumulate":
                 model.zero_grad()
-    assert bool(found.findings) == (hooks and accumulates and TorchVersion(torch.__version__) < "2.15")
-    assert all("memory was freed while add_" in str(one) for one in found.findings)
+    frees = hook and gradients != "are the output" and TorchVersion(torch.__version__) < "2.15"
+    assert bool(found.findings) == bool(frees)
+    last_use = "add_" if gradients == "accumulate" else "_to_copy"
+    assert all(f"memory was freed while {last_use}" in str(one) for one in found.findings)
 
 
 @pytest.mark.parametrize("at_once", [False, True])
