@@ -67,6 +67,18 @@ def test_a_block_that_is_cut_unlike_the_others_is_run_and_is_in_the_code() -> No
     assert '"blocks.11.0": ColwiseParallel(' in planner.python(factory, made.setup)
 
 
+@pytest.mark.parametrize(("rows", "told"), [(512, 0), (513, 1)])
+def test_what_every_tensor_parallel_rank_holds_whole_is_not_called_uneven(rows: int, told: int) -> None:
+    def factory() -> nn.Module:
+        model = Even()
+        model.embedding = nn.Embedding(rows, 256)
+        model.tensor_plan = {"blocks.*": "colwise_rep"}
+        return model
+
+    made = shardwise.plan(factory, ranks=512, tensor=2, sequence=8)
+    assert sum("1.40 times an even share" in line for line in made.assumed) == len(made.assumed) == told
+
+
 class Halves(Even):
     """Its blocks have numbers, too."""
 

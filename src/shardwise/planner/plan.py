@@ -213,7 +213,7 @@ def plan_of(
     model_flops, computed_flops = measure.flops(recording, setup.accumulation, expert_load=setup.expert_load)
     limit = None if device is None else device.usable_bytes
     pieces = setup.tensor if setup.async_tensor else 1
-    share = recording.held_parameters * setup.axes["shard"] * setup.tensor / recording.parameters
+    share = recording.held_parameters * setup.axes["shard"] / recording.sharded_parameters
     delayed = recording
     if device is not None and setup.record_streams:
         delayed = delay_frees(recording, device)
