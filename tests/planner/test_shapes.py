@@ -87,3 +87,14 @@ def test_a_config_is_a_file_or_in_a_folder_and_may_be_at_home(
     assert config_of(str(tmp_path)) == config_of("~") == config
     check_source("~")
     assert config_of("os:path.join") is None
+
+
+def test_a_path_without_a_config_is_not_called_an_unknown_model(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    for path, told in (
+        ("none", "does not exist"),
+        ("config.yaml", "is no .json file"),
+        (".", "has no config.json"),
+    ):
+        with pytest.raises(ShardingError, match=f"^{tmp_path / path} {told}: give a published"):
+            check_source(str(tmp_path / path))
