@@ -26,6 +26,10 @@ from shardwise.planner.tensor import check_names, cuts, styles_of, words_of
         ({"blocks.2": "colwise"}, r"tensor_plan of Even has .* match no module: 'blocks.2';"),
         ({"blocks.*": nn.Linear}, r"tensor_plan of Even must map names of modules to styles.*Linear"),
         (["blocks.*"], r"must map names .* got \['blocks.\*'\]; styles are colwise, "),
+        ({"blocks": "colwise"}, r"has 'blocks': 'colwise', but 'blocks' is of class ModuleList, expected nn"),
+        ({"embedding": "rowwise"}, r"'embedding' is of class Embedding, .*; give it embedding_rowwise$"),
+        ({"head": "colwise"}, r"'head' is of class Linear, whose outputs.*; give it colwise_rep$"),
+        ({"blocks.*": "rowwise"}, r"RuntimeError: [^\n]* cuts by rowwise with no colwise before[^\n]*$"),
         (
             {"blocks.0": "colwise"},
             r"likely cause is how tensor=2 cuts it.* With tensor=1 it is planned uncut$",
@@ -91,6 +95,13 @@ class Halves(Even):
         self.tensor_plan |= {"blocks.*.1.0": "colwise", "blocks.*.1.2": "rowwise"}
 
 
+def test_a_module_as_wide_as_the_vocabulary_is_no_head_inside_a_block() -> None:
+    with torch.device("meta"):
+        model = Halves()
+    model.blocks[0][1][0] = nn.Linear(256, 512)
+    check_names(model)
+
+
 def test_numbers_inside_a_block_are_not_those_of_other_modules() -> None:
     with torch.device("meta"):
         model = Halves()
@@ -137,7 +148,7 @@ def test_logits_are_cut_only_with_a_head() -> None:
     assert cuts(model, Setup(tensor=2)) == (True, True)
     del model.tensor_plan["head"]
     assert cuts(model, Setup(tensor=2)) == (True, False)
-    with pytest.raises(ShardingError, match=r"does not shard its head\. Give that the style colwise_rep"):
+    with pytest.raises(ShardingError, match=r"has no head of the style colwise_rep\. Give it that"):
         cuts(model, Setup(tensor=2, loss_parallel=True))
 
 

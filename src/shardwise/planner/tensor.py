@@ -12,6 +12,7 @@ first kind into the second, so either can be planned for any model that declares
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from typing import Any
@@ -136,10 +137,11 @@ def plan_of(module: nn.Module) -> dict[str, str]:
 
 
 def check_names(module: nn.Module, *, stages: int = 1) -> None:
-    """Check the names in the `tensor_plan` of a model, with all its blocks.
+    """Check the `tensor_plan` of a model, with all its blocks.
 
     Raises:
-        ShardingError: a name of no module, or of some blocks, which the stages of a pipeline number anew.
+        ShardingError: a name of no module, or of some blocks, which the stages of a pipeline number anew; a
+            style that does not suit the module.
     """
     plan = plan_of(module) if getattr(module, "tensor_plan", None) else {}
     names = [name for name, _ in module.named_modules()]
@@ -153,6 +155,24 @@ def check_names(module: nn.Module, *, stages: int = 1) -> None:
             f"the tensor_plan of {type(module).__name__} has names that match no module:"
             f" {', '.join(map(repr, wrong))}; modules with parameters are {', '.join(known)}"
         )
+    tables = [child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)]
+    outside = [child for name, child in module.named_modules() if "*" not in _of_any_block(module, name)]
+    heads = [child for child in outside if getattr(child, "out_features", None) in tables]
+    for (name, child), (pattern, word) in itertools.product(module.named_modules(), plan.items()):
+        if "wiseParallel" not in STYLES.get(word, "") or not _fits(name, pattern):
+            continue
+        expected = ""
+        if not isinstance(child, (nn.Linear, nn.Embedding)):
+            expected = "expected nn.Linear or nn.Embedding; name those in it, or leave it whole"
+        elif word == "rowwise" and isinstance(child, nn.Embedding):
+            expected = "whose inputs, tokens, are not cut; give it embedding_rowwise"
+        elif word == "colwise" and child in heads:
+            expected = "whose outputs, the logits, the loss needs whole; give it colwise_rep"
+        if expected:
+            raise ShardingError(
+                f"the tensor_plan of {type(module).__name__} has {pattern!r}: {word!r}, but {name!r} is of"
+                f" class {type(child).__name__}, {expected}"
+            )
     single = [pattern for pattern in plan for name in names if _names_a_block(module, name, pattern)]
     if stages > 1 and single:
         raise ShardingError(
@@ -221,8 +241,8 @@ def cuts(module: nn.Module, setup: Setup) -> tuple[bool, bool]:
     heads = [path for path, word in plan_of(module).items() if word in (*_TO_WHOLE, ROWS)]
     if loss and not heads:
         raise ShardingError(
-            f"{type(module).__name__} cannot be planned with loss parallelism: its tensor-parallel plan does"
-            " not shard its head. Give that the style colwise_rep, or plan with loss_parallel=False"
+            f"{type(module).__name__} cannot be planned with loss parallelism: its tensor-parallel plan has"
+            " no head of the style colwise_rep. Give it that, or plan with loss_parallel=False"
         )
     loss = torchtitan and bool(heads) if loss is None else loss
     return torchtitan if sequence is None else sequence, loss
