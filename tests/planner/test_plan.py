@@ -218,7 +218,7 @@ def test_what_cannot_be_planned_is_refused_by_name(tmp_path: Path) -> None:
     smaller: dict[str, Any] = {"layout": "contiguous", "reshard_after_forward": 2}
     with pytest.raises(LifecycleError, match=r"smaller mesh after forward: it is tensor-parallel"):
         shardwise.plan(decoder, tensor=2, sequence=SEQUENCE, **smaller)
-    with pytest.raises(ShardingError, match=r"gpt has no plan for tensor parallelism.*tensor_plan"):
+    with pytest.raises(ShardingError, match=r"GPT has no plan for tensor parallelism.*tensor_plan"):
         shardwise.plan(gpt, tensor=2, sequence=SEQUENCE)
     with pytest.raises(ShardingError, match="checkpointing must be one of"):
         Setup(checkpointing="some")

@@ -47,7 +47,7 @@ def test_a_published_shape_has_its_models_parameters(name: str) -> None:
 def test_a_published_shape_is_refused_over_as_many_ranks_as_its_module_is(name: str) -> None:
     model = model_of(name, sequence=8)
     with torch.device("meta"):
-        sizes = sizes_of(model.build(1), name)
+        sizes = sizes_of(model.build(1))
 
     def is_refused(degree: int) -> bool:
         try:

@@ -105,7 +105,7 @@ def test_a_module_as_wide_as_the_vocabulary_is_no_head_inside_a_block() -> None:
 def test_numbers_inside_a_block_are_not_those_of_other_modules() -> None:
     with torch.device("meta"):
         model = Halves()
-    words = words_of(model, "Halves", Setup(tensor=2, sequence_parallel=True))
+    words = words_of(model, Setup(tensor=2, sequence_parallel=True))
     assert {name: word for name, word in words.items() if name.startswith("blocks")} == {
         "blocks.*.0": "sequence_parallel",
         "blocks.*.1": "gather_sequence",
@@ -118,7 +118,7 @@ def test_a_stage_without_the_head_takes_the_plan_of_the_whole_model() -> None:
     with torch.device("meta"):
         stage = Halves()
     del stage.head
-    assert "head" not in styles_of(stage, "Halves")
+    assert "head" not in styles_of(stage)
 
 
 def test_single_blocks_are_refused_where_stages_number_their_own() -> None:
@@ -138,7 +138,7 @@ def test_a_sequence_is_cut_in_all_blocks_or_none() -> None:
         model.blocks.append(nn.Sequential(nn.LayerNorm(256), nn.Sequential(nn.Linear(256, 256))))
     model.tensor_plan = {name.replace("*", "0"): word for name, word in model.tensor_plan.items()}
     with pytest.raises(ShardingError, match=r"has blocks.\*.1.0, not 'blocks.1.1.0'"):
-        words_of(model, "Halves", Setup(tensor=2, sequence_parallel=True))
+        words_of(model, Setup(tensor=2, sequence_parallel=True))
 
 
 def test_logits_are_cut_only_with_a_head() -> None:

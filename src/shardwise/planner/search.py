@@ -152,7 +152,7 @@ def _degrees(model: Model, setup: Setup, device: Hardware) -> list[int]:
     if not tensor.plan_of(module):
         return [1]
     try:
-        return [n for n in degrees if n == 1 or not undivided(tensor.sizes_of(module, model.name), n)]
+        return [n for n in degrees if n == 1 or not undivided(tensor.sizes_of(module), n)]
     except ShardingError:  # torch has no such tensor-parallel style
         return [1]
 
