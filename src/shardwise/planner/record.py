@@ -225,7 +225,7 @@ def _start(
         recorder.by_layer(layer)
         recorder.owner = layer
         recorder.see([_compat.local_of(tensor) for tensor in block_tensors])
-        recorder.categorize(block_tensors, events.PARAMETERS)
+        recorder.categorize(block_tensors, events.ACTIVATIONS if tensor is tokens else events.PARAMETERS)
     if pipe is not None:
         recorder.by_layer(None)
         recorder.owner = None
