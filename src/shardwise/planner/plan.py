@@ -334,10 +334,10 @@ def record_step(model: Model, setup: Setup, layers: int) -> Recording:
     except ShardwiseError:
         raise
     except Exception as error:  # of the user's model, on fake tensors
-        told, *_ = str(error).split("\n\n")  # without what torch adds of operators and meshes
+        message, *_ = str(error).split("\n\n")  # without what torch adds of operators and meshes
         raise NotRun(
             f"{model.name} cannot be run on fake tensors with {layers} blocks{_failing_module(error)}:"
-            f" {type(error).__name__}: {told.rstrip('.')}"
+            f" {type(error).__name__}: {message.rstrip('.')}"
         ) from error
 
 

@@ -137,13 +137,13 @@ def check_source(source: str) -> None:
     if not all(part.isidentifier() for path in (module, name) for part in path.split(".")):
         near, path = difflib.get_close_matches(source, PUBLISHED), on_disk(source)
         names = f"{', '.join(near)} or another published one" if near else f"one of {', '.join(PUBLISHED)}"
-        what = f"unknown model {source!r}"
+        problem = f"unknown model {source!r}"
         if path.exists() or "/" in source:
-            found = "is no .json file" if path.exists() else "does not exist"
-            what = f"{path} {'has no config.json' if path.is_dir() else found}"
+            actual = "is no .json file" if path.exists() else "does not exist"
+            problem = f"{path} {'has no config.json' if path.is_dir() else actual}"
             names = "a published model's name"
         raise ShardingError(
-            f"{what}: give {names}, a transformers config (.json, or its folder) or"
+            f"{problem}: give {names}, a transformers config (.json, or its folder) or"
             " package.module:factory, a function without arguments that returns a module of tokens to logits"
         )
     package, first, loaded = module.partition(".")[0], name.partition(".")[0], sys.modules.get(module)
