@@ -138,7 +138,7 @@ def check_source(source: str) -> None:
         near, path = difflib.get_close_matches(source, PUBLISHED), on_disk(source)
         names = f"{', '.join(near)} or another published one" if near else f"one of {', '.join(PUBLISHED)}"
         problem = f"unknown model {source!r}"
-        if path.exists() or "/" in source:
+        if path.exists() or ("/" in source and ":" not in source):
             actual = "is no .json file" if path.exists() else "does not exist"
             problem = f"{path} {'has no config.json' if path.is_dir() else actual}"
             names = "a published model's name"
