@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import os
 import re
 import sys
 from dataclasses import replace
@@ -69,8 +70,10 @@ def test_a_picture_says_what_to_install_where_matplotlib_is_missing(monkeypatch:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ShardwiseError, match=r"shardwise\[plan\]"):
         planner.picture(made)
-    result = CliRunner().invoke(app, ["plan", "gpt2", "--png", "plan.png"])
-    assert (result.exit_code, "shardwise[plan]" in result.stderr) == (2, True)
+    monkeypatch.setattr(planner, "search", None)  # nothing is planned before
+    for options in ([], ["--search", "--json", os.devnull]):
+        result = CliRunner().invoke(app, ["plan", "gpt2", "--png", os.devnull, *options])
+        assert (result.exit_code, "shardwise[plan]" in result.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(("step", "unit"), [(1, "GiB"), (1000, "MiB")])
@@ -87,17 +90,6 @@ def test_a_picture_has_units_for_its_sizes(monkeypatch: pytest.MonkeyPatch, step
     axes = matplotlib.Figure.return_value.subplots.return_value.__getitem__.return_value.__getitem__
     label = axes.return_value.set.call_args_list[0].kwargs["ylabel"]
     assert label == f"{unit} of a rank"
-
-
-def test_what_is_asked_for_beside_a_picture_is_there_without_matplotlib(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr(planner, "plan", lambda *args, **how: plan_of_gpt2())
-    page, picture = tmp_path / "plan.html", tmp_path / "plan.png"
-    result = CliRunner().invoke(app, ["plan", "gpt2", "--html", str(page), "--png", str(picture)])
-    assert (result.exit_code, "shardwise[plan]" in result.stderr) == (2, True)
-    assert page.read_text().startswith("<!doctype html>")
 
 
 def test_labels_of_phases_end_within_the_drawing() -> None:

@@ -57,6 +57,7 @@ def test_a_search_finds_the_fastest_plan_for_each_amount_of_memory_from_few_reco
         )
         assert plan == planner.plan(gpt, plan.setup, hardware="h100")
     assert "the fastest that fits" in str(found)
+    assert f" {mine[0].reserved_bytes / 2**20:.1f}  16 shards" in str(found)  # MiB
     assert planner.from_json(planner.Search, planner.to_json(found)) == found
 
 

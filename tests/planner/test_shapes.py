@@ -47,7 +47,7 @@ def test_a_published_shape_has_its_models_parameters(name: str) -> None:
 def test_a_published_shape_is_refused_over_as_many_ranks_as_its_module_is(name: str) -> None:
     model = model_of(name, sequence=8)
     with torch.device("meta"):
-        sizes = sizes_of(model.build(1), name)
+        sizes = sizes_of(model.build(1))
 
     def is_refused(degree: int) -> bool:
         try:
@@ -87,3 +87,14 @@ def test_a_config_is_a_file_or_in_a_folder_and_may_be_at_home(
     assert config_of(str(tmp_path)) == config_of("~") == config
     check_source("~")
     assert config_of("os:path.join") is None
+
+
+def test_a_path_without_a_config_is_not_called_an_unknown_model(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    for path, told in (
+        ("none", "does not exist"),
+        ("config.yaml", "is no .json file"),
+        (".", "has no config.json"),
+    ):
+        with pytest.raises(ShardingError, match=f"^{tmp_path / path} {told}: give a published"):
+            check_source(str(tmp_path / path))

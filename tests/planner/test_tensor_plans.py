@@ -26,6 +26,10 @@ from shardwise.planner.tensor import check_names, cuts, styles_of, words_of
         ({"blocks.2": "colwise"}, r"tensor_plan of Even has .* match no module: 'blocks.2';"),
         ({"blocks.*": nn.Linear}, r"tensor_plan of Even must map names of modules to styles.*Linear"),
         (["blocks.*"], r"must map names .* got \['blocks.\*'\]; styles are colwise, "),
+        ({"blocks": "colwise"}, r"has 'blocks': 'colwise', but 'blocks' is of class ModuleList, expected nn"),
+        ({"embedding": "rowwise"}, r"'embedding' is of class Embedding, .*; give it embedding_rowwise$"),
+        ({"head": "colwise"}, r"'head' is of class Linear, whose outputs.*; give it colwise_rep$"),
+        ({"blocks.*": "rowwise"}, r"RuntimeError: [^\n]* cuts by rowwise with no colwise before[^\n]*$"),
         (
             {"blocks.0": "colwise"},
             r"likely cause is how tensor=2 cuts it.* With tensor=1 it is planned uncut$",
@@ -67,6 +71,18 @@ def test_a_block_that_is_cut_unlike_the_others_is_run_and_is_in_the_code() -> No
     assert '"blocks.11.0": ColwiseParallel(' in planner.python(factory, made.setup)
 
 
+@pytest.mark.parametrize(("rows", "told"), [(512, 0), (513, 1)])
+def test_what_every_tensor_parallel_rank_holds_whole_is_not_called_uneven(rows: int, told: int) -> None:
+    def factory() -> nn.Module:
+        model = Even()
+        model.embedding = nn.Embedding(rows, 256)
+        model.tensor_plan = {"blocks.*": "colwise_rep"}
+        return model
+
+    made = shardwise.plan(factory, ranks=512, tensor=2, sequence=8)
+    assert sum("1.40 times an even share" in line for line in made.assumed) == len(made.assumed) == told
+
+
 class Halves(Even):
     """Its blocks have numbers, too."""
 
@@ -79,10 +95,17 @@ class Halves(Even):
         self.tensor_plan |= {"blocks.*.1.0": "colwise", "blocks.*.1.2": "rowwise"}
 
 
+def test_a_module_as_wide_as_the_vocabulary_is_no_head_inside_a_block() -> None:
+    with torch.device("meta"):
+        model = Halves()
+    model.blocks[0][1][0] = nn.Linear(256, 512)
+    check_names(model)
+
+
 def test_numbers_inside_a_block_are_not_those_of_other_modules() -> None:
     with torch.device("meta"):
         model = Halves()
-    words = words_of(model, "Halves", Setup(tensor=2, sequence_parallel=True))
+    words = words_of(model, Setup(tensor=2, sequence_parallel=True))
     assert {name: word for name, word in words.items() if name.startswith("blocks")} == {
         "blocks.*.0": "sequence_parallel",
         "blocks.*.1": "gather_sequence",
@@ -95,7 +118,7 @@ def test_a_stage_without_the_head_takes_the_plan_of_the_whole_model() -> None:
     with torch.device("meta"):
         stage = Halves()
     del stage.head
-    assert "head" not in styles_of(stage, "Halves")
+    assert "head" not in styles_of(stage)
 
 
 def test_single_blocks_are_refused_where_stages_number_their_own() -> None:
@@ -115,7 +138,7 @@ def test_a_sequence_is_cut_in_all_blocks_or_none() -> None:
         model.blocks.append(nn.Sequential(nn.LayerNorm(256), nn.Sequential(nn.Linear(256, 256))))
     model.tensor_plan = {name.replace("*", "0"): word for name, word in model.tensor_plan.items()}
     with pytest.raises(ShardingError, match=r"has blocks.\*.1.0, not 'blocks.1.1.0'"):
-        words_of(model, "Halves", Setup(tensor=2, sequence_parallel=True))
+        words_of(model, Setup(tensor=2, sequence_parallel=True))
 
 
 def test_logits_are_cut_only_with_a_head() -> None:
@@ -125,7 +148,7 @@ def test_logits_are_cut_only_with_a_head() -> None:
     assert cuts(model, Setup(tensor=2)) == (True, True)
     del model.tensor_plan["head"]
     assert cuts(model, Setup(tensor=2)) == (True, False)
-    with pytest.raises(ShardingError, match=r"does not shard its head\. Give that the style colwise_rep"):
+    with pytest.raises(ShardingError, match=r"has no head of the style colwise_rep\. Give it that"):
         cuts(model, Setup(tensor=2, loss_parallel=True))
 
 

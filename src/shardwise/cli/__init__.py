@@ -241,8 +241,7 @@ def plan(
         paths = (json_path, html_path, trace_path, png_path)  # fail before a search, not after it
         json_path, html_path, trace_path, png_path = (path and _writable(path) for path in paths)
         _check_plan(model, setup, hardware)
-        if png_path is not None and not (json_path or html_path or trace_path):
-            # Other files that were asked for are written first.
+        if png_path is not None:
             from_extra("plan", "matplotlib.figure", feature="a PNG of a plan")
     except ShardwiseError as error:  # takes a third of a second: torch is not imported yet
         print_failure(error, traceback.format_exc() if show_tracebacks else "")

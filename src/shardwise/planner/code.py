@@ -165,8 +165,8 @@ def _shards(model: Model, setup: Setup) -> Iterator[str]:
 
 
 def _tensor_parallel(module: nn.Module, name: str, setup: Setup, axis: str) -> Iterator[str]:
-    words = words_of(module, name, setup)
-    check_divided(name, sizes_of(module, name), setup.tensor)
+    words = words_of(module, setup)
+    check_divided(name, sizes_of(module), setup.tensor)
     yield "    styles = {"
     yield from (f'        "{name}": {STYLES[word]},' for name, word in words.items() if word not in UNCUT)
     yield "    }"

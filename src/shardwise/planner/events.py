@@ -111,6 +111,7 @@ class Recording:
     parameters: int
     block_parameters: int  # of the middle one
     gathered_parameters: tuple[int, ...]  # of each block, on a rank: with tensor parallelism, its part
+    sharded_parameters: int = 0  # those that rank 0 shards with others: with tensor parallelism, its part
     held_parameters: int = 0  # on rank 0
     whole_logits: bool = False  # whether each tensor-parallel rank has all logits
     assumed: tuple[str, ...] = ()  # assumptions about how the model runs, for display

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwise.planner.plan import GIB, Plan, sized
+from shardwise.planner.plan import Plan, sized, unit_of
 from shardwise.planner.setup import Setup
 
 SMALLER = 0.85  # a separate point has at most this fraction of another's memory
@@ -91,10 +91,11 @@ def _lines(search: Search) -> Iterator[str]:
     )
     if not search.chosen.fits:
         yield f"None fits: the smallest is short of {sized(-search.chosen.free_bytes)}"
-    rows = [["", "tokens/s", "MFU", "GiB", *_HEADER, "why"]]
+    name, unit = unit_of(min(point.plan.reserved_bytes for point in search.points))
+    rows = [["", "tokens/s", "MFU", name, *_HEADER, "why"]]
     for number, point in enumerate(search.points, 1):
         figures = [str(number), f"{point.plan.tokens_per_s:,.0f}", f"{point.plan.mfu:.1%}"]
-        figures.append(f"{point.plan.reserved_bytes / GIB:.1f}")
+        figures.append(f"{point.plan.reserved_bytes / unit:.1f}")
         rows.append([*figures, *_words(point.plan.setup), point.why])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:

@@ -213,7 +213,7 @@ def plan_of(
     model_flops, computed_flops = measure.flops(recording, setup.accumulation, expert_load=setup.expert_load)
     limit = None if device is None else device.usable_bytes
     pieces = setup.tensor if setup.async_tensor else 1
-    share = recording.held_parameters * setup.axes["shard"] * setup.tensor / recording.parameters
+    share = recording.held_parameters * setup.axes["shard"] / recording.sharded_parameters
     delayed = recording
     if device is not None and setup.record_streams:
         delayed = delay_frees(recording, device)
@@ -334,9 +334,10 @@ def record_step(model: Model, setup: Setup, layers: int) -> Recording:
     except ShardwiseError:
         raise
     except Exception as error:  # of the user's model, on fake tensors
+        message, *_ = str(error).split("\n\n")  # without what torch adds of operators and meshes
         raise NotRun(
             f"{model.name} cannot be run on fake tensors with {layers} blocks{_failing_module(error)}:"
-            f" {type(error).__name__}: {str(error).rstrip('.')}"
+            f" {type(error).__name__}: {message.rstrip('.')}"
         ) from error
 
 
@@ -353,8 +354,8 @@ def _advice(error: BaseException | None, model: Model, setup: Setup) -> str:
         recording_of(model, replace(setup, tensor=1))
         return (
             f"The likely cause is how tensor={setup.tensor} cuts it, by its tensor_plan or the plan that it"
-            " brings: a module that this leaves out gets inputs of another size. With tensor=1 it is planned"
-            " uncut"
+            " brings: a module that this leaves out, or cuts by rowwise with no colwise before, gets inputs"
+            " of another size or type. With tensor=1 it is planned uncut"
         )
     if type(error).__module__ == FakeTensorMode.__module__:  # which cannot stand in for it
         return _NEEDS

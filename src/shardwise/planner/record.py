@@ -108,6 +108,7 @@ def record(
             loss = loss_parallel()
             loss.__enter__()
             stack.callback(loss.__exit__, None, None, None)  # as it forgets to where something raised
+        sharded = sum(_compat.local_of(p).numel() for p in module.parameters())
         if setup.ulysses > 1:
             if model.cut_sequences is None:
                 raise ShardingError(
@@ -160,7 +161,9 @@ def record(
         whole_logits = tensor is not None and setup.loss == "whole" and not cuts(module, setup)[1]
         assumed = tuple(_assumptions(module, setup, converted, *functions))
         held = sum(_compat.local_of(p).numel() for p in module.parameters())
-        return Recording(layers, segments, parameters, in_block, gathered, held, whole_logits, assumed)
+        return Recording(
+            layers, segments, parameters, in_block, gathered, sharded, held, whole_logits, assumed
+        )
 
 
 def _assumptions(
@@ -222,7 +225,7 @@ def _start(
         recorder.by_layer(layer)
         recorder.owner = layer
         recorder.see([_compat.local_of(tensor) for tensor in block_tensors])
-        recorder.categorize(block_tensors, events.PARAMETERS)
+        recorder.categorize(block_tensors, events.ACTIVATIONS if tensor is tokens else events.PARAMETERS)
     if pipe is not None:
         recorder.by_layer(None)
         recorder.owner = None

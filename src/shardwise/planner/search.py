@@ -67,11 +67,11 @@ def search(
     Args:
         model: as for `plan`.
         setup: how the model is cut and trained. Fields that differ from the defaults of `Setup`, and all
-            `changes`, hold for every setting compared; what cannot be planned with them is left out. Of
-            fields that are open, these values are the requested ones, such as the precision.
-            `accumulation` stands for the sequences of a step: their number is kept, in micro-batches of
-            other sizes. If a step has one sequence by default, the number is open: times are compared per
-            token.
+            `changes`, hold for every setting compared; what cannot be planned with them is left out. With
+            the defaults of the others they must be a setup. Of fields that are open, these values are the
+            requested ones, such as the precision. `accumulation` stands for the sequences of a step: their
+            number is kept, in micro-batches of other sizes. If a step has one sequence by default, the
+            number is open: times are compared per token.
         micro_batches: numbers of sequences that a rank computes at a time, to compare.
         changes: fields of `setup`.
 
@@ -152,7 +152,7 @@ def _degrees(model: Model, setup: Setup, device: Hardware) -> list[int]:
     if not tensor.plan_of(module):
         return [1]
     try:
-        return [n for n in degrees if n == 1 or not undivided(tensor.sizes_of(module, model.name), n)]
+        return [n for n in degrees if n == 1 or not undivided(tensor.sizes_of(module), n)]
     except ShardingError:  # torch has no such tensor-parallel style
         return [1]
 

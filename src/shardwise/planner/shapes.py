@@ -135,10 +135,15 @@ def check_source(source: str) -> None:
         return
     module, _, name = source.partition(":")
     if not all(part.isidentifier() for path in (module, name) for part in path.split(".")):
-        near = difflib.get_close_matches(source, PUBLISHED)
+        near, path = difflib.get_close_matches(source, PUBLISHED), on_disk(source)
         names = f"{', '.join(near)} or another published one" if near else f"one of {', '.join(PUBLISHED)}"
+        problem = f"unknown model {source!r}"
+        if path.exists() or ("/" in source and ":" not in source):
+            actual = "is no .json file" if path.exists() else "does not exist"
+            problem = f"{path} {'has no config.json' if path.is_dir() else actual}"
+            names = "a published model's name"
         raise ShardingError(
-            f"unknown model {source!r}: give {names}, a transformers config (.json, or its folder) or"
+            f"{problem}: give {names}, a transformers config (.json, or its folder) or"
             " package.module:factory, a function without arguments that returns a module of tokens to logits"
         )
     package, first, loaded = module.partition(".")[0], name.partition(".")[0], sys.modules.get(module)

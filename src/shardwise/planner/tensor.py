@@ -12,6 +12,7 @@ first kind into the second, so either can be planned for any model that declares
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from typing import Any
@@ -62,8 +63,8 @@ def parallelize(module: nn.Module, name: str, mesh: DeviceMesh, setup: Setup) ->
     Raises:
         ShardingError: the model has no plan, or the axis does not divide a size.
     """
-    words = words_of(module, name, setup)
-    check_divided(name, sizes_of(module, name), mesh.size())
+    words = words_of(module, setup)
+    check_divided(name, sizes_of(module), mesh.size())
     if cuts(module, setup)[0] and setup.length % mesh.size():
         raise ShardingError(
             f"{name}: tensor={mesh.size()} does not divide the {setup.length:,} tokens of a sequence, which"
@@ -97,9 +98,9 @@ def with_positions(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]
     return args, {"position_ids": positions} | kwargs
 
 
-def sizes_of(module: nn.Module, name: str) -> dict[str, int]:
+def sizes_of(module: nn.Module) -> dict[str, int]:
     """Return the sizes that a degree of tensor parallelism must divide, by description."""
-    words = styles_of(module, name)
+    words = styles_of(module)
     config: Any = getattr(module, "config", None) or getattr(module, "shape", None)
     sizes: dict[str, int] = {}
     # Of transformers' configs, and of built-in shapes; an attribute that comes later counts.
@@ -136,10 +137,11 @@ def plan_of(module: nn.Module) -> dict[str, str]:
 
 
 def check_names(module: nn.Module, *, stages: int = 1) -> None:
-    """Check the names in the `tensor_plan` of a model, with all its blocks.
+    """Check the `tensor_plan` of a model, with all its blocks.
 
     Raises:
-        ShardingError: a name of no module, or of some blocks, which the stages of a pipeline number anew.
+        ShardingError: a name of no module, or of some blocks, which the stages of a pipeline number anew; a
+            style that does not suit the module.
     """
     plan = plan_of(module) if getattr(module, "tensor_plan", None) else {}
     names = [name for name, _ in module.named_modules()]
@@ -153,6 +155,24 @@ def check_names(module: nn.Module, *, stages: int = 1) -> None:
             f"the tensor_plan of {type(module).__name__} has names that match no module:"
             f" {', '.join(map(repr, wrong))}; modules with parameters are {', '.join(known)}"
         )
+    tables = [child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)]
+    outside = [child for name, child in module.named_modules() if "*" not in _of_any_block(module, name)]
+    heads = [child for child in outside if getattr(child, "out_features", None) in tables]
+    for (name, child), (pattern, word) in itertools.product(module.named_modules(), plan.items()):
+        if "wiseParallel" not in STYLES.get(word, "") or not _fits(name, pattern):
+            continue
+        expected = ""
+        if not isinstance(child, (nn.Linear, nn.Embedding)):
+            expected = "expected nn.Linear or nn.Embedding; name those in it, or leave it whole"
+        elif word == "rowwise" and isinstance(child, nn.Embedding):
+            expected = "whose inputs, tokens, are not cut; give it embedding_rowwise"
+        elif word == "colwise" and child in heads:
+            expected = "whose outputs, the logits, the loss needs whole; give it colwise_rep"
+        if expected:
+            raise ShardingError(
+                f"the tensor_plan of {type(module).__name__} has {pattern!r}: {word!r}, but {name!r} is of"
+                f" class {type(child).__name__}, {expected}"
+            )
     single = [pattern for pattern in plan for name in names if _names_a_block(module, name, pattern)]
     if stages > 1 and single:
         raise ShardingError(
@@ -183,7 +203,7 @@ def words_by_module(module: nn.Module) -> dict[int, list[str]]:
     }
 
 
-def styles_of(module: nn.Module, name: str) -> dict[str, str]:
+def styles_of(module: nn.Module) -> dict[str, str]:
     """Return words of `STYLES` by module; an embedding tied to a head is cut with it.
 
     Raises:
@@ -191,14 +211,14 @@ def styles_of(module: nn.Module, name: str) -> dict[str, str]:
     """
     if not (plan := plan_of(module)):
         raise ShardingError(
-            f"{name} has no plan for tensor parallelism: give the nn.Module a tensor_plan attribute,"
+            f"{type(module).__name__} has no plan for tensor parallelism: give it an attribute tensor_plan,"
             ' such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or plan with tensor=1'
         )
     unknown = [f"{word!r} for {pattern!r}" for pattern, word in plan.items() if word not in (*STYLES, *UNCUT)]
     if unknown:
         raise ShardingError(
-            f"{name}: unknown styles in the model's tensor-parallel plan: {', '.join(unknown)}; known are"
-            f" {', '.join(STYLES)}. Plan with tensor=1"
+            f"{type(module).__name__} has unknown styles in its tensor-parallel plan: {', '.join(unknown)};"
+            f" known are {', '.join(STYLES)}. Plan with tensor=1"
         )
     names = [path for path, _ in module.named_modules()]
     words = {pattern: word for pattern, word in plan.items() if any(_fits(path, pattern) for path in names)}
@@ -221,16 +241,16 @@ def cuts(module: nn.Module, setup: Setup) -> tuple[bool, bool]:
     heads = [path for path, word in plan_of(module).items() if word in (*_TO_WHOLE, ROWS)]
     if loss and not heads:
         raise ShardingError(
-            f"{type(module).__name__} cannot be planned with loss parallelism: its tensor-parallel plan does"
-            " not shard its head. Give that the style colwise_rep, or plan with loss_parallel=False"
+            f"{type(module).__name__} cannot be planned with loss parallelism: its tensor-parallel plan has"
+            " no head of the style colwise_rep. Give it that, or plan with loss_parallel=False"
         )
     loss = torchtitan and bool(heads) if loss is None else loss
     return torchtitan if sequence is None else sequence, loss
 
 
-def words_of(module: nn.Module, name: str, setup: Setup) -> dict[str, str]:
+def words_of(module: nn.Module, setup: Setup) -> dict[str, str]:
     """Return `styles_of` the module, with the sequence and the logits cut as `setup` says."""
-    words = styles_of(module, name)
+    words = styles_of(module)
     sequence, loss = cuts(module, setup)
     if not sequence:
         return {key: "head_of_loss" if loss and word in _TO_WHOLE else word for key, word in words.items()}
@@ -239,8 +259,9 @@ def words_of(module: nn.Module, name: str, setup: Setup) -> dict[str, str]:
     takes_tokens = setup.pipeline == 1 or any(isinstance(child, nn.Embedding) for child in module.modules())
     if takes_tokens and "embedding_to_sequence" not in cut.values():
         raise ShardingError(
-            f"{name} cannot be planned with sequence parallelism: its tensor-parallel plan does not shard its"
-            " embedding. Give that the style embedding_rowwise, or plan with sequence_parallel=False"
+            f"{type(module).__name__} cannot be planned with sequence parallelism: its tensor-parallel plan"
+            " does not shard its embedding. Give that the style embedding_rowwise, or plan with"
+            " sequence_parallel=False"
         )
     parents = {key.rpartition(".")[0] for key, word in words.items() if word == "colwise"}
     planned = {
@@ -258,8 +279,9 @@ def words_of(module: nn.Module, name: str, setup: Setup) -> dict[str, str]:
         ):
             if (pattern := _of_any_block(module, path)) in planned:
                 raise ShardingError(
-                    f"{name} cannot be planned with sequence parallelism: its tensor-parallel plan has"
-                    f" {pattern}, not {path!r}. Cut all blocks alike, or plan with sequence_parallel=False"
+                    f"{type(module).__name__} cannot be planned with sequence parallelism: its"
+                    f" tensor-parallel plan has {pattern}, not {path!r}. Cut all blocks alike, or plan with"
+                    " sequence_parallel=False"
                 )
             cut[pattern] = "sequence_parallel"
     return cut

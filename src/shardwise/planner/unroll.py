@@ -224,14 +224,13 @@ def _unroll_loops(
         if loop[0] is not ordered[0]:
             copies.reverse()
         segments += [copier.copy(segment, number, layer) for segment, layer in copies]
-    parameters, held = (
-        getattr(small, name) + times * (getattr(large, name) - getattr(small, name))
-        for name in ("parameters", "held_parameters")
-    )
+    totals: dict[str, Any] = {
+        name: getattr(small, name) + times * (getattr(large, name) - getattr(small, name))
+        for name in ("parameters", "sharded_parameters", "held_parameters")
+    }
     sizes = small.gathered_parameters
     sizes = sizes[: window.stop] + sizes[window.start : window.stop] * times + sizes[window.stop :]
-    totals = {"parameters": parameters, "held_parameters": held, "gathered_parameters": sizes}
-    return replace(small, layers=layers, segments=segments, **totals)
+    return replace(small, layers=layers, segments=segments, gathered_parameters=sizes, **totals)
 
 
 def _births(loops: list[list[Segment]]) -> dict[int, Birth]:
