@@ -157,7 +157,7 @@ def check_names(module: nn.Module, *, stages: int = 1) -> None:
         )
     tables = [child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)]
     outside = [child for name, child in module.named_modules() if "*" not in _of_any_block(module, name)]
-    heads = [child for child in outside if getattr(child, "out_features", None) in tables]
+    heads = [child for child in outside if getattr(child, "out_features", None) in tables][-1:]
     for (name, child), (pattern, word) in itertools.product(module.named_modules(), plan.items()):
         if "wiseParallel" not in STYLES.get(word, "") or not _fits(name, pattern):
             continue
