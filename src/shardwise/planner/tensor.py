@@ -167,7 +167,7 @@ def check_names(module: nn.Module, *, stages: int = 1) -> None:
         elif word == "rowwise" and isinstance(child, nn.Embedding):
             expected = "whose inputs, tokens, are not cut; give it embedding_rowwise"
         elif word == "colwise" and child in heads:
-            expected = "whose outputs, the logits, the loss needs whole; give it colwise_rep"
+            expected = "as wide as the vocabulary: the loss needs its logits whole; give it colwise_rep"
         if expected:
             raise ShardingError(
                 f"the tensor_plan of {type(module).__name__} has {pattern!r}: {word!r}, but {name!r} is of"
