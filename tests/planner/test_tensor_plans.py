@@ -28,7 +28,10 @@ from shardwise.planner.tensor import check_names, cuts, styles_of, words_of
         (["blocks.*"], r"must map names .* got \['blocks.\*'\]; styles are colwise, "),
         ({"blocks": "colwise"}, r"has 'blocks': 'colwise', but 'blocks' is of class ModuleList, expected nn"),
         ({"embedding": "rowwise"}, r"'embedding' is of class Embedding, .*; give it embedding_rowwise$"),
-        ({"head": "colwise"}, r"'head' is of class Linear, as wide as the vocabulary.*; give it colwise_rep$"),
+        (
+            {"head": "colwise"},
+            r"'head' is of class Linear, as wide as the vocabulary.*; give it colwise_rep$",
+        ),
         ({"blocks.*": "rowwise"}, r"RuntimeError: [^\n]* cuts by rowwise with no colwise before[^\n]*$"),
         (
             {"blocks.0": "colwise"},
