@@ -18,6 +18,7 @@ from mutants.side_streams import (
     stream_entered_inside,
     weights_used_twice,
 )
+from shardwise import _compat
 from shardwise.fsdp.contiguous import ContiguousGroup
 from shardwise.fsdp.group import ParamGroup
 from shardwise.fsdp.reduction import GradReducer
@@ -81,7 +82,8 @@ def test_kept_gradients_in_memory_of_another_stream_are_freed_too_early() -> Non
         state.stream = stream
 
     with mock.patch.object(FSDPState, "leave_to_finalization", leave_on_current_stream):
-        assert findings(partial(kept_until_finalization, layout="interleaved"))
+        found = findings(partial(kept_until_finalization, layout="interleaved"))
+    assert bool(found) is not _compat.SUMS_AS_KEPT  # then autograd itself has cast them, where they were made
 
 
 @pytest.mark.parametrize(
