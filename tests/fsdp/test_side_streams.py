@@ -14,6 +14,7 @@ from mutants.side_streams import (
     kept_until_finalization,
     modules_on_streams,
     offloaded_and_unused,
+    read_after_an_evaluation,
     refreshed_by_hand,
     stream_entered_inside,
     weights_used_twice,
@@ -95,6 +96,14 @@ def test_what_a_user_refreshed_is_gathered_after_that(strategy: str, sizes: tupl
     nothing = property(lambda self: None, lambda self, event: None)
     with mock.patch.object(ContiguousGroup, "refreshed", nothing, create=True):
         assert bool(findings(program, ranks=4)) is (strategy == "hierarchical_fsdp")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_user_may_look_at_smaller_shards_after_an_evaluation(layout: str) -> None:
+    assert findings(partial(read_after_an_evaluation, layout=layout), ranks=4) == []
+    with mock.patch("shardwise.fsdp.state.follow_stream"):
+        found = findings(partial(read_after_an_evaluation, layout="interleaved"), ranks=4)
+    assert found
 
 
 def test_the_host_looks_at_offloaded_gradients_after_they_have_come() -> None:

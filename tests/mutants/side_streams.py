@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fsdp import test_streams_of_users as streams_of_users
 from fsdp import test_streams_that_share as streams_that_share
 from fsdp.test_simulated_streams import evaluated_on_a_stream_before_backward
-from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, _compat, fully_shard
 from shardwise.verify.streams import DEVICE
 
 
@@ -120,6 +120,15 @@ def gathered_ahead(*, layout: str) -> list[Tensor]:
     return trained(model, model.layers, layout=layout, ahead=model.layers[0], reshard_after_forward=2)
 
 
+def read_after_an_evaluation(*, layout: str) -> list[Tensor]:
+    """The first layer is cut over fewer ranks on its stream, after the model has waited for that."""
+    model = Apart(0)
+    sharded(model, model.layers, layout=layout, reshard_after_forward=2)
+    with torch.no_grad():
+        model(torch.randn(4, 8, device=DEVICE))
+    return [_compat.local_of(p).square() for p in model.parameters()]
+
+
 def offloaded_and_unused(*, layout: str) -> list[Tensor]:
     model = nn.Sequential(Unused(), Unused())
     return trained(model, model, layout=layout, steps=1, offload_policy=CPUOffloadPolicy())
@@ -205,6 +214,7 @@ PROGRAMS: dict[str, tuple[Callable[[], list[Tensor]], int]] = {
         partial(streams_of_users.loading_after_an_evaluation, "contiguous"),
         1,
     ),
+    "smaller shards that the user looks at": (partial(read_after_an_evaluation, layout="interleaved"), 4),
     "gradients kept until finalization": (partial(kept_until_finalization, layout="interleaved"), 2),
     "parameters refreshed by hand": (
         partial(refreshed_by_hand, layout="contiguous", strategy="hierarchical_fsdp", sizes=(2, 2)),
