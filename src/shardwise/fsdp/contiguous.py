@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import AllGather, AllGatherResult, CommStreams
-from shardwise.comm.foreach import current_stream
+from shardwise.comm.foreach import Reached, current_stream, follow_stream, reached
 from shardwise.comm.order import event_for
 from shardwise.comm.streams import WITHOUT_STREAMS, record_event
 from shardwise.errors import LifecycleError, ShardingError, here
@@ -86,7 +86,7 @@ class ContiguousGroup(ParamGroup):
             self.post_forward_mesh = None  # never freed, so never resharded
         self.resident: list[Tensor] = []  # the resident memory, by segment
         self.refreshed_at: Any = None
-        self.refreshed: torch.Event | None = None
+        self.refreshed: Reached | None = None
         self._comm: AllGather | None = None  # the one used last, and whether it can write in place
         self._in_place = False
         self.settings.staging_bytes = max(self.settings.staging_bytes, self.ranks * _RANKS_LEAST)
@@ -277,7 +277,7 @@ class ContiguousGroup(ParamGroup):
         state = (process.steps, versions)
         if self.refreshed_at == state:
             if self.refreshed is not None:  # perhaps on a user's stream
-                current_stream(self.device).wait_event(self.refreshed)
+                follow_stream(self.refreshed, self.device)
             return
         if self.orders and self.refresh_group is not None:
             self.announce(event_for(f"gather what the optimizer changed of '{self.name or 'the root'}'"))
@@ -297,7 +297,7 @@ class ContiguousGroup(ParamGroup):
             comm(output_tensor=resident, input_tensor=source, group=group, async_op=False)
         self.refreshed_at = state  # not set if a gather failed: the next pass gathers again
         if self.device.type not in WITHOUT_STREAMS:
-            self.refreshed = record_event(current_stream(self.device))
+            self.refreshed = reached(self.device)
 
     def _finish_gather(self, result: AllGatherResult) -> None:
         if result.event is not None:

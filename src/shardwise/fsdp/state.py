@@ -265,10 +265,9 @@ class FSDPState(ModuleState):
         # No gather of this forward follows to reuse the latest freed memory: free it before the loss.
         if schedule.streams is not None:
             schedule.free_gathered()
+            # Smaller shards were cut on the streams that ran their modules; users may look at them next.
             for group, _ in root.all_groups if root is not None else ():
-                if (
-                    group.smaller_ready is not None
-                ):  # cut on the stream that ran it; users may look at it next
+                if group.smaller_ready is not None:
                     follow_stream(group.smaller_ready, self.device)
         schedule.end_copy_out()
         self.install_guards()

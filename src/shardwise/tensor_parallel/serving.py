@@ -146,9 +146,8 @@ def check_positions(model: Any, prompt: Tensor, tokens: int) -> None:
     """Raise ShardingError if a model has a table of fewer positions than it will look up. Local."""
     lengths, is_pair = (prompt.shape[1], tokens), model.config.is_encoder_decoder
     window: Any = getattr(model.config, "window_size", None)
-    if (
-        "local" in (getattr(model.config, "attention_layers", None) or ()) and sum(lengths) > window
-    ):  # GPT-Neo
+    kinds = getattr(model.config, "attention_layers", None) or ()  # GPT-Neo's
+    if "local" in kinds and sum(lengths) > window:
         raise ShardingError(
             f"{type(model).__name__} places its windows of {window} tokens by the size of its cache, which is"
             f" fixed for {sum(lengths)} (prompt and tokens); generate fewer tokens, or use the whole model"
